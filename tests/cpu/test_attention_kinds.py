@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import tiny
 import torch
 from engine_runs import run_engine
 from paged_model import Cache, assert_close, oracle, prompts
+from tiny_deepseek import DEEPSEEK, MLA, write_deepseek
 from torch import Tensor
 
 from emberline.core.engine_config import EngineConfig
@@ -22,7 +22,6 @@ from emberline.core.params import SamplingParams
 from emberline.core.plan import BlockCopy
 from emberline.core.request import Submission
 from emberline.engine.boot import boot
-from emberline.engine.gpu.boot import boot_gpu
 from emberline.engine.kv_shape import make_kv_shape
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
@@ -41,27 +40,6 @@ from emberline.models.tensor_names import load_model
 from emberline.models.weights import Weights
 
 CONTEXT = 64
-MLA = {"kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "first_k_dense_replace": 3}
-MLA |= {"num_key_value_heads": 6, "head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1}
-MLA |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0}
-DEEPSEEK: dict[str, tiny.Config] = {
-    "v2": {"model_type": "deepseek_v2", "q_lora_rank": 16},
-    "v2-lite": {"model_type": "deepseek_v2", "q_lora_rank": None, "tie_word_embeddings": True},
-    "v3": {
-        "model_type": "deepseek_v3",
-        "q_lora_rank": 16,
-        "num_mtp_layers": 0,
-        "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5},
-    },
-    "v3-halves": {
-        "model_type": "deepseek_v3",
-        "q_lora_rank": None,
-        "num_mtp_layers": 0,
-        "rope_interleave": False,
-        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-    },
-}
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -142,32 +120,6 @@ def test_chunks_must_be_whole_blocks() -> None:
     assert make_kv_shape(replace(chunked, parts=plain.parts), 32, torch.float32).block_size == 32, "a sliding window"
 
 
-def write_deepseek(directory: Path, name: str) -> Path:
-    """Write a random checkpoint of a DeepSeek model whose layers are all dense."""
-    c = {**tiny.BASE, **MLA, **DEEPSEEK[name]}
-    c["architectures"] = ["DeepseekV2ForCausalLM" if name.startswith("v2") else "DeepseekV3ForCausalLM"]
-    hidden, heads, ffn, rank, compressed = 48, 6, 80, 20, c["q_lora_rank"]
-    layer = {"self_attn.kv_a_proj_with_mqa": (rank + 8, hidden), "self_attn.kv_b_proj": (heads * 22, rank)}
-    layer |= {"self_attn.o_proj": (hidden, heads * 10), "mlp.down_proj": (hidden, ffn)}
-    layer |= {"mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "self_attn.kv_a_layernorm": (rank,)}
-    layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
-    if compressed:
-        layer |= {"self_attn.q_a_proj": (compressed, hidden), "self_attn.q_b_proj": (heads * 20, compressed)}
-        layer["self_attn.q_a_layernorm"] = (compressed,)
-    else:
-        layer["self_attn.q_proj"] = (heads * 20, hidden)
-    shapes = {f"model.layers.{i}.{part}.weight": shape for i in range(3) for part, shape in layer.items()}
-    shapes |= {"model.embed_tokens.weight": (131, hidden), "model.norm.weight": (hidden,)}
-    shapes |= {} if c["tie_word_embeddings"] else {"lm_head.weight": (131, hidden)}
-    random = torch.Generator().manual_seed(3)
-    tensors = {part: torch.randn(shape, generator=random) for part, shape in shapes.items()}
-    for part, tensor in tensors.items():
-        tensor.mul_(0.2).add_(1) if "norm" in part else tensor.mul_(2.0 / tensor.shape[-1] ** 0.5)
-    tiny.write_tensors(directory, c, tensors)
-    (directory / "config.json").write_text(json.dumps(c))  # with null, which means no compressed queries
-    return directory
-
-
 @pytest.mark.parametrize("name", DEEPSEEK)
 def test_latent_attention_equals_transformers(backend: str, name: str, tmp_path: Path) -> None:
     directory, tokens = write_deepseek(tmp_path, name), prompts(37, 20)
@@ -222,14 +174,6 @@ def test_latent_attention_in_an_engine_with_a_disk(tmp_path: Path) -> None:
         assert engine.stats().tiers["disk"].hit_tokens == hits
 
 
-def test_a_gpu_refuses_latent_attention_at_start(tmp_path: Path) -> None:
-    directory = write_deepseek(tmp_path, "v2")
-    checkpoint = Checkpoint.open(directory)
-    config, weights = ModelConfig.from_checkpoint(checkpoint), Weights(checkpoint)
-    with pytest.raises(UnsupportedModel, match="deepseek_v2 has latent attention"):
-        boot_gpu(config, weights, context=CONTEXT, settings=EngineConfig.build(str(directory)))
-
-
 @pytest.mark.parametrize("kind", [{"sinks": torch.zeros(2)}, {"window": 16, "chunked": True}, {"latent_dim": 8}])
 def test_kernels_for_hopper_refuse_other_kinds_of_attention(kind: dict[str, Any]) -> None:
     pytest.importorskip("triton")
@@ -240,5 +184,5 @@ def test_kernels_for_hopper_refuse_other_kinds_of_attention(kind: dict[str, Any]
     inputs = AttentionInputs(
         torch.zeros(1, 64), layer, empty, empty, ops.AttentionMetadata(empty, empty, empty, empty, empty)
     )
-    with pytest.raises(NotImplementedError, match=r"only the Triton kernel|not supported on a GPU"):
+    with pytest.raises(NotImplementedError, match=r"only the Triton kernel|part of latent_attention"):
         HopperBackend.paged_attention(object.__new__(HopperBackend), inputs, AttentionPlan(0, prefill_tiles=empty))

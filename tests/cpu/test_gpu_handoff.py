@@ -279,16 +279,20 @@ def test_steps_and_pulls_do_not_race(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("tokens", [BLOCK, 4 * BLOCK, BLOCK // 4])
-def test_pieces_equal_those_of_host_region(dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "values_in_keys"), [(BLOCK, False), (4 * BLOCK, False), (BLOCK // 4, False), (BLOCK // 4, True)]
+)
+def test_pieces_equal_those_of_host_region(
+    dtype: torch.dtype, tokens: int, values_in_keys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For any block size of the peer; large pieces are split."""
     rng = random.Random(5)
-    shape = KVShape(5, 2, 16, BLOCK, dtype)
+    shape = KVShape(5, 2, 16, BLOCK, dtype, values_in_keys)
     layout = shape.layout("m", transposed_keys=False)
     wire = replace(layout, tokens=tokens)
     monkeypatch.setattr(memory, "TRANSFER_SLOT_BYTES", 2 * layout.layer_bytes)
     cache = KVCache(shape, 24)
-    parts = [part.view(torch.uint8).numpy() for part in (cache.keys, cache.values)]
+    parts = [part.view(torch.uint8).numpy() for part in cache.parts]
     device, host = DeviceRegion(layout, cache, HostDevice()), HostRegion(layout, [part.copy() for part in parts])
     for _ in range(20):
         into = np.asarray(rng.sample(range(24), 24))

@@ -14,6 +14,7 @@ import torch
 from gpu_settings import gpu_config
 from host_engine import plain_arithmetic, simulate_gpu
 from race_detector import RaceDetector
+from tiny_deepseek import write_deepseek
 from torch import Tensor
 
 from emberline.core.engine_config import EngineConfig, SchedulerConfig
@@ -30,6 +31,7 @@ from emberline.engine.gpu.copier import DeviceCopier
 from emberline.engine.gpu.graphs import StepInputs
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.swap import reset_prefix_cache, sleep_runner, wake_runner
+from emberline.engine.kv_shape import make_kv_shape
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.kernels import backend as kernel_backend
 from emberline.kernels import reference
@@ -72,7 +74,7 @@ class TieredEngine:
         **settings: object,
     ) -> None:
         c = model.config
-        shape = KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.bfloat16)
+        shape = make_kv_shape(c, BLOCK, torch.bfloat16)
         cache = KVCache(shape, blocks)
         cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)  # can be freed
         chosen = gpu_config(max_running=4, max_batch_tokens=64, kv_host_memory=1 << 20 if tiers else None, **settings)
@@ -232,25 +234,25 @@ def test_failed_step_stores_no_blocks(model: DecoderModel, monkeypatch: pytest.M
     assert tiered.host.stats().blocks == 0
 
 
-@pytest.mark.parametrize("pins", [True, False])
-def test_device_copies_equal_host_copies(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("pins", "values_in_keys"), [(True, False), (False, False), (True, True)])
+def test_device_copies_equal_host_copies(pins: bool, values_in_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers have the same content for pipelined random plans as for plans executed one at a time.
 
     Blocks that are loaded twice have the content of the last load."""
     rng = random.Random(3)
-    shape = KVShape(3, 2, 16, BLOCK, torch.bfloat16)
+    shape = KVShape(3, 2, 16, BLOCK, torch.bfloat16, values_in_keys)
     caches = [KVCache(shape, 10) for _ in range(2)]
-    for part in ("keys", "values"):
-        noise = torch.randn(caches[0].keys.shape).bfloat16()
-        for cache in caches:
-            getattr(cache, part).copy_(noise)
+    for parts in zip(*(cache.parts for cache in caches), strict=True):
+        noise = torch.randn(parts[0].shape).bfloat16()
+        for part in parts:
+            part.copy_(noise)
     monkeypatch.setattr(memory, "COPY_PIECE_BYTES", 3 * shape.block_bytes)
     device, plain, size = RaceDetector(pins=pins), HostBlockCopier(caches[0]), buffer_bytes_for(shape.block_bytes)
     areas = [memoryview(bytearray(rng.randbytes(16 * size))) for _ in range(2)]
     areas[1][:] = areas[0]
     copier = DeviceCopier(caches[1], device)
     copier.attach_host_memory(areas[1])
-    device.watch(areas[1], scratch=copier.device_buffers(), cache=[caches[1].keys, caches[1].values])
+    device.watch(areas[1], scratch=copier.device_buffers(), cache=caches[1].parts)
     with device, device.step_stream.activate():
         under_way = None
         for step in range(40):
@@ -274,8 +276,18 @@ def test_device_copies_equal_host_copies(pins: bool, monkeypatch: pytest.MonkeyP
         finish()
     assert device.races == []
     assert areas[0] == areas[1]
-    for part in ("keys", "values"):
-        assert torch.equal(getattr(caches[0], part), getattr(caches[1], part))
+    assert all(map(torch.equal, caches[0].parts, caches[1].parts))
+
+
+def test_latents_move_through_tiers(tmp_path: Path) -> None:
+    model = load_decoder(write_deepseek(tmp_path / "model", "v2", dtype=torch.bfloat16), "bfloat16")
+    expected = TieredEngine(model, tiers=False).run(make_submission(1))
+    tiered = TieredEngine(model, tmp_path / "disk")
+    first = tiered.run(make_submission(1))
+    evict_all(tiered)
+    again = tiered.run(make_submission(1))
+    assert again["r"][0] == first["r"][0] == expected["r"][0] and again["r"][2] == 40
+    assert tiered.engine.stats().tiers["host"].hit_tokens == 40 and tiered.device.races == []
 
 
 @pytest.fixture

@@ -46,7 +46,12 @@ def seed() -> None:
 
 @compiled
 def test_all_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "interpreter and not all", __file__]
+    run_in_interpreter(__file__)
+
+
+def run_in_interpreter(file: str) -> None:
+    """Run the interpreter's tests of a file in a process of their own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "interpreter and not all", file]
     # Plugins take most of the time in which pytest starts.
     without_plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
     environment = {**os.environ, **without_plugins, "TRITON_INTERPRET": "1"}

@@ -192,8 +192,9 @@ def test_activations_of_a_step() -> None:
     (llama,) = make_plan(LLAMA_8B, "H200").plans
     assert llama.fixed["activations"] == 2 * 8192 * (2 * 4096 + (4096 + 2 * 1024) + 4096 + 3 * 14336)
     kimi = make_plan("kimi-k2.5", "8xH100", **SMALL_STEPS).best
-    heads = 8 * ((128 + 64) + (512 + 64) + 512 + 128)  # queries, also as latents; outputs as latents and of heads
-    attention = 1536 + 512 + 64 + heads
+    # Queries, also as latents; outputs as latents and of heads; keys and values of chunks.
+    heads = 8 * ((128 + 64) + (512 + 64) + 512 + 128 + (128 + 128))
+    attention = 1536 + 2 * (512 + 64) + heads
     experts = 384 + 8 * (3 * 2048 // 8 + 7168) + 3 * 2048 // 8
     assert kimi.fixed["activations"] == 2 * 2048 * (2 * 7168 + attention + experts)
 

@@ -36,7 +36,8 @@ class TargetStates:
         self._cache = KVCache(shape, blocks, str(self.device))
         heads = config.heads, config.kv_heads, config.head_dim
         portable = config.parts.needs_portable_attention
-        self._planner = ops.AttentionPlanner(heads, self._cache.keys, model.dtype, blocks, portable=portable)
+        planner = ops.LatentPlanner if config.parts.attention.latent else ops.AttentionPlanner
+        self._planner = planner(heads, self._cache.keys, model.dtype, blocks, portable=portable)
 
     def compute(self, sequences: Sequence[np.ndarray], logit_spans: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield hidden states [T, 3 hidden] and float32 logits [S, vocab] of as many sequences as fit one forward pass.

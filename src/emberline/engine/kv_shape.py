@@ -1,4 +1,4 @@
-"""make_kv_shape: the shape of the KV cache that a model needs; reject_latent_attention: where a GPU has none for it."""
+"""make_kv_shape: the shape of the KV cache that a model needs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,3 @@ def make_kv_shape(
             )
     is_latent, layers = config.parts.attention.latent is not None, groups.block_layers if groups else config.layers
     return KVShape(layers, config.kv_heads, config.head_dim, block_size, dtype, values_in_keys=is_latent)
-
-
-def reject_latent_attention(config: ModelConfig) -> None:
-    """Raise UnsupportedModel for a model with latent attention, which no GPU kernel supports."""
-    if config.parts.attention.latent is not None:
-        message = f"{config.model_type} has latent attention, which is only supported on the CPU"
-        raise UnsupportedModel(message, hint="use --device cpu")

@@ -31,7 +31,6 @@ TRANSFER_SLOTS = 4  # buffers for each direction of KV transfers
 # Or one layer of the largest block, if that is larger: what kv/transfer/receiver.py requests.
 TRANSFER_SLOT_BYTES = 4 << 20
 MAX_BLOCK_TOKENS = 64
-MAX_KEY_PARTS = 16  # parts into which attention splits a request's keys, on average over a full batch
 MIN_WIDENED_TOKENS = 32_768  # so that a few prompts with long cached prefixes can be in one step
 MIN_KV_BLOCKS = 2
 F32_BYTES = 4
@@ -134,7 +133,7 @@ def reject_packed_weights(weights: str) -> None:
 
 def reject_mixture_of_experts(config: ModelConfig) -> None:
     """Raise UnsupportedModel for a mixture of experts, which no GPU kernel supports."""
-    if config.experts is not None:
+    if config.experts is not None and any(config.experts.layers):
         message = f"{config.model_type} is a mixture of experts, which is only supported on the CPU"
         raise UnsupportedModel(message, hint="use --device cpu")
 
@@ -219,7 +218,8 @@ def step_bytes(sizes: StepSizes, limits: StepLimits, block_bytes: int, draft_sta
     graphs = len(captured_shapes(running, tokens, grid, queries=limits.max_new_tokens))
     scratch = _scratch_bytes(sizes, limits)
     scratch += _vocab_table_bytes(sizes.vocab, running) + limits.packed * _unpacked_bytes(sizes)
-    if limits.kv_dtype_bytes == DTYPE_BYTES["float8"] and limits.dtype_bytes == DTYPE_BYTES["bfloat16"]:
+    has_widened = not sizes.has_latents and limits.kv_dtype_bytes == DTYPE_BYTES["float8"]
+    if has_widened and limits.dtype_bytes == DTYPE_BYTES["bfloat16"]:
         wide = sizes.cached_values * DTYPE_BYTES["bfloat16"]
         scratch += wide * limits.block_size * max_widened_blocks(limits.block_size, limits.max_context, tokens)
     scratch += limits.tiers * COPY_PIECES * blocks_per_scratch_buffer(block_bytes) * block_bytes
@@ -273,6 +273,8 @@ def weight_part_bytes(part: WeightPart, dtype_bytes: int, *, packed: bool = Fals
     """Return the bytes of matrices that are stored plain, packed or in both formats. Norms and biases are float32."""
     if part.kind == "norms":
         return F32_BYTES * part.num_weights
+    if part.is_always_plain:
+        return dtype_bytes * part.num_weights
     size = max_packed_bytes(part.rows, part.columns) if packed else dtype_bytes * part.rows * part.columns
     if both and is_packable(part.rows, part.columns):
         size += max_packed_bytes(part.rows, part.columns)
@@ -318,11 +320,11 @@ def _activation_bytes(sizes: StepSizes, dtype_bytes: int, tokens: int) -> int:
 
 
 def _scratch_bytes(sizes: StepSizes, limits: StepLimits) -> int:
-    # A sum, its maximum, its denominator.
-    partials = limits.max_running * MAX_KEY_PARTS * sizes.heads * (sizes.output_dim + 2) * F32_BYTES
+    running, context = limits.max_running, limits.max_context
+    partials = sizes.partial_result_bytes(running, limits.max_new_tokens)
     # int32; one is being copied while the other is used
-    tables = 2 * limits.max_running * limits.block_tables * -(-limits.max_context // limits.block_size) * 4
-    return partials + tables + limits.max_context * sizes.rope_values * F32_BYTES
+    tables = 2 * running * limits.block_tables * -(-context // limits.block_size) * 4
+    return partials + tables + context * sizes.rope_values * F32_BYTES
 
 
 def _vocab_table_bytes(vocab: int, max_running: int) -> int:

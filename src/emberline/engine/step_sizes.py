@@ -6,11 +6,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from emberline.engine.gpu.shape import max_step_rows
+from emberline.kernels import worklist
 from emberline.models.outline import LayerOutline, ModelOutline
 from emberline.models.weight_parts import list_weight_parts
 
 LAYER_KINDS = ("attention", "dense ffn", "routed experts", "shared experts", "router")
 UNPACKED_KINDS = ("attention", "dense ffn", "shared experts")  # whose packed matrices are unpacked for large products
+
+MAX_KEY_PARTS = 16  # parts into which attention splits a request's keys, on average over a full batch
+MAX_SMS = 132  # multiprocessors of a GPU that runs latent attention
+EXPANDED_HEAD_BYTES = 640  # key and value of a head, and a share of the latent
+F32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,7 @@ class StepSizes:
     vocab: int  # of the whole model: each GPU has the logits of all tokens
     widest_matrix: int  # weights of the largest matrix that may be unpacked
     layer_weights: int  # weights of the matrices of all layers
+    has_latents: bool  # whether attention is on latents
 
     @staticmethod
     def of(outline: ModelOutline, vocab: int) -> StepSizes:
@@ -43,14 +51,25 @@ class StepSizes:
             vocab=vocab,
             widest_matrix=max(part.rows * part.columns for part in parts if part.kind in UNPACKED_KINDS),
             layer_weights=sum(part.num_weights for part in parts if part.kind in LAYER_KINDS),
+            has_latents=latent is not None,
         )
+
+    def partial_result_bytes(self, running: int, max_new_tokens: int) -> int:
+        """Return the bytes of attention over parts of the keys: of each a sum, its maximum, its denominator."""
+        if not self.has_latents:
+            return running * MAX_KEY_PARTS * self.heads * (self.output_dim + 2) * F32_BYTES
+        queries = min(max_new_tokens, worklist.max_latent_queries(self.heads))
+        places = worklist.max_latent_places(max_step_rows(running), self.heads, MAX_SMS)
+        expanded = worklist.MAX_EXPANDED_HEADS * EXPANDED_HEAD_BYTES  # of cached tokens, with their latents
+        return places * queries * self.heads * (self.cached_values + 2) * F32_BYTES + expanded
 
 
 def _attention_values(outline: ModelOutline, layer: LayerOutline) -> int:
     """Return the numbers per token of queries, keys, values and outputs.
 
     Latent attention has compressed queries and keys, queries, queries in the space of the latents, and outputs in
-    that space and of the heads. Recurrent layers have projections before and after the convolution, gates and outputs.
+    that space and of the heads; for chunks of prompts also what is cached, and keys and values of each head. Recurrent
+    layers have projections before and after the convolution, gates and outputs.
     """
     if layer.attention == "state":
         assert outline.state is not None
@@ -59,7 +78,8 @@ def _attention_values(outline: ModelOutline, layer: LayerOutline) -> int:
     if outline.latent is not None:
         latent = outline.latent
         head = latent.nope_dim + latent.rope_dim + (latent.rank + latent.rope_dim) + latent.rank + latent.value_dim
-        return latent.query_rank + latent.rank + latent.rope_dim + outline.heads * head
+        head += latent.nope_dim + latent.value_dim
+        return latent.query_rank + 2 * (latent.rank + latent.rope_dim) + outline.heads * head
     q, kv = outline.heads * outline.head_dim, outline.kv_heads * outline.head_dim
     return q * (1 + outline.has_query_gate) + 2 * kv + q
 

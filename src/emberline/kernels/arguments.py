@@ -66,6 +66,43 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class PerHeadWeights:
+    """A matrix [n, k] for each head of a layer."""
+
+    weight: Tensor  # on a GPU: [heads, n, k], maybe a view of a tensor with another order; else without elements
+    packed: tuple[PackedWeight, ...] = ()  # on a CPU: the matrix of each head
+
+
+@dataclass(frozen=True, slots=True)
+class LatentProducts:
+    """The matrices that give keys and values of each head from latents, in the forms that attention uses."""
+
+    keys: PerHeadWeights  # [heads, rank, plain]: from queries of keys to queries of latents
+    values: PerHeadWeights  # [heads, values, rank]: from latents to values
+    expansion: LinearLayer | None = None  # on a GPU: from latents to the keys and values of all heads
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayer:
+    """A layer of multi-head latent attention. `attention` is that of queries of latents, with one KV head."""
+
+    attention: AttentionLayer  # its head_dim is rotary_dim + rank, and its latent_dim is rank
+    norm: Tensor  # weight of the RMS norm of latents
+    eps: float  # epsilon of that norm
+    plain_dim: int  # elements of a head's queries and keys that are not rotated
+    value_dim: int  # elements of a head's values
+    products: LatentProducts
+
+    @property
+    def rank(self) -> int:
+        return self.attention.latent_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.attention.head_dim - self.attention.latent_dim
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """The positions and KV cache locations of the T new tokens of B sequences.
 
@@ -86,6 +123,16 @@ class AttentionInputs(NamedTuple):
     layer: AttentionLayer
     keys: Tensor  # the layer's KV cache, which contains the new tokens too
     values: Tensor  # without elements if values are parts of the keys
+    metadata: AttentionMetadata
+
+
+class LatentInputs(NamedTuple):
+    """Projections of the new tokens, and the cache of one layer with latent attention."""
+
+    q: Tensor  # [T, heads, plain + rotary]; a GPU rotates its rotary elements in place
+    kv: Tensor  # [T, rank + rotary]: latents before their norm, then rotary elements of keys before their rotation
+    layer: LatentLayer
+    keys: Tensor  # the layer's cache, to which the latents are written
     metadata: AttentionMetadata
 
 

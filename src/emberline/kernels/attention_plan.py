@@ -10,7 +10,7 @@ empty, because the CPU kernels split the work themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import worklist
+from emberline.kernels.latent_plan import LatentPlan, LatentScratch
 from emberline.kernels.worklist import TILE_KEYS, WorkList
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class AttentionPlan:
     prefill_sms: Tensor | None = None  # [1] int32: SMs for prefill; decode runs on the others at the same time
     prefill_counters: Tensor | None = None  # scratch of the prefill kernel
     widened: WidenedBlocks | None = None
+    latent: LatentPlan | None = None  # of latent attention on a GPU
+    latent_scratch: LatentScratch | None = None
     tensor_maps: CacheTensorMaps = field(default_factory=CacheTensorMaps)
 
     def for_last_layer(self) -> AttentionPlan:
@@ -152,6 +155,10 @@ class AttentionPlanner:
         """Whether the shapes of a plan's tensors are independent of sequence lengths, as CUDA graphs require."""
         return self._device.type != "cuda" or (self._has_decode_kernel and self._has_prefill_kernel)
 
+    def can_capture_chunks(self, chunks: Sequence[tuple[int, int]]) -> bool:
+        """Return whether a step can be captured. `chunks`: cached and new tokens of each chunk of a prompt."""
+        return self.has_static_shapes and self.can_widen_blocks(before + new for before, new in chunks)
+
     def can_widen_blocks(self, lengths: Iterable[int]) -> bool:
         """Return whether bf16 copies of all KV blocks of sequences with these lengths fit into the buffers.
 
@@ -198,7 +205,7 @@ class AttentionPlanner:
             from emberline.kernels.cuda import prefill
 
             unshifted = prefill.make_tiles(fast[first_prefill:], context[first_prefill:])
-            prefill_tiles = _shift_rows(unshifted, first_prefill)
+            prefill_tiles = shift_rows(unshifted, first_prefill)
         if first_prefill and prefill_tiles is not None:
             read_bytes = int(context[:first_prefill].sum()) * 2 * self._heads[1] * self._heads[2] * self._key_bytes
             sms = choose_prefill_sms(prefill_tiles, context, new_token_counts, self._heads, read_bytes, self._sms)
@@ -211,7 +218,7 @@ class AttentionPlanner:
             widened = (
                 None if self._widened is None else self._assign_widened_blocks(self._widened, context, fast, to_device)
             )
-            plan = replace(plan, prefill_tiles=to_device(_pad_tiles(prefill_tiles, min_tiles)), widened=widened)
+            plan = replace(plan, prefill_tiles=to_device(pad_tiles(prefill_tiles, min_tiles)), widened=widened)
             if logit_tokens is not None:
                 logit_tiles = select_tiles_with_tokens(prefill_tiles, new_token_counts, logit_tokens)
                 plan = replace(plan, logit_tiles=to_device(logit_tiles))
@@ -220,7 +227,7 @@ class AttentionPlanner:
         from emberline.kernels.triton import attention
 
         queries = attention.choose_tile_queries(int(slow.max()), self._heads[0] // self._heads[1])
-        general = _shift_rows(attention.make_tiles(slow, queries), first_prefill)
+        general = shift_rows(attention.make_tiles(slow, queries), first_prefill)
         return replace(plan, general_tiles=to_device(general), general_tile_queries=queries)
 
     def _count_prefill_kernel_tokens(
@@ -343,7 +350,7 @@ def _allocate_widened_blocks(keys: Tensor, num_blocks: int) -> WidenedBlocks:
     return WidenedBlocks(k, v, empty, empty, empty, torch.arange(num_blocks, dtype=torch.int32, device=keys.device))
 
 
-def _shift_rows(tiles: np.ndarray, row_offset: int) -> np.ndarray:
+def shift_rows(tiles: np.ndarray, row_offset: int) -> np.ndarray:
     shifted: np.ndarray = tiles + np.array([row_offset, 0], tiles.dtype)
     return shifted
 
@@ -364,6 +371,6 @@ def max_prefill_tiles(tokens: int, rows: int) -> int:
     return tokens // PREFILL_TILE_QUERIES + rows
 
 
-def _pad_tiles(tiles: np.ndarray, min_tiles: int) -> np.ndarray:
+def pad_tiles(tiles: np.ndarray, min_tiles: int) -> np.ndarray:
     padded: np.ndarray = np.concatenate([tiles, np.full((max(0, min_tiles - len(tiles)), 2), -1, tiles.dtype)])
     return padded

@@ -13,8 +13,12 @@ from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
     AttentionMetadata,
+    LatentInputs,
+    LatentLayer,
+    LatentProducts,
     LinearLayer,
     LinearOutput,
+    PerHeadWeights,
     PositionShift,
 )
 from emberline.kernels.attention_plan import AttentionPlan, AttentionPlanner, max_prefill_tiles
@@ -27,12 +31,13 @@ from emberline.kernels.backend import (
     start_backend,
 )
 from emberline.kernels.dense_stack import DenseLayer, DenseStack
+from emberline.kernels.latent_planner import LatentPlanner
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.reference import ReferenceBackend
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
-from emberline.kernels.worklist import max_row_queries
+from emberline.kernels.worklist import max_latent_queries, max_row_queries
 
 __all__ = [
     "AttentionLayer",
@@ -41,10 +46,15 @@ __all__ = [
     "AttentionPlanner",
     "DenseLayer",
     "DenseStack",
+    "LatentInputs",
+    "LatentLayer",
+    "LatentPlanner",
+    "LatentProducts",
     "LinearLayer",
     "LogProbs",
     "Mixture",
     "PackedWeight",
+    "PerHeadWeights",
     "PositionShift",
     "ReferenceBackend",
     "SamplingTensors",
@@ -62,12 +72,16 @@ __all__ = [
     "find_slots",
     "gate_up_gelu",
     "gate_up_silu",
+    "latent_attention",
     "layer_norm",
     "linear",
+    "linear_by_head",
     "log_probs",
     "mark_progress",
+    "max_latent_queries",
     "max_prefill_tiles",
     "max_row_queries",
+    "pack_latent_products",
     "pack_linear",
     "paged_attention",
     "progress_count",
@@ -158,6 +172,21 @@ def paged_attention(
 ) -> Tensor:
     """Return causal attention of the new queries over the cached keys. A GPU requires `plan`."""
     return backend_of(qkv).paged_attention(AttentionInputs(qkv, layer, keys, values, metadata), plan)
+
+
+def pack_latent_products(matrix: Tensor, heads: int, plain_dim: int) -> LatentProducts:
+    """Return the products of a matrix [heads * (plain + values), rank]: rows of keys, then of values, by head."""
+    return backend_of(matrix).pack_latent_products(matrix, heads, plain_dim)
+
+
+def linear_by_head(x: Tensor, weights: PerHeadWeights, out: Tensor) -> Tensor:
+    """Write x[:, h] @ W[h]^T of each head h into out [T, heads, n] and return it; x is [T, heads, k]."""
+    return backend_of(x).linear_by_head(x, weights, out)
+
+
+def latent_attention(inputs: LatentInputs, plan: AttentionPlan | None = None, rows: Tensor | None = None) -> Tensor:
+    """Cache the latents of the new tokens, and return the values that each token, or each of `rows`, attends to."""
+    return backend_of(inputs.q).latent_attention(inputs, plan, rows)
 
 
 def run_dense_layers(

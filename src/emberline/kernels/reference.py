@@ -20,8 +20,10 @@ from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
     AttentionMetadata,
+    LatentProducts,
     LinearLayer,
     LinearOutput,
+    PerHeadWeights,
     PositionShift,
 )
 from emberline.kernels.attention_plan import AttentionPlan
@@ -128,6 +130,18 @@ class ReferenceBackend(OpBackend):
             hidden = _make_attention_mask(before, length, layer)
             weights = _softmax_with_sinks(scores.masked_fill(hidden, -torch.inf), layer.sinks)
             out[first:last] = (weights @ v).transpose(0, 1).flatten(1)
+        return out
+
+    def pack_latent_products(self, matrix: Tensor, heads: int, plain_dim: int) -> LatentProducts:
+        pairs = matrix.view(heads, -1, matrix.shape[1])
+        keys = tuple(self.pack_linear(pair[:plain_dim].T.contiguous()) for pair in pairs)
+        values = tuple(self.pack_linear(pair[plain_dim:].contiguous()) for pair in pairs)
+        empty = matrix.new_empty(0)
+        return LatentProducts(PerHeadWeights(empty, keys), PerHeadWeights(empty, values))
+
+    def linear_by_head(self, x: Tensor, weights: PerHeadWeights, out: Tensor) -> Tensor:
+        for head, weight in enumerate(weights.packed):
+            out[:, head] = self.linear(x[:, head].contiguous(), LinearLayer(weight), LinearOutput())
         return out
 
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:

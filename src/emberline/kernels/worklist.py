@@ -22,6 +22,8 @@ TILE_KEYS = 64
 CTAS_PER_SM = 2  # CTAs, and so parts, that a multiprocessor (SM) computes at the same time
 MAX_ROW_HEADS = 32  # queries of a decode row times query heads per KV head
 MAX_HEADS_OF_SMALL_CTA = 16  # rows with more of these take a CTA of twice the size, of which an SM computes one
+MAX_LATENT_PAIRS = 64  # pairs (query, head) of a program of latent attention, whose sums fit into registers
+MAX_EXPANDED_HEADS = 1 << 18  # cached tokens times heads for which latent attention has keys and values at a time
 MAX_NEW_TOKENS = 32  # new tokens of a sequence in decode rows, if any row has several queries
 PART_SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # tiles in a part: 1 2 3 4 6 8 12 ..
 SIZES_BELOW_SHARE, SIZES_ABOVE_SHARE = 4, 2  # candidates: sizes below the fair share, and sizes from there on
@@ -108,6 +110,26 @@ def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
     return rows + -(-5 * CTAS_PER_SM * num_sms // kv_heads)
 
 
+def max_latent_queries(heads: int) -> int:
+    """Return the number of queries that a decode row of latent attention may have, for which scratch is allocated."""
+    return max(2, MAX_ROW_HEADS // heads)
+
+
+def count_latent_programs(pairs: int) -> int:
+    """Return how many programs compute a work item of latent attention with this many pairs (query, head)."""
+    return -(-pairs // MAX_LATENT_PAIRS)
+
+
+def max_latent_items(rows: int, heads: int, num_sms: int) -> int:
+    """Return an upper bound of the work items of `rows` decode rows of latent attention."""
+    return max_work_items(rows, count_latent_programs(heads), num_sms)
+
+
+def max_latent_places(rows: int, heads: int, num_sms: int) -> int:
+    """Return for how many partial results latent attention has memory: of each item, and of each whole row."""
+    return max_latent_items(rows, heads, num_sms) + rows
+
+
 def max_fixed_work_items(rows: int, max_length: int) -> int:
     """Return an upper bound of the work items of `rows` rows of at most `max_length` keys with fixed cuts."""
     return rows * int(np.searchsorted(FIXED_CUTS, max_length))
@@ -128,13 +150,14 @@ def plan_decode_work(
     part_tiles: int | None = None,
     ctas_per_sm: int = CTAS_PER_SM,
     fixed_cuts: bool = False,
+    merge_cost: float = MERGE_COST,
 ) -> WorkList:
     """Return the work items for rows of `lengths` keys, including those of all new tokens of a row.
 
     A row of length 0 has no item, and its output stays unchanged. `overlaps_prefill`: prefill attention runs at the
     same time, so some SMs become free later than others. `part_tiles`, one of PART_SIZES, is a fixed maximum part size
     for benchmarks. `ctas_per_sm`: see the function of this name. `fixed_cuts`: cut all rows at the same positions;
-    `capacity` must be at least `max_fixed_work_items`.
+    `capacity` must be at least `max_fixed_work_items`. `merge_cost`: the time of merging one more part, in tiles.
     """
     end = np.asarray(lengths, np.int32)
     tiles = (end + (TILE_KEYS - 1)) // TILE_KEYS
@@ -143,7 +166,9 @@ def plan_decode_work(
     size = (
         PART_SIZES.index(part_tiles)
         if part_tiles
-        else _choose_part_size(tiles, kv_heads, ctas_per_sm * num_sms, 0 if overlaps_prefill else MAX_ROUNDS_IN_STEP)
+        else _choose_part_size(
+            tiles, kv_heads, ctas_per_sm * num_sms, 0 if overlaps_prefill else MAX_ROUNDS_IN_STEP, merge_cost
+        )
     )
     parts = -(-tiles // PART_SIZES[size])
     while (count := int(parts.sum())) > capacity:  # only if `capacity` is less than `max_work_items`
@@ -177,7 +202,7 @@ def _plan_fixed_cuts(end: IntArray, capacity: int) -> WorkList:
     return work
 
 
-def _choose_part_size(tiles: IntArray, kv_heads: int, num_ctas: int, max_rounds_in_step: int) -> int:
+def _choose_part_size(tiles: IntArray, kv_heads: int, num_ctas: int, max_rounds_in_step: int, merge_cost: float) -> int:
     """Return the index in PART_SIZES of the size with the least estimated time.
 
     Each of `num_ctas` CTAs takes one part after the other, the longest first. If each takes only a few parts, the time
@@ -192,7 +217,7 @@ def _choose_part_size(tiles: IntArray, kv_heads: int, num_ctas: int, max_rounds_
     def estimate_cost(count: int, max_parts: int) -> float:
         units, part = count * kv_heads, -(-longest // max(1, max_parts))
         work, rounds = total + PART_COST * units, -(-units // num_ctas)
-        merging = MERGE_COST * max_parts if max_parts > 1 else 0.0
+        merging = merge_cost * max_parts if max_parts > 1 else 0.0
         if units <= max_rounds_in_step * num_ctas:
             return (
                 max((ROUND_FACTOR if rounds > 1 else 1.0) * rounds * work / max(1, units), part + PART_COST) + merging

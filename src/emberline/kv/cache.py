@@ -57,12 +57,17 @@ class KVCache:
         self.num_blocks = num_blocks
         self.segment = segment
         if segment is None:
-            self.parts = [_zeroed_tensor(dims, shape.dtype, device) for _ in range(shape.parts)]
+            parts = [_zeroed_tensor(dims, shape.dtype, device) for _ in range(shape.parts)]
         else:
             assert segment.region.blocks == num_blocks
-            self.parts = [torch.frombuffer(part, dtype=shape.dtype).view(dims) for part in segment.region.parts]
+            parts = [torch.frombuffer(part, dtype=shape.dtype).view(dims) for part in segment.region.parts]
         # Values that are parts of the keys are read from there: the tensor of values has no elements.
-        self.keys, self.values = self.parts[0], self.parts[0][..., :0] if shape.values_in_keys else self.parts[1]
+        self.keys, self.values = parts[0], parts[0][..., :0] if shape.values_in_keys else parts[1]
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The tensors of the cache: keys and values, or keys."""
+        return [self.keys] if self.shape.values_in_keys else [self.keys, self.values]
 
 
 def _zeroed_tensor(dims: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

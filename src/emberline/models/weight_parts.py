@@ -24,6 +24,7 @@ class WeightPart:
     rows: int
     columns: int
     num_matrices: int = 1
+    is_always_plain: bool = False  # whether a GPU never packs them
 
     @property
     def num_weights(self) -> int:
@@ -57,7 +58,8 @@ def _attention_parts(outline: ModelOutline) -> Iterator[WeightPart]:
         return
     yield WeightPart("attention", latent.down_rows, hidden)
     yield WeightPart("attention", outline.heads * (latent.nope_dim + latent.rope_dim), latent.query_rank or hidden)
-    yield WeightPart("attention", outline.heads * (latent.nope_dim + latent.value_dim), latent.rank)
+    both = outline.heads * (latent.nope_dim + latent.value_dim)
+    yield WeightPart("attention", both, latent.rank, is_always_plain=True)
     yield WeightPart("attention", hidden, outline.heads * latent.value_dim)
 
 

@@ -46,10 +46,10 @@ class PendingCopy:
 
 
 class ScratchBuffer:
-    """Scratch memory for a few KV blocks, in the format of the buffers: keys of all layers, then values."""
+    """Scratch memory for a few KV blocks, in the format of the buffers: keys of all layers, then values if any."""
 
-    def __init__(self, blocks: int, layers: int, words: int, device: torch.device) -> None:
-        self.memory = torch.zeros(blocks, 2, layers, words, dtype=WORD_DTYPE, device=device)
+    def __init__(self, blocks: int, parts: int, layers: int, words: int, device: torch.device) -> None:
+        self.memory = torch.zeros(blocks, parts, layers, words, dtype=WORD_DTYPE, device=device)
         self.rows = self.memory.flatten(1).view(torch.uint8)
         self.pinned: Tensor | None = None  # the same in pinned main memory, if the buffers cannot be pinned
         self.last_copy: PendingCopy | None = None
@@ -60,10 +60,13 @@ class DeviceCopier:
         self._device = device
         self._size = cache.shape.block_bytes
         self._blocks_per_piece = at_once = memory.blocks_per_scratch_buffer(self._size)
-        halves = (half.flatten(2).view(WORD_DTYPE) for half in (cache.keys, cache.values))
-        self._halves = [half.transpose(0, 1) for half in halves]  # keys, values: [block, layer, word]
-        _, layers, words = self._halves[0].shape
-        self._pieces = [ScratchBuffer(at_once, layers, words, device.torch_device) for _ in range(memory.COPY_PIECES)]
+        parts = (part.flatten(2).view(WORD_DTYPE) for part in cache.parts)
+        self._parts = [part.transpose(0, 1) for part in parts]  # keys, values if any: [block, layer, word]
+        _, layers, words = self._parts[0].shape
+        self._pieces = [
+            ScratchBuffer(at_once, len(self._parts), layers, words, device.torch_device)
+            for _ in range(memory.COPY_PIECES)
+        ]
         self._next_out, self._next_in = cycle(self._pieces[::2]), cycle(self._pieces[1::2])
         self._step_stream, self._out_stream, self._in_stream = (
             device.step_stream,
@@ -124,8 +127,8 @@ class DeviceCopier:
 
     def _save_blocks(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> PendingCopy:
         piece = self._wait_until_free(next(self._next_out), self._step_stream)
-        for at, half in enumerate(self._halves):
-            torch.index_select(half, 0, block_ids, out=piece.memory[: len(copies), at])
+        for at, part in enumerate(self._parts):
+            torch.index_select(part, 0, block_ids, out=piece.memory[: len(copies), at])
         self._out_stream.wait_event(self._step_stream.record_event())
         with self._out_stream.activate():
             buffers, host_copies = [self._buffer_as_tensor(copy) for copy in copies], []
@@ -149,8 +152,8 @@ class DeviceCopier:
             for row, buffer in zip(piece.rows, buffers, strict=False):
                 row.copy_(buffer, non_blocking=True)
             self._step_stream.wait_event(self._in_stream.record_event())
-        for at, half in enumerate(self._halves):
-            half.index_copy_(0, block_ids, piece.memory[: len(copies), at])
+        for at, part in enumerate(self._parts):
+            part.index_copy_(0, block_ids, piece.memory[: len(copies), at])
         piece.last_copy = PendingCopy(self._step_stream.record_event(), [])
         return piece.last_copy
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from emberline.core.engine_config import SpeculationConfig
 from emberline.engine.gpu.device import Device
-from emberline.engine.kv_shape import reject_latent_attention
 from emberline.engine.memory import NO_DRAFT_MODEL, DraftMemory, reject_mixture_of_experts
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.kernels import ops
@@ -30,7 +29,6 @@ def load_on_device(
     )
     if draft is not None:
         reject_mixture_of_experts(draft.config)
-        reject_latent_attention(draft.config)
     return draft
 
 
@@ -42,5 +40,10 @@ def measure_draft_model(draft: DraftModel | None) -> DraftMemory:
 
 def max_row_queries(target: ModelConfig, draft: DraftModel | None) -> int:
     """Return how many tokens of a request the attention of both models can compute together."""
-    configs = [target] if draft is None else [target, draft.config]
-    return min(ops.max_row_queries(config.heads // config.kv_heads) for config in configs)
+
+    def max_queries(config: ModelConfig) -> int:
+        if config.parts.attention.latent is not None:
+            return ops.max_latent_queries(config.heads)
+        return ops.max_row_queries(config.heads // config.kv_heads)
+
+    return min(max_queries(config) for config in ([target] if draft is None else [target, draft.config]))

@@ -74,7 +74,8 @@ class DeviceDrafting:
         # With equal shapes, the attention of both models is split in the same way.
         self._shares_plans = heads == target_heads and not is_portable
         max_rows = max(max_step_rows(2 * max_running), 2 * pad_row_count(max_running))
-        self._planner = ops.AttentionPlanner(
+        planner = ops.LatentPlanner if model.config.parts.attention.latent else ops.AttentionPlanner
+        self._planner = planner(
             heads, cache.keys, dtype, max_rows, max_queries=max_queries, length_grain=LENGTH_GRAIN, portable=is_portable
         )
         self._max_queries = max_queries

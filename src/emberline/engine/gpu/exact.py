@@ -27,7 +27,8 @@ def require_fixed_order(model: DecoderModel, cache: KVShape) -> None:
     ) and prefill.supports_shape(cache.block_size, config.head_dim)
     if config.parts.needs_portable_attention:
         message = (
-            f"exact is set, but its attention kernels lack capped scores, sinks and chunks, for {config.model_type}"
+            f"exact is set, but its attention kernels lack capped scores, sinks, chunks and latents,"
+            f" for {config.model_type}"
         )
         raise UnsupportedModel(message, hint=HINT)
     if not has_attention or cache.dtype is not torch.bfloat16:

@@ -78,7 +78,8 @@ class GPURunner:
         max_queries = min(settings.speculation.max_new_tokens, max_row_queries(model.config, draft_model))
         self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
-        self._attention_planner = ops.AttentionPlanner(
+        planner = ops.LatentPlanner if model.config.parts.attention.latent else ops.AttentionPlanner
+        self._attention_planner = planner(
             heads,
             cache.keys,
             model.dtype,
@@ -242,10 +243,8 @@ class GPURunner:
 
     def _choose_captured_shape(self, single_tokens: int, chunks: list[WorkItem], queries: int) -> StepShape | None:
         """Return the shape of the captured step to use for this work; None if the work must run uncaptured."""
-        ends = (w.start + len(w.tokens) for w in chunks)
-        can_capture = self.graphs and (
-            not chunks or (self._attention_planner.has_static_shapes and self._attention_planner.can_widen_blocks(ends))
-        )
+        sizes = [(w.start, len(w.tokens)) for w in chunks]
+        can_capture = self.graphs and (not chunks or self._attention_planner.can_capture_chunks(sizes))
         return StepShape.for_work(single_tokens, chunks, self._grid, queries) if can_capture else None
 
     def _prepare_model_step(self, batch: DeviceBatch, shape: StepShape | None, queries: int) -> ModelStep:

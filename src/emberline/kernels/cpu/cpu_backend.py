@@ -68,8 +68,8 @@ class CPUBackend(ReferenceBackend):
         w = layer.weight
         if w.layout < 0:
             return super().linear(x, layer, output)
-        (m, k), add_to = x.shape, output.add_to
-        assert k == w.k and not w.gated and x.is_contiguous()
+        x, (m, k), add_to = x.contiguous(), x.shape, output.add_to
+        assert k == w.k and not w.gated
         y = add_to if add_to is not None else _check_or_allocate_output(output.out, m, w.n)
         assert y.is_contiguous()
         mode = STORE if add_to is None else ADD

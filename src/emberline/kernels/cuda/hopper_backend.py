@@ -25,12 +25,15 @@ from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
     AttentionMetadata,
+    LatentInputs,
+    LatentProducts,
     LinearLayer,
     LinearOutput,
+    PerHeadWeights,
     PositionShift,
 )
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
-from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, prefill, uw12, wide
+from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, prefill, uw12, wide
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
@@ -149,8 +152,8 @@ class HopperBackend(OpBackend):
     def paged_attention(self, inputs: AttentionInputs, plan: AttentionPlan | None = None) -> Tensor:
         assert plan is not None, "attention on a GPU needs a plan"
         qkv, layer = inputs.qkv, inputs.layer
-        if layer.latent_dim:  # rejected when such a model is loaded
-            raise NotImplementedError("latent attention is not supported on a GPU")
+        if layer.latent_dim:
+            raise NotImplementedError("attention on latents is part of latent_attention on a GPU")
         out = qkv.new_empty(len(qkv), layer.q_heads * layer.head_dim)
         if layer.needs_portable_kernel and (plan.prefill_tiles is not None or plan.decode_work is not None):
             raise NotImplementedError("only the Triton kernel computes this attention: plan with portable=True")
@@ -164,6 +167,22 @@ class HopperBackend(OpBackend):
             tiles, queries = plan.general_tiles, plan.general_tile_queries
             attention.paged_attention(inputs, tiles, out=out, block_m=queries, pdl=True)
         return out
+
+    def pack_latent_products(self, matrix: Tensor, heads: int, plain_dim: int) -> LatentProducts:
+        """Return views of the matrix, whose values may be loaded later."""
+        (n, k), pairs = matrix.shape, matrix.view(heads, -1, matrix.shape[1])
+        keys, values = pairs[:, :plain_dim].transpose(1, 2), pairs[:, plain_dim:]
+        whole = PackedWeight(matrix, n, k, matrix.dtype, WeightLayout.ROWS, ptr=matrix.data_ptr())
+        return LatentProducts(PerHeadWeights(keys), PerHeadWeights(values), LinearLayer(whole))
+
+    def linear_by_head(self, x: Tensor, weights: PerHeadWeights, out: Tensor) -> Tensor:
+        return out.copy_(torch.bmm(x.transpose(0, 1), weights.weight.transpose(1, 2)).transpose(0, 1))
+
+    def latent_attention(
+        self, inputs: LatentInputs, plan: AttentionPlan | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        assert plan is not None, "attention on a GPU needs a plan"
+        return latent.latent_attention(inputs, plan, rows, lambda x, layer: self.linear(x, layer, LinearOutput()))
 
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
         raise NotImplementedError(

@@ -6,7 +6,7 @@ A kernel calls `pdl_trigger_and_wait` before it reads the results of earlier ker
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -29,3 +29,12 @@ def pdl_trigger_and_wait(PDL: constexpr) -> None:
 def next_power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+class LaunchShape(NamedTuple):
+    """How an attention kernel is launched."""
+
+    rows: int  # queries of a program, or pairs (query, head)
+    span: int  # keys that a program loads at a time
+    warps: int
+    stages: int  # of the pipeline of loads
