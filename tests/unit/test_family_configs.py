@@ -158,6 +158,72 @@ def test_llama4() -> None:
         read("llama4_text", **dense, layer_types=["sliding_attention"] * 8)
 
 
+SCOUT: dict[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "boi_token_index": 200080,
+    "eoi_token_index": 200081,
+    "image_token_index": 200092,
+    "model_type": "llama4",
+    "text_config": {
+        "_attn_implementation_autoset": True,
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
+        "attention_dropout": 0.0,
+        "bos_token_id": 200000,
+        "eos_token_id": [200001, 200007, 200008],
+        "for_llm_compressor": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "max_position_embeddings": 10485760,
+        "model_type": "llama4_text",
+        "no_rope_layers": [],
+        "num_attention_heads": 40,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "output_router_logits": False,
+        "pad_token_id": 200018,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 1.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_qk_norm": True,
+        "vocab_size": 202048,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0.dev0",
+    "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model"},
+}
+
+
+def test_llama4_scout() -> None:
+    """Its context is longer than what is served by default."""
+    c = ModelConfig.from_hf(SCOUT)
+    assert (c.model_type, c.layers, c.eos) == ("llama4_text", 48, (200001, 200007, 200008))
+    assert (c.max_context, c.longest_context, c.is_default_context_cut) == (1 << 20, 10485760, True)
+    assert c.windows == (8192, 8192, 8192, 0) * 12 and c.parts.attention.unrotated_temperature is not None
+    assert c.experts is not None and c.experts.layers == (True,) * 48 and c.experts.options.shared_ffn == 8192
+    too_long = {**SCOUT["text_config"], "max_position_embeddings": (1 << 24) + 1}
+    with pytest.raises(ModelFileError, match="max_position_embeddings"):
+        ModelConfig.from_hf({**SCOUT, "text_config": too_long})
+
+
 def test_deepseek() -> None:
     dense = {"first_k_dense_replace": 8}
     c = read("deepseek_v3", **dense, norm_topk_prob=True, scoring_func="sigmoid", moe_layer_freq=1)

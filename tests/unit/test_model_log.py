@@ -32,3 +32,14 @@ def test_rounded_weights_are_logged(stored: str, used: str, is_rounded: bool, ca
     _log_models({"m": info(stored, used)})
     assert ("Weights rounded: model=m from=float16 to=bfloat16" in caplog.text) is is_rounded
     assert f"Model loaded: model=m dtype={used} " in caplog.text
+
+
+def test_cut_context_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "emberline.server")
+    cut = info("bfloat16", "bfloat16")
+    cut.full_context = 10485760
+    _log_models({"m": cut})
+    assert "Default context cut: model=m model_context_tokens=10485760 (hint: --max-context" in caplog.text
+    caplog.clear()
+    _log_models({"m": info("bfloat16", "bfloat16")})
+    assert "Default context cut" not in caplog.text

@@ -79,6 +79,7 @@ class LoadedEngine:
     kv_dtype: str
     numerics: Numerics
     stored_dtype: str  # of the matrices in the checkpoint's files
+    full_context: int  # context of the model in tokens, if the default is shorter; 0: it is not
 
 
 def boot(
@@ -143,6 +144,7 @@ def to_loaded_engine(booted: BootedGPUEngine) -> LoadedEngine:
             booted.runner.model, booted.runner.cache, f"{booted.weights}{'-exact' * booted.runner.exact}", "cuda"
         ),
         stored_dtype=booted.stored_dtype,
+        full_context=_full_context(booted.runner.model),
     )
 
 
@@ -203,7 +205,13 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         kv_dtype=_dtype_name(cache.shape.dtype),
         numerics=_numerics_of(model, cache, "plain", "cpu"),
         stored_dtype=stored_weight_dtype(checkpoint),
+        full_context=_full_context(model),
     )
+
+
+def _full_context(model: DecoderModel) -> int:
+    is_cut = model.config.is_default_context_cut and model.context == model.config.max_context
+    return model.config.longest_context if is_cut else 0
 
 
 def _choose_layer_groups(config: EngineConfig, model: DecoderModel, draft_model: DraftModel | None) -> LayerGroups:

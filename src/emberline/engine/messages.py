@@ -60,6 +60,7 @@ class LoadedModelInfo(msgspec.Struct):
     prefix_cache: bool = True
     numerics: Numerics | None = None
     stored_dtype: str = ""  # of the matrices in the checkpoint's files
+    full_context: int = 0  # context of the model in tokens, if the default is shorter; 0: it is not
     speculates: bool = False  # drafts tokens, for example from the prediction of a request
 
 

@@ -141,6 +141,7 @@ def _loaded_model_info(loaded: LoadedEngine, import_seconds: dict[str, float]) -
         peer=dataclasses.asdict(endpoint.sender.peer) if endpoint is not None else None,
         numerics=loaded.numerics,
         stored_dtype=loaded.stored_dtype,
+        full_context=loaded.full_context,
         speculates=loaded.engine.scheduler.drafter is not None,
     )
 
