@@ -43,3 +43,9 @@ def test_cut_context_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     _log_models({"m": info("bfloat16", "bfloat16")})
     assert "Default context cut" not in caplog.text
+
+
+def test_dequantised_weights_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "emberline.server")
+    _log_models({"m": info("mxfp4", "bfloat16")})
+    assert "Weights dequantised: model=m from=mxfp4 kept_as=bfloat16" in caplog.text and "weights_mb=" in caplog.text

@@ -50,7 +50,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
 from emberline.models.loader import DTYPES, load_checkpoint
-from emberline.models.weight_dtype import check_requested_dtype, default_kv_dtype, stored_weight_dtype
+from emberline.models.weight_dtype import check_requested_dtype, default_kv_dtype, stored_weight_format
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class LoadedEngine:
     device: str
     kv_dtype: str
     numerics: Numerics
-    stored_dtype: str  # of the matrices in the checkpoint's files
+    stored_dtype: str  # of the matrices in the checkpoint's files, or their format if they are quantised
     full_context: int  # context of the model in tokens, if the default is shorter; 0: it is not
 
 
@@ -204,7 +204,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         device="cpu",
         kv_dtype=_dtype_name(cache.shape.dtype),
         numerics=_numerics_of(model, cache, "plain", "cpu"),
-        stored_dtype=stored_weight_dtype(checkpoint),
+        stored_dtype=stored_weight_format(checkpoint),
         full_context=_full_context(model),
     )
 

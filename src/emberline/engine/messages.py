@@ -59,7 +59,7 @@ class LoadedModelInfo(msgspec.Struct):
     kv_dtype: str = ""  # torch's name of the KV cache's dtype
     prefix_cache: bool = True
     numerics: Numerics | None = None
-    stored_dtype: str = ""  # of the matrices in the checkpoint's files
+    stored_dtype: str = ""  # of the matrices in the checkpoint's files, or their format if they are quantised
     full_context: int = 0  # context of the model in tokens, if the default is shorter; 0: it is not
     speculates: bool = False  # drafts tokens, for example from the prediction of a request
 

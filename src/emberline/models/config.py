@@ -18,6 +18,7 @@ from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import ConfigFields
 from emberline.models.knownfields import check_known_fields
 from emberline.models.parts import LLAMA_PARTS, DecoderParts, read_rotated_layers
+from emberline.models.quantised_tensors import read_loaded_format
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.ropeconfig import MAX_CONTEXT_TOKENS, RopeConfig, read_ropes
 from emberline.models.textmodel import TEXT_MODEL_TYPES, select_text_config
@@ -28,7 +29,6 @@ MAX_HIDDEN, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_FFN, MAX_VOCAB = 1 << 17, 1
 
 EXPERT_FIELDS = {"num_experts": "a mixture of experts", "num_local_experts": "a mixture of experts"}
 UNSUPPORTED_FIELDS = {
-    "quantization_config": "quantised weights",
     "n_routed_experts": "a mixture of experts",
     "n_shared_experts": "a shared expert",
     "num_shared_experts": "a shared expert",
@@ -157,6 +157,7 @@ def _check_supported(fields: ConfigFields, arch: Architecture) -> None:
     for name, what in (UNSUPPORTED_FIELDS | EXPERT_FIELDS).items():
         if fields.values.get(name) and name not in known:
             raise UnsupportedModel(f"config.json sets {name}: {what} is not supported for {model_type}")
+    read_loaded_format(fields.values)
     classes = fields.text_list("architectures")
     if classes and not any(name.endswith("ForCausalLM") for name in classes):
         raise UnsupportedModel(f"config.json: {classes[0][:80]} is not a causal language model")

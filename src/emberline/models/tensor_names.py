@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from emberline.core.errors import ModelFileError
-from emberline.hub.checkpoint import MissingTensor
+from emberline.hub.checkpoint import MissingTensor, format_names
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
-from emberline.models.weights import Weights, format_names
+from emberline.models.weights import Weights
 
 # Of older checkpoints: the rotary frequencies, which are computed from config.json.
 IGNORABLE_TENSORS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
