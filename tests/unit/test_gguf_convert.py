@@ -172,8 +172,8 @@ def test_unknown_divisors_are_refused(tmp_path: Path) -> None:
 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
-    ggufs.write(tmp_path / "m.gguf", "gemma2", values=ggufs.tensors("llama", np.random.default_rng(0)))
-    with pytest.raises(UnsupportedModel, match="gemma2"):
+    ggufs.write(tmp_path / "m.gguf", "gemma3n", values=ggufs.tensors("llama", np.random.default_rng(0)))
+    with pytest.raises(UnsupportedModel, match="gemma3n"):
         convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
     with pytest.raises(UnsupportedModel, match="architecture 'qwen2' with experts"):
         convert_file(tmp_path, "qwen2", extra={"expert_count": 8})
@@ -309,6 +309,10 @@ def test_bad_vocabularies_are_refused(changes: dict[str, Any], error: type[Excep
         ("llama-bpe", ["ab", " ", "123", "'s", "  ", " x"]),
         ("qwen2", ["ab", " ", "1", "2", "3", "'s", "  ", " x"]),
         ("tekken", ["ab", " ", "1", "2", "3", "'s", "  ", " x"]),
+        ("glm4", ["ab", " ", "123", "'s", "  ", " x"]),
+        ("gpt-4o", ["ab", " ", "123", "'s", "  ", " x"]),
+        ("llama4", ["ab", " ", "123", "'s", "  ", " x"]),
+        ("deepseek-v3", ["ab", " ", "123", "'s", "  ", " x"]),
     ],
 )
 def test_pre_tokenizers_split_correctly(pre: str, pieces: list[str]) -> None:
