@@ -197,3 +197,31 @@ WEIGHTS = quantised_checkpoints.INT4_WEIGHTS
 def test_unknown_quantisation_is_refused(section: dict[str, Any], word: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"quantization_config.*{word}"):
         ModelConfig.from_hf(tiny.config("qwen3", quantization_config=section))
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("llama4", "model.layers.1.feed_forward.experts.gate_up_proj"),
+        ("llama4", "model.layers.3.feed_forward.experts.down_proj"),
+        ("deepseek-v3", "model.layers.0.self_attn.kv_b_proj.weight"),
+        ("deepseek-v3", "model.layers.2.mlp.gate.e_score_correction_bias"),
+        ("deepseek-v2", "model.layers.1.mlp.experts.7.up_proj.weight"),
+        ("gpt-oss", "model.layers.1.self_attn.sinks"),
+        ("gpt-oss", "model.layers.1.mlp.experts.gate_up_proj_bias"),
+    ],
+)
+def test_missing_and_extra_tensors_are_listed(name: str, missing: str, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors["model.layers.0.other.weight"] = torch.ones(2)
+
+    def drop(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        del tensors[missing]
+
+    random_checkpoints.write(tmp_path, name)
+    quantised_checkpoints.rewrite(tmp_path, change)
+    with pytest.raises(ModelFileError, match=r"does not use \(1\): 'model.layers.0.other.weight'"):
+        load_decoder(tmp_path)
+    quantised_checkpoints.rewrite(tmp_path, drop)
+    with pytest.raises(ModelFileError, match=rf"lacks tensors .*'{missing}'.*unused.*'model.layers.0.other.weight'"):
+        load_decoder(tmp_path)

@@ -236,7 +236,8 @@ def test_deepseek() -> None:
     assert lite.parts.attention.latent == LatentConfig(512, 0, rotary_dim=64, plain_dim=128, value_dim=128)
     factor = (0.1 * 0.707 * math.log(40) + 1) ** 2
     assert lite.parts.attention_scale == pytest.approx(192**-0.5 * factor) and lite.rope.attention_factor == 1.0
-    for change in ({"kv_lora_rank": 0}, {"qk_rope_head_dim": 7}, {"num_key_value_heads": 2}, {"v_head_dim": "8"}):
+    odd: tuple[dict[str, object], ...] = ({"kv_lora_rank": 511}, {"qk_rope_head_dim": 7})
+    for change in (*odd, {"kv_lora_rank": 0}, {"num_key_value_heads": 2}, {"v_head_dim": "8"}):
         with pytest.raises(ModelFileError, match=next(iter(change))):
             read("deepseek_v3", **dense, **change)
     assert c.experts is not None and not any(c.experts.layers) and (c.experts.count, c.experts.chosen) == (256, 8)

@@ -172,7 +172,8 @@ CASES: dict[str, tuple[ToolStyle, str, list[tuple[str, ...]]]] = {
     "command-r": (
         COMMAND_R,
         'Well.\nAction: ```json\n[\n    {\n        "tool_name": "weather",\n'
-        '        "parameters": {"city": "Oslo", "days": 2}\n    },\n    {\n        "tool_name": "time",\n        "parameters": {}\n    }\n]```',
+        '        "parameters": {"city": "Oslo", "days": 2}\n    },\n'
+        '    {\n        "tool_name": "time",\n        "parameters": {}\n    }\n]```',
         [("text", "Well.\n"), *OSLO, *NOW],
     ),
     "command-r, not a call": (COMMAND_R, "Action: ```json\n7```", [("text", "Action: ```json\n7```")]),
