@@ -13,8 +13,10 @@ import torch
 from paged_model import Cache, assert_close, prompts
 from torch import Tensor
 
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.engine import memory
+from emberline.engine.boot import boot
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
@@ -23,6 +25,8 @@ from emberline.models.device_weights import DeviceWeights
 from emberline.models.loader import load_decoder
 from emberline.models.weight_dtype import stored_weight_dtype
 from emberline.models.weights import Weights
+from emberline.unweight.codec import select_weight_codec
+from emberline.unweight.model import pack_model
 
 
 def test_multimodal_llama4(tmp_path: Path) -> None:
@@ -68,6 +72,28 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     assert model.weight_bytes == memory.weight_bytes(model.config, 4)
     kept = load_decoder(tmp_path, "bfloat16")
     assert kept.weight_bytes == memory.weight_bytes(kept.config, 2)
+
+
+def test_mxfp4_checkpoint_runs_as_its_values_in_bfloat16(tmp_path: Path) -> None:
+    """The published files have all other tensors in bfloat16, in which the values of the experts are exact."""
+    theirs = write_gpt_oss(tmp_path / "mxfp4")
+
+    def round_all(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors |= {name: value.to(torch.bfloat16) for name, value in tensors.items() if value.is_floating_point()}
+
+    quantised_checkpoints.rewrite(tmp_path / "mxfp4", round_all)
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    pack_model(tmp_path / "mxfp4", tmp_path / "packed", select_weight_codec(None), lambda *_: None)
+    plain, *others = (load_decoder(tmp_path / name) for name in ("plain", "mxfp4", "packed"))
+    assert plain.dtype == torch.bfloat16 and others[0].config == plain.config
+    tokens = prompts(20)
+    expected = Cache(plain, tokens).step([20])
+    for model in others:
+        assert model.weight_bytes == plain.weight_bytes == memory.weight_bytes(plain.config, 2)
+        assert torch.equal(Cache(model, tokens).step([20]), expected)
+    booted = boot(EngineConfig.build(str(tmp_path / "mxfp4"), device="cpu", kv_memory=1 << 20))
+    assert (booted.stored_dtype, booted.numerics.dtype, booted.full_context) == ("mxfp4", "bfloat16", 0)
+    assert booted.weight_bytes == plain.weight_bytes
 
 
 def is_deepseek_matrix(name: str) -> bool:
