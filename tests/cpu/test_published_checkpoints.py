@@ -74,6 +74,20 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     assert kept.weight_bytes == memory.weight_bytes(kept.config, 2)
 
 
+def test_all_mxfp4_values_equal_those_of_transformers(tmp_path: Path) -> None:
+    """Each scale occurs with each code, but for those whose products may be subnormal or infinite."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    blocks = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(250, 1).view(1, 250, 16, 16)
+    scales = torch.arange(3, 253, dtype=torch.uint8)[None, :, None].repeat(1, 1, 16)
+    tensors = {"x_blocks": blocks, "x_scales": scales}
+    tiny.write_tensors(tmp_path, tiny.config("qwen3", quantization_config=quantised_checkpoints.MXFP4), tensors)
+    found: list[Tensor] = []
+    Weights(Checkpoint.open(tmp_path)).experts_linear(
+        "x", (1, 512, 250), lambda part: found.append(part) or torch.zeros(64, 64)
+    )
+    assert torch.equal(found[0], mxfp4.convert_moe_packed_tensors(blocks, scales)[0])
+
+
 def test_mxfp4_checkpoint_runs_as_its_values_in_bfloat16(tmp_path: Path) -> None:
     """The published files have all other tensors in bfloat16, in which the values of the experts are exact."""
     theirs = write_gpt_oss(tmp_path / "mxfp4")

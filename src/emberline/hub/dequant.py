@@ -1,6 +1,6 @@
-"""Dequantises block formats to float32 with numpy: those of GGUF, and four-bit formats of checkpoints.
+"""Dequantises GGUF block formats to float32 with numpy.
 
-Each GGUF format has one function. It takes an array (blocks, bytes) and returns an array (blocks, elements).
+Each format has one function. It takes an array (blocks, bytes) and returns an array (blocks, elements).
 """
 
 from __future__ import annotations
@@ -33,24 +33,6 @@ def round_to_bf16(values: Floats) -> NDArray[np.uint16]:
     if nan.any():
         rounded[nan] = 0x7FC0
     return rounded
-
-
-def split_nibble_pairs(packed: Bytes) -> Bytes:
-    """Return the four-bit numbers of a checkpoint's bytes in their order: the low half of a byte, then its high half.
-
-    The last dimension becomes twice as long."""
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
-
-
-def decode_mxfp4(codes: Bytes, exponents: Bytes) -> Floats:
-    """Return the values of four-bit floats (E2M1) whose scales are powers of two. The shapes must broadcast."""
-    scales: Floats = np.ldexp(np.float32(1), exponents.astype(np.int32) - MXFP4_EXPONENT_BIAS)
-    return scales * MXFP4_DOUBLED_VALUES[codes]
-
-
-def decode_int4(codes: Bytes, scales: Floats) -> Floats:
-    """Return the values of four-bit integers from -8 to 7, stored with 8 added, times their scales."""
-    return scales * (codes.view(np.int8) - np.int8(8))
 
 
 def _float16_to_float32(raw: Bytes) -> Floats:
@@ -168,7 +150,8 @@ def _decode_iq4_xs(blocks: Bytes) -> Floats:
 
 
 def _decode_mxfp4(blocks: Bytes) -> Floats:
-    return decode_mxfp4(_split_nibbles(blocks[:, 1:]), blocks[:, :1])
+    scales: Floats = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - MXFP4_EXPONENT_BIAS)
+    return scales * MXFP4_DOUBLED_VALUES[_split_nibbles(blocks[:, 1:])]
 
 
 DECODERS: dict[str, Callable[[Bytes], Floats]] = {

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, reduce
 from math import prod
 from pathlib import Path
@@ -117,9 +118,8 @@ class Weights:
         """
         self._check_tensor(name, shape)
         dtype, info = self._final_dtype([name]), self.checkpoint.tensor_info(name)
-        if isinstance(info, QuantisedTensorInfo):  # an expert at a time, to bound memory
-            matrices = self._open_quantised(name, info)
-            parts: Iterable[Tensor] = (matrices.part(number) for number in range(len(matrices)))
+        if isinstance(info, QuantisedTensorInfo):
+            parts: Iterable[Tensor] = self._iter_matrices(self._open_quantised(name, info))
         else:
             parts = self._view_tensor(name, shape)
         self._unused.remove(name)
@@ -198,6 +198,16 @@ class Weights:
 
     def _open_quantised(self, name: str, info: QuantisedTensorInfo) -> QuantisedMatrices:
         return QuantisedMatrices(name, info, lambda part: self._read_bytes(name, part))
+
+    def _iter_matrices(self, matrices: QuantisedMatrices) -> Iterator[Tensor]:
+        """Yield the matrices in order; a few are dequantised ahead, by other threads."""
+        ahead: deque[Future[Tensor]] = deque()
+        for number in range(len(matrices)):
+            ahead.append(self._pool.submit(matrices.part, number))
+            if len(ahead) > core_count():
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
     def _read_bytes(self, name: str, info: TensorInfo) -> Tensor:
         return self._decode_bytes(name, info) if is_coded(info) else self._view_raw_bytes(name, info)
