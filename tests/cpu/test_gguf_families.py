@@ -93,7 +93,7 @@ def test_converted_family_is_the_same(name: str, tmp_path: Path) -> None:
         ("granite", "rope.scaling.finetuned", False, "'granite' without rotary embedding"),
         ("llama4", "attention.sliding_window", 0, "'llama4' without chunks"),
         ("deepseek-v3", "tokenizer.ggml.pre", "glm4", "'deepseek2' of a GLM model"),
-        ("deepseek-v3", "tokenizer.ggml.pre", "kimi-k2", "pre-tokenizer 'kimi-k2'"),
+        ("deepseek-v3", "tokenizer.ggml.pre", "deepseek-llm", "pre-tokenizer 'deepseek-llm'"),
     ],
 )
 def test_uncertain_files_are_refused(name: str, key: str, value: Any, word: str, tmp_path: Path) -> None:

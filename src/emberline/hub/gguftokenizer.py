@@ -25,6 +25,12 @@ _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_KIMI_UPPER, _KIMI_LOWER = (f"{letters[:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DEEPSEEK3 = (  # applied one after the other
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -38,10 +44,11 @@ _SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), (_LLAMA3.replace("{1,3}", ""),)),
     **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
     "deepseek-v3": _DEEPSEEK3,
+    "kimi-k2": (_KIMI,),
     "tekken": (_TEKKEN,),
 }
 _NFC_PRE = ("qwen2", "deepseek-r1-qwen")  # the published tokenizers normalise to NFC; llama.cpp does not
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # words in the vocabulary need no merges
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken", "kimi-k2")  # words in the vocabulary need no merges
 _BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 
@@ -134,6 +141,8 @@ def _build_byte_level_bpe(vocab: _GGUFVocabulary) -> Tokenizer:
         if left not in vocab.ids or right not in vocab.ids or left + right not in vocab.ids:
             raise ModelFileError(f"the GGUF merge {merge[:80]!r} uses tokens outside the vocabulary")
         merges.append((left, right))
+    if vocab.pre == "kimi-k2" and not merges:  # llama.cpp converts such files too, but reads tokens in another way
+        raise UnsupportedModel("a GGUF vocabulary 'kimi-k2' without tokenizer.ggml.merges is not supported")
     tokenizer = Tokenizer(models.BPE(vocab.ids, merges, ignore_merges=vocab.pre in _WHOLE_WORDS_FIRST))
     if vocab.pre in _NFC_PRE:
         tokenizer.normalizer = normalizers.NFC()
