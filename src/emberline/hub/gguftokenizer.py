@@ -26,7 +26,7 @@ _GPT4O = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _KIMI_UPPER, _KIMI_LOWER = (f"{letters[:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER))
-_KIMI = (
+KIMI_PATTERN = (
     rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTION}"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTION}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,7 +44,7 @@ _SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), (_LLAMA3.replace("{1,3}", ""),)),
     **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
     "deepseek-v3": _DEEPSEEK3,
-    "kimi-k2": (_KIMI,),
+    "kimi-k2": (KIMI_PATTERN,),
     "tekken": (_TEKKEN,),
 }
 _NFC_PRE = ("qwen2", "deepseek-r1-qwen")  # the published tokenizers normalise to NFC; llama.cpp does not
