@@ -36,10 +36,29 @@ def write(directory: Path, name: str, **changes: Any) -> Any:
     family, fields = CASES[name]
     config_name = "Llama4TextConfig" if family == "Llama4" else f"{family}Config"
     config = getattr(transformers, config_name)(**BASE | fields | changes, attn_implementation="eager")
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = randomise(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+    model.save_pretrained(directory)
+    return model
+
+
+def randomise(model: Any) -> Any:
+    """Replace all weights by random ones, and return the model."""
     random = torch.Generator().manual_seed(1)
     for part, tensor in model.state_dict().items():
         values = torch.randn(tensor.shape, generator=random)
         tensor.copy_(values * 0.2 + 1 if "norm" in part else values * 2.0 / tensor.shape[-1] ** 0.5)
+    return model
+
+
+def write_multimodal_llama4(directory: Path) -> Any:
+    """Write a checkpoint as Llama 4 Scout's is published, and return the model of transformers."""
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 16}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    text = BASE | LLAMA4 | {"interleave_moe_layer_step": 2, "rope_parameters": rope}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "projector_input_dim": 8, "projector_output_dim": 8, "vision_output_dim": 8}
+    config = transformers.Llama4Config(text_config=text, vision_config=vision, attn_implementation="eager")
+    model = randomise(transformers.Llama4ForConditionalGeneration(config).eval())
     model.save_pretrained(directory)
     return model

@@ -16,7 +16,7 @@ import pytest
 from emberline.bench.gpu.model import LLAMA_8B
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
-from emberline.engine.memory import kv_token_bytes, plan_memory
+from emberline.engine.memory import kv_token_bytes, plan_memory, weight_bytes
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 from emberline.kernels.cuda import nvrtc
 from emberline.kv import mooncake
@@ -33,6 +33,17 @@ def write_model(directory: Path, dtype: str = "BF16") -> Path:
     (directory / "config.json").write_text(json.dumps(LLAMA_8B))
     data = os.urandom(6 * DTYPE_BYTES[dtype])
     write_tensors(directory / "model.safetensors", {FIRST_MATRIX_NAMES[0]: (dtype, (2, 3))}, [data])
+    return directory
+
+
+def write_fp8_model(directory: Path) -> Path:
+    """Like the other one, with its matrices in fp8."""
+    write_model(directory)
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": fp8}))
+    name, file = FIRST_MATRIX_NAMES[0], directory / "model.safetensors"
+    file.unlink()
+    write_tensors(file, {f"{name}_scale_inv": ("F32", (1, 1)), name: ("F8_E4M3", (2, 3))}, [bytes(10)])
     return directory
 
 
@@ -69,6 +80,16 @@ def test_memory_plan_equals_engine_plan(run: Run, tmp_path: Path) -> None:
     for name, size in expected.named_sizes():
         assert re.search(rf"^ok    {name} +{size / 2**30:.2f} GiB", output, re.MULTILINE), name
     assert kv_tokens(output) == expected.kv_tokens
+
+
+def test_quantised_weights_are_planned_as_they_are_kept(run: Run, tmp_path: Path) -> None:
+    code, output = run("--model", write_fp8_model(tmp_path / "m"))
+    size = weight_bytes(ModelConfig.from_hf(LLAMA_8B), 2) / 1e6
+    assert code == 0 and f"fp8 in the files, kept as bfloat16 in memory: {size:.0f} MB" in output
+    plain, quantised = (
+        run("--model", model, "--gpu-memory", "80G") for model in (write_model(tmp_path / "n"), tmp_path / "m")
+    )
+    assert kv_tokens(plain[1]) == kv_tokens(quantised[1]) and "kept as" not in plain[1]
 
 
 @pytest.mark.parametrize("name", ["hf:org/name", "smollm2"])

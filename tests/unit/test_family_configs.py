@@ -76,7 +76,7 @@ def test_text_part_of_a_multimodal_config() -> None:
     near, far = c.layer_rope(0), c.layer_rope(5)
     assert near is not None and far is not None
     assert (near.kind, near.theta, far.kind, far.theta, far.factor) == ("default", 1e4, "linear", 1e6, 8.0)
-    with pytest.raises(UnsupportedModel, match="quantization_config"):
+    with pytest.raises(ModelFileError, match="quantization_config: quant_method is missing"):
         ModelConfig.from_hf({**GEMMA3_4B, "quantization_config": {"bits": 4}})
     with pytest.raises(ModelFileError, match="text_config"):
         ModelConfig.from_hf({**GEMMA3_4B, "text_config": 3})
@@ -158,6 +158,72 @@ def test_llama4() -> None:
         read("llama4_text", **dense, layer_types=["sliding_attention"] * 8)
 
 
+SCOUT: dict[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "boi_token_index": 200080,
+    "eoi_token_index": 200081,
+    "image_token_index": 200092,
+    "model_type": "llama4",
+    "text_config": {
+        "_attn_implementation_autoset": True,
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
+        "attention_dropout": 0.0,
+        "bos_token_id": 200000,
+        "eos_token_id": [200001, 200007, 200008],
+        "for_llm_compressor": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "max_position_embeddings": 10485760,
+        "model_type": "llama4_text",
+        "no_rope_layers": [],
+        "num_attention_heads": 40,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "output_router_logits": False,
+        "pad_token_id": 200018,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 1.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_qk_norm": True,
+        "vocab_size": 202048,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0.dev0",
+    "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model"},
+}
+
+
+def test_llama4_scout() -> None:
+    """Its context is longer than what is served by default."""
+    c = ModelConfig.from_hf(SCOUT)
+    assert (c.model_type, c.layers, c.eos) == ("llama4_text", 48, (200001, 200007, 200008))
+    assert (c.max_context, c.longest_context, c.is_default_context_cut) == (1 << 20, 10485760, True)
+    assert c.windows == (8192, 8192, 8192, 0) * 12 and c.parts.attention.unrotated_temperature is not None
+    assert c.experts is not None and c.experts.layers == (True,) * 48 and c.experts.options.shared_ffn == 8192
+    too_long = {**SCOUT["text_config"], "max_position_embeddings": (1 << 24) + 1}
+    with pytest.raises(ModelFileError, match="max_position_embeddings"):
+        ModelConfig.from_hf({**SCOUT, "text_config": too_long})
+
+
 def test_deepseek() -> None:
     dense = {"first_k_dense_replace": 8}
     c = read("deepseek_v3", **dense, norm_topk_prob=True, scoring_func="sigmoid", moe_layer_freq=1)
@@ -170,7 +236,8 @@ def test_deepseek() -> None:
     assert lite.parts.attention.latent == LatentConfig(512, 0, rotary_dim=64, plain_dim=128, value_dim=128)
     factor = (0.1 * 0.707 * math.log(40) + 1) ** 2
     assert lite.parts.attention_scale == pytest.approx(192**-0.5 * factor) and lite.rope.attention_factor == 1.0
-    for change in ({"kv_lora_rank": 0}, {"qk_rope_head_dim": 7}, {"num_key_value_heads": 2}, {"v_head_dim": "8"}):
+    odd: tuple[dict[str, object], ...] = ({"kv_lora_rank": 511}, {"qk_rope_head_dim": 7})
+    for change in (*odd, {"kv_lora_rank": 0}, {"num_key_value_heads": 2}, {"v_head_dim": "8"}):
         with pytest.raises(ModelFileError, match=next(iter(change))):
             read("deepseek_v3", **dense, **change)
     assert c.experts is not None and not any(c.experts.layers) and (c.experts.count, c.experts.chosen) == (256, 8)
@@ -180,6 +247,84 @@ def test_deepseek() -> None:
             read("deepseek_v3", **{**dense, **change})
     with pytest.raises(UnsupportedModel, match="kv_lora_rank"):
         read("llama", kv_lora_rank=512)
+
+
+DEEPSEEK_R1: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001, "bos_token_id": 0,
+    "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+    "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+    "transformers_version": "4.46.3", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+KIMI_ROPE = DEEPSEEK_R1["rope_scaling"] | {"factor": 64.0}
+KIMI_INT4 = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
+                "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}  # fmt: skip
+KIMI_CHANGES = {
+    "model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "n_routed_experts": 384, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "routed_scaling_factor": 2.827, "vocab_size": 163840, "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0, "max_position_embeddings": 262144, "rope_theta": 50000.0, "rope_scaling": KIMI_ROPE,
+    "quantization_config": KIMI_INT4,
+}  # fmt: skip
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
+
+
+def test_quantised_configs_as_published() -> None:
+    r1 = ModelConfig.from_hf(DEEPSEEK_R1)
+    assert (r1.model_type, r1.mtp_layers, r1.max_context) == ("deepseek_v3", 1, 163840)
+    text = {**DEEPSEEK_R1, **KIMI_CHANGES}
+    kimi = ModelConfig.from_hf({"model_type": "kimi_k25", "text_config": text, "vision_config": {"patch_size": 14}})
+    assert (kimi.model_type, kimi.heads, kimi.max_context) == ("kimi_k2", 64, 262144)
+    assert kimi.experts is not None and (kimi.experts.count, kimi.experts.options.groups) == (384, 1)
+    oss = ModelConfig.from_hf(GPT_OSS_20B)
+    assert oss.windows == (128, 0) * 12 and oss.parts.attention.has_sinks and oss.max_context == 131072
 
 
 def test_cohere() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import ggufs
 import numpy as np
 import pytest
+import tokenizers
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
@@ -172,8 +173,8 @@ def test_unknown_divisors_are_refused(tmp_path: Path) -> None:
 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
-    ggufs.write(tmp_path / "m.gguf", "gemma2", values=ggufs.tensors("llama", np.random.default_rng(0)))
-    with pytest.raises(UnsupportedModel, match="gemma2"):
+    ggufs.write(tmp_path / "m.gguf", "gemma3n", values=ggufs.tensors("llama", np.random.default_rng(0)))
+    with pytest.raises(UnsupportedModel, match="gemma3n"):
         convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
     with pytest.raises(UnsupportedModel, match="architecture 'qwen2' with experts"):
         convert_file(tmp_path, "qwen2", extra={"expert_count": 8})
@@ -294,6 +295,7 @@ def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
         ({"tokenizer.ggml.bos_token_id": 10**6}, ModelFileError),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "who-knows"}, UnsupportedModel),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["no such"]}, ModelFileError),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "kimi-k2"}, UnsupportedModel),
     ],
 )
 def test_bad_vocabularies_are_refused(changes: dict[str, Any], error: type[Exception]) -> None:
@@ -309,6 +311,11 @@ def test_bad_vocabularies_are_refused(changes: dict[str, Any], error: type[Excep
         ("llama-bpe", ["ab", " ", "123", "'s", "  ", " x"]),
         ("qwen2", ["ab", " ", "1", "2", "3", "'s", "  ", " x"]),
         ("tekken", ["ab", " ", "1", "2", "3", "'s", "  ", " x"]),
+        ("glm4", ["ab", " ", "123", "'s", "  ", " x"]),
+        ("gpt-4o", ["ab", " ", "123", "'s", "  ", " x"]),
+        ("llama4", ["ab", " ", "123", "'s", "  ", " x"]),
+        ("deepseek-v3", ["ab", " ", "123", "'s", "  ", " x"]),
+        ("kimi-k2", ["ab", " ", "123", "'s", "  ", " x"]),
     ],
 )
 def test_pre_tokenizers_split_correctly(pre: str, pieces: list[str]) -> None:
@@ -320,9 +327,15 @@ def test_pre_tokenizers_split_correctly(pre: str, pieces: list[str]) -> None:
             if word[: cut + 1] not in tokens:
                 merges.append(f"{word[:cut]} {word[cut]}")
                 tokens.append(word[: cut + 1])
-    import tokenizers
-
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
     metadata |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}  # type: ignore[dict-item]
     inner = tokenizers.Tokenizer.from_str(build_tokenizer_files(metadata)[0])
     assert [t.replace("Ġ", " ") for t in inner.encode("ab 123's   x").tokens] == pieces
+
+
+def test_chinese_words_are_apart_for_kimi() -> None:
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "kimi-k2", "tokenizer.ggml.merges": ["a b"]}
+    metadata["tokenizer.ggml.tokens"] = [*ggufs.ALPHABET, "ab"]
+    inner = tokenizers.Tokenizer.from_str(build_tokenizer_files(metadata)[0])
+    found = [span for _, span in inner.pre_tokenizer.pre_tokenize_str("ab\u4e2d\u6587cd")]
+    assert found == [(0, 2), (2, 4), (4, 6)]

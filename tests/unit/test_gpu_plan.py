@@ -327,6 +327,7 @@ def test_doctor_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, output.splitlines())) < 160
     code, output = run_doctor(capsys, "--model", CONFIGS / "gpt-oss-20b.json", "--gpus", "H100")
     assert code == 0 and "several GPUs" not in output and "window 128" in output and "without --mtp" in output
+    assert "the engine keeps quantised weights as bf16: mxfp4" in output
 
 
 def test_doctor_reports_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

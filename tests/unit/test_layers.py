@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "hub": {"core"},
     "kernels": {"core.config"},
     "unweight": {"core", "hub.checkpoint", "hub.tensorfile", "kernels.cpu"},
-    "models": {"core", "kernels", "hub.checkpoint", "hub.tensorfile", "unweight"},
+    "models": {"core", "kernels", "hub.checkpoint", "hub.dequant", "hub.tensorfile", "unweight"},
     "kv": {"core", "tokens.blockhash", "kernels"},
     "wire": {"core"},
     "api": {"core", "tokens", "wire"},

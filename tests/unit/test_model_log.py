@@ -40,3 +40,20 @@ def test_the_kv_cache_of_groups_of_layers_is_logged(caplog: pytest.LogCaptureFix
     loaded.kv_groups, loaded.kv_contexts = 6, 12.345
     _log_models({"m": loaded})
     assert "context_tokens=64 kv_tokens=64 kv_groups=6 full_contexts=12.3 " in caplog.text
+
+
+def test_cut_context_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "emberline.server")
+    cut = info("bfloat16", "bfloat16")
+    cut.full_context = 10485760
+    _log_models({"m": cut})
+    assert "Default context cut: model=m model_context_tokens=10485760 (hint: --max-context" in caplog.text
+    caplog.clear()
+    _log_models({"m": info("bfloat16", "bfloat16")})
+    assert "Default context cut" not in caplog.text
+
+
+def test_dequantised_weights_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "emberline.server")
+    _log_models({"m": info("mxfp4", "bfloat16")})
+    assert "Weights dequantised: model=m from=mxfp4 kept_as=bfloat16" in caplog.text and "weights_mb=" in caplog.text

@@ -41,6 +41,7 @@ TEMPLATES = {
     "lfm2": ("<|tool_call_start|>", None),
     "kimi": ("<|tool_calls_section_begin|><|tool_call_begin|>", None),
     "cohere": ("<|START_THINKING|><|END_THINKING|><|START_ACTION|>[", "cohere"),
+    "command-r": ("Write 'Action:' followed by a json-formatted list of actions that you want", None),
     "granite": ("respond only with <|tool_call|>; <think></think> and <response></response>", "think-response"),
     "phi4-mini": ("'<|tool|>' + message['tools'] + '<|/tool|>'", None),
     "functools": ('formatted as functools[{"name": [function name]', None),

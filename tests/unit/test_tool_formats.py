@@ -20,7 +20,7 @@ from emberline.api.reasoning import (
     THINK_RESPONSE,
     ReasoningStyle,
 )
-from emberline.api.tool_styles.cohere import COHERE
+from emberline.api.tool_styles.cohere import COHERE, COMMAND_R
 from emberline.api.tool_styles.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from emberline.api.tool_styles.gemma import GEMMA3
 from emberline.api.tool_styles.gemma4 import FUNCTION_GEMMA, GEMMA4
@@ -169,6 +169,14 @@ CASES: dict[str, tuple[ToolStyle, str, list[tuple[str, ...]]]] = {
         '    {"tool_call_id": "1", "tool_name": "time", "parameters": {}}\n]<|END_ACTION|>',
         [*OSLO, *NOW],
     ),
+    "command-r": (
+        COMMAND_R,
+        'Well.\nAction: ```json\n[\n    {\n        "tool_name": "weather",\n'
+        '        "parameters": {"city": "Oslo", "days": 2}\n    },\n'
+        '    {\n        "tool_name": "time",\n        "parameters": {}\n    }\n]```',
+        [("text", "Well.\n"), *OSLO, *NOW],
+    ),
+    "command-r, not a call": (COMMAND_R, "Action: ```json\n7```", [("text", "Action: ```json\n7```")]),
     "granite": (
         GRANITE,
         '<|tool_call|>[{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}, '

@@ -302,6 +302,7 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
         gpu.memory_bytes if gpu is not None and gpu.capability == SUPPORTED_CAPABILITY else None
     )
     try:
+        yield from _check_quantised_weights(args, checkpoint, config)
         yield from _check_gpu_memory(args, checkpoint, config, total)
     except EmberlineError as e:
         yield DoctorFinding("  engine" if total is None else "gpu memory", e.message, False, e.hint or "")
@@ -316,6 +317,19 @@ def _describe_mtp_head(checkpoint: Checkpoint, config: ModelConfig) -> str:
     if not sizes:
         return f"config.json announces one, but there are no tensors '{prefix}*': --speculate mtp is refused"
     return f"{sum(sizes) / 1e6:.0f} MB in {len(sizes)} tensors, loaded with --speculate mtp"
+
+
+def _check_quantised_weights(
+    args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig
+) -> Iterator[DoctorFinding]:
+    """Show the size of quantised weights in memory, where they are kept as plain numbers."""
+    from emberline.engine import memory
+    from emberline.models.weight_dtype import DTYPE_BYTES, stored_weight_format
+
+    if (found := stored_weight_format(checkpoint)) not in DTYPE_BYTES:
+        dtype = "float32" if args.dtype == "float32" else "bfloat16"
+        size = memory.weight_bytes(config, memory.DTYPE_BYTES[dtype])
+        yield DoctorFinding("  weights", f"{found} in the files, kept as {dtype} in memory: {size / 1e6:.0f} MB", None)
 
 
 def _plan_settings(args: argparse.Namespace) -> EngineConfig:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from emberline.models.kv_groups import KVGroup
 
 CONTEXTS = (8192, 32768, 131072)  # tokens of the sequences that are counted, besides the planned context
+QUANTISED_FORMATS = ("fp8", "int4", "int8", "mxfp4")
 SPLIT_NOTES = (
     "serving on several GPUs comes later: this is a calculation",
     "weights are divided evenly, the vocabulary in multiples of 64 rows; norms and routers are on every GPU",
@@ -24,6 +25,7 @@ SPLIT_NOTES = (
 )
 MARGIN_NOTE = "spare is mostly the 5 % of a GPU's memory that is left to fragmentation and other processes"
 DRAFT_NOTE = "layers for multi-token prediction are not counted without --mtp"
+FORMATS_NOTE = "the engine keeps quantised weights as bf16: {} in memory is a calculation"
 BLOCKS_NOTE = "the layers are {groups} groups, each with blocks of {layers} layers (ungrouped: all are one group)"
 ONE_TABLE_NOTE = "all layers share one block table, so that those with a window keep every token too"
 STATES_NOTE = "recurrent states, and layers that keep only the last tokens beside them, are a calculation"
@@ -134,8 +136,10 @@ def _weight_bytes(shares: Iterator[WeightShare] | tuple[WeightShare, ...]) -> in
 def _notes(plan: GPUSetPlan) -> list[str]:
     several = SPLIT_NOTES if plan.best.gpus.count > 1 else ()
     grouped = (_groups_note(plan),) if any(group.is_bounded for group in plan.groups) else ()
+    names = sorted({share.format for share in plan.weights} & set(QUANTISED_FORMATS))
+    formats = (FORMATS_NOTE.format(", ".join(names)),) if names else ()
     uncounted = () if plan.has_mtp_head else (DRAFT_NOTE,)
-    return [*several, *grouped, MARGIN_NOTE, *uncounted]
+    return [*several, *grouped, *formats, MARGIN_NOTE, *uncounted]
 
 
 def _groups_note(plan: GPUSetPlan) -> str:

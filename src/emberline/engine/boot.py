@@ -49,7 +49,7 @@ from emberline.kv.transfer.region import Region
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.loader import DTYPES, load_checkpoint
-from emberline.models.weight_dtype import check_requested_dtype, default_kv_dtype, stored_weight_dtype
+from emberline.models.weight_dtype import check_requested_dtype, default_kv_dtype, stored_weight_format
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ class LoadedEngine:
     device: str
     kv_dtype: str
     numerics: Numerics
-    stored_dtype: str  # of the matrices in the checkpoint's files
+    stored_dtype: str  # of the matrices in the checkpoint's files, or their format if they are quantised
+    full_context: int  # context of the model in tokens, if the default is shorter; 0: it is not
 
 
 def boot(
@@ -142,6 +143,7 @@ def to_loaded_engine(booted: BootedGPUEngine) -> LoadedEngine:
             booted.runner.model, booted.runner.cache, f"{booted.weights}{'-exact' * booted.runner.exact}", "cuda"
         ),
         stored_dtype=booted.stored_dtype,
+        full_context=_full_context(booted.runner.model),
     )
 
 
@@ -202,8 +204,14 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         device="cpu",
         kv_dtype=_dtype_name(cache.shape.dtype),
         numerics=_numerics_of(model, cache, "plain", "cpu"),
-        stored_dtype=stored_weight_dtype(checkpoint),
+        stored_dtype=stored_weight_format(checkpoint),
+        full_context=_full_context(model),
     )
+
+
+def _full_context(model: DecoderModel) -> int:
+    is_cut = model.config.is_default_context_cut and model.context == model.config.max_context
+    return model.config.longest_context if is_cut else 0
 
 
 def _numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str) -> Numerics:

@@ -59,7 +59,8 @@ class LoadedModelInfo(msgspec.Struct):
     kv_dtype: str = ""  # torch's name of the KV cache's dtype
     prefix_cache: bool = True
     numerics: Numerics | None = None
-    stored_dtype: str = ""  # of the matrices in the checkpoint's files
+    stored_dtype: str = ""  # of the matrices in the checkpoint's files, or their format if they are quantised
+    full_context: int = 0  # context of the model in tokens, if the default is shorter; 0: it is not
     speculates: bool = False  # drafts tokens, for example from the prediction of a request
     kv_groups: int = 1  # groups of layers, each with a block table of its own
     kv_contexts: float = 0.0  # requests of `max_context` tokens that the KV cache holds at the same time

@@ -140,6 +140,7 @@ def _loaded_model_info(loaded: LoadedEngine, import_seconds: dict[str, float]) -
         peer=endpoint.sender.peer.as_dict() if endpoint is not None else None,
         numerics=loaded.numerics,
         stored_dtype=loaded.stored_dtype,
+        full_context=loaded.full_context,
         speculates=loaded.engine.scheduler.drafter is not None,
         kv_groups=len(loaded.engine.groups.windows),
         kv_contexts=loaded.engine.num_full_contexts,

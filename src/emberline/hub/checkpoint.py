@@ -5,6 +5,7 @@ Pickled weights are never loaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,13 @@ from emberline.hub.tensorfile import TensorInfo, read_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARDS = 4096
+MAX_LISTED_NAMES = 10
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Return the first names of a list, for an error message."""
+    more = len(names) - MAX_LISTED_NAMES
+    return ", ".join(repr(name[:120]) for name in names[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 class MissingTensor(ModelFileError):

@@ -15,6 +15,8 @@ from emberline.hub.atomic_directory import atomic_directory, file_lock
 from emberline.hub.dequant import dequantise, round_to_bf16
 from emberline.hub.gguf import GGUFTensor
 from emberline.hub.gguf_architectures import GGUFArchitecture, select_architecture
+from emberline.hub.gguf_latents import JoinedLatents, join_latents
+from emberline.hub.gguf_metadata import GGUFMetadata
 from emberline.hub.gguf_model import GGUFModel
 from emberline.hub.ggufconfig import build_generation_config, build_model_config
 from emberline.hub.gguftokenizer import build_tokenizer_files
@@ -22,6 +24,8 @@ from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 
 CONVERSION_VERSION = 3  # part of the checkpoint's path: raise it when the result of a conversion changes
 CHUNK_BYTES = 8 << 20  # of float32 values dequantised at once
+
+StoredTensor = GGUFTensor | JoinedLatents
 
 
 def convert_gguf(source: Path, target: Path) -> Path:
@@ -40,8 +44,9 @@ def convert_gguf(source: Path, target: Path) -> Path:
 
 def _write_checkpoint(model: GGUFModel, directory: Path) -> None:
     tokenizer, tokenizer_config = build_tokenizer_files(model.metadata)
-    architecture = select_architecture(model.metadata)
-    tensors = _tensors_by_name(model, architecture)
+    architecture, fields = select_architecture(model.metadata), GGUFMetadata(model.metadata)
+    draft_layers = fields.get_integer("nextn_predict_layers", 0)
+    tensors = _tensors_by_name(model, architecture, fields.get_integer("block_count") - draft_layers)
     config = build_model_config(model, architecture, _torch_dtype(tensors))
     if len(model.metadata["tokenizer.ggml.tokens"]) > config["vocab_size"]:
         raise ModelFileError(f"{model.path} has more tokens in its vocabulary than rows in its embedding")
@@ -57,31 +62,34 @@ def _write_checkpoint(model: GGUFModel, directory: Path) -> None:
     write_tensors(directory / "model.safetensors", specs, values)
 
 
-def _tensors_by_name(model: GGUFModel, architecture: GGUFArchitecture) -> dict[str, GGUFTensor]:
+def _tensors_by_name(model: GGUFModel, architecture: GGUFArchitecture, layers: int) -> dict[str, StoredTensor]:
     out: dict[str, GGUFTensor] = {}
     for stored in model.tensors.values():
-        for name, tensor in architecture.list_checkpoint_tensors(stored):
+        for name, tensor in architecture.list_checkpoint_tensors(stored, layers):
             if name in out:
                 raise ModelFileError(f"{model.path} has two tensors for {name}")
             out[name] = tensor
-    return dict(sorted(out.items(), key=lambda item: (-DTYPE_BYTES[_checkpoint_dtype(item[1])], item[0])))
+    joined = join_latents(out)
+    return dict(sorted(joined.items(), key=lambda item: (-DTYPE_BYTES[_checkpoint_dtype(item[1])], item[0])))
 
 
-def _checkpoint_dtype(tensor: GGUFTensor) -> str:
+def _checkpoint_dtype(tensor: StoredTensor) -> str:
     return tensor.type.name if tensor.type.name in ("F32", "F16") else "BF16"
 
 
-def _torch_dtype(tensors: dict[str, GGUFTensor]) -> str:
+def _torch_dtype(tensors: dict[str, StoredTensor]) -> str:
     dtypes = {_checkpoint_dtype(t) for t in tensors.values() if len(t.shape) > 1}
     return "bfloat16" if "BF16" in dtypes else "float16" if "F16" in dtypes else "float32"
 
 
 def _iter_all_tensor_bytes(
-    model: GGUFModel, tensors: dict[str, GGUFTensor], permuted: dict[str, int], norm_offset: float
+    model: GGUFModel, tensors: dict[str, StoredTensor], permuted: dict[str, int], norm_offset: float
 ) -> Iterator[bytes]:
     """Yield the bytes of all tensors. `permuted`: the number of heads of tensors that are stored as rotary pairs."""
     for tensor in tensors.values():
-        if norm_offset and tensor.name.endswith("norm.weight"):
+        if isinstance(tensor, JoinedLatents):
+            yield tensor.read(model)
+        elif norm_offset and tensor.name.endswith("norm.weight"):
             yield _subtract_offset(model, tensor, norm_offset)
         else:
             yield from _iter_tensor_bytes(model, tensor, permuted.get(tensor.name.split(".")[-2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any
 
 from emberline.core.errors import ModelFileError
@@ -30,6 +31,14 @@ class GGUFMetadata:
     def get_decimal(self, key: str, default: float | None = None) -> float:
         """Return the decimal number that a float32 was rounded from: 1e-05 instead of 9.99999974e-06."""
         return float(f"{self.get_number(key, default):.7g}")
+
+    def get_flag(self, key: str, default: bool) -> bool:
+        return self._get(f"{self.arch}.{key}", (bool,), default)  # type: ignore[no-any-return]
+
+    def get_flags(self, key: str) -> list[bool]:
+        """Return a list of flags; empty if the key is missing or has another type."""
+        value = self.metadata.get(f"{self.arch}.{key}")
+        return [bool(item) for item in value] if isinstance(value, list | array) else []
 
     def special_token_id(self, key: str) -> int | None:
         value = self.metadata.get(f"tokenizer.ggml.{key}_token_id")

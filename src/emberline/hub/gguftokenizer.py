@@ -20,15 +20,35 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_KIMI_UPPER, _KIMI_LOWER = (f"{letters[:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+KIMI_PATTERN = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (  # applied one after the other
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _GPT2_PRE = ("gpt-2", "gpt2", "default", "phi-2", "olmo", "jina-v2-code")
 _DIGIT_SPLITTING_PRE = ("smollm", "starcoder", "refact", "command-r", "codeshell")
-_SPLIT_PATTERNS = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), _LLAMA3.replace("{1,3}", "")),
-    "tekken": _TEKKEN,
+_SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), (_LLAMA3.replace("{1,3}", ""),)),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
+    "deepseek-v3": _DEEPSEEK3,
+    "kimi-k2": (KIMI_PATTERN,),
+    "tekken": (_TEKKEN,),
 }
 _NFC_PRE = ("qwen2", "deepseek-r1-qwen")  # the published tokenizers normalise to NFC; llama.cpp does not
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # words in the vocabulary need no merges
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken", "kimi-k2")  # words in the vocabulary need no merges
 _BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 
@@ -121,6 +141,8 @@ def _build_byte_level_bpe(vocab: _GGUFVocabulary) -> Tokenizer:
         if left not in vocab.ids or right not in vocab.ids or left + right not in vocab.ids:
             raise ModelFileError(f"the GGUF merge {merge[:80]!r} uses tokens outside the vocabulary")
         merges.append((left, right))
+    if vocab.pre == "kimi-k2" and not merges:  # llama.cpp converts such files too, but reads tokens in another way
+        raise UnsupportedModel("a GGUF vocabulary 'kimi-k2' without tokenizer.ggml.merges is not supported")
     tokenizer = Tokenizer(models.BPE(vocab.ids, merges, ignore_merges=vocab.pre in _WHOLE_WORDS_FIRST))
     if vocab.pre in _NFC_PRE:
         tokenizer.normalizer = normalizers.NFC()
@@ -130,9 +152,9 @@ def _build_byte_level_bpe(vocab: _GGUFVocabulary) -> Tokenizer:
         digits = pre_tokenizers.Digits(individual_digits=True)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     elif vocab.pre in _SPLIT_PATTERNS:
-        split = pre_tokenizers.Split(Regex(_SPLIT_PATTERNS[vocab.pre]), "isolated")
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLIT_PATTERNS[vocab.pre]]
         plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, plain])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, plain])
     else:
         hint = "use the model's safetensors checkpoint"
         raise UnsupportedModel(f"GGUF pre-tokenizer {vocab.pre!r} is not supported", hint=hint)

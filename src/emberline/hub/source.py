@@ -105,7 +105,7 @@ def _resolve_hub_model(
     )
     if found is None:
         raise _make_not_pulled_error(f"hf:{hub_name}")
-    return found if found.is_dir() else _convert_gguf_files(found, cache)
+    return _with_tokenizer(found, cache) if found.is_dir() else _convert_gguf_files(found, cache)
 
 
 def _parse_repository(address: str, hub_name: str) -> tuple[str, str | None]:
@@ -132,13 +132,24 @@ def _resolve_local_model(path: Path, name: str, cache: Path) -> Path:
                 f"{path} is not a model directory: it has no config.json and no .gguf file",
                 hint="give the directory that contains config.json",
             )
-        return path
+        return _with_tokenizer(path, cache)
     if path.is_file() and path.suffix == ".gguf":
         return _convert_gguf_files(path, cache)
     raise ModelError(
         f"no model {name!r}: the name is not a built-in name, a checkpoint directory or a .gguf file",
         hint=f"built-in names: {', '.join(ALIASES)}; models of the hub: hf:org/name",
     )
+
+
+def _with_tokenizer(directory: Path, cache: Path) -> Path:
+    """Return the directory, or one in the cache with a tokenizer.json if it has another kind of tokenizer."""
+    if (directory / "tokenizer.json").exists() or not (directory / "tiktoken.model").is_file():
+        return directory
+    from emberline.hub.tiktoken_vocab import TOKENIZER_VERSION, add_tokenizer, describe_files
+
+    key = hashlib.sha256(describe_files(directory).encode()).hexdigest()[:12]
+    name = f"{directory.resolve().name[:100]}-{key}-tokenizer-v{TOKENIZER_VERSION}"
+    return add_tokenizer(directory, cache / "checkpoints" / name)
 
 
 def _convert_gguf_files(path: Path, cache: Path) -> Path:

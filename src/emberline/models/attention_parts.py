@@ -41,13 +41,13 @@ class LatentConfig:
         def size(name: str) -> int:
             return fields.size(name, maximum=MAX_LATENT_SIZE)
 
-        rotary = size("qk_rope_head_dim")
-        if rotary % 2:
-            raise fields.invalid_error("qk_rope_head_dim", "even")
+        for name in ("qk_rope_head_dim", "kv_lora_rank"):
+            if size(name) % 2:
+                raise fields.invalid_error(name, "even")
         return LatentConfig(
             kv_rank=size("kv_lora_rank"),
             q_rank=size("q_lora_rank") if fields.has_field("q_lora_rank") else 0,
-            rotary_dim=rotary,
+            rotary_dim=size("qk_rope_head_dim"),
             plain_dim=size("qk_nope_head_dim"),
             value_dim=size("v_head_dim"),
         )

@@ -18,16 +18,17 @@ from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import ConfigFields
 from emberline.models.knownfields import check_known_fields
 from emberline.models.parts import LLAMA_PARTS, DecoderParts, read_rotated_layers
+from emberline.models.quantised_tensors import read_loaded_format
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.ropeconfig import MAX_CONTEXT_TOKENS, RopeConfig, read_ropes
 from emberline.models.textmodel import TEXT_MODEL_TYPES, select_text_config
 
+MAX_DEFAULT_CONTEXT_TOKENS = 1 << 20  # the tables of rotary angles of a longer context need gigabytes
 # Larger sizes are rejected as damaged or malicious before anything is allocated.
 MAX_HIDDEN, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_FFN, MAX_VOCAB = 1 << 17, 1024, 4096, 1024, 1 << 20, 1 << 22
 
 EXPERT_FIELDS = {"num_experts": "a mixture of experts", "num_local_experts": "a mixture of experts"}
 UNSUPPORTED_FIELDS = {
-    "quantization_config": "quantised weights",
     "n_routed_experts": "a mixture of experts",
     "n_shared_experts": "a shared expert",
     "num_shared_experts": "a shared expert",
@@ -73,6 +74,11 @@ class ModelConfig:
             return None
         return self.parts.local_rope or self.rope if self.windows[layer] else self.rope
 
+    @property
+    def is_default_context_cut(self) -> bool:
+        """Whether the default context is shorter than the model's because of MAX_DEFAULT_CONTEXT_TOKENS."""
+        return self.max_context == MAX_DEFAULT_CONTEXT_TOKENS < self.longest_context
+
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         config = select_text_config(config)
@@ -113,7 +119,7 @@ class ModelConfig:
             mlp_bias=resolve_rule(arch.mlp_bias),
             qk_norm=resolve_rule(arch.qk_norm),
             tie_embeddings=fields.flag("tie_word_embeddings", False),
-            max_context=served,
+            max_context=min(served, MAX_DEFAULT_CONTEXT_TOKENS),
             longest_context=longest,
             eos=fields.id_list("eos_token_id"),
             parts=DecoderParts.from_hf(fields, arch, hidden, windows, ropes),
@@ -151,6 +157,7 @@ def _check_supported(fields: ConfigFields, arch: Architecture) -> None:
     for name, what in (UNSUPPORTED_FIELDS | EXPERT_FIELDS).items():
         if fields.values.get(name) and name not in known:
             raise UnsupportedModel(f"config.json sets {name}: {what} is not supported for {model_type}")
+    read_loaded_format(fields.values)
     classes = fields.text_list("architectures")
     if classes and not any(name.endswith("ForCausalLM") for name in classes):
         raise UnsupportedModel(f"config.json: {classes[0][:80]} is not a causal language model")

@@ -4,8 +4,9 @@ The load methods allocate tensors on the device in their final shape. `finish` t
 copies the bytes of each chunk to the tensors they belong to. Bytes that need conversion (to a different dtype, or to
 rows interleaved with those of a second matrix) are copied to a staging tensor first, and converted on the device.
 
-Tensors of packed files are decoded before they are copied. With `packed`, a matrix is allocated when its first bytes
-arrive and compressed to uw12 after the last, so that only a few plain matrices exist at a time.
+Quantised tensors are dequantised in main memory. Tensors of packed files are decoded before they are copied. With
+`packed`, a matrix is allocated when its first bytes arrive and compressed to uw12 after the last, so that only a few
+plain matrices exist at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoad
+from emberline.models.quantised_tensors import QuantisedTensorInfo
 from emberline.models.reader import FileReader, ReadStats, weight_file_paths
 from emberline.models.shard import Shard
 from emberline.models.tensor_load import (
@@ -83,6 +85,7 @@ class DeviceWeights(Weights):
         self.packed = packed
         self._reader = reader
         self._loads: list[TensorLoad] = []
+        self._quantised: list[tuple[str, Tensor | MatrixPart]] = []  # tensors that `finish` dequantises on the host
 
     def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
         vector = torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -135,6 +138,7 @@ class DeviceWeights(Weights):
         """Read the files and return when every tensor has its values."""
         try:
             super().finish(ignorable_pattern)
+            self._fill_quantised_tensors()
             self._files.clear()
             self._reader = self._reader or FileReader.start(weight_file_paths(self.checkpoint), read_ahead_bytes=0)
             self.load_times = self._fill_tensors(self._reader)
@@ -149,7 +153,20 @@ class DeviceWeights(Weights):
         info = self.checkpoint.tensor_info(name)
         self._unused.remove(name)
         self.loaded_bytes += destination.nbytes if isinstance(destination, Tensor) else 0
-        self._loads.append(self._make_load(name, info, destination, offset))
+        if isinstance(info, QuantisedTensorInfo):
+            assert not offset
+            self._quantised.append((name, destination))
+        else:
+            self._loads.append(self._make_load(name, info, destination, offset))
+
+    def _fill_quantised_tensors(self) -> None:
+        for name, target in self._quantised:
+            shape = self.shard.shard_shape(name, self.checkpoint.tensor_info(name).shape)
+            values = self._view_tensor(name, shape)
+            destination = target if isinstance(target, Tensor) else target.matrix.get_destination(target.index)
+            destination.copy_(values.reshape(destination.shape))
+            if isinstance(target, MatrixPart):
+                target.matrix.mark_part_complete()
 
     def _make_load(
         self, name: str, info: TensorInfo, destination: Tensor | MatrixPart, offset: float = 0.0

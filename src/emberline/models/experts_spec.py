@@ -5,7 +5,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 # Which layers have experts: all; every decoder_sparse_step-th except mlp_only_layers; those after the first
@@ -26,8 +26,9 @@ GateUpOrder = Literal["rows", "columns", "interleaved_columns"]
 class ExpertTensors:
     """The names of the tensors of a layer's experts, relative to the layer.
 
-    `{}` is the number of an expert. A name without it is that of a tensor that holds all experts, in its first
-    dimension; then the rows of `gate_up` are in the given order, and `down` is transposed unless that is "rows".
+    `{}` is the number of an expert; the names of its biases, if it has some, end in "bias" instead of "weight".
+    A name without it is that of a tensor that holds all experts, in its first dimension; then the rows of `gate_up` are
+    in the given order, and `down` is transposed unless that is "rows".
     """
 
     router: str
@@ -128,6 +129,7 @@ GRANITE_TENSORS = (
         ("block_sparse_moe.experts.gate_up_proj",),
         "block_sparse_moe.experts.down_proj",
     ),
+    replace(name_each_expert("block_sparse_moe"), router="block_sparse_moe.router.layer.weight"),  # from GGUF files
 )
 GRANITE_MOE = ExpertsSpec(GRANITE_TENSORS, "intermediate_size", renormalised=True, count_fields=("num_local_experts",))
 GRANITE_MOE_SHARED = ExpertsSpec(
@@ -170,6 +172,7 @@ LLAMA4 = ExpertsSpec(
             "feed_forward.experts.down_proj",
             order="columns",
         ),
+        replace(name_each_expert("feed_forward"), router="feed_forward.router.weight"),
     ),
     "intermediate_size",
     renormalised=False,
@@ -190,6 +193,7 @@ GPT_OSS = ExpertsSpec(
             down_bias="mlp.experts.down_proj_bias",
             router_bias="mlp.router.bias",
         ),
+        replace(name_each_expert(), router="mlp.router.weight", router_bias="mlp.router.bias"),  # from GGUF files
     ),
     "intermediate_size",
     renormalised=True,

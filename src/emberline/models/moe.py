@@ -83,6 +83,8 @@ def _load_experts(
                 f"{at}.{tensors.down.format(number)}",
                 hidden,
                 experts.ffn,
+                gated=not experts.options.swiglu_limit,
+                has_biases=experts.options.has_biases,
             )
             for number in range(experts.count)
         )
@@ -142,7 +144,20 @@ def _load_shared_expert(
     return SharedExpert(expert, gate, scale)
 
 
-def _load_gated_network(weights: Weights, gate_up: tuple[str, ...], down: str, hidden: int, ffn: int) -> Expert:
-    """Load an expert whose gate and up matrices are one tensor or two."""
+def _load_gated_network(
+    weights: Weights,
+    gate_up: tuple[str, ...],
+    down: str,
+    hidden: int,
+    ffn: int,
+    *,
+    gated: bool = True,
+    has_biases: bool = False,
+) -> Expert:
+    """Load an expert whose gate and up matrices are one tensor or two. `gated`: whether the kernel interleaves them."""
     parts = [(name, 2 * ffn // len(gate_up)) for name in gate_up]
-    return Expert(weights.linear(parts, hidden, gated=True), weights.linear([(down, hidden)], ffn))
+    matrices = weights.linear(parts, hidden, gated=gated), weights.linear([(down, hidden)], ffn)
+    if not has_biases:
+        return Expert(*matrices)
+    biases = [(name.removesuffix("weight") + "bias", rows) for name, rows in [*parts, (down, hidden)]]
+    return Expert(*matrices, weights.stack_vectors(biases[:-1]), weights.stack_vectors(biases[-1:]))

@@ -62,11 +62,15 @@ def _ntk_theta(rope: RopeConfig, context: int) -> float:
 def _llama3_frequencies(rope: RopeConfig) -> Tensor:
     """Return Llama 3's frequencies: low ones are divided by a factor, and high ones are kept.
 
-    Frequencies between are interpolated, by their number of rotations within the original context.
+    Frequencies between are interpolated, by their number of rotations within the original context. If the two limits
+    are equal, as in Llama 4 Scout, there are none between.
     """
     plain = _unscaled_frequencies(rope.theta, rope.dim)
     rotations = rope.original_context * plain / (2 * math.pi)
-    kept = ((rotations - rope.low_freq) / (rope.high_freq - rope.low_freq)).clamp(0, 1)
+    if rope.high_freq == rope.low_freq:
+        kept = (rotations >= rope.low_freq).to(torch.float32)
+    else:
+        kept = ((rotations - rope.low_freq) / (rope.high_freq - rope.low_freq)).clamp(0, 1)
     return plain * (kept + (1 - kept) / rope.factor)
 
 

@@ -14,7 +14,7 @@ from emberline.core.errors import UnsupportedModel
 from emberline.models.architecture import Architecture
 from emberline.models.fields import ConfigFields
 
-MAX_CONTEXT_TOKENS = 1 << 22
+MAX_CONTEXT_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,8 @@ def _read_dynamic_scaling(rope: RopeConfig, fields: ConfigFields, max_position: 
 def _read_llama3_scaling(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
     low = fields.number("low_freq_factor", minimum=1e-6)
     high = fields.number("high_freq_factor")
-    if high <= low:
-        raise fields.invalid_error("high_freq_factor", f"greater than low_freq_factor, {low:g}")
+    if high < low:
+        raise fields.invalid_error("high_freq_factor", f"at least low_freq_factor, {low:g}")
     return replace(rope, factor=fields.number("factor", minimum=1.0), low_freq=low, high_freq=high)
 
 

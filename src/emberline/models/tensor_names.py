@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from emberline.core.errors import ModelFileError
-from emberline.hub.checkpoint import MissingTensor
+from emberline.hub.checkpoint import MissingTensor, format_names
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
-from emberline.models.weights import Weights, format_names
+from emberline.models.weights import Weights
 
 Model = TypeVar("Model")
 # Of older checkpoints: the rotary frequencies, which are computed from config.json.

@@ -13,9 +13,10 @@ from typing import Any
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.fields import ConfigFields
 
-TEXT_MODEL_TYPES = {"gemma3": "gemma3_text"}  # by the model_type of the multimodal config.json
+# By the model_type of the multimodal config.json.
+TEXT_MODEL_TYPES = {"gemma3": "gemma3_text", "llama4": "llama4_text", "kimi_k25": "kimi_k2"}
 TENSOR_PREFIXES = re.compile(r"(?:model\.language_model|language_model\.model)\.|language_model\.(?=lm_head\.)")
-OTHER_TENSORS = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\..*")
+OTHER_TENSORS = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector|mm_projector)\..*")
 SHARED_FIELDS = ("quantization_config", "eos_token_id")  # of the outer config
 
 

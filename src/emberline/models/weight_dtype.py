@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from emberline.core.errors import InvalidRequest, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
-from emberline.models.textmodel import select_text_model
+from emberline.models.quantised_tensors import read_loaded_format, select_model_tensors
+from emberline.models.textmodel import select_text_config
 
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # by their names in safetensors files
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -24,12 +25,18 @@ FIRST_MATRIX_NAMES = tuple(
 
 def stored_weight_dtype(checkpoint: Checkpoint) -> str:
     """Return the dtype of the first matrix in the files, or the widest of its parts. Raises UnsupportedModel."""
-    tensors = select_text_model(checkpoint).tensors
+    tensors = select_model_tensors(checkpoint).tensors
     dtypes = {tensors[name].dtype for name in FIRST_MATRIX_NAMES if name in tensors}
     if unsupported := dtypes - STORED_DTYPES.keys():
         hint = f"supported dtypes: {' '.join(sorted(STORED_DTYPES))}"
         raise UnsupportedModel(f"{checkpoint.directory} has weights of dtype {min(unsupported)}", hint=hint)
     return next((STORED_DTYPES[dtype] for dtype in ("F32", "F16") if dtype in dtypes), "bfloat16")
+
+
+def stored_weight_format(checkpoint: Checkpoint) -> str:
+    """Return the format of the quantised matrices in the files, or the dtype of the first matrix if there are none."""
+    found = read_loaded_format(select_text_config(checkpoint.config))
+    return stored_weight_dtype(checkpoint) if found is None else found.name
 
 
 def choose_weight_dtype(checkpoint: Checkpoint, requested: str = "auto", *, on_gpu: bool) -> str:

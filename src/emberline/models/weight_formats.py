@@ -52,23 +52,32 @@ def read_weight_formats(config: Mapping[str, Any], outline: ModelOutline) -> dic
     if not fields.has_field("quantization_config"):
         return {}
     section = fields.section("quantization_config")
+    wanted = read_weight_format(section)
+    match section.text("quant_method"):
+        case "mxfp4":
+            kept = section.text_list("modules_to_not_convert")
+            return {} if _is_kept("routed experts", kept, outline) else {"routed experts": wanted}
+        case "fp8":
+            kept = ("lm_head", *section.text_list("modules_to_not_convert"))
+        case _:
+            kept = section.text_list("ignore")
+    return {kind: wanted for kind in QUANTISABLE_KINDS if not _is_kept(kind, kept, outline)}
+
+
+def read_weight_format(section: ConfigFields) -> WeightFormat:
+    """Return the format of quantised matrices. `section`: quantization_config. Raises UnsupportedModel."""
     method = section.text("quant_method")
     if method == "mxfp4":
-        wanted = WeightFormat("mxfp4", MXFP4_BITS, 1, MXFP4_GROUP, MXFP4_SCALE_BITS)
-        kept = section.text_list("modules_to_not_convert")
-        return {} if _is_kept("routed experts", kept, outline) else {"routed experts": wanted}
+        return WeightFormat("mxfp4", MXFP4_BITS, 1, MXFP4_GROUP, MXFP4_SCALE_BITS)
     if method == "fp8":
         block = section.number_list("weight_block_size", 2) if section.has_field("weight_block_size") else (0, 0)
-        wanted = WeightFormat("fp8", FP8_BITS, int(block[0]), int(block[1]), FP8_SCALE_BITS)
-        kept = ("lm_head", *section.text_list("modules_to_not_convert"))
-    elif method == "compressed-tensors":
-        wanted, kept = _read_compressed_format(section), section.text_list("ignore")
-    else:
-        raise UnsupportedModel(
-            f"config.json: quantization_config has quant_method {method[:80]!r}, which cannot be planned",
-            hint="known methods: compressed-tensors fp8 mxfp4",
-        )
-    return {kind: wanted for kind in QUANTISABLE_KINDS if not _is_kept(kind, kept, outline)}
+        return WeightFormat("fp8", FP8_BITS, int(block[0]), int(block[1]), FP8_SCALE_BITS)
+    if method == "compressed-tensors":
+        return _read_compressed_format(section)
+    raise UnsupportedModel(
+        f"config.json: quantization_config has quant_method {method[:80]!r}, which is not supported",
+        hint="known methods: compressed-tensors fp8 mxfp4",
+    )
 
 
 def _read_compressed_format(section: ConfigFields) -> WeightFormat:

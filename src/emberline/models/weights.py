@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, reduce
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -18,23 +20,17 @@ from torch import Tensor
 
 from emberline.core.config import core_count
 from emberline.core.errors import ModelFileError, UnsupportedModel
-from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.checkpoint import Checkpoint, format_names
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
+from emberline.models.dequantise import QuantisedMatrices
+from emberline.models.quantised_tensors import QuantisedTensorInfo, select_model_tensors
 from emberline.models.shard import Shard
-from emberline.models.textmodel import select_text_model
 from emberline.unweight.codec import WeightCodec, select_weight_codec
 from emberline.unweight.tensor import CodedTensor, check_raw_crc, is_coded
 
 COMPARE_ELEMENTS = 16 << 20  # compared at once, to bound memory
-MAX_LISTED_NAMES = 10
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def format_names(names: Sequence[str]) -> str:
-    """Return the first names of a list, for an error message."""
-    more = len(names) - MAX_LISTED_NAMES
-    return ", ".join(repr(name[:120]) for name in names[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 class Weights:
@@ -51,7 +47,7 @@ class Weights:
 
         With `shard`, only the shard's part of each tensor is loaded.
         """
-        self.checkpoint = select_text_model(checkpoint)
+        self.checkpoint = select_model_tensors(checkpoint)
         self.shard = shard or Shard()
         # Of matrices; None: that of the file, but bfloat16 for float16. With float16, matrices of other dtypes stay.
         self.dtype = dtype
@@ -120,11 +116,15 @@ class Weights:
 
         `arrange` returns the matrix [n, k] of an expert from its part of the tensor.
         """
-        view = self._view_tensor(name, shape)
-        dtype = self._final_dtype([name])
+        self._check_tensor(name, shape)
+        dtype, info = self._final_dtype([name]), self.checkpoint.tensor_info(name)
+        if isinstance(info, QuantisedTensorInfo):
+            parts: Iterable[Tensor] = self._iter_matrices(self._open_quantised(name, info))
+        else:
+            parts = self._view_tensor(name, shape)
         self._unused.remove(name)
-        self.loaded_bytes += view.numel() * dtype.itemsize
-        return [ops.pack_linear(arrange(part.to(dtype)), gated=gated) for part in view]
+        self.loaded_bytes += prod(shape) * dtype.itemsize
+        return [ops.pack_linear(arrange(part.to(dtype)), gated=gated) for part in parts]
 
     def pack(self, matrix: Tensor) -> ops.PackedWeight:
         """Return a matrix that was computed from loaded ones, packed for the kernels of this device."""
@@ -190,10 +190,27 @@ class Weights:
     def _view_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self._check_tensor(name, shape)
         info = self.checkpoint.tensor_info(name)
-        dtype = DTYPES[info.dtype]
-        flat = self._decode_bytes(name, info) if is_coded(info) else self._view_raw_bytes(name, info)
+        if isinstance(info, QuantisedTensorInfo):
+            return self._open_quantised(name, info).whole()[self.shard.tensor_slices(name, info.shape)]
+        dtype, flat = DTYPES[info.dtype], self._read_bytes(name, info)
         aligned = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()  # the format allows any offset
         return aligned.view(dtype).view(info.shape)[self.shard.tensor_slices(name, info.shape)]
+
+    def _open_quantised(self, name: str, info: QuantisedTensorInfo) -> QuantisedMatrices:
+        return QuantisedMatrices(name, info, lambda part: self._read_bytes(name, part))
+
+    def _iter_matrices(self, matrices: QuantisedMatrices) -> Iterator[Tensor]:
+        """Yield the matrices in order; a few are dequantised ahead, by other threads."""
+        ahead: deque[Future[Tensor]] = deque()
+        for number in range(len(matrices)):
+            ahead.append(self._pool.submit(matrices.part, number))
+            if len(ahead) > core_count():
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+    def _read_bytes(self, name: str, info: TensorInfo) -> Tensor:
+        return self._decode_bytes(name, info) if is_coded(info) else self._view_raw_bytes(name, info)
 
     def _view_raw_bytes(self, name: str, info: TensorInfo) -> Tensor:
         flat = torch.frombuffer(self._map_file(info.file), dtype=torch.uint8, offset=info.offset, count=info.nbytes)

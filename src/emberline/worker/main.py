@@ -225,6 +225,11 @@ def _log_models(info_by_model: Mapping[str, LoadedModelInfo]) -> None:
         if info.stored_dtype == "float16" and dtype == "bfloat16":
             hint = "--dtype float16 on a CPU, or --dtype float32 in twice the memory, keeps the exact values"
             log.info("Weights rounded: model=%s from=float16 to=bfloat16 (hint: %s)", name, hint)
+        elif info.stored_dtype not in ("", "float16", "bfloat16", "float32"):
+            log.info("Weights dequantised: model=%s from=%s kept_as=%s", name, info.stored_dtype, dtype)
+        if info.full_context:
+            hint = f"--max-context N, up to {info.full_context}, serves longer requests"
+            log.info("Default context cut: model=%s model_context_tokens=%d (hint: %s)", name, info.full_context, hint)
         log.info(
             "Model loaded: model=%s dtype=%s context_tokens=%d kv_tokens=%d kv_groups=%d full_contexts=%.1f "
             "weights_mb=%.0f kv_cache_mb=%.0f kernels=%r",

@@ -1,4 +1,4 @@
-"""Cohere: a JSON array of calls between <|START_ACTION|> and <|END_ACTION|>."""
+"""Cohere: a JSON array of calls between <|START_ACTION|> and <|END_ACTION|>, or in a code block after `Action:`."""
 
 from __future__ import annotations
 
@@ -19,4 +19,20 @@ COHERE = JsonObjectStyle(
     ends_reasoning=True,
     template_signs=(("<|START_ACTION|>",),),
     model_types=("cohere2",),
+)
+COMMAND_R = JsonObjectStyle(
+    name="command-r",
+    families="Command R, Command R+",
+    begin="Action: ```json",
+    other_begins=("Action:```json",),
+    markers=(),
+    head='    {\n        "tool_name": "%(name)s",\n        "parameters": ',
+    tail="\n    }",
+    ends=("```",),
+    separator=",\n",
+    list_brackets=("\n[\n", "\n]```"),
+    name_key="tool_name",
+    allows_list=True,
+    template_signs=(("followed by a json-formatted list of actions",),),
+    model_types=("cohere",),
 )

@@ -17,5 +17,5 @@ GRANITE = JsonObjectStyle(
     list_brackets=("[", "]"),
     allows_list=True,
     template_signs=(("<|tool_call|>",),),
-    model_types=("granite", "granitemoe"),
+    model_types=("granite", "granitemoe", "granitemoeshared"),
 )

@@ -38,7 +38,7 @@ class KimiStyle(NamedCallStyle):
 
 KIMI = KimiStyle(
     name="kimi",
-    families="Kimi K2",
+    families="Kimi K2, Kimi K2.5",
     begin="<|tool_calls_section_begin|>",
     other_begins=("<|tool_call_begin|>",),
     dropped_markers=("<|tool_calls_section_end|>",),
@@ -58,5 +58,5 @@ KIMI = KimiStyle(
     ),
     ends_reasoning=True,
     template_signs=(("<|tool_call_begin|>",), ("<|tool_calls_section_begin|>",)),
-    model_types=("kimi_k2",),
+    model_types=("kimi_k2", "kimi_k25"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emberline.api.tool_styles.cohere import COHERE
+from emberline.api.tool_styles.cohere import COHERE, COMMAND_R
 from emberline.api.tool_styles.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from emberline.api.tool_styles.gemma import GEMMA3
 from emberline.api.tool_styles.gemma4 import FUNCTION_GEMMA, GEMMA4
@@ -36,6 +36,7 @@ _STYLES: tuple[ToolStyle, ...] = (
     DEEPSEEK_V4,
     MINIMAX,
     COHERE,
+    COMMAND_R,
     SEED,
     QWEN3_CODER,
     GLM47,

@@ -50,7 +50,7 @@ from emberline.models.loader import compute_fingerprint
 from emberline.models.reader import FileReader
 from emberline.models.sleep import iter_instances
 from emberline.models.tensor_names import ignorable_tensors, load_model
-from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
+from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_format
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class BootedGPUEngine:
     plan: MemoryPlan
     seconds: Mapping[str, float]
     weights: str = "plain"  # format in GPU memory: plain, packed or both
-    stored_dtype: str = ""  # of the matrices in the checkpoint's files
+    stored_dtype: str = ""  # of the matrices in the checkpoint's files, or their format if they are quantised
 
 
 class SyncRunner:
@@ -220,7 +220,7 @@ def boot_from_checkpoint(
         load_draft=lambda target: load_on_device(settings.speculation, target, directory, device, packed=packed),
     )
     seconds = {"config": opened - began, "device": initialized - opened, **booted.seconds}
-    return replace(booted, seconds=seconds, stored_dtype=stored_weight_dtype(checkpoint))
+    return replace(booted, seconds=seconds, stored_dtype=stored_weight_format(checkpoint))
 
 
 def make_tiers(runner: GPURunner, make_stack: MakeTiers) -> TierStack:

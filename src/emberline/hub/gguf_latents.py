@@ -1,0 +1,75 @@
+"""JoinedLatents: the matrix of latent attention that GGUF files store as two tensors.
+
+From a latent follow keys and values of each head. A checkpoint has one matrix kv_b_proj, with the rows of a head's keys
+and then those of its values. llama.cpp stores keys and values apart, and the keys transposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from emberline.core.errors import ModelFileError
+from emberline.hub.dequant import Floats, dequantise, round_to_bf16
+from emberline.hub.gguf import GGUFTensor, GGUFTensorType
+from emberline.hub.gguf_model import GGUFModel
+
+KEYS, VALUES, JOINED = ".self_attn.k_b_proj.weight", ".self_attn.v_b_proj.weight", ".self_attn.kv_b_proj.weight"
+
+
+@dataclass(frozen=True)
+class JoinedLatents:
+    keys: GGUFTensor  # [heads, rank, size of a key]
+    values: GGUFTensor  # [heads, size of a value, rank]
+
+    @property
+    def name(self) -> str:
+        return self.keys.name
+
+    @property
+    def type(self) -> GGUFTensorType:
+        """The type of both tensors, or that of the one that is not plain."""
+        return self.values.type if self.keys.type.name in ("F32", "F16") else self.keys.type
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        heads, rank, key_size = self.keys.shape
+        return (heads * (key_size + self.values.shape[1]), rank)
+
+    def read(self, model: GGUFModel) -> bytes:
+        """Return the matrix in the type of the checkpoint."""
+        keys, values = (_read_values(model, tensor) for tensor in (self.keys, self.values))
+        whole = np.ascontiguousarray(np.concatenate([keys.transpose(0, 2, 1), values], axis=1))
+        match self.type.name:
+            case "F32":
+                return whole.tobytes()
+            case "F16":
+                return whole.astype("<f2").tobytes()
+            case _:
+                return round_to_bf16(whole.reshape(-1)).astype("<u2", copy=False).tobytes()
+
+
+def join_latents(tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor | JoinedLatents]:
+    """Return the tensors of a checkpoint with each pair of keys and values as one."""
+    out: dict[str, GGUFTensor | JoinedLatents] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(KEYS) and (values := tensors.get(name.replace(KEYS, VALUES))) is not None:
+            _check_pair(tensor, values)
+            out[name.replace(KEYS, JOINED)] = JoinedLatents(tensor, values)
+        elif not (name.endswith(VALUES) and name.replace(VALUES, KEYS) in tensors):
+            out[name] = tensor
+    return out
+
+
+def _check_pair(keys: GGUFTensor, values: GGUFTensor) -> None:
+    same = len(keys.shape) == len(values.shape) == 3
+    if not same or keys.shape[0] != values.shape[0] or keys.shape[1] != values.shape[2]:
+        raise ModelFileError(
+            f"GGUF tensors {keys.name!r} and {values.name!r} have the shapes {keys.shape} and {values.shape}; "
+            "they must be (heads, rank, n) and (heads, m, rank)"
+        )
+
+
+def _read_values(model: GGUFModel, tensor: GGUFTensor) -> Floats:
+    return dequantise(model.raw_bytes(tensor), tensor.type.name, tensor.type.block_bytes).reshape(tensor.shape)
