@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, reduce
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +38,17 @@ def format_names(names: Sequence[str]) -> str:
     return ", ".join(repr(name[:120]) for name in names[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
+class StackPart(NamedTuple):
+    """A tensor of a checkpoint that fills a part of a stacked tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    select: Callable[[Tensor], Tensor]  # returns the part: a view, whose elements are in the order of the tensor's
+
+
 class Weights:
     device = torch.device("cpu")
+    stacks_experts = False  # whether the experts of a layer are loaded into few tensors, as GPU kernels read them
     packed = False  # whether matrices are kept in the uw12 format, 12 bits per weight
 
     @property
@@ -125,6 +135,16 @@ class Weights:
         self._unused.remove(name)
         self.loaded_bytes += view.numel() * dtype.itemsize
         return [ops.pack_linear(arrange(part.to(dtype)), gated=gated) for part in view]
+
+    def stack_experts(
+        self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return a tensor that the parts fill. `dtype`: None for that of matrices."""
+        whole = torch.empty(shape, dtype=dtype or self._final_dtype([part.name for part in parts]))
+        for name, part_shape, select in parts:
+            destination = select(whole)
+            destination.copy_(self._mark_used(name, self._view_tensor(name, part_shape)).reshape(destination.shape))
+        return whole
 
     def pack(self, matrix: Tensor) -> ops.PackedWeight:
         """Return a matrix that was computed from loaded ones, packed for the kernels of this device."""

@@ -193,11 +193,10 @@ def boot_from_checkpoint(
     began = time.perf_counter()
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_checkpoint(checkpoint)
-    memory.reject_mixture_of_experts(config)
     context = memory.choose_max_context(config, settings)
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
     used = choose_weight_dtype(checkpoint, name, on_gpu=True)
-    packed = memory.uses_packed_weights(checkpoint, settings, used)
+    packed = memory.uses_packed_weights(checkpoint, settings, used, has_experts=config.experts is not None)
     opened = time.perf_counter()
     with ThreadPoolExecutor(1, "codec") as other:
         codec = other.submit(_load_codec, checkpoint)

@@ -18,6 +18,11 @@ def jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function)
 
 
+def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return a `jit` whose kernels are not compiled separately for some values of these numbers, as 1 or 16."""
+    return lambda function: triton.jit(function, do_not_specialize=list(names))
+
+
 @jit
 def pdl_trigger_and_wait(PDL: constexpr) -> None:
     """With PDL (programmatic dependent launch), let the next kernel start and wait for the previous one."""

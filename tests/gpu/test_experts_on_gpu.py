@@ -1,0 +1,86 @@
+"""Mixtures of experts on a GPU: routing, grouped products, and whole models with the logits of the CPU's reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import expert_cases
+import pytest
+import tiny
+import tiny_experts
+import tiny_fused_experts
+import torch
+from expert_cases import BF16, F32
+from test_families_on_gpu import compute_logits, load_on
+
+from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels import ops
+from emberline.kernels.mixture import ClampedSwiGLU
+from emberline.kernels.triton import experts
+from emberline.kernels.triton.experts import ExpertTiles
+from emberline.models.loader import load_decoder
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+GPU = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def seed_and_backend() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    ops.start_backend()
+
+
+@pytest.mark.parametrize("name", expert_cases.ROUTINGS)
+@pytest.mark.parametrize(("rows", "tile_rows"), [(1, 16), (8, 16), (32, 32), (33, 16), (500, 64), (5000, 128)])
+def test_routing(name: str, rows: int, tile_rows: int) -> None:
+    expert_cases.check_routing(GPU, name, rows, tile_rows, pdl=True)
+
+
+@pytest.mark.parametrize("name", expert_cases.ROUTINGS)
+def test_routing_of_nan(name: str) -> None:
+    for rows in (3, 40):
+        expert_cases.check_routing_of_nan(GPU, name, rows)
+
+
+TILES = {"float32": experts.FLOAT32_TILES, "large": experts.LARGE_BF16_TILES}
+TILES |= {f"up-to-{rows}": tiles for rows, tiles in experts.BF16_TILES}
+
+
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize(("rows", "sizes"), [(1, (256, 128)), (40, (256, 192)), (300, (192, 96)), (9, (48, 40))])
+def test_products(name: str, rows: int, sizes: tuple[int, int]) -> None:
+    tiles: ExpertTiles = TILES[name]
+    dtype = F32 if name == "float32" else BF16
+    for case, biased, clamp in (
+        ("qwen3", False, None),
+        ("llama4", False, None),
+        ("gpt-oss", True, ClampedSwiGLU(1.7, 1.0)),
+    ):
+        kinds = {"biased": biased, "clamp": clamp, "pdl": True}
+        expert_cases.check_products(GPU, dtype, case, rows, sizes, tiles.rows, (tiles.gate_up, tiles.down), **kinds)
+
+
+@pytest.mark.parametrize("shared", ["", "scaled", "gated"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_sums(shared: str, dtype: torch.dtype) -> None:
+    expert_cases.check_sums(GPU, dtype, 37, 2500, 6, shared, pdl=True)
+
+
+FAMILIES = {name: (tiny_experts, config) for name, config in tiny_experts.CONFIGS.items()}
+FAMILIES |= {name: (tiny_fused_experts, config) for name, config in tiny_fused_experts.CONFIGS.items()}
+FAMILIES |= {name: (tiny, tiny.CONFIGS[name]) for name in ("mixtral", "qwen3-moe", "qwen3-moe-mixed")}
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(F32, 1e-4), (BF16, 0.1)], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_those_of_the_cpu(name: str, dtype: torch.dtype, bound: float, tmp_path: Path) -> None:
+    """In bfloat16 a row may select other experts than in float32, so only the mean error is bounded."""
+    family, config = FAMILIES[name]
+    tiny.write_tensors(tmp_path, config, family.tensors(config, dtype=dtype))
+    ops.start_backend(native=False)
+    theirs = compute_logits(load_decoder(tmp_path, "float32"), 131)
+    ours = compute_logits(load_on(GPU, Checkpoint.open(tmp_path), dtype), 131)
+    error = (ours - theirs).abs() / theirs.abs().max()
+    assert float(error.max() if dtype is F32 else error.mean()) < bound
