@@ -31,12 +31,12 @@ class RoutingCase:
 
 ROUTINGS = {
     "mixtral": RoutingCase(8, {"renormalize": True}),
-    "qwen3": RoutingCase(128, {"experts_per_row": 8, "renormalize": True}),
+    "qwen3": RoutingCase(20, {"experts_per_row": 8, "renormalize": True}),
     "llama4": RoutingCase(5, {"experts_per_row": 1, "scores": "sigmoid", "scales_inputs": True}),
     "gpt-oss": RoutingCase(6, {"experts_per_row": 4, "renormalize": True}),
-    "deepseek-v2": RoutingCase(60, {"experts_per_row": 6, "groups": 5, "groups_per_row": 3, "scale": 16.0}),
+    "deepseek-v2": RoutingCase(20, {"experts_per_row": 6, "groups": 5, "groups_per_row": 3, "scale": 16.0}),
     "deepseek-v3": RoutingCase(
-        64,
+        24,
         {
             "experts_per_row": 8,
             "scores": "sigmoid",

@@ -44,6 +44,15 @@ def test_routing_of_nan(name: str) -> None:
         expert_cases.check_routing_of_nan(GPU, name, rows)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 64, 2048])
+def test_routing_of_many_experts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = {"groups": 8, "groups_per_row": 4, "group_best": 2, "scores": "sigmoid"}
+    for count, rules in ((128, {}), (256, groups)):
+        case = expert_cases.RoutingCase(count, {"experts_per_row": 8, "renormalize": True, **rules})
+        monkeypatch.setitem(expert_cases.ROUTINGS, "many", case)
+        expert_cases.check_routing(GPU, "many", rows, 16, pdl=True)
+
+
 TILES = {"float32": experts.FLOAT32_TILES, "large": experts.LARGE_BF16_TILES}
 TILES |= {f"up-to-{rows}": tiles for rows, tiles in experts.BF16_TILES}
 
