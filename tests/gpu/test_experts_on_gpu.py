@@ -11,9 +11,13 @@ import tiny
 import tiny_experts
 import tiny_fused_experts
 import torch
+from engine_runs import run_engine
 from expert_cases import BF16, F32
+from test_engine import engine, scores, submissions
 from test_families_on_gpu import compute_logits, load_on
+from test_model_swap_on_gpu import make_swapped, poison
 
+from emberline.core.params import SamplingParams
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.mixture import ClampedSwiGLU
@@ -93,3 +97,49 @@ def test_logits_equal_those_of_the_cpu(name: str, dtype: torch.dtype, bound: flo
     ours = compute_logits(load_on(GPU, Checkpoint.open(tmp_path), dtype), 131)
     error = (ours - theirs).abs() / theirs.abs().max()
     assert float(error.max() if dtype is F32 else error.mean()) < bound
+
+
+ENGINE_SIZES = tiny.GPU_SIZES | {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 128}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny.config("qwen3_moe", **ENGINE_SIZES, norm_topk_prob=True)
+    return Path(tiny.write(tmp_path_factory.mktemp("experts"), config))
+
+
+def test_captured_steps_give_the_same_tokens(checkpoint: Path) -> None:
+    given = submissions(SamplingParams(max_tokens=30, temperature=0.0))
+    plain = run_engine(engine(checkpoint, F32, graphs=False, overlap=False, prefix_cache=False), given)
+    assert run_engine(engine(checkpoint, F32), given, steps_between=1) == plain
+    assert run_engine(engine(checkpoint, F32, max_batch_tokens=48), given, steps_between=2) == plain
+
+
+def test_bf16_steps_of_one_token_agree_with_chunks(checkpoint: Path) -> None:
+    """Generated tokens are scored again as a prompt; now and then a row selects another expert than before."""
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=1, logprobs=0, ignore_eos=True)
+    first, given = engine(checkpoint, BF16), submissions(params)
+    logprobs: dict[str, list[float]] = {}
+    tokens: dict[str, list[int]] = {}
+    for submission in given:
+        first.add(submission)
+    while not first.idle:
+        for output in first.step():
+            tokens.setdefault(output.id, []).extend(output.tokens)
+            logprobs.setdefault(output.id, []).extend(p.logprob for p in output.logprobs)
+    again = scores(engine(checkpoint, BF16), [s.prompt + tokens[s.id] for s in given])
+    pairs = zip(given, again, strict=True)
+    errors = torch.cat([(torch.tensor(logprobs[s.id]) - score[-30:]).abs() for s, score in pairs])
+    assert errors.median().item() < 0.05 and errors.mean().item() < 0.3, errors
+
+
+def test_sleep_and_wake_keep_the_tokens(checkpoint: Path) -> None:
+    model = make_swapped(checkpoint, F32)
+    found = []
+    for _ in range(2):
+        model.wake()
+        found.append(run_engine(model.engine, submissions(SamplingParams(max_tokens=20, temperature=0.0))))
+        model.sleep()
+        poison(1 << 30)
+    model.close()
+    assert found[0] == found[1]
