@@ -71,18 +71,15 @@ def _on_cpu(routing: Routing) -> Routing:
 
 def check_sorted(rows: SortedRows, experts: int) -> None:
     """Assert that the tiles hold each assignment once, in order, and nothing else."""
-    chosen, size = rows.chosen.cpu(), rows.tile_rows
-    wanted: list[list[int]] = []
-    numbers = []
+    chosen, size, tiles = rows.chosen.cpu(), rows.tile_rows, int(rows.num_tiles)
+    wanted: list[tuple[int, list[int]]] = []
     for expert in range(experts):
         own = (chosen == expert).nonzero()[:, 0].tolist()
-        padded = own + [len(chosen)] * (-len(own) % size)
-        parts = [padded[at : at + size] for at in range(0, len(padded), size)]
-        wanted += parts
-        numbers += [expert] * len(parts)
-    assert int(rows.num_tiles) == len(wanted) <= rows.max_tiles
-    assert rows.order.cpu().view(-1, size)[: len(wanted)].tolist() == wanted
-    assert rows.tile_experts.cpu()[: len(wanted)].tolist() == numbers
+        wanted += [(expert, own[at : at + size]) for at in range(0, len(own), size)]
+    assert tiles == len(wanted) <= rows.max_tiles
+    places, counts = rows.order.cpu().view(-1, size), rows.tile_counts.tolist()
+    found = [(int(rows.tile_experts[tile]), places[tile, : counts[tile]].tolist()) for tile in range(tiles)]
+    assert found == wanted
 
 
 def check_routing_of_nan(device: str, name: str, rows: int) -> None:

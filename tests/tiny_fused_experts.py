@@ -10,7 +10,7 @@ import torch
 from tiny import Config
 from torch import Tensor
 
-LLAMA4 = {"attention_chunk_size": 16, "floor_scale": 8, "attn_scale": 0.5, "intermediate_size_mlp": 80}
+LLAMA4 = {"attention_chunk_size": 64, "floor_scale": 8, "attn_scale": 0.5, "intermediate_size_mlp": 80}
 LLAMA4 |= {"num_local_experts": 5, "intermediate_size": 40, "use_qk_norm": True}
 GPT_OSS: Config = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "attention_bias": True}
 GPT_OSS |= {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}

@@ -313,9 +313,13 @@ def test_cache_slots_in_the_interpreter(count: int) -> None:
 @pytest.mark.parametrize("name", expert_cases.ROUTINGS)
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_routing_in_the_interpreter(rounding: None, name: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small blocks and chunks, so that there are several of each."""
     monkeypatch.setattr(routing, "FUSED_ROWS", (8,) if is_fused else ())
-    monkeypatch.setattr(routing, "MAX_CHUNK", 8)
-    expert_cases.check_routing(CPU, name, 5, 2)
+    monkeypatch.setattr(routing, "MAX_BLOCK_SCORES", 64)
+    monkeypatch.setattr(routing, "BLOCKS_PER_SORT", 2)
+    monkeypatch.setattr(routing, "COUNTED_BLOCKS", triton.language.constexpr(2))
+    monkeypatch.setattr(routing, "TILE_CHUNK", triton.language.constexpr(4))
+    expert_cases.check_routing(CPU, name, 7, 2)
 
 
 @interpreted

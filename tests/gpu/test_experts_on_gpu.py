@@ -99,7 +99,7 @@ def test_logits_equal_those_of_the_cpu(name: str, dtype: torch.dtype, bound: flo
     assert float(error.max() if dtype is F32 else error.mean()) < bound
 
 
-ENGINE_SIZES = tiny.GPU_SIZES | {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 128}
+ENGINE_SIZES = tiny.GPU_SIZES | {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 128}
 
 
 @pytest.fixture(scope="module")

@@ -65,14 +65,15 @@ class StackedExperts:
 
     def split(self) -> tuple[Expert, ...]:
         """Return each expert with matrices for the reference backend, which are copies in float32."""
-        pairs = zip(self.gate_up, self.down, strict=True)
-        biases = [None if bias is None else bias.unbind() for bias in (self.gate_up_bias, self.down_bias)]
+        gate_up_bias, down_bias = self.gate_up_bias, self.down_bias
         return tuple(
             Expert(
-                *(PackedWeight(matrix.float(), *matrix.shape, matrix.dtype) for matrix in matrices),
-                *(None if bias is None else bias[number] for bias in biases),
+                PackedWeight(gate_up.float(), len(gate_up), gate_up.shape[1], gate_up.dtype),
+                PackedWeight(down.float(), len(down), down.shape[1], down.dtype),
+                None if gate_up_bias is None else gate_up_bias[number],
+                None if down_bias is None else down_bias[number],
             )
-            for number, matrices in enumerate(pairs)
+            for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True))
         )
 
 

@@ -65,11 +65,13 @@ def _transpose(whole: Tensor) -> Tensor:
 
 def _separate_columns(whole: Tensor) -> Tensor:
     """Return a view [experts, hidden, ffn, 2], in which gate and up alternate."""
-    return whole.unflatten(1, (2, -1)).permute(0, 3, 2, 1)
+    experts, rows, hidden = whole.shape
+    return whole.view(experts, 2, rows // 2, hidden).permute(0, 3, 2, 1)
 
 
 def _separate_bias(whole: Tensor) -> Tensor:
-    return whole.unflatten(1, (2, -1)).transpose(1, 2)
+    experts, rows = whole.shape
+    return whole.view(experts, 2, rows // 2).transpose(1, 2)
 
 
 _GATE_UP_VIEWS: dict[GateUpOrder, Callable[[Tensor], Tensor]] = {

@@ -10,7 +10,7 @@ import torch
 
 from emberline.engine.gpu.runner import GPURunner
 from emberline.kernels.mixture import Routing
-from emberline.kernels.triton import experts
+from emberline.kernels.triton import routing as routing_kernels
 from emberline.kernels.triton.routing import SortedRows, route_rows
 
 
@@ -38,8 +38,8 @@ def _recorded_counts(batch: int) -> Iterator[list[int]]:
             counts.append(len(rows.chosen.unique()))
         return rows
 
-    experts.route_rows = route_and_count
+    routing_kernels.route_rows = route_and_count
     try:
         yield counts
     finally:
-        experts.route_rows = route_rows
+        routing_kernels.route_rows = route_rows

@@ -31,6 +31,17 @@ def pdl_trigger_and_wait(PDL: constexpr) -> None:
         tl.extra.cuda.gdc_wait()
 
 
+@jit
+def pdl_wait_and_trigger(PDL: constexpr) -> None:
+    """With PDL, wait for the previous kernel, then let the next kernel start.
+
+    Before the next kernel waits itself, it may already read the results of kernels before this one.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 def next_power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

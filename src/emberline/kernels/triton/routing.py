@@ -18,9 +18,11 @@ from triton.language import constexpr, tensor
 from emberline.kernels.mixture import Routing
 from emberline.kernels.triton.jit import jit, jit_for_any, next_power_of_two, pdl_trigger_and_wait
 
-FUSED_ROWS = (1, 8, 32)  # up to so many rows, each program of the sort selects the experts of all rows itself
-MAX_CHUNK = 4096  # assignments that a program sorts at a time
-MIN_BINS = 32  # of a histogram
+FUSED_ROWS = (1, 4, 16)  # up to so many rows, one program selects the experts and sorts the rows
+MAX_BLOCK_SCORES = 2048  # of a block: the rows of a program that selects experts
+BLOCKS_PER_SORT = 4  # blocks that a program sorts, if there are many
+COUNTED_BLOCKS = constexpr(32)  # blocks whose counts are added at a time
+TILE_CHUNK = constexpr(64)  # tiles that are described at a time
 LOWEST = constexpr(-3.4028234663852886e38)  # lowest finite float32, below all scores
 
 
@@ -30,8 +32,9 @@ class SortedRows:
 
     weights: Tensor  # float32 [assignments]
     chosen: Tensor  # int32 [assignments], numbers of experts
-    order: Tensor  # int32 [max_tiles * tile_rows], assignments; places that are not used hold the number of assignments
+    order: Tensor  # int32 [max_tiles * tile_rows], assignments
     tile_experts: Tensor  # int32 [max_tiles]
+    tile_counts: Tensor  # int32 [max_tiles], assignments of each tile, which are the first of its places in `order`
     num_tiles: Tensor  # int32 [1], tiles that are used
     tile_rows: int
     experts_per_row: int
@@ -119,35 +122,59 @@ def _select(
 
 
 @jit
-def _place_tiles(
-    counts: tensor, expert: tensor, assignments: tensor, order: tensor, tile_experts: tensor, num_tiles: tensor,
+def _count_experts(chosen: tensor, BINS: constexpr) -> tensor:
+    """Return how often each expert occurs in a vector; other numbers than those of experts are not counted."""
+    return tl.sum((chosen[:, None] == tl.arange(0, BINS)[None, :]).to(tl.int32), 0)
+
+
+@jit
+def _describe_tiles(
+    totals: tensor, first: tensor, step: tensor, tile_experts: tensor, tile_counts: tensor, num_tiles: tensor,
     BINS: constexpr, TILE_ROWS: constexpr,
 ) -> tensor:  # fmt: skip
-    """Write which tiles are those of an expert, and return where in `order` its assignments begin.
+    """Write the expert and the number of assignments of some tiles, and return where in `order` each expert begins.
 
-    `counts`: the number of assignments of each expert. Places behind the expert's assignments are marked as unused.
+    `totals`: assignments of each expert. `first`, `step`: which chunks of tiles this program describes.
     """
-    number = tl.arange(0, BINS)
-    tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
-    before = tl.sum(tl.where(number < expert, tiles, 0), 0)
-    count = tl.sum(tl.where(number == expert, counts, 0), 0)
-    if expert == 0:
-        tl.store(num_tiles, tl.sum(tiles, 0))
-    own = (count + TILE_ROWS - 1) // TILE_ROWS
-    for tile in range(own):
-        tl.store(tile_experts + before + tile, expert)
-    unused = count + tl.arange(0, TILE_ROWS)
-    tl.store(order + before * TILE_ROWS + unused, assignments + unused * 0, unused < own * TILE_ROWS)
-    return before * TILE_ROWS
+    tiles = (totals + TILE_ROWS - 1) // TILE_ROWS
+    end = tl.cumsum(tiles, 0)
+    start = end - tiles
+    count = tl.sum(tiles, 0)
+    if first == 0:
+        tl.store(num_tiles, count)
+    number = tl.arange(0, BINS)[None, :]
+    for chunk in range(first * TILE_CHUNK, count, step * TILE_CHUNK):
+        tile = chunk + tl.arange(0, TILE_CHUNK)
+        expert = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
+        left = totals[None, :] - (tile[:, None] - start[None, :]) * TILE_ROWS
+        left = tl.sum(tl.where(number == expert[:, None], left, 0), 1)
+        tl.store(tile_experts + tile, expert, tile < count)
+        tl.store(tile_counts + tile, tl.minimum(left, TILE_ROWS), tile < count)
+    return start * TILE_ROWS
+
+
+@jit
+def _write_order(
+    chosen: tensor, assignment: tensor, places: tensor, order: tensor, SIZE: constexpr, BINS: constexpr
+) -> None:
+    """Write some assignments, of which `chosen` is the expert or -1, behind each expert's place in `order`."""
+    index = tl.arange(0, SIZE)
+    is_before = (chosen[:, None] == chosen[None, :]) & (index[None, :] < index[:, None])
+    rank = tl.sum(is_before.to(tl.int32), 1)
+    is_expert = chosen[:, None] == tl.arange(0, BINS)[None, :]
+    place = tl.sum(tl.where(is_expert, places[None, :], 0), 1)
+    tl.store(order + place + rank, assignment, chosen >= 0)
 
 
 @jit_for_any("rows")
 def _select_rows(
-    logits: tensor, correction: tensor, weights_out: tensor, chosen_out: tensor, rows: tensor, scale: tensor,
+    logits: tensor, correction: tensor, weights_out: tensor, chosen_out: tensor, counts: tensor, rows: tensor,
+    scale: tensor,
     ROWS: constexpr, EXPERTS: constexpr, EXPERTS_PADDED: constexpr, TOP: constexpr, TOP_PADDED: constexpr,
     SIGMOID: constexpr, HAS_CORRECTION: constexpr, GROUPS: constexpr, GROUPS_PADDED: constexpr,
     GROUPS_PER_ROW: constexpr, GROUP_BEST: constexpr, RENORMALIZE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
+    """Select the experts of a block of rows, and count them."""
     pdl_trigger_and_wait(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     chosen, weights = _select(
@@ -158,40 +185,49 @@ def _select_rows(
     inside = (row < rows)[:, None] & (rank < TOP)
     tl.store(weights_out + row[:, None] * TOP + rank, weights, inside)
     tl.store(chosen_out + row[:, None] * TOP + rank, chosen, inside)
+    flat = tl.reshape(tl.where(inside, chosen, -1), [ROWS * TOP_PADDED])
+    number = tl.arange(0, EXPERTS_PADDED)
+    tl.store(counts + tl.program_id(0) * EXPERTS_PADDED + number, _count_experts(flat, EXPERTS_PADDED))
 
 
-@jit_for_any("assignments")
-def _sort(
-    chosen: tensor, order: tensor, tile_experts: tensor, num_tiles: tensor, assignments: tensor,
-    BINS: constexpr, CHUNK: constexpr, TILE_ROWS: constexpr, PDL: constexpr,
+@jit_for_any("blocks", "assignments")
+def _sort_blocks(
+    chosen: tensor, counts: tensor, order: tensor, tile_experts: tensor, tile_counts: tensor, num_tiles: tensor,
+    blocks: tensor, assignments: tensor,
+    BLOCK: constexpr, SIZE: constexpr, SPAN: constexpr, BINS: constexpr, TILE_ROWS: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
-    """Sort the assignments of one expert, in their order, into its tiles."""
+    """Sort SPAN blocks of BLOCK assignments, in their order, into the tiles of their experts."""
     pdl_trigger_and_wait(PDL)
-    expert = tl.program_id(0)
-    counts = tl.zeros([BINS], tl.int32)
-    for start in range(0, assignments, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        counts += tl.histogram(tl.load(chosen + at, at < assignments, 0), BINS, mask=at < assignments)
-    place = _place_tiles(counts, expert, assignments, order, tile_experts, num_tiles, BINS, TILE_ROWS)
-    for start in range(0, assignments, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        is_own = tl.load(chosen + at, at < assignments, -1) == expert
-        tl.store(order + place + tl.cumsum(is_own.to(tl.int32), 0) - 1, at, is_own)
-        place += tl.sum(is_own.to(tl.int32), 0)
+    first = tl.program_id(0) * SPAN
+    number = tl.arange(0, BINS)
+    totals = tl.zeros([BINS], tl.int32)
+    before = tl.zeros([BINS], tl.int32)
+    for start in range(0, blocks, COUNTED_BLOCKS):
+        block = (start + tl.arange(0, COUNTED_BLOCKS))[:, None]
+        part = tl.load(counts + block * BINS + number[None, :], block < blocks, 0)
+        totals += tl.sum(part, 0)
+        before += tl.sum(tl.where(block < first, part, 0), 0)
+    places = before + _describe_tiles(
+        totals, tl.program_id(0), tl.num_programs(0), tile_experts, tile_counts, num_tiles, BINS, TILE_ROWS
+    )
+    for block in range(first, tl.minimum(first + SPAN, blocks)):
+        index = tl.arange(0, SIZE)
+        at = block * BLOCK + index
+        own = tl.load(chosen + at, (index < BLOCK) & (at < assignments), -1)
+        _write_order(own, at, places, order, SIZE, BINS)
+        places += tl.load(counts + block * BINS + number)
 
 
 @jit_for_any("rows")
 def _select_and_sort(
     logits: tensor, correction: tensor, weights_out: tensor, chosen_out: tensor, order: tensor, tile_experts: tensor,
-    num_tiles: tensor, rows: tensor, scale: tensor,
+    tile_counts: tensor, num_tiles: tensor, rows: tensor, scale: tensor,
     ROWS: constexpr, EXPERTS: constexpr, EXPERTS_PADDED: constexpr, TOP: constexpr, TOP_PADDED: constexpr,
     SIGMOID: constexpr, HAS_CORRECTION: constexpr, GROUPS: constexpr, GROUPS_PADDED: constexpr,
-    GROUPS_PER_ROW: constexpr, GROUP_BEST: constexpr, RENORMALIZE: constexpr, BINS: constexpr, TILE_ROWS: constexpr,
-    PDL: constexpr,
+    GROUPS_PER_ROW: constexpr, GROUP_BEST: constexpr, RENORMALIZE: constexpr, TILE_ROWS: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
-    """Select the experts of all rows, which each program does, and sort the assignments of one expert."""
+    """Select the experts of all rows, and sort the rows by expert."""
     pdl_trigger_and_wait(PDL)
-    expert = tl.program_id(0)
     row = tl.arange(0, ROWS)
     chosen, weights = _select(
         logits, correction, row, rows, scale, ROWS, EXPERTS, EXPERTS_PADDED, TOP, TOP_PADDED, SIGMOID, HAS_CORRECTION,
@@ -199,16 +235,14 @@ def _select_and_sort(
     )  # fmt: skip
     rank = tl.arange(0, TOP_PADDED)[None, :]
     inside = (row < rows)[:, None] & (rank < TOP)
-    at = row[:, None] * TOP + rank
-    if expert == 0:
-        tl.store(weights_out + at, weights, inside)
-        tl.store(chosen_out + at, chosen, inside)
+    tl.store(weights_out + row[:, None] * TOP + rank, weights, inside)
+    tl.store(chosen_out + row[:, None] * TOP + rank, chosen, inside)
     flat = tl.reshape(tl.where(inside, chosen, -1), [ROWS * TOP_PADDED])
-    flat_at = tl.reshape(at + chosen * 0, [ROWS * TOP_PADDED])
-    counts = tl.histogram(tl.maximum(flat, 0), BINS, mask=flat >= 0)
-    place = _place_tiles(counts, expert, rows * TOP, order, tile_experts, num_tiles, BINS, TILE_ROWS)
-    is_own = flat == expert
-    tl.store(order + place + tl.cumsum(is_own.to(tl.int32), 0) - 1, flat_at, is_own)
+    totals = _count_experts(flat, EXPERTS_PADDED)
+    places = _describe_tiles(totals, 0, 1, tile_experts, tile_counts, num_tiles, EXPERTS_PADDED, TILE_ROWS)
+    index = tl.arange(0, ROWS * TOP_PADDED)
+    assignment = index // TOP_PADDED * TOP + index % TOP_PADDED
+    _write_order(flat, assignment, places, order, ROWS * TOP_PADDED, EXPERTS_PADDED)
 
 
 def route_rows(logits: Tensor, routing: Routing, tile_rows: int, *, pdl: bool = False) -> SortedRows:
@@ -220,15 +254,17 @@ def route_rows(logits: Tensor, routing: Routing, tile_rows: int, *, pdl: bool = 
     assert logits.dtype is torch.float32 and logits.is_contiguous() and rows
     top, correction = routing.experts_per_row, routing.correction
     assert routing.group_best in (1, 2) and experts % routing.groups == 0
-    assignments = rows * top
+    assignments, bins = rows * top, next_power_of_two(max(experts, 32))
     tiles = max_tile_count(assignments, experts, tile_rows)
-    integers = torch.empty(assignments + tiles * (tile_rows + 1) + 1, dtype=torch.int32, device=logits.device)
-    chosen, order, tile_experts, num_tiles = integers.split([assignments, tiles * tile_rows, tiles, 1])
-    weights = torch.empty(assignments, dtype=torch.float32, device=logits.device)
-    bins = max(MIN_BINS, next_power_of_two(experts))
     fused_rows = next((size for size in FUSED_ROWS if rows <= size), None)
+    block_rows = fused_rows or max(1, min(16, MAX_BLOCK_SCORES // bins))
+    blocks = -(-rows // block_rows)
+    sizes = [assignments, tiles * tile_rows, tiles, tiles, 1, blocks * bins]
+    integers = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device)
+    chosen, order, tile_experts, tile_counts, num_tiles, counts = integers.split(sizes)
+    weights = torch.empty(assignments, dtype=torch.float32, device=logits.device)
     rules: dict[str, Any] = {
-        "ROWS": fused_rows or max(1, min(16, 2048 // bins)),
+        "ROWS": block_rows,
         "EXPERTS": experts,
         "EXPERTS_PADDED": bins,
         "TOP": top,
@@ -246,15 +282,16 @@ def route_rows(logits: Tensor, routing: Routing, tile_rows: int, *, pdl: bool = 
     }
     added = logits if correction is None else correction
     if fused_rows:
-        _select_and_sort[(experts,)](
-            logits, added, weights, chosen, order, tile_experts, num_tiles, rows, routing.scale,
-            BINS=bins, TILE_ROWS=tile_rows, **rules,
+        _select_and_sort[(1,)](
+            logits, added, weights, chosen, order, tile_experts, tile_counts, num_tiles, rows, routing.scale,
+            TILE_ROWS=tile_rows, **rules,
         )  # fmt: skip
-    else:
-        _select_rows[(-(-rows // rules["ROWS"]),)](logits, added, weights, chosen, rows, routing.scale, **rules)
-        _sort[(experts,)](
-            chosen, order, tile_experts, num_tiles, assignments, BINS=bins,
-            CHUNK=min(MAX_CHUNK, next_power_of_two(assignments)), TILE_ROWS=tile_rows, PDL=pdl,
-            num_warps=8, launch_pdl=pdl,
-        )  # fmt: skip
-    return SortedRows(weights, chosen, order, tile_experts, num_tiles, tile_rows, top)
+        return SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top)
+    _select_rows[(blocks,)](logits, added, weights, chosen, counts, rows, routing.scale, **rules)
+    span, block = 1 if blocks <= COUNTED_BLOCKS.value else BLOCKS_PER_SORT, block_rows * top
+    _sort_blocks[(-(-blocks // span),)](
+        chosen, counts, order, tile_experts, tile_counts, num_tiles, blocks, assignments,
+        BLOCK=block, SIZE=next_power_of_two(block), SPAN=span, BINS=bins, TILE_ROWS=tile_rows, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top)
