@@ -14,9 +14,7 @@ def reject_unsupported_experts(config: ModelConfig, settings: EngineConfig) -> N
     if config.experts is None:
         return
     if settings.gpu.weights in ("packed", "both"):
-        message = (
-            f"weights is {settings.gpu.weights}, but {config.model_type} has experts, which are not packed on a GPU"
-        )
+        message = f"weights is {settings.gpu.weights}, but the experts of {config.model_type} are not packed on a GPU"
         raise UnsupportedModel(message, hint="use --weights plain")
     if settings.gpu.exact:
         message = f"exact is set, but no kernel sums the experts of {config.model_type} in a fixed order on a GPU"

@@ -24,7 +24,7 @@ from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.plan import PENDING_TOKEN, Admission, StepPlan, StepResult, WorkItem
 from emberline.core.request import Submission
-from emberline.engine import kv_shape, memory
+from emberline.engine import expert_limits, kv_shape, memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import CudaDevice, Device
 from emberline.engine.gpu.draft_boot import load_on_device, measure_draft_model
@@ -193,6 +193,7 @@ def boot_from_checkpoint(
     began = time.perf_counter()
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_checkpoint(checkpoint)
+    expert_limits.reject_unsupported_experts(config, settings)
     context = memory.choose_max_context(config, settings)
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
     used = choose_weight_dtype(checkpoint, name, on_gpu=True)
