@@ -18,11 +18,12 @@ from triton.language import constexpr, tensor
 from emberline.kernels.mixture import Routing
 from emberline.kernels.triton.jit import jit, jit_for_any, next_power_of_two, pdl_trigger_and_wait
 
-FUSED_ROWS = (1, 4, 16)  # up to so many rows, one program selects the experts and sorts the rows
+# Up to so many rows, one program selects the experts and sorts the rows; with 16 it takes minutes to compile.
+FUSED_ROWS = (1, 4)
 MAX_BLOCK_SCORES = 2048  # of a block: the rows of a program that selects experts
 BLOCKS_PER_SORT = 4  # blocks that a program sorts, if there are many
 COUNTED_BLOCKS = constexpr(32)  # blocks whose counts are added at a time
-TILE_CHUNK = constexpr(64)  # tiles that are described at a time
+TILE_CHUNK = constexpr(16)  # tiles that are described at a time
 LOWEST = constexpr(-3.4028234663852886e38)  # lowest finite float32, below all scores
 
 
