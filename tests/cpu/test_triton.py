@@ -19,15 +19,19 @@ from rope_metadata import rope_metadata
 
 triton = pytest.importorskip("triton")
 
+import expert_cases  # noqa: E402
 import triton_cases  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver, interpreter, jit  # noqa: E402
 from triton_cases import BF16, F32, FP8  # noqa: E402
 
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata  # noqa: E402
-from emberline.kernels.triton import norm  # noqa: E402
+from emberline.kernels.mixture import ClampedSwiGLU, Mixture, Routing, StackedExperts  # noqa: E402
+from emberline.kernels.packed_weight import PackedWeight  # noqa: E402
+from emberline.kernels.triton import norm, routing  # noqa: E402
 from emberline.kernels.triton.activation import gelu_mul, silu_mul  # noqa: E402
 from emberline.kernels.triton.attention import choose_tile_queries, make_tiles, paged_attention  # noqa: E402
+from emberline.kernels.triton.experts import add_routed_experts  # noqa: E402
 from emberline.kernels.triton.norm import layer_norm, rms_norm  # noqa: E402
 from emberline.kernels.triton.rope import rope_and_cache  # noqa: E402
 from emberline.kernels.triton.token_gather import gather_tokens  # noqa: E402
@@ -308,3 +312,63 @@ def test_attention_compiles(
 @pytest.mark.parametrize("count", [1, 7, 129])
 def test_cache_slots_in_the_interpreter(count: int) -> None:
     triton_cases.check_cache_slots(CPU, count)
+
+
+@interpreted
+@pytest.mark.parametrize("name", expert_cases.ROUTINGS)
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_routing_in_the_interpreter(rounding: None, name: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small blocks and chunks, so that there are several of each."""
+    monkeypatch.setattr(routing, "FUSED_ROWS", (8,) if is_fused else ())
+    monkeypatch.setattr(routing, "MAX_BLOCK_SCORES", 64)
+    monkeypatch.setattr(routing, "BLOCKS_PER_SORT", 2)
+    monkeypatch.setattr(routing, "COUNTED_BLOCKS", triton.language.constexpr(2))
+    monkeypatch.setattr(routing, "TILE_CHUNK", triton.language.constexpr(4))
+    expert_cases.check_routing(CPU, name, 7, 2)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", expert_cases.ROUTINGS)
+def test_routing_of_nan_in_the_interpreter(rounding: None, name: str) -> None:
+    expert_cases.check_routing_of_nan(CPU, name, 3)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "dtype,name,sizes,biased,limit",
+    [
+        (F32, "mixtral", (48, 40), False, 0.0),
+        (BF16, "glm4", (64, 32), False, 0.0),
+        (BF16, "llama4", (40, 24), False, 0.0),
+        (F32, "gpt-oss", (48, 24), True, 1.0),
+    ],
+)
+def test_experts_in_the_interpreter(
+    rounding: None, dtype: torch.dtype, name: str, sizes: tuple[int, int], biased: bool, limit: float
+) -> None:
+    clamp = ClampedSwiGLU(1.7, limit) if limit else None
+    expert_cases.check_products(CPU, dtype, name, 7, sizes, 16, expert_cases.SMALL, biased=biased, clamp=clamp)
+
+
+@interpreted
+@pytest.mark.parametrize("shared", ["", "scaled", "gated"])
+def test_sums_of_experts_in_the_interpreter(rounding: None, shared: str) -> None:
+    expert_cases.check_sums(CPU, BF16, 3, 70, 3, shared)
+
+
+def test_most_tiles() -> None:
+    assert routing.max_tile_count(8, 128, 16) == 8 and routing.max_tile_count(512, 128, 16) == 152
+    assert routing.max_tile_count(65536, 128, 128) == 512 + 127
+
+
+@compiled
+@pytest.mark.parametrize("rows,product", [(1, "mma.sync"), (2048, "wgmma")])
+def test_experts_compile(compiled_kernels: list[Any], rows: int, product: str) -> None:
+    x, norm = torch.zeros(rows, 2048, dtype=BF16), torch.zeros(2048)
+    experts = StackedExperts(torch.zeros(16, 1536, 2048, dtype=BF16), torch.zeros(16, 2048, 768, dtype=BF16))
+    router = PackedWeight(torch.zeros(16, 2048), 16, 2048, F32)
+    mixture = Mixture(norm, 1e-6, router, experts, Routing(8, renormalize=True))
+    add_routed_experts(x, x.clone(), torch.zeros(rows, 16), mixture, pdl=True)
+    products = [kernel.asm["ptx"] for kernel in compiled_kernels if product in kernel.asm["ptx"]]
+    assert len(products) == 2 and all("cp.async" in ptx for ptx in products)

@@ -78,8 +78,6 @@ def make_engine(
 
     chosen = {"max_running": 8, "max_batch_tokens": 256, "max_context": 2048, "kv_tokens": 16 * 1024} | settings
     with pytest.MonkeyPatch.context() as patch:
-        # The config of Llama 4 names experts, but none of its layers has them.
-        patch.setattr("emberline.engine.memory.reject_mixture_of_experts", lambda config: None, raising=False)
         if not grouped:
             single = lambda windows, context: LayerGroups.single(len(windows))  # noqa: E731
             patch.setattr("emberline.engine.memory.choose_groups", single)

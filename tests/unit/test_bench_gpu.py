@@ -38,7 +38,7 @@ from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.bench.report import BenchReport, BenchResult
 from emberline.core.clock import ManualClock
 from emberline.core.engine_config import SchedulerConfig
-from emberline.core.errors import EmberlineError
+from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.events import Output
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Submission
@@ -190,6 +190,18 @@ def test_model_has_the_shape_of_llama_8b() -> None:
     assert sum(map(prod, shapes.values())) == 8_030_261_248
     assert engine.CONFIG.rope.kind == "llama3"
     assert engine.CONFIG.max_context == 131072
+
+
+def test_shapes_with_experts_are_chosen_by_name() -> None:
+    settings = {"shape": "qwen3-30b-a3b"}
+    config, one = ModelConfig.from_hf(engine.shape_of(settings).hf_config), engine.compute_token_cost(settings)
+    expert = 3 * 768 * 2048 * 48
+    assert config.experts is not None and one.weight_bytes == pytest.approx(2 * 3.03e9, rel=0.01)
+    assert one.with_experts(config, 8).weight_bytes == one.weight_bytes
+    assert one.with_experts(config, 128).weight_bytes - one.weight_bytes == 2 * 120 * expert
+    assert ModelConfig.from_hf(engine.shape_of({"shape": "deepseek-v2-lite"}).hf_config).experts is not None
+    with pytest.raises(InvalidRequest, match="shape is 'qwen'"):
+        engine.shape_of({"shape": "qwen"})
 
 
 def test_limits_follow_from_bandwidth_and_flops() -> None:

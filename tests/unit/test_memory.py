@@ -131,8 +131,17 @@ def test_experts_are_counted(model: dict[str, Any], published: float, of_a_token
     assert weight_bytes(config, 2) == pytest.approx(published * 2, rel=2e-3)
     cost = TokenCost.from_config(config)
     assert cost.layers + 2 * cost.head == pytest.approx(of_a_token, rel=2e-2)
-    with pytest.raises(UnsupportedModel, match="only supported on the CPU"):
-        memory.plan_engine_memory(config, gpu_config(), H200, "bfloat16")
+    plan = memory.plan_engine_memory(config, gpu_config(), H200, "bfloat16")
+    assert plan.weights == weight_bytes(config, 2) and plan.kv_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [("packed", "weights is packed"), ("both", "weights is both"), ("exact", "exact is set")]
+)
+def test_experts_are_refused_by_setting(change: str, message: str) -> None:
+    settings = gpu_config(exact=True) if change == "exact" else gpu_config(weights=change)
+    with pytest.raises(UnsupportedModel, match=message):
+        memory.plan_engine_memory(ModelConfig.from_hf(QWEN3_30B_A3B), settings, H200, "bfloat16")
 
 
 def test_configured_kv_tokens_are_used() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from emberline.bench.job import BenchJob
 from emberline.bench.machine import NATIVE_BF16, describe_hardware, last_level_cache_bytes
@@ -47,6 +47,7 @@ class TokenCost:
     attention: int  # multiply-adds of one query with one key and its value, all layers
     kv_bytes: int
     width: float  # bytes of a parameter
+    other_experts: int = 0  # parameters of experts that a step reads besides those of one token
 
     @staticmethod
     def from_config(config: ModelConfig, bytes_per_parameter: int = 2) -> TokenCost:
@@ -66,7 +67,14 @@ class TokenCost:
     @property
     def weight_bytes(self) -> float:
         """The bytes of weights that every step reads, even for one token."""
-        return (self.layers + self.head) * self.width
+        return (self.layers + self.other_experts + self.head) * self.width
+
+    def with_experts(self, config: ModelConfig, distinct: float) -> TokenCost:
+        """Return the cost of steps that read this many experts of each layer that has experts."""
+        if (experts := config.experts) is None:
+            return self
+        others = max(0.0, distinct - experts.chosen) * 3 * experts.ffn * config.hidden * sum(experts.layers)
+        return replace(self, other_experts=round(others))
 
     def max_prefill_rate(self, limits: MachineLimits, tokens: int) -> float:
         work = self._count_flops(0, tokens, 1)

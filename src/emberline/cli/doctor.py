@@ -369,7 +369,7 @@ def _check_gpu_memory(
     if gpu_bytes is None:
         memory.reject_packed_weights(settings.gpu.weights)
         return
-    packed = memory.uses_packed_weights(checkpoint, settings, dtype)
+    packed = memory.uses_packed_weights(checkpoint, settings, dtype, has_experts=config.experts is not None)
     plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, packed=packed)
     form = "packed" if packed else "both plain and packed" if settings.gpu.weights == "both" else "plain"
     rounded = " (rounded from float16)" * (dtype == "bfloat16" and stored_weight_dtype(checkpoint) == "float16")

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emberline.core.engine_config import EngineConfig
-from emberline.core.errors import InvalidRequest, ModelError, UnsupportedModel
+from emberline.core.errors import InvalidRequest, ModelError
+from emberline.engine.expert_limits import reject_unsupported_experts
 from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, max_step_rows
 from emberline.engine.group_choice import choose_groups, max_planned_tokens
 from emberline.engine.memory_plan import MemoryPlan
@@ -85,7 +86,7 @@ def plan_engine_memory(
     """Return the plan of an engine with these settings and weights of this dtype. `draft`: of its draft model.
 
     Raises ModelError if the model does not fit, UnsupportedModel if the GPU cannot run it."""
-    reject_mixture_of_experts(config)
+    reject_unsupported_experts(config, settings)
     kv_bytes, context = DTYPE_BYTES[kv_dtype(settings, dtype)], choose_max_context(config, settings)
     groups, size = choose_groups(config.windows, context), settings.scheduler.block_size
     tokens = settings.kv_cache.kv_tokens
@@ -112,8 +113,10 @@ def plan_engine_memory(
     )
 
 
-def uses_packed_weights(checkpoint: Checkpoint, settings: EngineConfig, dtype: str) -> bool:
-    """Return whether weights of this dtype are kept packed, in 12 bits each.
+def uses_packed_weights(
+    checkpoint: Checkpoint, settings: EngineConfig, dtype: str, *, has_experts: bool = False
+) -> bool:
+    """Return whether weights of this dtype are kept packed, in 12 bits each: not by default if there are experts.
 
     Raises InvalidRequest if the settings require packed weights and the dtype cannot be packed."""
     if settings.gpu.weights in ("packed", "both") and dtype != "bfloat16":
@@ -121,7 +124,8 @@ def uses_packed_weights(checkpoint: Checkpoint, settings: EngineConfig, dtype: s
         message = f"weights is {settings.gpu.weights}; only bfloat16 can be packed, and the model has {dtype}"
         raise InvalidRequest(message, param="weights", hint=hint)
     coded = any(tensor.packing is not None for tensor in checkpoint.tensors.values())
-    return settings.gpu.weights == "packed" or (settings.gpu.weights == "auto" and coded and dtype == "bfloat16")
+    is_useful = coded and dtype == "bfloat16" and not has_experts
+    return settings.gpu.weights == "packed" or (settings.gpu.weights == "auto" and is_useful)
 
 
 def reject_packed_weights(weights: str) -> None:
@@ -129,13 +133,6 @@ def reject_packed_weights(weights: str) -> None:
     if weights in ("packed", "both"):
         hint = "use --weights auto, which also reads packed files"
         raise InvalidRequest(f"weights is {weights}; on a CPU it must be auto or plain", param="weights", hint=hint)
-
-
-def reject_mixture_of_experts(config: ModelConfig) -> None:
-    """Raise UnsupportedModel for a mixture of experts, which no GPU kernel supports."""
-    if config.experts is not None and any(config.experts.layers):
-        message = f"{config.model_type} is a mixture of experts, which is only supported on the CPU"
-        raise UnsupportedModel(message, hint="use --device cpu")
 
 
 def kv_dtype(settings: EngineConfig, dtype: str) -> str:

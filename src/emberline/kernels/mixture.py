@@ -54,6 +54,29 @@ class Expert:
         return NativeExpert(gate_up.ptr, down.ptr, *biases, gate_up.layout, down.layout, gate_up.gated, down.k)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedExperts:
+    """All experts of a layer in few tensors, as GPU kernels read them."""
+
+    gate_up: Tensor  # [experts, 2 * width, hidden], the rows of gate before those of up
+    down: Tensor  # [experts, hidden, width]
+    gate_up_bias: Tensor | None = None  # float32 [experts, 2 * width]
+    down_bias: Tensor | None = None  # float32 [experts, hidden]
+
+    def split(self) -> tuple[Expert, ...]:
+        """Return each expert with matrices for the reference backend, which are copies in float32."""
+        gate_up_bias, down_bias = self.gate_up_bias, self.down_bias
+        return tuple(
+            Expert(
+                PackedWeight(gate_up.float(), len(gate_up), gate_up.shape[1], gate_up.dtype),
+                PackedWeight(down.float(), len(down), down.shape[1], down.dtype),
+                None if gate_up_bias is None else gate_up_bias[number],
+                None if down_bias is None else down_bias[number],
+            )
+            for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True))
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
     """An expert that every row uses beside those that it selects."""
@@ -76,7 +99,7 @@ class Mixture:
     norm: Tensor
     eps: float
     router: PackedWeight
-    experts: tuple[Expert, ...]
+    experts: tuple[Expert, ...] | StackedExperts
     routing: Routing
     shared: SharedExpert | None = None
     clamp: ClampedSwiGLU | None = None  # None: silu(gate) * up; otherwise no matrix is packed as gated
@@ -84,6 +107,7 @@ class Mixture:
     @cached_property
     def native(self) -> NativeMixture:
         """The C struct that describes this mixture to the native library."""
+        assert isinstance(self.experts, tuple), "the native library reads each expert's own matrices"
         experts = (NativeExpert * len(self.experts))(*(expert.native for expert in self.experts))
         routing, router, shared, clamp = self.routing, self.router, self.shared, self.clamp
         gate = None if shared is None else shared.gate

@@ -27,7 +27,7 @@ from emberline.kernels.arguments import (
     PositionShift,
 )
 from emberline.kernels.attention_plan import AttentionPlan
-from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert
+from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert, StackedExperts
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
@@ -151,7 +151,8 @@ class ReferenceBackend(OpBackend):
         weights, chosen = select_experts(logits, routing)
         if mixture.shared is not None:
             x += self._run_shared_expert(normed, mixture.shared, mixture.clamp)
-        for number, expert in enumerate(mixture.experts):
+        experts = mixture.experts.split() if isinstance(mixture.experts, StackedExperts) else mixture.experts
+        for number, expert in enumerate(experts):
             rows, ranks = (chosen == number).nonzero(as_tuple=True)
             if len(rows):
                 weight, inputs = weights[rows, ranks, None], normed[rows]

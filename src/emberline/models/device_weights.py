@@ -36,7 +36,7 @@ from emberline.models.tensor_load import (
     split_stack,
 )
 from emberline.models.weight_uploader import WeightUploader
-from emberline.models.weights import DTYPES, Weights
+from emberline.models.weights import DTYPES, StackPart, Weights
 from emberline.unweight.tensor import is_coded
 
 
@@ -64,6 +64,7 @@ class LoadTimes:
 class DeviceWeights(Weights):
     load_times: LoadTimes | None = None  # set by `finish`
     can_decode = True
+    stacks_experts = True
 
     def __init__(
         self,
@@ -130,6 +131,15 @@ class DeviceWeights(Weights):
         for i, (name, count) in enumerate(parts):
             self._queue_load(name, (count, columns), pending.add_part(i))
         return weight
+
+    def stack_experts(
+        self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        used = dtype or self._final_dtype([part.name for part in parts])
+        whole = torch.empty(shape, dtype=used, device=self.device)
+        for name, part_shape, select in parts:
+            self._queue_load(name, part_shape, select(whole))
+        return whole
 
     def load_embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
         return self.linear([(name, rows)], columns) if self.packed else self.load_matrix(name, rows, columns)

@@ -13,6 +13,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.experts_spec import ExpertsSpec, ExpertTensors, SharedExpertSpec
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.registry import ARCHITECTURES
+from emberline.models.stacked_experts import load_stacked_experts
 from emberline.models.weights import Weights
 
 
@@ -39,7 +40,11 @@ class SparseFeedForward:
                 norm=norm,
                 eps=config.norm_eps,
                 router=weights.linear([(f"{at}.{tensors.router}", experts.count)], hidden),
-                experts=_load_experts(weights, experts, tensors, at, hidden),
+                experts=(
+                    load_stacked_experts(weights, experts, tensors, at, hidden)
+                    if weights.stacks_experts
+                    else _load_experts(weights, experts, tensors, at, hidden)
+                ),
                 routing=Routing(
                     experts_per_row=experts.chosen,
                     renormalize=experts.renormalised,

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, reduce
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +34,17 @@ COMPARE_ELEMENTS = 16 << 20  # compared at once, to bound memory
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+class StackPart(NamedTuple):
+    """A tensor of a checkpoint that fills a part of a stacked tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    select: Callable[[Tensor], Tensor]  # returns the part: a view, whose elements are in the order of the tensor's
+
+
 class Weights:
     device = torch.device("cpu")
+    stacks_experts = False  # whether the experts of a layer are loaded into few tensors, as GPU kernels read them
     packed = False  # whether matrices are kept in the uw12 format, 12 bits per weight
 
     @property
@@ -125,6 +135,16 @@ class Weights:
         self._unused.remove(name)
         self.loaded_bytes += prod(shape) * dtype.itemsize
         return [ops.pack_linear(arrange(part.to(dtype)), gated=gated) for part in parts]
+
+    def stack_experts(
+        self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return a tensor that the parts fill. `dtype`: None for that of matrices."""
+        whole = torch.empty(shape, dtype=dtype or self._final_dtype([part.name for part in parts]))
+        for name, part_shape, select in parts:
+            destination = select(whole)
+            destination.copy_(self._mark_used(name, self._view_tensor(name, part_shape)).reshape(destination.shape))
+        return whole
 
     def pack(self, matrix: Tensor) -> ops.PackedWeight:
         """Return a matrix that was computed from loaded ones, packed for the kernels of this device."""

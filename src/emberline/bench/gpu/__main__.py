@@ -236,7 +236,12 @@ def _argument_parser() -> argparse.ArgumentParser:
         "--peers", type=parse_names, default=[], help="peers to measure, if installed: vllm,transformers"
     )
     parser.add_argument(
-        "--set", type=_parse_setting, action="append", default=[], metavar="NAME=VALUE", help="setting of the engine"
+        "--set",
+        type=_parse_setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="setting of the engine, or shape=NAME: the model, as in shapes.py",
     )
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for all parts together")
     parser.add_argument("--part", help=argparse.SUPPRESS)

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
 from itertools import count
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from emberline.bench import workload
 from emberline.bench.gpu.model import LLAMA_8B, GPURandomWeights
+from emberline.bench.gpu.shapes import DEFAULT_SHAPE, BenchShape, find_shape
 from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.bench.machine_limits import MachineLimits, TokenCost
 from emberline.bench.report import BenchReport
@@ -51,20 +52,6 @@ SETTINGS: dict[str, Any] = {
     "prefix_cache": False,
 }
 WARM_UP = "each batch size, each prompt length and, before the chat, every eighth batch size ran once untimed"
-
-# vLLM 0.24.0 on the same machine (FA3, torch.compile, CUDA graphs)
-VLLM_FIGURES = {
-    "decode_b1_ms": 4.93,
-    "decode_b8_ms": 5.13,
-    "decode_b32_ms": 5.87,
-    "decode_b64_ms": 6.84,
-    "decode_b128_ms": 8.89,
-    "decode_b256_ms": 14.4,
-    "prefill_2048_ms": 50.9,
-    "prefill_8192_ms": 217.0,
-    "prefill_30000_ms": 1065.0,
-    "chat1000_out_tok_s": 11_120.0,
-}
 
 GREEDY = SamplingParams()
 _runs = count()  # numbers the runs, so that request ids are unique
@@ -189,12 +176,17 @@ def _abort_requests(engine: MeasuredEngine, request_ids: dict[str, int], max_ste
 
 
 def compute_token_cost(settings: dict[str, Any]) -> TokenCost:
-    total = TokenCost.from_config(CONFIG)
+    total = TokenCost.from_config(ModelConfig.from_hf(shape_of(settings).hf_config))
     if settings.get("weights") in ("packed", "both"):
         total = replace(total, width=PACKED_WEIGHT_BYTES)
     if "8" in str(settings.get("kv_dtype", "")):
         total = replace(total, kv_bytes=total.kv_bytes // 2)
     return total
+
+
+def shape_of(settings: dict[str, Any]) -> BenchShape:
+    """Return the shape that the settings name, Llama 3.1 8B by default."""
+    return find_shape(str(settings.get("shape", DEFAULT_SHAPE)))
 
 
 def min_decode_step_ms(batch: int, context_tokens: float, cost: TokenCost) -> float:
@@ -236,6 +228,8 @@ class EngineBench:
     cost: TokenCost
     rounds: int = ROUNDS
     peer: str = ""
+    shape: BenchShape = field(default_factory=lambda: find_shape(DEFAULT_SHAPE))
+    count_experts: Callable[[int], float] | None = None  # returns the distinct experts of a layer, for a batch
 
     def measure_by_name(self, name: str) -> None:
         kind, _, size = name.rpartition("_")
@@ -247,11 +241,11 @@ class EngineBench:
             self.measure_chat(int(name.removeprefix("chat")))
 
     def measure_decode(self, batch: int) -> None:
-        self.run_job(workload.make_job([(32, 4)] * batch, VOCAB), JOB_TIMEOUT_S)
-        job = workload.make_job([(PROMPT_TOKENS, OUTPUT_TOKENS)] * batch, VOCAB)
+        self.run_job(self._make_job([(32, 4)] * batch), JOB_TIMEOUT_S)
+        job = self._make_job([(PROMPT_TOKENS, OUTPUT_TOKENS)] * batch)
         courses = [self.run_job(job, JOB_TIMEOUT_S) for _ in range(self.rounds)]
         parts = [SteadyPhase.from_timeline(job, course.timeline) for course in courses]
-        limit = min_decode_step_ms(batch, parts[0].context, self.cost)
+        limit = min_decode_step_ms(batch, parts[0].context, self._cost_of_batch(batch))
         self._add_result(f"decode_b{batch}_ms", [1e3 * part.step_seconds for part in parts], "ms", limit)
         if batch in CPU_BATCHES and not self.peer:
             self._add_result(
@@ -261,16 +255,15 @@ class EngineBench:
             self._add_result(f"decode_b{batch}_cpu", shares, "% of a core")
 
     def measure_prefill(self, tokens: int) -> None:
-        jobs = [workload.make_job([(tokens, 1)], VOCAB, seed) for seed in range(PREFILL_ROUNDS + 1)]
+        jobs = [self._make_job([(tokens, 1)], seed) for seed in range(PREFILL_ROUNDS + 1)]
         walls = [self.run_job(job, JOB_TIMEOUT_S).timeline.wall_seconds for job in jobs]
-        self._add_result(
-            f"prefill_{tokens}_ms", [1e3 * wall for wall in walls[1:]], "ms", min_prefill_ms(tokens, self.cost)
-        )
+        limit = min_prefill_ms(tokens, self._cost_of_prefill())
+        self._add_result(f"prefill_{tokens}_ms", [1e3 * wall for wall in walls[1:]], "ms", limit)
 
     def measure_chat(self, requests: int) -> None:
-        self.run_job(workload.make_job(make_warm_up_lengths(requests), VOCAB), JOB_TIMEOUT_S)
-        self.run_job(workload.make_job(workload.draw_chat_lengths(min(128, requests), seed=1), VOCAB), JOB_TIMEOUT_S)
-        job = workload.make_job(workload.draw_chat_lengths(requests), VOCAB)
+        self.run_job(self._make_job(make_warm_up_lengths(requests)), JOB_TIMEOUT_S)
+        self.run_job(self._make_job(workload.draw_chat_lengths(min(128, requests), seed=1)), JOB_TIMEOUT_S)
+        job = self._make_job(workload.draw_chat_lengths(requests))
         course = self.run_job(job, JOB_TIMEOUT_S)
         rate = course.timeline.output_rate()
         self._add_result(f"chat{requests}_out_tok_s", rate, "tok/s", self.cost.max_output_rate(H200, job))
@@ -279,11 +272,26 @@ class EngineBench:
                 f"chat{requests}_cpu", course.cpu_percent(0.0, course.timeline.wall_seconds), "% of a core"
             )
 
+    def _make_job(self, lengths: list[tuple[int, int]], seed: int = 0) -> BenchJob:
+        return workload.make_job(lengths, self.shape.prompt_vocab, seed)
+
+    def _cost_of_batch(self, batch: int) -> TokenCost:
+        if self.count_experts is None:
+            return self.cost
+        distinct = self.count_experts(batch)
+        self._add_result(f"decode_b{batch}_experts", distinct, "experts per layer")
+        return self.cost.with_experts(ModelConfig.from_hf(self.shape.hf_config), distinct)
+
+    def _cost_of_prefill(self) -> TokenCost:
+        """Return the cost of a step whose many rows use all experts."""
+        config = ModelConfig.from_hf(self.shape.hf_config)
+        return self.cost.with_experts(config, 0 if config.experts is None else config.experts.count)
+
     def _add_result(self, name: str, values: float | list[float], unit: str, limit: float | None = None) -> None:
         if self.peer:
             self.report.add(f"{name}/{self.peer}", values, unit)
         else:
-            self.report.add(name, values, unit, peer=VLLM_FIGURES.get(name), limit=limit)
+            self.report.add(name, values, unit, peer=self.shape.vllm_figures.get(name), limit=limit)
 
 
 def measure(
@@ -301,15 +309,31 @@ def measure(
         "memory": asdict(booted.plan),
         "boot_s": {"all": time.perf_counter() - began, **booted.seconds},
     }
-    bench = EngineBench(report, partial(run_job, booted.engine), compute_token_cost(chosen), rounds or ROUNDS)
+    shape, run, cost = shape_of(chosen), partial(run_job, booted.engine), compute_token_cost(chosen)
+    counter = _make_counter(booted, shape)
+    bench = EngineBench(report, run, cost, rounds or ROUNDS, shape=shape, count_experts=counter)
     for name in NAMES:
         if is_measurement_selected(name, name_patterns):
             run_measurement(report, name, partial(bench.measure_by_name, name))
     for name in sampled_decode.NAMES:
-        if is_measurement_selected(name, name_patterns):
-            run = partial(_run_sampled_job, booted.engine)
-            run_measurement(report, name, partial(sampled_decode.measure, report, run, name, rounds or ROUNDS))
+        if shape.hf_config is LLAMA_8B and is_measurement_selected(name, name_patterns):
+            sample = partial(_run_sampled_job, booted.engine)
+            run_measurement(report, name, partial(sampled_decode.measure, report, sample, name, rounds or ROUNDS))
     report.config["stats"] = {k: v for k, v in asdict(booted.engine.stats()).items() if k != "residency"}
+
+
+def _make_counter(booted: BootedGPUEngine, shape: BenchShape) -> Callable[[int], float] | None:
+    """Return a function that counts the distinct experts of decode steps; None for a model without experts."""
+    from emberline.bench.gpu.distinct_experts import count_distinct_experts
+
+    if booted.runner.model.config.experts is None:
+        return None
+
+    def count(batch: int) -> float:
+        job = workload.make_job([(PROMPT_TOKENS, 8)] * batch, shape.prompt_vocab)
+        return count_distinct_experts(booted.runner, lambda: run_job(booted.engine, job), batch)
+
+    return count
 
 
 def _run_sampled_job(engine: MeasuredEngine, job: BenchJob, params: SamplingParams) -> JobRun:
@@ -323,10 +347,11 @@ def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
     from emberline.engine.gpu.boot import boot_gpu
 
     weights = GPURandomWeights("cuda", torch.bfloat16, packed=settings.get("weights") == "packed")
-    config = EngineConfig.build("", **{"max_waiting": MAX_WAITING, **settings}).with_gpu_defaults()
-    return boot_gpu(
-        CONFIG, weights, context=settings["max_context"], settings=config, make_compiler=make_grammar_compiler
-    )
+    others = {name: value for name, value in settings.items() if name != "shape"}
+    config = EngineConfig.build("", **{"max_waiting": MAX_WAITING, **others}).with_gpu_defaults()
+    model = ModelConfig.from_hf(shape_of(settings).hf_config)
+    compiler = make_grammar_compiler if model == CONFIG else None
+    return boot_gpu(model, weights, context=settings["max_context"], settings=config, make_compiler=compiler)
 
 
 def is_measurement_selected(name: str, name_patterns: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""The model of all GPU benchmarks: Llama 3.1 8B with random weights, in memory or as a checkpoint on disk."""
+"""The model of most GPU benchmarks: Llama 3.1 8B with random weights, in memory or as a checkpoint on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from emberline.hub.tensorfile import write_tensors
 from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
 from emberline.models.config import ModelConfig
-from emberline.models.weights import Weights
+from emberline.models.weights import StackPart, Weights
 from emberline.unweight.codec import select_weight_codec
 from emberline.unweight.pack import pack_file
 
@@ -62,6 +62,8 @@ Shapes = dict[str, tuple[int, ...]]
 class GPURandomWeights(Weights):
     """Random weights in place of a checkpoint. Every requested tensor exists and is drawn on its device."""
 
+    stacks_experts = True
+
     def __init__(self, device: str | torch.device, dtype: torch.dtype, seed: int = 0, *, packed: bool = False) -> None:
         self.device = torch.device(device)
         self.packed = packed
@@ -71,6 +73,12 @@ class GPURandomWeights(Weights):
 
     def has_tensor(self, name: str) -> bool:
         return not name.endswith(".bias")
+
+    def stack_experts(
+        self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        drawn = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return self._add_to_loaded_bytes(drawn.normal_(0.0, WEIGHT_STD, generator=self._generator))
 
     def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
         return self._add_to_loaded_bytes(torch.ones(shape, device=self.device))

@@ -24,7 +24,7 @@ from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.plan import PENDING_TOKEN, Admission, StepPlan, StepResult, WorkItem
 from emberline.core.request import Submission
-from emberline.engine import kv_shape, memory
+from emberline.engine import expert_limits, kv_shape, memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import CudaDevice, Device
 from emberline.engine.gpu.draft_boot import load_on_device, measure_draft_model
@@ -192,11 +192,11 @@ def boot_from_checkpoint(
     began = time.perf_counter()
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_checkpoint(checkpoint)
-    memory.reject_mixture_of_experts(config)
+    expert_limits.reject_unsupported_experts(config, settings)
     context = memory.choose_max_context(config, settings)
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
     used = choose_weight_dtype(checkpoint, name, on_gpu=True)
-    packed = memory.uses_packed_weights(checkpoint, settings, used)
+    packed = memory.uses_packed_weights(checkpoint, settings, used, has_experts=config.experts is not None)
     opened = time.perf_counter()
     with ThreadPoolExecutor(1, "codec") as other:
         codec = other.submit(_load_codec, checkpoint)

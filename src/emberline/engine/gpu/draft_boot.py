@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from emberline.core.engine_config import SpeculationConfig
+from emberline.core.errors import UnsupportedModel
 from emberline.engine.gpu.device import Device
-from emberline.engine.memory import NO_DRAFT_MODEL, DraftMemory, reject_mixture_of_experts
+from emberline.engine.memory import NO_DRAFT_MODEL, DraftMemory
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
@@ -27,8 +28,9 @@ def load_on_device(
         target_directory,
         lambda checkpoint: DeviceWeights(checkpoint, target.dtype, device.torch_device, packed=packed),
     )
-    if draft is not None:
-        reject_mixture_of_experts(draft.config)
+    if draft is not None and draft.config.experts is not None:
+        message = f"the draft model is a {draft.config.model_type}, and experts of draft models do not run on a GPU"
+        raise UnsupportedModel(message, hint="use a draft model without experts")
     return draft
 
 

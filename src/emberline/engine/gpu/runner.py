@@ -24,6 +24,7 @@ from emberline.engine.gpu.copier import DeviceCopier
 from emberline.engine.gpu.device import Device
 from emberline.engine.gpu.draft_boot import max_row_queries
 from emberline.engine.gpu.drafting import DeviceDrafting
+from emberline.engine.gpu.expert_kernels import launch_expert_kernels
 from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs, max_input_bytes
 from emberline.engine.gpu.penalties import DevicePenalties
 from emberline.engine.gpu.prompt_scores import score_prompts
@@ -99,6 +100,7 @@ class GPURunner:
             captured_shapes(running, limits.max_batch_tokens, self._grid, queries=self._max_queries)
         )
         self._next_shape = 0  # index of the first shape that was not captured ahead of its first use
+        self._max_batch_tokens = limits.max_batch_tokens
         size = max_input_bytes(limits, self._attention_planner, tables)
         ahead = model.make_unpacker(device.step_stream, device.new_stream())
         self._graphs = StepGraphs(device.step_stream, InputStaging(size, device), ahead, max_step_rows(running))
@@ -307,6 +309,7 @@ class GPURunner:
             for shape in filter(self._can_be_captured, self.shapes):
                 logits = self._graphs.get_logits_buffer(shape.rows, self.vocab_size, self.cache.keys.device)
                 self._run_model(self._padding_inputs(shape), logits)
+            launch_expert_kernels(self.model, self._max_batch_tokens)
 
     def _can_be_captured(self, shape: StepShape) -> bool:
         return not shape.chunks or self._attention_planner.has_static_shapes

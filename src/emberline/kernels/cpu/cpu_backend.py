@@ -11,7 +11,7 @@ from emberline.kernels.arguments import AttentionInputs, AttentionLayer, Attenti
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.cpu.library import NativeStep
 from emberline.kernels.dense_stack import DenseStack
-from emberline.kernels.mixture import Mixture
+from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.reference import ReferenceBackend
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
@@ -199,7 +199,7 @@ class CPUBackend(ReferenceBackend):
         return y
 
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
-        if mixture.router.layout < 0:
+        if mixture.router.layout < 0 or isinstance(mixture.experts, StackedExperts):
             return super().run_mixture(x, mixture)
         assert x.is_contiguous() and x.shape[1] == mixture.router.k
         self.library.ember_mixture(ctypes.byref(mixture.native), len(x), x.data_ptr())

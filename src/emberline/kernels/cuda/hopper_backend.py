@@ -41,7 +41,7 @@ from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
-from emberline.kernels.triton import activation, attention, cache_slots, norm, rope, token_gather, widen
+from emberline.kernels.triton import activation, attention, cache_slots, experts, norm, rope, token_gather, widen
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
@@ -185,9 +185,21 @@ class HopperBackend(OpBackend):
         return latent.latent_attention(inputs, plan, rows, lambda x, layer: self.linear(x, layer, LinearOutput()))
 
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
-        raise NotImplementedError(
-            "models with a mixture of experts are not supported on a GPU"
-        )  # rejected when such a model is loaded
+        routing, shared = mixture.routing, mixture.shared
+        normed = norm.rms_norm(x, mixture.norm, mixture.eps, pdl=True)
+        router = LinearLayer(mixture.router, routing.bias)
+        logits = self.linear(normed, router, LinearOutput(float32=True))
+        outputs = gate = None
+        if shared is not None:
+            assert mixture.clamp is None, "no shared expert has a clamped activation"
+            inner, down = self.gate_up_silu(normed, LinearLayer(shared.expert.gate_up)), LinearLayer(shared.expert.down)
+            if shared.gate is None and shared.scale == 1.0:
+                self.linear(inner, down, LinearOutput(add_to=x))
+            else:
+                outputs = self.linear(inner, down, LinearOutput())
+            if shared.gate is not None:
+                gate = self.linear(normed, LinearLayer(shared.gate), LinearOutput(float32=True))
+        return experts.add_routed_experts(x, normed, logits, mixture, shared=outputs, shared_gate=gate, pdl=True)
 
     def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
         ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

@@ -18,12 +18,28 @@ def jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function)
 
 
+def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return a `jit` whose kernels are not compiled separately for some values of these numbers, as 1 or 16."""
+    return lambda function: triton.jit(function, do_not_specialize=list(names))
+
+
 @jit
 def pdl_trigger_and_wait(PDL: constexpr) -> None:
     """With PDL (programmatic dependent launch), let the next kernel start and wait for the previous one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@jit
+def pdl_wait_and_trigger(PDL: constexpr) -> None:
+    """With PDL, wait for the previous kernel, then let the next kernel start.
+
+    Before the next kernel waits itself, it may already read the results of kernels before this one.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def next_power_of_two(n: int) -> int:

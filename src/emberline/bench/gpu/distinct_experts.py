@@ -1,0 +1,45 @@
+"""count_distinct_experts: how many experts of a layer the decode steps of a job read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import mean
+
+import torch
+
+from emberline.engine.gpu.runner import GPURunner
+from emberline.kernels.mixture import Routing
+from emberline.kernels.triton import routing as routing_kernels
+from emberline.kernels.triton.routing import SortedRows, route_rows
+
+
+def count_distinct_experts(runner: GPURunner, run: Callable[[], object], batch: int) -> float:
+    """Return the mean number of distinct experts of a layer in steps of `batch` rows, while `run` runs.
+
+    Steps run without captured graphs meanwhile, so that each layer can be observed.
+    """
+    graphs, runner.graphs = runner.graphs, False
+    try:
+        with _recorded_counts(batch) as counts:
+            run()
+    finally:
+        runner.graphs = graphs
+    return mean(counts) if counts else 0.0
+
+
+@contextmanager
+def _recorded_counts(batch: int) -> Iterator[list[int]]:
+    counts: list[int] = []
+
+    def route_and_count(logits: torch.Tensor, routing: Routing, tile_rows: int, *, pdl: bool = False) -> SortedRows:
+        rows = route_rows(logits, routing, tile_rows, pdl=pdl)
+        if len(logits) == batch:
+            counts.append(len(rows.chosen.unique()))
+        return rows
+
+    routing_kernels.route_rows = route_and_count
+    try:
+        yield counts
+    finally:
+        routing_kernels.route_rows = route_rows

@@ -1,0 +1,21 @@
+"""reject_unsupported_experts: settings that a GPU has no kernels for if the model is a mixture of experts.
+
+This module needs no torch."""
+
+from __future__ import annotations
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import UnsupportedModel
+from emberline.models.config import ModelConfig
+
+
+def reject_unsupported_experts(config: ModelConfig, settings: EngineConfig) -> None:
+    """Raise UnsupportedModel for a mixture of experts with packed weights, or whose results must be exact."""
+    if config.experts is None:
+        return
+    if settings.gpu.weights in ("packed", "both"):
+        message = f"weights is {settings.gpu.weights}, but the experts of {config.model_type} are not packed on a GPU"
+        raise UnsupportedModel(message, hint="use --weights plain")
+    if settings.gpu.exact:
+        message = f"exact is set, but no kernel sums the experts of {config.model_type} in a fixed order on a GPU"
+        raise UnsupportedModel(message, hint="drop --exact")

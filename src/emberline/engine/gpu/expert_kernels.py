@@ -1,0 +1,19 @@
+"""launch_expert_kernels: compiles the kernels of experts for steps that are not captured."""
+
+from __future__ import annotations
+
+import torch
+
+from emberline.kernels import ops
+from emberline.kernels.mixture import Mixture
+from emberline.models.decoder import DecoderModel
+from emberline.models.sleep import iter_instances
+
+
+def launch_expert_kernels(model: DecoderModel, max_tokens: int) -> None:
+    """Run a layer's experts with many rows of zeros, because the size of their tiles depends on the number of rows."""
+    mixture = next(iter_instances(Mixture, model.layers), None)
+    if mixture is None:
+        return
+    for rows in {max_tokens, -(-max_tokens // 4)}:
+        ops.run_mixture(torch.zeros(rows, mixture.router.k, dtype=model.dtype, device=mixture.norm.device), mixture)

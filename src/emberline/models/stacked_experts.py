@@ -1,0 +1,81 @@
+"""load_stacked_experts: loads the experts of a layer into a few tensors, as GPU kernels read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.mixture import StackedExperts
+from emberline.models.experts_spec import ExpertTensors, GateUpOrder
+from emberline.models.expertsconfig import ExpertsConfig
+from emberline.models.weights import StackPart, Weights
+
+
+def load_stacked_experts(
+    weights: Weights, experts: ExpertsConfig, tensors: ExpertTensors, at: str, hidden: int
+) -> StackedExperts:
+    """Load the experts of a layer. `at`: how the names of the layer's tensors begin."""
+    count, ffn, order = experts.count, experts.ffn, tensors.order
+    if "{}" in tensors.down:
+        rows = 2 * ffn // len(tensors.gate_up)
+        gate_up = [
+            StackPart(f"{at}.{name.format(number)}", (rows, hidden), partial(_select_rows, number, index * rows, rows))
+            for number in range(count)
+            for index, name in enumerate(tensors.gate_up)
+        ]
+        down = [
+            StackPart(f"{at}.{tensors.down.format(number)}", (hidden, ffn), partial(_select_rows, number, 0, hidden))
+            for number in range(count)
+        ]
+    else:
+        in_rows = order == "rows"
+        gate_up_shape = (count, 2 * ffn, hidden) if in_rows else (count, hidden, 2 * ffn)
+        down_shape = (count, hidden, ffn) if in_rows else (count, ffn, hidden)
+        gate_up = [StackPart(f"{at}.{tensors.gate_up[0]}", gate_up_shape, _GATE_UP_VIEWS[order])]
+        down = [StackPart(f"{at}.{tensors.down}", down_shape, _select_all if in_rows else _transpose)]
+    return StackedExperts(
+        gate_up=weights.stack_experts((count, 2 * ffn, hidden), gate_up),
+        down=weights.stack_experts((count, hidden, ffn), down),
+        gate_up_bias=_load_bias(weights, at, tensors.gate_up_bias, (count, 2 * ffn), order),
+        down_bias=_load_bias(weights, at, tensors.down_bias, (count, hidden), "rows"),
+    )
+
+
+def _load_bias(weights: Weights, at: str, name: str, shape: tuple[int, int], order: GateUpOrder) -> Tensor | None:
+    if not name:
+        return None
+    select = _separate_bias if order == "interleaved_columns" else _select_all
+    return weights.stack_experts(shape, [StackPart(f"{at}.{name}", shape, select)], torch.float32)
+
+
+def _select_rows(expert: int, first: int, count: int, whole: Tensor) -> Tensor:
+    return whole[expert, first : first + count]
+
+
+def _select_all(whole: Tensor) -> Tensor:
+    return whole
+
+
+def _transpose(whole: Tensor) -> Tensor:
+    return whole.transpose(1, 2)
+
+
+def _separate_columns(whole: Tensor) -> Tensor:
+    """Return a view [experts, hidden, ffn, 2], in which gate and up alternate."""
+    experts, rows, hidden = whole.shape
+    return whole.view(experts, 2, rows // 2, hidden).permute(0, 3, 2, 1)
+
+
+def _separate_bias(whole: Tensor) -> Tensor:
+    experts, rows = whole.shape
+    return whole.view(experts, 2, rows // 2).transpose(1, 2)
+
+
+_GATE_UP_VIEWS: dict[GateUpOrder, Callable[[Tensor], Tensor]] = {
+    "rows": _select_all,
+    "columns": _transpose,
+    "interleaved_columns": _separate_columns,
+}

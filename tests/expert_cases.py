@@ -1,0 +1,171 @@
+"""What the Triton kernels of mixtures of experts must do, on any device, compared with `kernels.reference`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton_cases import BF16, F32, assert_close, random
+
+from emberline.kernels.mixture import ClampedSwiGLU, Routing
+from emberline.kernels.reference import select_experts
+from emberline.kernels.triton.grouped import ProductTile, add_expert_outputs, multiply_down, multiply_gate_up
+from emberline.kernels.triton.routing import SortedRows, route_rows
+
+
+@dataclass(frozen=True)
+class RoutingCase:
+    """Rules of a family, without tensors."""
+
+    experts: int
+    rules: dict[str, Any] = field(default_factory=dict)
+    has_correction: bool = False
+
+    def make(self, device: str) -> Routing:
+        correction = random(self.experts, device=device) * 0.3 if self.has_correction else None
+        return Routing(**{"experts_per_row": 2, **self.rules}, correction=correction)
+
+
+ROUTINGS = {
+    "mixtral": RoutingCase(8, {"renormalize": True}),
+    "qwen3": RoutingCase(20, {"experts_per_row": 8, "renormalize": True}),
+    "llama4": RoutingCase(5, {"experts_per_row": 1, "scores": "sigmoid", "scales_inputs": True}),
+    "gpt-oss": RoutingCase(6, {"experts_per_row": 4, "renormalize": True}),
+    "deepseek-v2": RoutingCase(20, {"experts_per_row": 6, "groups": 5, "groups_per_row": 3, "scale": 16.0}),
+    "deepseek-v3": RoutingCase(
+        24,
+        {
+            "experts_per_row": 8,
+            "scores": "sigmoid",
+            "renormalize": True,
+            "groups": 8,
+            "groups_per_row": 4,
+            "group_best": 2,
+            "scale": 2.5,
+        },
+        has_correction=True,
+    ),
+    "glm4": RoutingCase(6, {"scores": "sigmoid", "renormalize": True, "scale": 0.4}, has_correction=True),
+    "all": RoutingCase(5, {"experts_per_row": 5}),
+}
+
+
+def check_routing(device: str, name: str, rows: int, tile_rows: int, *, pdl: bool = False) -> None:
+    case = ROUTINGS[name]
+    routing, logits = case.make(device), random(rows, case.experts, device=device) * 3
+    logits[::3, 1 : case.experts // 2] = logits[::3, :1]  # equal ones, of which the first are selected
+    found = route_rows(logits, routing, tile_rows, pdl=pdl)
+    weights, chosen = select_experts(logits.cpu(), _on_cpu(routing))
+    assert torch.equal(found.chosen.cpu().view(rows, -1), chosen.int())
+    torch.testing.assert_close(found.weights.cpu().view(rows, -1), weights, rtol=1e-5, atol=1e-7)
+    check_sorted(found, case.experts)
+
+
+def _on_cpu(routing: Routing) -> Routing:
+    rules = {name: getattr(routing, name) for name in Routing.__dataclass_fields__}
+    return Routing(**{name: rule.cpu() if isinstance(rule, Tensor) else rule for name, rule in rules.items()})
+
+
+def check_sorted(rows: SortedRows, experts: int) -> None:
+    """Assert that the tiles hold each assignment once, in order, and nothing else."""
+    chosen, size, tiles = rows.chosen.cpu(), rows.tile_rows, int(rows.num_tiles)
+    wanted: list[tuple[int, list[int]]] = []
+    for expert in range(experts):
+        own = (chosen == expert).nonzero()[:, 0].tolist()
+        wanted += [(expert, own[at : at + size]) for at in range(0, len(own), size)]
+    assert tiles == len(wanted) <= rows.max_tiles
+    places, counts = rows.order.cpu().view(-1, size), rows.tile_counts.tolist()
+    found = [(int(rows.tile_experts[tile]), places[tile, : counts[tile]].tolist()) for tile in range(tiles)]
+    assert found == wanted
+
+
+def check_routing_of_nan(device: str, name: str, rows: int) -> None:
+    """Assert that rows with NaN select valid experts: kernels run once before the weights are loaded."""
+    case = ROUTINGS[name]
+    logits = torch.full((rows, case.experts), torch.nan, device=device)
+    logits[1] = torch.inf
+    found = route_rows(logits, case.make(device), 16)
+    assert bool(((found.chosen >= 0) & (found.chosen < case.experts)).all())
+    check_sorted(found, case.experts)
+
+
+def check_products(
+    device: str,
+    dtype: torch.dtype,
+    name: str,
+    rows: int,
+    sizes: tuple[int, int],
+    tile_rows: int,
+    tiles: tuple[ProductTile, ProductTile],
+    *,
+    biased: bool = False,
+    clamp: ClampedSwiGLU | None = None,
+    pdl: bool = False,
+) -> None:
+    """Check both products of experts against float64. `sizes`: of the hidden state and of an expert's inner width."""
+    hidden, width = sizes
+    case = ROUTINGS[name]
+    routing, count = case.make(device), case.experts
+    found = route_rows(random(rows, count, device=device), routing, tile_rows, pdl=pdl)
+    x = random(rows, hidden, device=device, dtype=dtype)
+    gate_up = random(count, 2 * width, hidden, device=device, dtype=dtype) / hidden**0.5
+    down = random(count, hidden, width, device=device, dtype=dtype) / width**0.5
+    biases = [random(count, n, device=device) if biased else None for n in (2 * width, hidden)]
+    scaled = routing.scales_inputs
+    kinds: dict[str, Any] = {"clamp": clamp, "scaled": scaled, "pdl": pdl}
+    inner = multiply_gate_up(x, gate_up, found, tiles[0], bias=biases[0], **kinds)
+    experts, weights = found.chosen.long(), found.weights[:, None]
+    each = x.repeat_interleave(routing.experts_per_row, 0)
+    near, exact = (
+        _activate(each.to(t) * (weights.to(t) if scaled else 1), gate_up[experts].to(t), biases[0], experts, clamp)
+        for t in (F32, torch.float64)
+    )
+    assert_close(inner, near.to(dtype), exact)
+    outputs = multiply_down(inner, down, found, tiles[1], bias=biases[1], scaled=not scaled, pdl=pdl)
+    factor = torch.ones_like(weights) if scaled else weights
+    near, exact = (
+        _apply(inner.to(t), down[experts].to(t), biases[1], experts) * factor.to(t) for t in (F32, torch.float64)
+    )
+    assert_close(outputs, near.to(dtype), exact)
+    again = multiply_down(inner, down, found, tiles[1], bias=biases[1], scaled=not scaled, pdl=pdl)
+    assert torch.equal(outputs, again)
+
+
+def _apply(x: Tensor, matrices: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
+    y = torch.einsum("ak,ank->an", x, matrices)
+    return y if bias is None else y + bias[experts].to(y.dtype)
+
+
+def _activate(x: Tensor, matrices: Tensor, bias: Tensor | None, experts: Tensor, clamp: ClampedSwiGLU | None) -> Tensor:
+    gate, up = _apply(x, matrices, bias, experts).chunk(2, dim=1)
+    if clamp is None:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return gate * (gate * clamp.alpha).sigmoid() * (up + 1)
+
+
+def check_sums(
+    device: str, dtype: torch.dtype, rows: int, columns: int, top: int, shared: str, *, pdl: bool = False
+) -> None:
+    """Check the sum of the outputs of experts. `shared`: "", "scaled" or "gated"."""
+    x = random(rows, columns + 8, device=device, dtype=dtype)[:, :columns]
+    outputs = random(rows * top, columns, device=device, dtype=dtype)
+    extra = random(rows, columns, device=device, dtype=dtype) if shared else None
+    gate = random(rows, 1, device=device) if shared == "gated" else None
+    scale = 0.4 if shared else 1.0
+    near, exact = (
+        x.to(t)
+        + (0 if extra is None else extra.to(t) * scale * (1 if gate is None else gate.to(t).sigmoid()))
+        + outputs.view(rows, top, columns).to(t).sum(1)
+        for t in (F32, torch.float64)
+    )
+    kinds: dict[str, Any] = {"shared": extra, "shared_gate": gate, "shared_scale": scale, "pdl": pdl}
+    assert add_expert_outputs(x, outputs, top, **kinds) is x
+    assert_close(x, near.to(dtype), exact)
+
+
+SMALL = (ProductTile(16, 32, 4, 2), ProductTile(32, 16, 4, 2))
+__all__ = ["BF16", "F32", "SMALL"]
