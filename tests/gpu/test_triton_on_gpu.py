@@ -94,9 +94,9 @@ def test_capped_attention(
 
 @pytest.mark.parametrize("cache", [BF16, FP8])
 @pytest.mark.parametrize("block", [16, 32, 64])
-@pytest.mark.parametrize("block_m", [1, 2, 16, 32])
-def test_attention_with_any_block_and_tile_size(cache: torch.dtype, block: int, block_m: int) -> None:
-    triton_cases.check_attention(GPU, BF16, cache, RAGGED, (32, 8, 128), block=block, block_m=block_m, pdl=True)
+@pytest.mark.parametrize("queries", [1, 2, 16, 32])
+def test_attention_with_any_block_and_tile_size(cache: torch.dtype, block: int, queries: int) -> None:
+    triton_cases.check_attention(GPU, BF16, cache, RAGGED, (32, 8, 128), block=block, tile_queries=queries, pdl=True)
 
 
 @pytest.mark.parametrize("window", [0, 1, 64, 1500])

@@ -30,6 +30,7 @@ SIZES_BELOW_SHARE, SIZES_ABOVE_SHARE = 4, 2  # candidates: sizes below the fair 
 # rounds, all CTAs wait for each other after every round, which makes a round ROUND_FACTOR times as long as its parts.
 PART_COST, MERGE_COST, LAST_PART_WEIGHT, ROUND_FACTOR = 0.3, 0.3, 0.25, 1.05
 MAX_ROUNDS_IN_STEP = 3
+MIN_WINDOW_PART_TILES = 2  # tiles in a part of a window; shorter parts take longer to merge than to compute
 # Fixed cuts, in keys: every 512 up to 4,096, from there on 4 parts for each doubling. 512 keys take longer than the
 # fixed cost of a part, and are few enough for a single row.
 FIXED_CUTS = np.array([*range(0, 4096, 512), *(c << i for i in range(12) for c in range(4096, 8192, 1024)), 1 << 24])
@@ -106,6 +107,15 @@ def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
     share of all tiles, which bounds the number of cuts.
     """
     return rows + -(-5 * CTAS_PER_SM * num_sms // kv_heads)
+
+
+def count_window_parts(rows: int, kv_heads: int, num_sms: int, window: int) -> int:
+    """Return into how many parts the keys of each decode row are cut in a layer with a window.
+
+    The parts of all rows fit into `max_work_items`. They follow from the shapes only, because no row has many keys.
+    """
+    parts = -(-CTAS_PER_SM * num_sms // (rows * kv_heads))
+    return max(1, min(parts, window // (MIN_WINDOW_PART_TILES * TILE_KEYS)))
 
 
 def max_fixed_work_items(rows: int, max_length: int) -> int:

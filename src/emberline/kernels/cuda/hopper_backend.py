@@ -39,6 +39,7 @@ from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.triton import activation, attention, cache_slots, norm, rope, token_gather, widen
+from emberline.kernels.triton import decode as split_decode
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
@@ -152,17 +153,21 @@ class HopperBackend(OpBackend):
         if layer.latent_dim:  # rejected when such a model is loaded
             raise NotImplementedError("latent attention is not supported on a GPU")
         out = qkv.new_empty(len(qkv), layer.q_heads * layer.head_dim)
-        if layer.needs_portable_kernel and (plan.prefill_tiles is not None or plan.decode_work is not None):
-            raise NotImplementedError("only the Triton kernel computes this attention: plan with portable=True")
+        uses_cuda_prefill = plan.has_prefill_kernel and not layer.needs_portable_kernel
+        uses_cuda_decode = plan.has_decode_kernel and not layer.needs_portable_kernel
         has_prefill = plan.prefill_tiles is not None and len(plan.prefill_tiles) > 0
-        if has_prefill:  # prefill first: decode then uses the SMs that are left
-            _run_prefill_attention(inputs, plan, out)
-        if plan.decode_work is not None:
-            beside_prefill = has_prefill and plan.prefill_sms is not None
-            _run_decode_attention(inputs, plan, out, overlaps_prefill=beside_prefill)
-        if plan.general_tiles is not None:
-            tiles, queries = plan.general_tiles, plan.general_tile_queries
-            attention.paged_attention(inputs, tiles, out=out, block_m=queries, pdl=True)
+        overlaps = has_prefill and uses_cuda_prefill and uses_cuda_decode and plan.prefill_sms is not None
+        if has_prefill and plan.prefill_tiles is not None:  # prefill first: decode then uses the SMs that are left
+            if uses_cuda_prefill:
+                _run_prefill_attention(inputs, plan, out, shares_sms=overlaps)
+            else:
+                attention.paged_attention(inputs, plan.prefill_tiles, out=out, pdl=True)
+        if plan.decode_work is not None and uses_cuda_decode:
+            _run_decode_attention(inputs, plan, out, overlaps_prefill=overlaps)
+        elif plan.decode_work is not None:
+            _run_split_decode(inputs, plan, out)
+        if plan.unwidened_tiles is not None:
+            attention.paged_attention(inputs, plan.unwidened_tiles, out=out, pdl=True)
         return out
 
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
@@ -199,8 +204,8 @@ class HopperBackend(OpBackend):
         cache_slots.shift_positions(shift)
 
 
-def _run_prefill_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Tensor) -> None:
-    """Compute attention of the plan's prefill tiles into `out`."""
+def _run_prefill_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Tensor, *, shares_sms: bool) -> None:
+    """Compute attention of the plan's prefill tiles into `out`. `shares_sms`: decode runs at the same time."""
     assert plan.prefill_tiles is not None
     qkv, layer, keys, values, metadata = inputs
     tables = metadata.block_tables
@@ -212,7 +217,8 @@ def _run_prefill_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Te
         maps[address] = prefill.PrefillTensorMaps(keys, values)
     prefill.prefill_attention(
         qkv, maps[address], tables, metadata.query_start, metadata.context, plan.prefill_tiles, layer.scale,
-        layer.q_heads, window=layer.window, out=out, num_sms=plan.prefill_sms, counters=plan.prefill_counters,
+        layer.q_heads, window=layer.window, out=out, counters=plan.prefill_counters,
+        num_sms=plan.prefill_sms if shares_sms else None,
     )  # fmt: skip
 
 
@@ -229,6 +235,15 @@ def _run_decode_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Ten
         layer.q_heads, layer.kv_heads, layer.head_dim, window=layer.window, out=out, scratch=plan.decode_scratch,
         overlaps_prefill=overlaps_prefill, max_queries=queries, pdl=plan.reads_early,
         query_start=metadata.query_start[: rows_ + 1] if queries > 1 else None,
+    )  # fmt: skip
+
+
+def _run_split_decode(inputs: AttentionInputs, plan: AttentionPlan, out: Tensor) -> None:
+    """Compute attention of the plan's decode rows into `out` with the Triton kernel."""
+    assert plan.decode_work is not None and plan.decode_scratch is not None
+    split_decode.split_decode_attention(
+        inputs, plan.decode_work, plan.decode_scratch, decode.count_sms(out.device), out=out,
+        max_queries=plan.max_queries, pdl=True,
     )  # fmt: skip
 
 
