@@ -21,7 +21,13 @@ from emberline.kernels.worklist import HEADER_INTS, TILE_KEYS, WorkList
 FILE = "decode.cu"
 # Query heads of a row for which a variant has space, and whether rows may have several queries.
 ROW_KINDS = ("8, false", "16, false", "8, true", "16, true", "32, true")
-VARIANTS = tuple(f"decode<{dim}, {size}, {rows}>" for dim in (64, 128) for size in (1, 2) for rows in ROW_KINDS)
+VARIANTS = tuple(
+    f"decode<{dim}, {size}, {rows}, {kinds}>"
+    for dim in (64, 128)
+    for size in (1, 2)
+    for rows in ROW_KINDS
+    for kinds in ("false", "true")  # whether layers may have chunks, capped scores or sinks
+)
 COMPUTE_WARPS = 4  # warps of a team, which computes up to 16 query heads
 WARP_KEYS = TILE_KEYS // COMPUTE_WARPS  # keys of a tile that each computing warp takes
 MAX_GROUP_HEADS = 16  # query heads per KV head: the rows of an mma fragment
@@ -101,7 +107,9 @@ class _DecodeArguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("window", "pdl", "beside_prefill")),
         ("scale", ctypes.c_float),
         ("slot_rows", ctypes.c_int),
-        ("query_start", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("query_start", "sinks")),
+        *((name, ctypes.c_float) for name in ("softcap", "cap_factor")),
+        ("chunked", ctypes.c_int),
     )
 
 
@@ -131,6 +139,9 @@ def decode_attention(
     head_dim: int,
     *,
     window: int = 0,
+    chunked: bool = False,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     out: Tensor,
     scratch: DecodeScratch,
     pdl: bool = True,
@@ -143,7 +154,8 @@ def decode_attention(
     If `max_queries` is 1, the only query of row b is token b. Otherwise the queries of row b are the tokens
     [query_start[b], query_start[b + 1]), at most `max_queries` and possibly none. Query j of row b attends to the keys
     [0, context[b] + j], or to the last `window` of these keys. `work` must cover all of them; it may also have been
-    planned for longer rows or without the window, which only costs time.
+    planned for longer rows or without the window, which only costs time. `chunked`, `softcap`, `sinks`: as in
+    AttentionLayer.
 
     With `pdl` (programmatic dependent launch), the kernel starts while preceding kernels still run, and already reads
     `work`, `block_tables`, `context`, `query_start` and all keys except the newest of each row. These must be written
@@ -165,12 +177,20 @@ def decode_attention(
         *(t.data_ptr() for t in (qkv, out, work.items, work.partial_starts, work.count, block_tables, context)),
         *(t.data_ptr() for t in (scratch.partials, scratch.max_and_sum, scratch.counters[2:], scratch.counters)),
         *(qkv.stride(0), block_tables.stride(0), cache_maps.block_size.bit_length() - 1, group, kv_heads),
-        *(window, int(pdl), int(overlaps_prefill), scale * math.log2(math.e), max_queries * group),
-        None if query_start is None else query_start.data_ptr(),
+        *(
+            window,
+            int(pdl),
+            int(overlaps_prefill),
+            (1.0 if softcap else scale) * math.log2(math.e),
+            max_queries * group,
+        ),
+        *(None if tensor is None else tensor.data_ptr() for tensor in (query_start, sinks)),
+        *(softcap, 2 * math.log2(math.e) * scale / softcap if softcap else 0.0, int(chunked)),
     )
     ctas = worklist.ctas_per_sm(group, max_queries)
     grid = min(ctas * count_sms(qkv.device), work.capacity * kv_heads)
-    kernel = _get_kernel(head_dim, cache_maps.item_bytes, group * max_queries, max_queries > 1)
+    kinds = chunked or softcap > 0 or sinks is not None
+    kernel = _get_kernel(head_dim, cache_maps.item_bytes, group * max_queries, max_queries > 1, kinds)
     threads = 32 * (COMPUTE_WARPS * _count_teams(group * max_queries) + 1)
     kernel((grid, 1, 1), threads, (*cache_maps.maps, arguments), pdl=pdl)
     return out
@@ -201,8 +221,8 @@ def _make_cache_tensor_map(cache: Tensor, keys_per_copy: int) -> TensorMap:
 
 
 @cache
-def _get_kernel(head_dim: int, item_bytes: int, row_heads: int, several: bool) -> CudaKernel:
+def _get_kernel(head_dim: int, item_bytes: int, row_heads: int, several: bool, kinds: bool) -> CudaKernel:
     """Return the kernel of this shape. It is compiled on first use, because a model uses only a few shapes."""
     space = next(heads for heads in (8, 16, 32) if row_heads <= heads)
-    variant = f"decode<{head_dim}, {item_bytes}, {space}, {str(several).lower()}>"
+    variant = f"decode<{head_dim}, {item_bytes}, {space}, {str(several).lower()}, {str(kinds).lower()}>"
     return CudaModule(FILE, [variant]).kernel(variant, shared_bytes(head_dim, item_bytes, _count_teams(row_heads)))

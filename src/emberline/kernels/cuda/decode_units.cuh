@@ -23,6 +23,10 @@ struct Arguments {  // mirrored by _DecodeArguments in decode.py
   // Read if SEVERAL. Otherwise the query of row r is token r, and slot_rows is the group.
   int slot_rows;           // largest number of queries of a row, times the group
   const int* query_start;  // [rows + 1]: the queries of row r are the tokens [query_start[r], query_start[r + 1])
+  // Read if KINDS.
+  const float* sinks;  // [query heads]: scores that join the softmax, or null
+  ScoreCap cap;
+  int chunked;  // whether a query sees the keys since the last multiple of `window`
 };
 
 template <bool SEVERAL>
@@ -139,6 +143,13 @@ DEVICE void fetch_tile(Shared<S>& shared, const Maps& maps, u32 stage, int head,
   }
 }
 
+// Returns the first key that a query sees in a layer with a window; a negative one stands for 0.
+template <class S>
+DEVICE int first_key(const Arguments& args, int position) {
+  if (S::KINDS && args.chunked) return position - u32(position) % u32(args.window);
+  return position + 1 - args.window;
+}
+
 // Returns the unit's range of keys, limited to the row's length and the window.
 template <class S>
 DEVICE UnitInfo<S> make_info(const Arguments& args, int unit, int& length) {
@@ -152,7 +163,7 @@ DEVICE UnitInfo<S> make_info(const Arguments& args, int unit, int& length) {
     info.context = length - 1, length = info.context + info.queries;
   }
   info.first = args.partial_starts[info.row], info.parts = args.partial_starts[info.row + 1] - info.first;
-  info.low = args.window ? max(item.y, first_length - args.window) : item.y;
+  info.low = args.window ? max(item.y, first_key<S>(args, first_length - 1)) : item.y;
   info.high = min(item.z, length);
   info.begin = info.low & -TILE;
   info.tiles = max(1, (info.high - info.begin + TILE - 1) / TILE);

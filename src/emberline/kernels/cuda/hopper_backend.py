@@ -217,8 +217,8 @@ def _run_prefill_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Te
         maps[address] = prefill.PrefillTensorMaps(keys, values)
     prefill.prefill_attention(
         qkv, maps[address], tables, metadata.query_start, metadata.context, plan.prefill_tiles, layer.scale,
-        layer.q_heads, window=layer.window, out=out, counters=plan.prefill_counters,
-        num_sms=plan.prefill_sms if shares_sms else None,
+        layer.q_heads, window=layer.window, chunked=layer.chunked, softcap=layer.softcap, sinks=layer.sinks, out=out,
+        counters=plan.prefill_counters, num_sms=plan.prefill_sms if shares_sms else None,
     )  # fmt: skip
 
 
@@ -232,7 +232,8 @@ def _run_decode_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Ten
     # The queries are the first tokens of the step. How many they are is known to the device only, by `query_start`.
     decode.decode_attention(
         qkv, maps[address], metadata.block_tables[:rows_], metadata.context[:rows_], plan.decode_work, layer.scale,
-        layer.q_heads, layer.kv_heads, layer.head_dim, window=layer.window, out=out, scratch=plan.decode_scratch,
+        layer.q_heads, layer.kv_heads, layer.head_dim, window=layer.window, chunked=layer.chunked,
+        softcap=layer.softcap, sinks=layer.sinks, out=out, scratch=plan.decode_scratch,
         overlaps_prefill=overlaps_prefill, max_queries=queries, pdl=plan.reads_early,
         query_start=metadata.query_start[: rows_ + 1] if queries > 1 else None,
     )  # fmt: skip

@@ -23,6 +23,14 @@ constexpr int CONSUMER_WARPS = 8;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, as launched
 constexpr u32 PANEL = 128 * 128;  // bytes of 128 rows of 64 bf16, in TMA's 128-byte swizzle
 
+// Layers with chunks, capped scores or sinks.
+struct Kinds {  // mirrored by _Kinds in prefill.py
+  const float* sinks;  // [query heads]: scores that join the softmax, or null
+  float sink_factor;   // log2(e) over the scale of the arguments
+  float cap, factor;   // scores s become cap * tanh(x) with factor * s = 2 x log2(e); a cap of 0 leaves them unchanged
+  int chunked;         // whether a query attends to the keys since the last multiple of `window`
+};
+
 struct Arguments {
   bf16* out;
   const int2* tiles;  // request, first query in its chunk; padding has request -1
@@ -33,6 +41,12 @@ struct Arguments {
   int ctas;       // CTAs that work; the others exit and leave their SMs to decode, which runs at the same time
   int items, width, q_heads, group, block_size, window;
   float scale;  // softmax scale times log2(e)
+  Kinds kinds;  // read if KINDS
+  // The first key that a query attends to; a negative one stands for 0.
+  template <bool KINDS>
+  DEVICE int first_key(int position) const {
+    return KINDS && kinds.chunked ? position - int(u32(position) % u32(window)) : position + 1 - window;
+  }
 };
 
 struct alignas(16) Item {
@@ -41,7 +55,8 @@ struct alignas(16) Item {
   int token;     // row of the first query in qkv and out
   int head;
   DEVICE int last_tile() const { return (position + rows - 1) / KEYS; }
-  DEVICE int first_tile(int window) const { return max(position - window + 1, 0) / KEYS; }
+  template <bool KINDS>
+  DEVICE int first_tile(const Arguments& args) const { return max(args.first_key<KINDS>(position), 0) / KEYS; }
 };
 
 // Byte offsets in shared memory. A tile of Q, K or V is D / 64 panels.
@@ -145,7 +160,7 @@ DEVICE void fetch_tile(const TensorMap* map, u32 to, u32 barriers, Ring& ring, i
   ring.advance();
 }
 
-template <int D>
+template <int D, bool KINDS>
 DEVICE void fetch(u32 base, const TensorMap* q_map, const TensorMap* k_map, const TensorMap* v_map,
                   const Arguments& args) {
   const int lane = threadIdx.x % 32, size = args.block_size, pieces = KEYS / size;
@@ -172,7 +187,7 @@ DEVICE void fetch(u32 base, const TensorMap* q_map, const TensorMap* k_map, cons
       for (int panel = 0, x = item.head * D; panel < D / 64; panel++)
         copy_tile(base + Offsets<D>::Q + panel * PANEL, q_map, x + panel * 64, item.token, barrier, l2_evict_first());
     }
-    const int last = item.last_tile(), first = item.first_tile(args.window);
+    const int last = item.last_tile(), first = item.first_tile<KINDS>(args);
     int previous_block = 0;
     for (int n = last; n >= first; n--) {
       // beyond the last key, the last block is read again: those keys are masked, and its values are finite
@@ -211,13 +226,19 @@ DEVICE void release_slot(u32 barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
-// Masks scores. reach[r]: the position of row r relative to this lane's first key of the tile.
-DEVICE void mask_scores(float (&s)[64], const int (&reach)[2], int window) {
+// Masks scores. reach[r]: the position of row r relative to this lane's first key of the tile; low[r]: its first key.
+DEVICE void mask_scores(float (&s)[64], const int (&reach)[2], const int (&low)[2]) {
 #pragma unroll
   for (int i = 0; i < 64; i++) {
     const int key = i / 4 * 8 + i % 2, r = i / 2 % 2;
-    if (key > reach[r] || key <= reach[r] - window) s[i] = -__int_as_float(0x7f800000);
+    if (key > reach[r] || key < low[r]) s[i] = -__int_as_float(0x7f800000);
   }
+}
+
+DEVICE void cap_scores(float (&s)[64], const Kinds& kinds) {
+#pragma unroll
+  for (int i = 0; i < 64; i++)
+    s[i] = __fmaf_rn(-2.f * kinds.cap, reciprocal_approx(exp2_approx(s[i] * kinds.factor) + 1.f), kinds.cap);
 }
 
 // Turns scores into powers of 2 (online softmax). `row_max` is the largest score of a row so far, `sum` this lane's
@@ -270,7 +291,7 @@ DEVICE void store(const float (&o)[D / 2], float (&sum)[2], const Item& item, u3
   }
 }
 
-template <int D>
+template <int D, bool KINDS>
 DEVICE void compute_item(u32 base, u32 group, const Item& item, Ring& k, Ring& v, const Arguments& args) {
   // Row in the tile; the other is + 8.
   const u32 lane = threadIdx.x % 32, row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
@@ -278,13 +299,19 @@ DEVICE void compute_item(u32 base, u32 group, const Item& item, Ring& k, Ring& v
   const u64 k_matrix = matrix_descriptor(base + Offsets<D>::K, 16);
   const u64 v_matrix = matrix_descriptor(base + Offsets<D>::V, PANEL);
   const int top = item.position + group * 64;  // position of the warpgroup's first row
-  const int last = item.last_tile(), first = item.first_tile(args.window);
+  const int last = item.last_tile(), first = item.first_tile<KINDS>(args);
   float s[64], o[D / 2], row_max[2] = {-1e30f, -1e30f}, sum[2] = {0.f, 0.f}, rescale[2];
   u32 p[32];
+  if (KINDS && args.kinds.sinks) {
+    row_max[0] = row_max[1] = args.kinds.sinks[item.head] * args.kinds.sink_factor;
+    sum[0] = sum[1] = lane % 4 ? 0.f : 1.f;  // the sums of four lanes are added at the end
+  }
   const auto mask_tile = [&](int n) {
-    if (n * KEYS + KEYS - 1 <= top && n * KEYS > top + 63 - args.window) return;
-    const int from = item.position + int(row) - n * KEYS - int(lane % 4 * 2);
-    mask_scores(s, {from, from + 8}, args.window);
+    if (KINDS && args.kinds.cap != 0.f) cap_scores(s, args.kinds);
+    if (n * KEYS + KEYS - 1 <= top && n * KEYS >= args.first_key<KINDS>(top + 63)) return;
+    const int position = item.position + int(row), key = n * KEYS + int(lane % 4 * 2);
+    mask_scores(s, {position - key, position + 8 - key},
+                {args.first_key<KINDS>(position) - key, args.first_key<KINDS>(position + 8) - key});
   };
 
   barrier_wait_without_trap(base + Offsets<D>::K_FULL + 8 * k.stage, k.parity);
@@ -337,7 +364,7 @@ DEVICE void compute_item(u32 base, u32 group, const Item& item, Ring& k, Ring& v
   store<D>(o, sum, item, row, args);
 }
 
-template <int D>
+template <int D, bool KINDS>
 DEVICE void compute(u32 base, u32 group, const Arguments& args) {
   const volatile Item* const shared_item = reinterpret_cast<const Item*>(__cvta_shared_to_generic(base + Offsets<D>::ITEM));
   Ring k, v;
@@ -346,7 +373,7 @@ DEVICE void compute(u32 base, u32 group, const Arguments& args) {
     barrier_wait_without_trap(base + Offsets<D>::Q_FULL, parity);
     const Item item = {shared_item->position, shared_item->rows, shared_item->token, shared_item->head};
     if (item.rows == 0) break;
-    compute_item<D>(base, group, item, k, v, args);
+    compute_item<D, KINDS>(base, group, item, k, v, args);
   }
   if (group == 0) scheduler_barrier_sync(group);  // consumes the last arrival, so that the barrier is balanced
 }
@@ -354,18 +381,18 @@ DEVICE void compute(u32 base, u32 group, const Arguments& args) {
 // 384 threads: one warp of the first warpgroup is the producer, the other two warpgroups are consumers. `window`: 1 <<
 // 30 for none. `max_ctas`: how many CTAs work; null for all. The next kernel is triggered only after the preceding one
 // has ended: decode.cu, which runs at the same time as this kernel, relies on it.
-template <int D>
+template <int D, bool KINDS>
 __global__ void __launch_bounds__(384, 1)
 prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
         const __grid_constant__ TensorMap v_map, bf16* out, const int2* tiles, int items, const int* query_start,
         const int* context, const int* tables, int width, int q_heads, int group, int block_size, int window,
-        float scale, int* counters, const int* max_ctas) {
+        float scale, int* counters, const int* max_ctas, const __grid_constant__ Kinds kinds) {
   const int ctas = max_ctas ? max(1, min(*max_ctas, int(gridDim.x))) : gridDim.x;
   if (blockIdx.x >= ctas) return;
   extern __shared__ u8 memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   const Arguments args = {out,   tiles,   query_start, context,    tables, counters, ctas,
-                     items, width,   q_heads,     group,      block_size, window, scale};
+                     items, width,   q_heads,     group,      block_size, window, scale, kinds};
   if (threadIdx.x == 0) {
     prefetch_map(&q_map), prefetch_map(&k_map), prefetch_map(&v_map);
     barrier_init(base + Offsets<D>::Q_FULL, 1), barrier_init(base + Offsets<D>::Q_EMPTY, CONSUMER_WARPS);
@@ -382,9 +409,9 @@ prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorM
   const u32 warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-    if (threadIdx.x < 32) fetch<D>(base, &q_map, &k_map, &v_map, args);
+    if (threadIdx.x < 32) fetch<D, KINDS>(base, &q_map, &k_map, &v_map, args);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-    compute<D>(base, warpgroup - 1, args);
+    compute<D, KINDS>(base, warpgroup - 1, args);
   }
 }

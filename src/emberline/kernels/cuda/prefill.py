@@ -6,6 +6,7 @@ batch, the chunking of its prompt, or the SM that computes it.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -20,12 +21,23 @@ from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument
 
 FILE = "prefill.cu"
 HEAD_DIMS = (64, 128)
-VARIANTS = tuple(f"prefill<{dim}>" for dim in HEAD_DIMS)
+# Variants: head size, and whether layers may have chunks, capped scores or sinks.
+VARIANTS = tuple(f"prefill<{dim}, {kinds}>" for dim in HEAD_DIMS for kinds in ("false", "true"))
 BLOCK_SIZES = (16, 32, 64, 128)
 TILE_QUERIES, STAGES, THREADS, PANEL_BYTES = 128, 2, 384, 128 * 128  # as in prefill.cu
 NO_WINDOW = 1 << 30
 
 IntSequence = Sequence[int] | NDArray[np.signedinteger[Any]]
+
+
+class _Kinds(ctypes.Structure):
+    """The C struct `Kinds` of prefill.cu."""
+
+    _fields_ = (
+        ("sinks", ctypes.c_void_p),
+        *((name, ctypes.c_float) for name in ("sink_factor", "cap", "cap_factor")),
+        ("chunked", ctypes.c_int),
+    )
 
 
 class PrefillTensorMaps:
@@ -73,6 +85,9 @@ def prefill_attention(
     q_heads: int,
     *,
     window: int = 0,
+    chunked: bool = False,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     pdl: bool = True,
     num_sms: Tensor | None = None,
@@ -80,6 +95,7 @@ def prefill_attention(
 ) -> Tensor:
     """Return the attention of the new queries, as `OpBackend.paged_attention` describes it.
 
+    `chunked`, `softcap`, `sinks`: as in AttentionLayer.
     The new keys must already be in the cache. `tiles` is the result of `make_tiles`, on the device. `num_sms`, an
     int32 on the device, is the number of SMs to use; a kernel that runs at the same time uses the remaining SMs.
     `counters` are from `allocate_counters`; launches that share them must not overlap. By default all launches on one
@@ -93,14 +109,18 @@ def prefill_attention(
     items = len(tiles) * q_heads
     if not items:
         return out
+    factor = (1.0 if softcap else scale) * math.log2(math.e)
+    kinds = _Kinds(
+        None if sinks is None else sinks.data_ptr(),
+        *(math.log2(math.e) / factor, softcap, 2 * math.log2(math.e) * scale / softcap if softcap else 0.0, chunked),
+    )
     arguments: list[KernelArgument] = [
         make_tensor_map(qkv, (TILE_QUERIES, 64)), cache_maps.keys, cache_maps.values, out, tiles, items, query_start,
         context, block_tables, block_tables.stride(0), q_heads, q_heads // cache_maps.kv_heads, cache_maps.block_size,
-        window or NO_WINDOW, scale * math.log2(math.e),
-        _counters(qkv.device) if counters is None else counters, num_sms,
+        window or NO_WINDOW, factor, _counters(qkv.device) if counters is None else counters, num_sms, kinds,
     ]  # fmt: skip
     grid = min(_count_sms(qkv.device), items)
-    _get_kernel(head_dim)((grid, 1, 1), THREADS, arguments, pdl=pdl)
+    _get_kernel(head_dim, chunked or softcap > 0 or sinks is not None)((grid, 1, 1), THREADS, arguments, pdl=pdl)
     return out
 
 
@@ -118,8 +138,8 @@ def _make_cache_tensor_map(cache: Tensor) -> TensorMap:
 
 
 @cache
-def _get_kernel(head_dim: int) -> CudaKernel:
-    variant = f"prefill<{head_dim}>"
+def _get_kernel(head_dim: int, kinds: bool) -> CudaKernel:
+    variant = f"prefill<{head_dim}, {str(kinds).lower()}>"
     return CudaModule(FILE, [variant]).kernel(variant, shared_bytes(head_dim))
 
 

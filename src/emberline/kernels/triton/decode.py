@@ -21,7 +21,7 @@ from triton.language import constexpr, tensor
 from emberline.kernels import worklist
 from emberline.kernels.arguments import AttentionInputs
 from emberline.kernels.triton.attention import add_keys, choose_product_type, first_key
-from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
+from emberline.kernels.triton.jit import jit, jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
 from emberline.kernels.worklist import TILE_KEYS
 
 if TYPE_CHECKING:
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 MERGED_ELEMENTS = 1 << 14  # elements of partial results that a program merges at a time
 
 
-@jit
+@jit_without_specializing("max_parts")
 def _split_decode(
     qkv: tensor, k_cache: tensor, v_cache: tensor, tables: tensor, query_start: tensor, context: tensor, sinks: tensor,
     count: tensor, items: tensor, partial_starts: tensor, partials: tensor, max_and_sum: tensor, arrivals: tensor,
     out: tensor, scale: tensor, window: tensor, softcap: tensor, capped_scale: tensor, qkv_stride: tensor,
-    table_stride: tensor, cache_stride: tensor, out_stride: tensor,
+    table_stride: tensor, cache_stride: tensor, out_stride: tensor, max_parts: tensor,
     KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, DIM_PADDED: constexpr, BLOCK_SIZE: constexpr,
-    SLOT_ROWS: constexpr, ROWS: constexpr, SPAN: constexpr, TILE: constexpr, MERGED: constexpr, PARTS: constexpr,
+    SLOT_ROWS: constexpr, ROWS: constexpr, SPAN: constexpr, TILE: constexpr, MERGED: constexpr, WINDOWED: constexpr,
     CHUNKED: constexpr, CAPPED: constexpr, HAS_SINKS: constexpr, TYPE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     pdl_trigger_and_wait(PDL)
     head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
-    if PARTS:
-        request = item // PARTS
+    if WINDOWED:
+        request = item // max_parts
     else:
         if item >= tl.load(count):
             return
@@ -56,15 +56,15 @@ def _split_decode(
     before = tl.load(context + request)
     end = before + queries
     lowest = 0  # the first key that any query attends to
-    if PARTS:
+    if WINDOWED:
         lowest = tl.maximum(first_key(before, window, CHUNKED), 0)
         base = lowest // TILE
         tiles = (end + TILE - 1) // TILE - base
-        parts, part = tl.minimum(tiles, PARTS), item % PARTS
+        parts, part = tl.minimum(tiles, max_parts), item % max_parts
         if part >= parts:
             return
         low, high = (base + part * tiles // parts) * TILE, (base + (part + 1) * tiles // parts) * TILE
-        first = request * PARTS
+        first = request * max_parts
     else:
         low, high = tl.load(items + 4 * item + 1), tl.load(items + 4 * item + 2)
         first = tl.load(partial_starts + request)
@@ -87,7 +87,7 @@ def _split_decode(
     table, offset = tables + request.to(tl.int64) * table_stride, head * (BLOCK_SIZE * HEAD_DIM)
     k_head, v_head = k_cache + offset, v_cache + offset
     masked = low // SPAN * SPAN
-    if not PARTS:  # all queries attend to the keys before the first of them
+    if not WINDOWED:  # all queries attend to the keys before the first of them
         masked = tl.maximum(low, tl.minimum(high, before + 1) // SPAN * SPAN)
         mixed, total, top = add_keys(
             mixed, total, top, q, before + query, k_head, v_head, table, cache_stride, low, masked, lowest, end, scale,
@@ -95,7 +95,7 @@ def _split_decode(
         )  # fmt: skip
     mixed, total, top = add_keys(
         mixed, total, top, q, before + query, k_head, v_head, table, cache_stride, masked, high, lowest, end, scale,
-        window, softcap, capped_scale, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, True, PARTS > 0, CHUNKED, CAPPED,
+        window, softcap, capped_scale, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, True, WINDOWED, CHUNKED, CAPPED,
     )  # fmt: skip
 
     target = out + token * out_stride + column
@@ -181,9 +181,9 @@ def split_decode_attention(
         work.count, work.items, work.partial_starts, scratch.partials, scratch.max_and_sum, scratch.counters[2:], out,
         (1.0 if layer.softcap else layer.scale) * math.log2(math.e), window,
         layer.softcap, layer.scale / layer.softcap if layer.softcap else 0.0,
-        qkv.stride(0), tables.stride(0), keys.stride(0), out.stride(0),
+        qkv.stride(0), tables.stride(0), keys.stride(0), out.stride(0), parts,
         kv_heads, group, head_dim, dim, keys.shape[2], max_queries * group, rows, span, TILE_KEYS,
-        max(2, min(16, MERGED_ELEMENTS // (rows * dim))), parts, layer.chunked, layer.softcap > 0,
+        max(2, min(16, MERGED_ELEMENTS // (rows * dim))), window > 0, layer.chunked, layer.softcap > 0,
         layer.sinks is not None, choose_product_type(qkv.dtype, keys.dtype), pdl,
         num_warps=warps, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip

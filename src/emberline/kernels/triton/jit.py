@@ -18,6 +18,11 @@ def jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function)
 
 
+def jit_without_specializing(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator like `jit`; parameters of these names do not get kernels of their own for special values."""
+    return lambda function: triton.jit(function, do_not_specialize=list(names))
+
+
 @jit
 def pdl_trigger_and_wait(PDL: constexpr) -> None:
     """With PDL (programmatic dependent launch), let the next kernel start and wait for the previous one."""
