@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import worklist
+from emberline.kernels.attention_support import DECODE, HEAD_DIMS, MAX_GROUP_HEADS, explain_portable_kernels
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, make_tensor_map
 from emberline.kernels.worklist import HEADER_INTS, TILE_KEYS, WorkList
 
@@ -23,14 +24,13 @@ FILE = "decode.cu"
 ROW_KINDS = ("8, false", "16, false", "8, true", "16, true", "32, true")
 VARIANTS = tuple(
     f"decode<{dim}, {size}, {rows}, {kinds}>"
-    for dim in (64, 128)
+    for dim in HEAD_DIMS
     for size in (1, 2)
     for rows in ROW_KINDS
     for kinds in ("false", "true")  # whether layers may have chunks, capped scores or sinks
 )
 COMPUTE_WARPS = 4  # warps of a team, which computes up to 16 query heads
 WARP_KEYS = TILE_KEYS // COMPUTE_WARPS  # keys of a tile that each computing warp takes
-MAX_GROUP_HEADS = 16  # query heads per KV head: the rows of an mma fragment
 RING_BYTES = 96 << 10  # tiles in flight, per team
 MAX_STAGES = 6  # per team
 
@@ -118,13 +118,8 @@ def supports_shape(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtyp
 
     `dtype` is that of the KV cache. Queries and output are always bf16.
     """
-    return (
-        q_heads % kv_heads == 0
-        and q_heads // kv_heads <= MAX_GROUP_HEADS
-        and head_dim in (64, 128)
-        and dtype in (torch.bfloat16, torch.float8_e4m3fn)
-        and block_size in (16, 32, 64, 128)
-    )
+    heads = q_heads, kv_heads, head_dim
+    return q_heads % kv_heads == 0 and DECODE not in explain_portable_kernels(heads, torch.bfloat16, dtype, block_size)
 
 
 def decode_attention(

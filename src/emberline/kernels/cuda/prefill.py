@@ -17,13 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from emberline.kernels.attention_support import BLOCK_SIZES, HEAD_DIMS
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument, TensorMap, make_tensor_map
 
 FILE = "prefill.cu"
-HEAD_DIMS = (64, 128)
 # Variants: head size, and whether layers may have chunks, capped scores or sinks.
 VARIANTS = tuple(f"prefill<{dim}, {kinds}>" for dim in HEAD_DIMS for kinds in ("false", "true"))
-BLOCK_SIZES = (16, 32, 64, 128)
 TILE_QUERIES, STAGES, THREADS, PANEL_BYTES = 128, 2, 384, 128 * 128  # as in prefill.cu
 NO_WINDOW = 1 << 30
 
