@@ -28,7 +28,7 @@ Lengths = list[tuple[int, int]]
 
 GPT_OSS: dict[str, Any] = {"window": 128, "has_sinks": True}
 LLAMA4: dict[str, Any] = {"window": 256, "chunked": True}
-# Names, (query heads, KV heads, head size), and kind.
+# Query heads, KV heads and head size, and kind.
 KINDS: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((64, 8, 64), GPT_OSS),
     ((64, 8, 64), {"has_sinks": True}),
@@ -44,7 +44,7 @@ KINDS: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((32, 1, 128), {}),
     ((71, 1, 64), {}),
 ]
-IDS = [f"{heads}-{'-'.join(kind)}" for heads, kind in KINDS]
+IDS = ["-".join(["x".join(map(str, heads)), *kind]) for heads, kind in KINDS]
 SINGLES: Lengths = [(0, 1), (1, 1), (63, 1), (64, 1), (2000, 1), (777, 1), (0, 0), (255, 1), (256, 1), (0, 0)]
 DRAFTED: Lengths = [(0, 1), (62, 3), (127, 4), (2000, 2), (0, 0), (254, 4), (256, 1), (1000, 3), (0, 0)]
 CHUNKS: Lengths = [(0, 40), (64, 130), (300, 3), (511, 257), (0, 1), (1000, 100)]

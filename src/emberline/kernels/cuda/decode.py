@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import worklist
-from emberline.kernels.attention_support import DECODE, HEAD_DIMS, MAX_GROUP_HEADS, explain_portable_kernels
+from emberline.kernels.attention_support import DECODE, DECODE_HEAD_DIMS, MAX_GROUP_HEADS, explain_portable_kernels
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, make_tensor_map
 from emberline.kernels.worklist import HEADER_INTS, TILE_KEYS, WorkList
 
@@ -24,7 +24,7 @@ FILE = "decode.cu"
 ROW_KINDS = ("8, false", "16, false", "8, true", "16, true", "32, true")
 VARIANTS = tuple(
     f"decode<{dim}, {size}, {rows}, {kinds}>"
-    for dim in HEAD_DIMS
+    for dim in DECODE_HEAD_DIMS
     for size in (1, 2)
     for rows in ROW_KINDS
     for kinds in ("false", "true")  # whether layers may have chunks, capped scores or sinks

@@ -17,13 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from emberline.kernels.attention_support import BLOCK_SIZES, HEAD_DIMS
+from emberline.kernels.attention_support import BLOCK_SIZES, PREFILL_HEAD_DIMS
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument, TensorMap, make_tensor_map
 
 FILE = "prefill.cu"
 # Variants: head size, and whether layers may have chunks, capped scores or sinks.
-VARIANTS = tuple(f"prefill<{dim}, {kinds}>" for dim in HEAD_DIMS for kinds in ("false", "true"))
-TILE_QUERIES, STAGES, THREADS, PANEL_BYTES = 128, 2, 384, 128 * 128  # as in prefill.cu
+VARIANTS = tuple(f"prefill<{dim}, {kinds}>" for dim in PREFILL_HEAD_DIMS for kinds in ("false", "true"))
+TILE_QUERIES, STAGES, THREADS = 128, 2, 384  # as in prefill.cu
+PANEL_COLUMNS, PANEL_ROW_BYTES = 64, 128
 NO_WINDOW = 1 << 30
 
 IntSequence = Sequence[int] | NDArray[np.signedinteger[Any]]
@@ -55,7 +56,7 @@ def supports_cache(k_cache: Tensor) -> bool:
 
 
 def supports_shape(block_size: int, head_dim: int) -> bool:
-    return head_dim in HEAD_DIMS and block_size in BLOCK_SIZES
+    return head_dim in PREFILL_HEAD_DIMS and block_size in BLOCK_SIZES
 
 
 def make_tiles(query_counts: IntSequence, contexts: IntSequence) -> NDArray[np.int32]:
@@ -124,8 +125,13 @@ def prefill_attention(
 
 
 def shared_bytes(head_dim: int) -> int:
-    tile = head_dim // 64 * PANEL_BYTES
-    return (1 + 2 * STAGES) * tile + 128 + 16 + 1024  # barriers, the work item, and alignment to 1024
+    rows = TILE_QUERIES + 2 * STAGES * _tile_keys(head_dim)
+    panels = -(-head_dim // PANEL_COLUMNS)
+    return rows * panels * PANEL_ROW_BYTES + 128 + 16 + 1024  # barriers, the work item, and alignment to 1024
+
+
+def _tile_keys(head_dim: int) -> int:
+    return 64 if head_dim > 128 else 128
 
 
 def _make_cache_tensor_map(cache: Tensor) -> TensorMap:
@@ -133,7 +139,7 @@ def _make_cache_tensor_map(cache: Tensor) -> TensorMap:
     inner = kv_heads * block_size
     assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "a block must be contiguous"
     rows = cache.as_strided((blocks, inner, head_dim), (cache.stride(0), head_dim, 1))
-    return make_tensor_map(rows, (1, block_size, 64))
+    return make_tensor_map(rows, (1, min(block_size, _tile_keys(head_dim)), PANEL_COLUMNS))
 
 
 @cache
