@@ -13,6 +13,7 @@ import tiny
 import torch
 from engine_runs import run_engine
 from paged_model import Cache, assert_close, oracle, prompts
+from sink_model import SinkModel
 from torch import Tensor
 
 from emberline.core.engine_config import EngineConfig
@@ -80,38 +81,6 @@ def check_model(model: DecoderModel, tokens: list[list[int]], theirs: list[Tenso
     if ops.current_backend().library is not None:
         whole = [Cache(model, [ids]).step([len(ids)]) for ids in tokens]
         assert all(map(torch.equal, mixed, whole)), "depends on chunks or batch"
-
-
-class SinkModel:
-    """A Llama with attention sinks and windows on every second layer, as gpt-oss has, but without experts."""
-
-    def __init__(self, directory: Path) -> None:
-        config = tiny.config("llama", num_hidden_layers=4, attention_bias=True)
-        self.tensors = tiny.tensors(config)
-        for layer in range(4):
-            self.tensors[f"model.layers.{layer}.mlp.down_proj.weight"].zero_()
-            self.tensors[f"model.layers.{layer}.self_attn.sinks"] = torch.randn(6, generator=torch.manual_seed(layer))
-        plain = ModelConfig.from_hf(config)
-        parts = replace(plain.parts, attention=AttentionParts(has_sinks=True))
-        self.config = replace(plain, windows=(7, 0, 7, 0), parts=parts)
-        self.checkpoint = Checkpoint.open(tiny.write_tensors(directory, config, self.tensors))
-
-    def compute_gpt_oss_logits(self, tokens: list[list[int]]) -> list[Tensor]:
-        """Return the logits of transformers' model whose experts are all zero."""
-        transformers = pytest.importorskip("transformers")
-        config = transformers.GptOssConfig(
-            **tiny.BASE | {"num_hidden_layers": 4, "rope_theta": None},
-            num_local_experts=2,
-            num_experts_per_tok=1,
-            sliding_window=7,
-            rope_parameters={"rope_type": "default", "rope_theta": tiny.BASE["rope_theta"]},
-            attn_implementation="eager",
-        )
-        model = transformers.GptOssForCausalLM(config).eval()
-        state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-        model.load_state_dict(state | {name: self.tensors[name] for name in state if name in self.tensors})
-        with torch.inference_mode():
-            return [model(torch.tensor([ids])).logits[0] for ids in tokens]
 
 
 def test_sinks_equal_transformers(backend: str, tmp_path: Path) -> None:
