@@ -202,9 +202,12 @@ class AttentionCase:
         *,
         block: int = 64,
         has_sinks: bool = False,
+        garbage: float = torch.nan,
         **kind: Any,
     ) -> AttentionCase:
-        """`kind`: window, softcap and chunked of the layer. Blocks that no query of a request may read are absent."""
+        """`kind`: window, softcap and chunked of the layer. Blocks that no query of a request may read are absent.
+
+        `garbage`: what the rest of the cache contains; finite for the CUDA kernels, which read whole blocks."""
         q_heads, kv_heads, dim = heads
         none = torch.empty(0, device=device)  # attention reads neither positions, nor slots, nor angles
         sinks = random(q_heads, device=device) * 3 if has_sinks else None
@@ -212,7 +215,7 @@ class AttentionCase:
         needed = [-(-(before + new) // block) for before, new in lengths]
         free = torch.randperm(sum(needed) + 3).int().split([*needed, 3])
         tables = torch.full((len(lengths), max(needed) + 2), 1 << 30, dtype=torch.int32)
-        both = poisoned(sum(needed) + 3, 2, kv_heads, block, dim, device=device, dtype=cache)
+        both = torch.full((sum(needed) + 3, 2, kv_heads, block, dim), garbage, device=device).to(cache)
         dense = []
         stored = torch.uint8 if cache == FP8 else cache
         for row, blocks, (before, new) in zip(tables, free, lengths, strict=False):

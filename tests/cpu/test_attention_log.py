@@ -23,8 +23,9 @@ BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
     [
         ((32, 8, 128), BF16, BF16, 64, {}),
         ((64, 8, 64), BF16, FP8, 16, {}),
-        ((16, 8, 256), BF16, BF16, 64, {DECODE: "a head size of 256"}),
-        ((16, 8, 256), BF16, FP8, 64, {DECODE: "size of 256", PREFILL: "size of 256 with a float8 KV cache"}),
+        ((16, 8, 256), BF16, FP8, 128, {}),
+        ((32, 32, 96), BF16, BF16, 64, {DECODE: "a head size of 96"}),
+        ((32, 32, 96), BF16, FP8, 64, {DECODE: "size of 96", PREFILL: "size of 96 with a float8 KV cache"}),
         ((32, 1, 128), BF16, BF16, 64, {DECODE: "32 query heads per KV head"}),
         ((32, 8, 192), BF16, BF16, 64, {DECODE: "size of 192", PREFILL: "size of 192"}),
         ((32, 8, 128), F32, F32, 64, {DECODE: "activations of float32", PREFILL: "activations of float32"}),
@@ -51,5 +52,5 @@ def test_one_line_at_start(caplog: pytest.LogCaptureFixture) -> None:
 
     assert log(BF16, 128) == []
     start = "Attention uses portable kernels: model=llama layers=all"
-    assert log(BF16, 256) == [f"{start} phases=decode reason=a head size of 256"]
+    assert log(BF16, 96) == [f"{start} phases=decode reason=a head size of 96"]
     assert log(F32, 128) == [f"{start} phases=decode,prefill reason=activations of float32"]

@@ -32,7 +32,6 @@ LLAMA4: dict[str, Any] = {"window": 256, "chunked": True}
 KINDS: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((64, 8, 64), GPT_OSS),
     ((64, 8, 64), {"has_sinks": True}),
-    ((8, 4, 256), {"window": 512}),
     ((8, 4, 256), {"window": 100, "softcap": 5.0}),
     ((4, 1, 256), {"softcap": 5.0}),
     ((40, 8, 128), LLAMA4),
@@ -53,6 +52,12 @@ CHUNKS: Lengths = [(0, 40), (64, 130), (300, 3), (511, 257), (0, 1), (1000, 100)
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+def random_case(
+    dtype: torch.dtype, cache: torch.dtype, lengths: Lengths, heads: tuple[int, int, int], **kind: Any
+) -> AttentionCase:
+    return AttentionCase.random(GPU, dtype, cache, lengths, heads, garbage=99.0, **kind)
 
 
 def make_planner(case: AttentionCase, max_queries: int = 4) -> AttentionPlanner:
@@ -94,19 +99,19 @@ def compute_reference(case: AttentionCase) -> Tensor:
 
 
 @pytest.mark.parametrize(("heads", "kind"), KINDS, ids=IDS)
-@pytest.mark.parametrize(("dtype", "cache"), [(BF16, BF16), (BF16, FP8), (F32, F32)], ids=["bf16", "fp8", "f32"])
+@pytest.mark.parametrize(("dtype", "cache"), [(BF16, BF16), (BF16, FP8)], ids=["bf16", "fp8"])
 def test_a_mixed_step_equals_dense_attention(
     heads: tuple[int, int, int], kind: dict[str, Any], dtype: torch.dtype, cache: torch.dtype
 ) -> None:
     for decode in (SINGLES, DRAFTED if heads[0] // heads[1] <= 8 else SINGLES[:3]):
-        case = AttentionCase.random(GPU, dtype, cache, [*decode, *CHUNKS], heads, **kind)
+        case = random_case(dtype, cache, [*decode, *CHUNKS], heads, **kind)
         case.check(compute(case, len(decode)))
 
 
 @pytest.mark.parametrize(("heads", "kind"), KINDS, ids=IDS)
 def test_a_step_equals_the_reference(heads: tuple[int, int, int], kind: dict[str, Any]) -> None:
     lengths = [(0, 1), (130, 1), (700, 1), (0, 70), (300, 33)]
-    case = AttentionCase.random(GPU, F32, F32, lengths, heads, block=32, **kind)
+    case = random_case(F32, F32, lengths, heads, block=32, **kind)
     torch.testing.assert_close(compute(case, 3).cpu(), compute_reference(case), rtol=1e-4, atol=1e-5)
 
 
@@ -117,21 +122,32 @@ def test_decode_over_long_contexts_with_many_parts(
 ) -> None:
     long = {**kind, "window": 40 * kind["window"]} if "window" in kind else kind
     for lengths in ([(20_000, 1)], [(9000, 1), (30, 1), (8191, 1), (16_384, 1)]):
-        case = AttentionCase.random(GPU, BF16, cache, lengths, heads, **long)
+        case = random_case(BF16, cache, lengths, heads, **long)
         case.check(compute(case, len(lengths)))
 
 
-@pytest.mark.parametrize(("heads", "kind"), KINDS[:8], ids=IDS[:8])
+@pytest.mark.parametrize(("heads", "kind"), [KINDS[0], KINDS[2], KINDS[5]], ids=[IDS[0], IDS[2], IDS[5]])
 @pytest.mark.parametrize("block", [16, 32, 128])
-def test_decode_with_any_block_size(heads: tuple[int, int, int], kind: dict[str, Any], block: int) -> None:
-    triton_cases.check_decode(GPU, BF16, BF16, SINGLES, heads, block=block, pdl=True, **kind)
+def test_steps_with_any_block_size(heads: tuple[int, int, int], kind: dict[str, Any], block: int) -> None:
+    case = random_case(BF16, BF16, [*SINGLES, *CHUNKS], heads, block=block, **kind)
+    case.check(compute(case, len(SINGLES)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kind"), [KINDS[0], KINDS[3], KINDS[7], KINDS[8]], ids=[IDS[0], IDS[3], IDS[7], IDS[8]]
+)
+@pytest.mark.parametrize("cache", [BF16, FP8])
+def test_split_decode_in_triton(heads: tuple[int, int, int], kind: dict[str, Any], cache: torch.dtype) -> None:
+    """The Triton kernel reads no key that it need not, so the rest of the cache may even be NaN."""
+    for lengths in (SINGLES, DRAFTED, [(20_000, 1), (5000, 1)]):
+        triton_cases.check_decode(GPU, BF16, cache, lengths, heads, pdl=True, **kind)
 
 
 @pytest.mark.parametrize(("heads", "kind"), KINDS, ids=IDS)
 def test_a_captured_step_equals_an_uncaptured_one(heads: tuple[int, int, int], kind: dict[str, Any]) -> None:
     """The graph is captured on padding only, and replayed for rows of other lengths."""
     rows, chunks = len(SINGLES), len(CHUNKS)
-    case = AttentionCase.random(GPU, BF16, BF16, [*SINGLES, *CHUNKS], heads, **kind)
+    case = random_case(BF16, BF16, [*SINGLES, *CHUNKS], heads, **kind)
     qkv, layer, keys, values, metadata = case.inputs
     planner, padding = make_planner(case), {"min_tiles": 20}
     plan = make_plan(planner, [(0, 0)] * (rows + chunks), rows, **padding)

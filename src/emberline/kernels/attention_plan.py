@@ -66,6 +66,7 @@ class AttentionPlan:
     decode_rows: int  # number of rows with at most max_queries tokens each
     max_queries: int = 1  # selects the decode kernel, so a captured graph holds for one value only
     reads_early: bool = True  # whether decode may read old keys before the preceding kernel ends
+    fixed_cuts: bool = False  # whether the keys of decode rows are cut at fixed positions
     decode_work: decode.DeviceWorkList | None = None  # work list of the decode rows
     decode_scratch: decode.DecodeScratch | None = None
     has_decode_kernel: bool = False  # whether the CUDA decode kernel supports the shapes; otherwise Triton computes all
@@ -183,7 +184,9 @@ class AttentionPlanner:
         """
         assert (new_token_counts[:decode_rows] <= max_queries).all(), "a decode row has too many new tokens"
         plan = AttentionPlan(
-            decode_rows, max_queries, not self._fixed_cuts, prefill_counters=self._counters, tensor_maps=self._maps
+            *(decode_rows, max_queries, not self._fixed_cuts, self._fixed_cuts),
+            prefill_counters=self._counters,
+            tensor_maps=self._maps,
         )
         if self._device.type != "cuda":
             return plan
@@ -275,7 +278,7 @@ class AttentionPlanner:
     ) -> decode.DeviceWorkList:
         from emberline.kernels.cuda import decode
 
-        rows, (q_heads, kv_heads, _) = len(lengths), self._heads
+        rows, (q_heads, kv_heads, head_dim) = len(lengths), self._heads
         planned = -(-lengths // self._length_grain) * self._length_grain  # the kernel knows the actual lengths
         key = rows, max_queries, overlaps_prefill
         before = self._work_lists.get(key)
@@ -286,7 +289,7 @@ class AttentionPlanner:
                 self._sms,
                 self._work_item_capacity(rows),
                 overlaps_prefill=overlaps_prefill,
-                ctas_per_sm=worklist.ctas_per_sm(q_heads // kv_heads, max_queries),
+                ctas_per_sm=worklist.ctas_per_sm(q_heads // kv_heads, max_queries, head_dim),
                 fixed_cuts=self._fixed_cuts,
             )
             before = self._work_lists[key] = planned, work

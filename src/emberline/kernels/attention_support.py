@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 DECODE, PREFILL = "decode", "prefill"  # the phases
-DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128), (64, 80, 96, 128, 256)
+DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256), (64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_GROUP_HEADS = 16  # query heads per KV head in decode: the rows of an mma fragment
 

@@ -22,6 +22,7 @@ TILE_KEYS = 64
 CTAS_PER_SM = 2  # CTAs, and so parts, that a multiprocessor (SM) computes at the same time
 MAX_ROW_HEADS = 32  # queries of a decode row times query heads per KV head
 MAX_HEADS_OF_SMALL_CTA = 16  # rows with more of these take a CTA of twice the size, of which an SM computes one
+MAX_SMALL_HEAD_DIM = 128  # the sums of larger heads need a CTA of an SM of its own
 MAX_NEW_TOKENS = 32  # new tokens of a sequence in decode rows, if any row has several queries
 PART_SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # tiles in a part: 1 2 3 4 6 8 12 ..
 SIZES_BELOW_SHARE, SIZES_ABOVE_SHARE = 4, 2  # candidates: sizes below the fair share, and sizes from there on
@@ -95,9 +96,10 @@ def split_decode_rows(context: ArrayLike, counts: ArrayLike, max_queries: int) -
     return DecodeRows(sequences, (before[sequences] + first).astype(np.int32), row_counts.astype(np.int32))
 
 
-def ctas_per_sm(group: int, max_queries: int) -> int:
+def ctas_per_sm(group: int, max_queries: int, head_dim: int) -> int:
     """Return how many CTAs an SM computes at the same time if rows have up to `max_queries` queries."""
-    return CTAS_PER_SM if group * max_queries <= MAX_HEADS_OF_SMALL_CTA else CTAS_PER_SM // 2
+    is_small = group * max_queries <= MAX_HEADS_OF_SMALL_CTA and head_dim <= MAX_SMALL_HEAD_DIM
+    return CTAS_PER_SM if is_small else CTAS_PER_SM // 2
 
 
 def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
@@ -109,12 +111,13 @@ def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
     return rows + -(-5 * CTAS_PER_SM * num_sms // kv_heads)
 
 
-def count_window_parts(rows: int, kv_heads: int, num_sms: int, window: int) -> int:
+def count_window_parts(rows: int, kv_heads: int, num_ctas: int, window: int) -> int:
     """Return into how many parts the keys of each decode row are cut in a layer with a window.
 
-    The parts of all rows fit into `max_work_items`. They follow from the shapes only, because no row has many keys.
+    `num_ctas`: CTAs that the GPU computes at the same time. The parts of all rows fit into `max_work_items`. They
+    follow from the shapes only, because no row has many keys.
     """
-    parts = -(-CTAS_PER_SM * num_sms // (rows * kv_heads))
+    parts = -(-num_ctas // (rows * kv_heads))
     return max(1, min(parts, window // (MIN_WINDOW_PART_TILES * TILE_KEYS)))
 
 

@@ -24,7 +24,8 @@ struct Shape {
   // Bytes of a row in one copy: the width of the swizzle.
   static constexpr int LINE = ROW_BYTES < 128 ? ROW_BYTES : 128;
   static constexpr int BOX = LINE / BYTES;                        // columns of one copy
-  static constexpr int MAX_STAGES = (96 << 10) / (2 * TILE_BYTES);
+  // An SM has one CTA for large heads, whose sums take more registers, with a pipeline of twice the size.
+  static constexpr int MAX_STAGES = ((HEAD_DIM > 128 ? 192 : 96) << 10) / (2 * TILE_BYTES);
   static constexpr int STAGES = FRAGMENTS * (MAX_STAGES < 6 ? MAX_STAGES : 6);
   static constexpr int STEPS = HEAD_DIM / 16;  // steps of 16 columns
 };

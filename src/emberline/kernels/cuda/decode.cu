@@ -222,7 +222,7 @@ DEVICE void compute_units(Shared<S>& shared, const Arguments& args, int fragment
 // and one CTA per SM with a pipeline of twice the size. An SM then has as many computing warps and as many bytes in
 // flight as with two CTAs.
 template <int HEAD_DIM, int BYTES, int ROWS, bool SEVERAL, bool KINDS>
-__global__ void __launch_bounds__(32 * (COMPUTE_WARPS * (ROWS > 16 ? 2 : 1) + 1), ROWS > 16 ? 1 : 2)
+__global__ void __launch_bounds__(32 * (COMPUTE_WARPS * (ROWS > 16 ? 2 : 1) + 1), ROWS > 16 || HEAD_DIM > 128 ? 1 : 2)
 decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values,
        const __grid_constant__ TensorMap group_keys, const __grid_constant__ TensorMap group_values,
        const __grid_constant__ Arguments args) {

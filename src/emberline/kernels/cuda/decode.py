@@ -26,12 +26,12 @@ VARIANTS = tuple(
     f"decode<{dim}, {size}, {rows}, {kinds}>"
     for dim in DECODE_HEAD_DIMS
     for size in (1, 2)
-    for rows in ROW_KINDS
-    for kinds in ("false", "true")  # whether layers may have chunks, capped scores or sinks
+    for rows in ROW_KINDS[: 4 if dim > worklist.MAX_SMALL_HEAD_DIM else 5]
+    for kinds in ("false", "true")  # whether layers may have windows, chunks, capped scores or sinks
 )
 COMPUTE_WARPS = 4  # warps of a team, which computes up to 16 query heads
 WARP_KEYS = TILE_KEYS // COMPUTE_WARPS  # keys of a tile that each computing warp takes
-RING_BYTES = 96 << 10  # tiles in flight, per team
+RING_BYTES = 96 << 10  # tiles in flight, per team; twice as many for large heads
 MAX_STAGES = 6  # per team
 
 
@@ -109,7 +109,7 @@ class _DecodeArguments(ctypes.Structure):
         ("slot_rows", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("query_start", "sinks")),
         *((name, ctypes.c_float) for name in ("softcap", "cap_factor")),
-        ("chunked", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("chunked", "window_parts", "rows")),
     )
 
 
@@ -120,6 +120,13 @@ def supports_shape(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtyp
     """
     heads = q_heads, kv_heads, head_dim
     return q_heads % kv_heads == 0 and DECODE not in explain_portable_kernels(heads, torch.bfloat16, dtype, block_size)
+
+
+def supports_rows(head_dim: int, row_heads: int) -> bool:
+    """Return whether rows may have so many queries times query heads per KV head."""
+    return row_heads <= (
+        worklist.MAX_HEADS_OF_SMALL_CTA if head_dim > worklist.MAX_SMALL_HEAD_DIM else worklist.MAX_ROW_HEADS
+    )
 
 
 def decode_attention(
@@ -143,6 +150,7 @@ def decode_attention(
     overlaps_prefill: bool = False,
     query_start: Tensor | None = None,
     max_queries: int = 1,
+    window_parts: int = 0,
 ) -> Tensor:
     """Write the attention of each row into `out` and return it.
 
@@ -150,7 +158,9 @@ def decode_attention(
     [query_start[b], query_start[b + 1]), at most `max_queries` and possibly none. Query j of row b attends to the keys
     [0, context[b] + j], or to the last `window` of these keys. `work` must cover all of them; it may also have been
     planned for longer rows or without the window, which only costs time. `chunked`, `softcap`, `sinks`: as in
-    AttentionLayer.
+    AttentionLayer. `window_parts`: if not 0, `work` is not read, but the visible keys of each row are cut into as many
+    parts, so that a layer with a window does not pay for the whole context; `query_start` is then needed, and rows
+    without queries are padding.
 
     With `pdl` (programmatic dependent launch), the kernel starts while preceding kernels still run, and already reads
     `work`, `block_tables`, `context`, `query_start` and all keys except the newest of each row. These must be written
@@ -166,7 +176,9 @@ def decode_attention(
     assert work.rows <= min(len(qkv), scratch.rows) and work.capacity <= scratch.capacity and q_heads == scratch.heads
     group = q_heads // kv_heads
     assert 1 <= max_queries <= min(scratch.max_queries, worklist.max_row_queries(group))
-    if max_queries > 1:
+    assert supports_rows(head_dim, group * max_queries) and (not window_parts or window)
+    assert not window_parts or work.rows * window_parts <= scratch.capacity
+    if max_queries > 1 or window_parts:
         assert query_start is not None and query_start.dtype is torch.int32 and len(query_start) == work.rows + 1
     arguments = _DecodeArguments(
         *(t.data_ptr() for t in (qkv, out, work.items, work.partial_starts, work.count, block_tables, context)),
@@ -180,11 +192,12 @@ def decode_attention(
             max_queries * group,
         ),
         *(None if tensor is None else tensor.data_ptr() for tensor in (query_start, sinks)),
-        *(softcap, 2 * math.log2(math.e) * scale / softcap if softcap else 0.0, int(chunked)),
+        *(softcap, 2 * math.log2(math.e) * scale / softcap if softcap else 0.0, int(chunked), window_parts, work.rows),
     )
-    ctas = worklist.ctas_per_sm(group, max_queries)
-    grid = min(ctas * count_sms(qkv.device), work.capacity * kv_heads)
-    kinds = chunked or softcap > 0 or sinks is not None
+    ctas = worklist.ctas_per_sm(group, max_queries, head_dim)
+    items = work.rows * window_parts if window_parts else work.capacity
+    grid = min(ctas * count_sms(qkv.device), items * kv_heads)
+    kinds = chunked or softcap > 0 or sinks is not None or window_parts > 0
     kernel = _get_kernel(head_dim, cache_maps.item_bytes, group * max_queries, max_queries > 1, kinds)
     threads = 32 * (COMPUTE_WARPS * _count_teams(group * max_queries) + 1)
     kernel((grid, 1, 1), threads, (*cache_maps.maps, arguments), pdl=pdl)
@@ -193,8 +206,8 @@ def decode_attention(
 
 def shared_bytes(head_dim: int, item_bytes: int, teams: int = 1) -> int:
     """Return the kernel's shared memory in bytes: tiles of keys and values, sums, barriers, work items."""
-    stage = 2 * TILE_KEYS * head_dim * item_bytes
-    return teams * (stage * min(MAX_STAGES, RING_BYTES // stage) + COMPUTE_WARPS * 8 * head_dim * 4 + 896)
+    stage, ring = 2 * TILE_KEYS * head_dim * item_bytes, RING_BYTES * (1 + (head_dim > worklist.MAX_SMALL_HEAD_DIM))
+    return teams * (stage * min(MAX_STAGES, ring // stage) + COMPUTE_WARPS * 8 * head_dim * 4 + 896)
 
 
 def _count_teams(row_heads: int) -> int:

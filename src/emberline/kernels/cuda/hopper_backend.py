@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from emberline.kernels import worklist
 from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
@@ -154,7 +155,12 @@ class HopperBackend(OpBackend):
             raise NotImplementedError("latent attention is not supported on a GPU")
         out = qkv.new_empty(len(qkv), layer.q_heads * layer.head_dim)
         uses_cuda_prefill = plan.has_prefill_kernel and not layer.needs_portable_kernel
-        uses_cuda_decode = plan.has_decode_kernel and not layer.needs_portable_kernel
+        row_heads = layer.q_heads // layer.kv_heads * plan.max_queries
+        uses_cuda_decode = (
+            plan.has_decode_kernel
+            and not layer.needs_portable_kernel
+            and decode.supports_rows(layer.head_dim, row_heads)
+        )
         has_prefill = plan.prefill_tiles is not None and len(plan.prefill_tiles) > 0
         overlaps = has_prefill and uses_cuda_prefill and uses_cuda_decode and plan.prefill_sms is not None
         if has_prefill and plan.prefill_tiles is not None:  # prefill first: decode then uses the SMs that are left
@@ -229,13 +235,18 @@ def _run_decode_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Ten
     rows_, queries, maps, address = plan.decode_rows, plan.max_queries, plan.tensor_maps.decode, keys.data_ptr()
     if address not in maps:
         maps[address] = decode.DecodeTensorMaps(keys, values)
+    parts, needs_starts = 0, queries > 1
+    if layer.window and not plan.fixed_cuts:
+        ctas = worklist.ctas_per_sm(layer.q_heads // layer.kv_heads, queries, layer.head_dim)
+        num_ctas = ctas * decode.count_sms(out.device)
+        parts, needs_starts = worklist.count_window_parts(rows_, layer.kv_heads, num_ctas, layer.window), True
     # The queries are the first tokens of the step. How many they are is known to the device only, by `query_start`.
     decode.decode_attention(
         qkv, maps[address], metadata.block_tables[:rows_], metadata.context[:rows_], plan.decode_work, layer.scale,
         layer.q_heads, layer.kv_heads, layer.head_dim, window=layer.window, chunked=layer.chunked,
         softcap=layer.softcap, sinks=layer.sinks, out=out, scratch=plan.decode_scratch,
         overlaps_prefill=overlaps_prefill, max_queries=queries, pdl=plan.reads_early,
-        query_start=metadata.query_start[: rows_ + 1] if queries > 1 else None,
+        query_start=metadata.query_start[: rows_ + 1] if needs_starts else None, window_parts=parts,
     )  # fmt: skip
 
 

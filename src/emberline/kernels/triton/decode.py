@@ -172,7 +172,7 @@ def split_decode_attention(
     span, warps, stages = launch_shape or _choose_launch_shape(rows, dim, exact)
     parts = 0
     if window:
-        parts = window_parts or worklist.count_window_parts(work.rows, kv_heads, num_sms, window)
+        parts = window_parts or worklist.count_window_parts(work.rows, kv_heads, worklist.CTAS_PER_SM * num_sms, window)
         assert work.rows * parts <= scratch.capacity or parts == 1
     tables = metadata.block_tables
     _split_decode[((work.rows * parts if parts else work.capacity) * kv_heads,)](
@@ -194,4 +194,4 @@ def _choose_launch_shape(rows: int, dim: int, uses_float32: bool) -> tuple[int, 
     """Return (keys per span, warps, pipeline stages) for a launch."""
     if uses_float32:  # no tensor cores
         return 16, (8 if rows * dim > 2048 else 4), 1
-    return (64 if dim <= 128 else 32), 4, 3
+    return (128 if dim <= 64 else 64), 4, 2
