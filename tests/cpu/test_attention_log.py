@@ -11,7 +11,9 @@ import tiny
 import torch
 
 from emberline.engine.gpu.attention_log import log_portable_attention
-from emberline.kernels.attention_support import DECODE, PREFILL, explain_portable_kernels
+from emberline.kernels import worklist
+from emberline.kernels.attention_support import DECODE, HEAD_DIMS, PREFILL, explain_portable_kernels
+from emberline.kernels.cuda import decode
 from emberline.kv.cache import KVShape
 from emberline.models.config import ModelConfig
 
@@ -24,10 +26,16 @@ BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
         ((32, 8, 128), BF16, BF16, 64, {}),
         ((64, 8, 64), BF16, FP8, 16, {}),
         ((16, 8, 256), BF16, FP8, 128, {}),
-        ((32, 32, 96), BF16, BF16, 64, {DECODE: "a head size of 96"}),
-        ((32, 32, 96), BF16, FP8, 64, {DECODE: "size of 96", PREFILL: "size of 96 with a float8 KV cache"}),
-        ((32, 1, 128), BF16, BF16, 64, {DECODE: "32 query heads per KV head"}),
-        ((32, 8, 192), BF16, BF16, 64, {DECODE: "size of 192", PREFILL: "size of 192"}),
+        ((32, 1, 128), BF16, FP8, 64, {}),
+        ((32, 1, 192), BF16, BF16, 64, {DECODE: "32 query heads of size 192 per KV head"}),
+        (
+            (71, 1, 64),
+            BF16,
+            FP8,
+            64,
+            {DECODE: "per KV head", PREFILL: "with a float8 KV cache"},
+        ),
+        ((32, 8, 72), BF16, BF16, 64, {DECODE: "a head size of 72", PREFILL: "a head size of 72"}),
         ((32, 8, 128), F32, F32, 64, {DECODE: "activations of float32", PREFILL: "activations of float32"}),
         ((32, 8, 128), BF16, F32, 64, {DECODE: "a KV cache of float32", PREFILL: "a KV cache of float32"}),
         ((32, 8, 128), BF16, BF16, 8, {DECODE: "block size of 8", PREFILL: "block size of 8"}),
@@ -52,5 +60,14 @@ def test_one_line_at_start(caplog: pytest.LogCaptureFixture) -> None:
 
     assert log(BF16, 128) == []
     start = "Attention uses portable kernels: model=llama layers=all"
-    assert log(BF16, 96) == [f"{start} phases=decode reason=a head size of 96"]
+    assert log(BF16, 72) == [f"{start} phases=decode,prefill reason=a head size of 72"]
     assert log(F32, 128) == [f"{start} phases=decode,prefill reason=activations of float32"]
+
+
+def test_every_variant_of_decode_is_compiled_in_tests() -> None:
+    for head_dim in HEAD_DIMS:
+        for row_heads in range(1, worklist.max_row_heads(head_dim) + 1):
+            for several, is_plain in ((False, False), (False, True), (True, False), (True, True)):
+                variant = decode._choose_variant(head_dim, 2, row_heads, several, is_plain)
+                assert str(variant) in decode.VARIANTS and variant.row_heads >= row_heads
+                assert variant.several or not several

@@ -109,7 +109,7 @@ def test_block_sizes(block_size: int) -> None:
 
 @gpu
 @pytest.mark.parametrize("block_size", [16, 64, 128])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 192, 256])
 @pytest.mark.parametrize("window", [0, 100])
 def test_head_sizes(block_size: int, head_dim: int, window: int) -> None:
     Batch(RAGGED, 6, 2, head_dim=head_dim, block_size=block_size).check(window)
@@ -203,4 +203,4 @@ def test_no_new_tokens_give_no_tiles() -> None:
 
 
 def test_shared_memory_fits_an_sm() -> None:
-    assert max(prefill.shared_bytes(dim) for dim in prefill.PREFILL_HEAD_DIMS) <= 227 << 10
+    assert max(prefill.shared_bytes(dim) for dim in prefill.HEAD_DIMS) <= 227 << 10

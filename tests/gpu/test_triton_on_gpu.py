@@ -110,7 +110,7 @@ def test_rows(count: int, pdl: bool) -> None:
     triton_cases.check_rows(GPU, count, pdl=pdl)
 
 
-@pytest.mark.parametrize("rows,heads,size,dim", [(40, 8, 64, 128), (5, 3, 16, 64), (200, 1, 128, 128)])
+@pytest.mark.parametrize("rows,heads,size,dim", [(40, 8, 64, 128), (5, 3, 16, 64), (200, 1, 128, 128), (9, 2, 64, 80)])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_widen(rows: int, heads: int, size: int, dim: int, pdl: bool) -> None:
     triton_cases.check_widen(GPU, rows, heads, size, dim, pdl=pdl)

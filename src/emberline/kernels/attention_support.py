@@ -5,12 +5,44 @@ The CUDA kernels are faster, but support fewer shapes than the Triton kernels.
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
+
+from emberline.kernels import worklist
 
 DECODE, PREFILL = "decode", "prefill"  # the phases
-DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256), (64, 80, 96, 128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
-MAX_GROUP_HEADS = 16  # query heads per KV head in decode: the rows of an mma fragment
+
+
+class ScoreKind(NamedTuple):
+    """How a layer's scores differ from those of Llama: fields of AttentionLayer, for the CUDA kernels."""
+
+    chunked: bool = False
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.chunked and not self.softcap and self.sinks is None
+
+    def exponent_factor(self, scale: float) -> float:
+        """Return the factor that turns scores, after capping, into exponents of 2."""
+        return (1.0 if self.softcap else scale) * math.log2(math.e)
+
+    def cap_factor(self, scale: float) -> float:
+        """Return the factor f of scores s such that 2 ** (f * s) is exp(2 * x), for capped scores softcap * tanh(x)."""
+        return 2 * math.log2(math.e) * scale / self.softcap if self.softcap else 0.0
+
+    @property
+    def sinks_address(self) -> int | None:
+        return None if self.sinks is None else self.sinks.data_ptr()
+
+
+PLAIN_SCORES = ScoreKind()
 
 
 def explain_portable_kernels(
@@ -19,7 +51,7 @@ def explain_portable_kernels(
     """Return the reason for each phase whose CUDA kernel does not support the shape; other phases are absent.
 
     `heads` is (query heads, KV heads, head size), and `dtype` is that of the activations. Prefill with a float8 cache
-    uses the CUDA kernel on bf16 copies of the KV blocks, for the head sizes that decode supports.
+    uses the CUDA kernel on bf16 copies of the KV blocks, if decode uses it too.
     """
     q_heads, kv_heads, head_dim = heads
     is_float8 = cache_dtype is torch.float8_e4m3fn
@@ -29,16 +61,12 @@ def explain_portable_kernels(
         return dict.fromkeys((DECODE, PREFILL), f"a KV cache of {_name(cache_dtype)}")
     if block_size not in BLOCK_SIZES:
         return dict.fromkeys((DECODE, PREFILL), f"a block size of {block_size}")
-    reasons = {}
-    if head_dim not in DECODE_HEAD_DIMS:
-        reasons[DECODE] = f"a head size of {head_dim}"
-    elif q_heads // kv_heads > MAX_GROUP_HEADS:
-        reasons[DECODE] = f"{q_heads // kv_heads} query heads per KV head"
-    if head_dim not in PREFILL_HEAD_DIMS:
-        reasons[PREFILL] = f"a head size of {head_dim}"
-    elif is_float8 and DECODE in reasons:
-        reasons[PREFILL] = f"{reasons[DECODE]} with a float8 KV cache"
-    return reasons
+    if head_dim not in HEAD_DIMS:
+        return dict.fromkeys((DECODE, PREFILL), f"a head size of {head_dim}")
+    if q_heads // kv_heads <= worklist.max_row_heads(head_dim):
+        return {}
+    reason = f"{q_heads // kv_heads} query heads of size {head_dim} per KV head"
+    return {DECODE: reason, PREFILL: f"{reason} with a float8 KV cache"} if is_float8 else {DECODE: reason}
 
 
 def _name(dtype: torch.dtype) -> str:

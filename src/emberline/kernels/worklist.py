@@ -76,6 +76,11 @@ class DecodeRows:
     counts: IntArray  # number of new tokens; 0 for padding
 
 
+def max_row_heads(head_dim: int) -> int:
+    """Return up to how many queries times query heads per KV head a row may have in the CUDA kernel."""
+    return MAX_ROW_HEADS if head_dim <= MAX_SMALL_HEAD_DIM else MAX_HEADS_OF_SMALL_CTA
+
+
 def max_row_queries(group: int) -> int:
     """Return the number of queries that a decode row may have, for `group` query heads per KV head."""
     return max(1, MAX_ROW_HEADS // group)

@@ -16,9 +16,11 @@ constexpr int TILE = 64, COMPUTE_WARPS = 4, WARP_KEYS = TILE / COMPUTE_WARPS;
 
 // Sizes of a layer's cache, number of fragments, whether rows have several queries, and whether the layer may have
 // chunks, capped scores or sinks.
-template <int HEAD_DIM_, int BYTES, int FRAGMENTS_, bool SEVERAL_, bool KINDS_>
+template <int WIDTH_, int BYTES, int FRAGMENTS_, bool SEVERAL_, bool KINDS_>
 struct Shape {
-  static constexpr int HEAD_DIM = HEAD_DIM_, F8 = BYTES == 1, FRAGMENTS = FRAGMENTS_;
+  // The head size, and the columns in shared memory and registers, of which those beyond the head size are zero.
+  static constexpr int WIDTH = WIDTH_, HEAD_DIM = WIDTH <= 64 ? 64 : WIDTH <= 128 ? 128 : 256;
+  static constexpr int F8 = BYTES == 1, FRAGMENTS = FRAGMENTS_;
   static constexpr bool SEVERAL = SEVERAL_, KINDS = KINDS_;
   static constexpr int ROW_BYTES = HEAD_DIM * BYTES, TILE_BYTES = TILE * ROW_BYTES;
   // Bytes of a row in one copy: the width of the swizzle.
@@ -90,8 +92,9 @@ DEVICE u32 load_l2(const u32* at) {
 // holds.
 template <class S>
 DEVICE void load_row(u32 (&q)[S::STEPS][4], int h, const bf16* heads, int head, bool is_head, int lane) {
-  const u32* from = reinterpret_cast<const u32*>(heads + head * S::HEAD_DIM + lane % 4 * (S::F8 ? 4 : 2));
+  const u32* from = reinterpret_cast<const u32*>(heads + head * S::WIDTH + lane % 4 * (S::F8 ? 4 : 2));
   UNROLL for (int s = 0; s < S::STEPS; s++) {
+    if (16 * s >= S::WIDTH) is_head = false;
     u32 a = is_head ? load_l2(from + 8 * s) : 0, b = is_head ? load_l2(from + 8 * s + (S::F8 ? 1 : 4)) : 0;
     q[s][h] = S::F8 ? pack_half(low(a), high(a)) : a;
     q[s][2 + h] = S::F8 ? pack_half(low(b), high(b)) : b;

@@ -73,13 +73,14 @@ DEVICE void sum_warps(Shared<S>& shared, State<S, HALVES>& state, const Argument
         total.x = fmaf(one.x, part[w], total.x), total.y = fmaf(one.y, part[w], total.y);
         total.z = fmaf(one.z, part[w], total.z), total.w = fmaf(one.w, part[w], total.w);
       }
+      if (16 * k >= S::WIDTH) break;
       int at = Columns<S>::at(k, lane);
       if (is_whole_row) {
-        bf16* to = args.out + output_index<S>(args, info, row) * S::HEAD_DIM + at;
+        bf16* to = args.out + output_index<S>(args, info, row) * S::WIDTH + at;
         *reinterpret_cast<u32*>(to) = pack(total.x * scale, total.y * scale);
         *reinterpret_cast<u32*>(to + Columns<S>::GAP) = pack(total.z * scale, total.w * scale);
       } else {
-        float* to = args.partials + slot * S::HEAD_DIM + at;
+        float* to = args.partials + slot * S::WIDTH + at;
         *reinterpret_cast<float2*>(to) = float2{total.x, total.y};
         *reinterpret_cast<float2*>(to + Columns<S>::GAP) = float2{total.z, total.w};
       }
@@ -90,7 +91,7 @@ DEVICE void sum_warps(Shared<S>& shared, State<S, HALVES>& state, const Argument
 // Merges the partial results of a row after all of them were written. A thread has 4 columns of a head at a time.
 template <class S>
 DEVICE void merge(const Arguments& args, const UnitInfo<S>& info, int thread) {
-  constexpr int QUADS = S::HEAD_DIM / 4, BATCH = 8;
+  constexpr int QUADS = S::WIDTH / 4, BATCH = 8;
   i64 step = i64(args.kv_heads) * slot_rows<S>(args);
   for (int e = thread; e < count_rows<S>(args, info) * QUADS; e += 32 * COMPUTE_WARPS * S::FRAGMENTS) {
     int row = e / QUADS, quad = e % QUADS;
@@ -118,7 +119,7 @@ DEVICE void merge(const Arguments& args, const UnitInfo<S>& info, int thread) {
       }
     }
     float scale = 1.f / sum;
-    i64 to = output_index<S>(args, info, row) * S::HEAD_DIM + quad * 4;
+    i64 to = output_index<S>(args, info, row) * S::WIDTH + quad * 4;
     *reinterpret_cast<uint2*>(args.out + to) =
         uint2{pack(total.x * scale, total.y * scale), pack(total.z * scale, total.w * scale)};
   }
@@ -158,14 +159,14 @@ template <class S, int HALVES>
 DEVICE void load_queries(u32 (&q)[S::STEPS][4], const Arguments& args, const UnitInfo<S>& info, int first_row,
                          int lane) {
   if constexpr (S::SEVERAL) {
-    const bf16* heads = args.qkv + i64(info.token) * args.qkv_stride + info.head * args.group * S::HEAD_DIM;
+    const bf16* heads = args.qkv + i64(info.token) * args.qkv_stride + info.head * args.group * S::WIDTH;
     UNROLL for (int h = 0; h < 2; h++) {
       int row = first_row + lane / 4 + 8 * h, query = u32(row) / u32(args.group);
       const bool is_head = h < HALVES && query < info.queries;
       load_row<S>(q, h, heads + i64(query) * args.qkv_stride, row - query * args.group, is_head, lane);
     }
   } else {
-    const bf16* heads = args.qkv + i64(info.row) * args.qkv_stride + info.head * args.group * S::HEAD_DIM;
+    const bf16* heads = args.qkv + i64(info.row) * args.qkv_stride + info.head * args.group * S::WIDTH;
     UNROLL for (int h = 0; h < 2; h++) {
       int row = lane / 4 + 8 * h;
       load_row<S>(q, h, heads, row, h < HALVES && row < args.group, lane);
@@ -221,13 +222,13 @@ DEVICE void compute_units(Shared<S>& shared, const Arguments& args, int fragment
 // two CTAs of five warps on an SM. So 32 rows take two teams of warps, each of which reads all keys from shared memory,
 // and one CTA per SM with a pipeline of twice the size. An SM then has as many computing warps and as many bytes in
 // flight as with two CTAs.
-template <int HEAD_DIM, int BYTES, int ROWS, bool SEVERAL, bool KINDS>
-__global__ void __launch_bounds__(32 * (COMPUTE_WARPS * (ROWS > 16 ? 2 : 1) + 1), ROWS > 16 || HEAD_DIM > 128 ? 1 : 2)
+template <int WIDTH, int BYTES, int ROWS, bool SEVERAL, bool KINDS>
+__global__ void __launch_bounds__(32 * (COMPUTE_WARPS * (ROWS > 16 ? 2 : 1) + 1), ROWS > 16 || WIDTH > 128 ? 1 : 2)
 decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values,
        const __grid_constant__ TensorMap group_keys, const __grid_constant__ TensorMap group_values,
        const __grid_constant__ Arguments args) {
   constexpr int HALVES = ROWS > 8 ? 2 : 1;
-  using S = Shape<HEAD_DIM, BYTES, (ROWS > 16 ? 2 : 1), SEVERAL, KINDS>;
+  using S = Shape<WIDTH, BYTES, (ROWS > 16 ? 2 : 1), SEVERAL, KINDS>;
   extern __shared__ __align__(1024) u8 memory[];
   Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
   // See shared_bytes in decode.py.

@@ -31,6 +31,7 @@ from emberline.kernels.arguments import (
     PositionShift,
 )
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
+from emberline.kernels.attention_support import ScoreKind
 from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, prefill, uw12, wide
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
@@ -159,7 +160,7 @@ class HopperBackend(OpBackend):
         uses_cuda_decode = (
             plan.has_decode_kernel
             and not layer.needs_portable_kernel
-            and decode.supports_rows(layer.head_dim, row_heads)
+            and row_heads <= worklist.max_row_heads(layer.head_dim)
         )
         has_prefill = plan.prefill_tiles is not None and len(plan.prefill_tiles) > 0
         overlaps = has_prefill and uses_cuda_prefill and uses_cuda_decode and plan.prefill_sms is not None
@@ -223,7 +224,7 @@ def _run_prefill_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Te
         maps[address] = prefill.PrefillTensorMaps(keys, values)
     prefill.prefill_attention(
         qkv, maps[address], tables, metadata.query_start, metadata.context, plan.prefill_tiles, layer.scale,
-        layer.q_heads, window=layer.window, chunked=layer.chunked, softcap=layer.softcap, sinks=layer.sinks, out=out,
+        layer.q_heads, window=layer.window, kind=ScoreKind(layer.chunked, layer.softcap, layer.sinks), out=out,
         counters=plan.prefill_counters, num_sms=plan.prefill_sms if shares_sms else None,
     )  # fmt: skip
 
@@ -235,18 +236,18 @@ def _run_decode_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Ten
     rows_, queries, maps, address = plan.decode_rows, plan.max_queries, plan.tensor_maps.decode, keys.data_ptr()
     if address not in maps:
         maps[address] = decode.DecodeTensorMaps(keys, values)
-    parts, needs_starts = 0, queries > 1
+    parts = 0
     if layer.window and not plan.fixed_cuts:
         ctas = worklist.ctas_per_sm(layer.q_heads // layer.kv_heads, queries, layer.head_dim)
         num_ctas = ctas * decode.count_sms(out.device)
-        parts, needs_starts = worklist.count_window_parts(rows_, layer.kv_heads, num_ctas, layer.window), True
+        parts = worklist.count_window_parts(rows_, layer.kv_heads, num_ctas, layer.window)
     # The queries are the first tokens of the step. How many they are is known to the device only, by `query_start`.
     decode.decode_attention(
         qkv, maps[address], metadata.block_tables[:rows_], metadata.context[:rows_], plan.decode_work, layer.scale,
-        layer.q_heads, layer.kv_heads, layer.head_dim, window=layer.window, chunked=layer.chunked,
-        softcap=layer.softcap, sinks=layer.sinks, out=out, scratch=plan.decode_scratch,
+        layer.q_heads, layer.kv_heads, layer.head_dim, window=layer.window,
+        kind=ScoreKind(layer.chunked, layer.softcap, layer.sinks), out=out, scratch=plan.decode_scratch,
         overlaps_prefill=overlaps_prefill, max_queries=queries, pdl=plan.reads_early,
-        query_start=metadata.query_start[: rows_ + 1] if needs_starts else None, window_parts=parts,
+        query_start=metadata.query_start[: rows_ + 1], window_parts=parts,
     )  # fmt: skip
 
 

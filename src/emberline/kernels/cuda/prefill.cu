@@ -135,6 +135,14 @@ DEVICE void add_group(float (&d)[128], const u32* a, u64 b) {
       : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+DEVICE void add_group(float (&d)[96], const u32* a, u64 b) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" REGISTERS_96 "}, {%96, %97, %98, %99}, %100, "
+      "p, 1, 1, 1; }"
+      : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 DEVICE void add_group(float (&d)[64], const u32* a, u64 b) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, 1, 0;\n"

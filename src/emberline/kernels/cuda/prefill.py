@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from emberline.kernels.attention_support import BLOCK_SIZES, PREFILL_HEAD_DIMS
+from emberline.kernels.attention_support import BLOCK_SIZES, HEAD_DIMS, PLAIN_SCORES, ScoreKind
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument, TensorMap, make_tensor_map
 
 FILE = "prefill.cu"
 # Variants: head size, and whether layers may have chunks, capped scores or sinks.
-VARIANTS = tuple(f"prefill<{dim}, {kinds}>" for dim in PREFILL_HEAD_DIMS for kinds in ("false", "true"))
+VARIANTS = tuple(f"prefill<{dim}, {kinds}>" for dim in HEAD_DIMS for kinds in ("false", "true"))
 TILE_QUERIES, STAGES, THREADS = 128, 2, 384  # as in prefill.cu
 PANEL_COLUMNS, PANEL_ROW_BYTES = 64, 128
 NO_WINDOW = 1 << 30
@@ -56,7 +56,7 @@ def supports_cache(k_cache: Tensor) -> bool:
 
 
 def supports_shape(block_size: int, head_dim: int) -> bool:
-    return head_dim in PREFILL_HEAD_DIMS and block_size in BLOCK_SIZES
+    return head_dim in HEAD_DIMS and block_size in BLOCK_SIZES
 
 
 def make_tiles(query_counts: IntSequence, contexts: IntSequence) -> NDArray[np.int32]:
@@ -85,9 +85,7 @@ def prefill_attention(
     q_heads: int,
     *,
     window: int = 0,
-    chunked: bool = False,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    kind: ScoreKind = PLAIN_SCORES,
     out: Tensor | None = None,
     pdl: bool = True,
     num_sms: Tensor | None = None,
@@ -95,7 +93,6 @@ def prefill_attention(
 ) -> Tensor:
     """Return the attention of the new queries, as `OpBackend.paged_attention` describes it.
 
-    `chunked`, `softcap`, `sinks`: as in AttentionLayer.
     The new keys must already be in the cache. `tiles` is the result of `make_tiles`, on the device. `num_sms`, an
     int32 on the device, is the number of SMs to use; a kernel that runs at the same time uses the remaining SMs.
     `counters` are from `allocate_counters`; launches that share them must not overlap. By default all launches on one
@@ -109,10 +106,9 @@ def prefill_attention(
     items = len(tiles) * q_heads
     if not items:
         return out
-    factor = (1.0 if softcap else scale) * math.log2(math.e)
+    factor = kind.exponent_factor(scale)
     kinds = _Kinds(
-        None if sinks is None else sinks.data_ptr(),
-        *(math.log2(math.e) / factor, softcap, 2 * math.log2(math.e) * scale / softcap if softcap else 0.0, chunked),
+        *(kind.sinks_address, math.log2(math.e) / factor, kind.softcap, kind.cap_factor(scale), int(kind.chunked))
     )
     arguments: list[KernelArgument] = [
         make_tensor_map(qkv, (TILE_QUERIES, 64)), cache_maps.keys, cache_maps.values, out, tiles, items, query_start,
@@ -120,7 +116,7 @@ def prefill_attention(
         window or NO_WINDOW, factor, _counters(qkv.device) if counters is None else counters, num_sms, kinds,
     ]  # fmt: skip
     grid = min(_count_sms(qkv.device), items)
-    _get_kernel(head_dim, chunked or softcap > 0 or sinks is not None)((grid, 1, 1), THREADS, arguments, pdl=pdl)
+    _get_kernel(head_dim, not kind.is_plain)((grid, 1, 1), THREADS, arguments, pdl=pdl)
     return out
 
 

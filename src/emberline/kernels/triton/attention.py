@@ -31,8 +31,7 @@ def _paged_attention(
     WINDOWED: constexpr, CHUNKED: constexpr, CAPPED: constexpr, HAS_SINKS: constexpr, TYPE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     pdl_trigger_and_wait(PDL)
-    head = tl.program_id(0) % KV_HEADS
-    part = tl.program_id(0) // KV_HEADS
+    head, part = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     tile = tiles + part // PARTS * 2
     request = tl.load(tile)
     if request < 0:

@@ -41,36 +41,21 @@ def _split_decode(
     CHUNKED: constexpr, CAPPED: constexpr, HAS_SINKS: constexpr, TYPE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     pdl_trigger_and_wait(PDL)
-    head = tl.program_id(0) % KV_HEADS
-    item = tl.program_id(0) // KV_HEADS
+    head, item = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     if WINDOWED:
-        request = item // max_parts
+        found = _cut_window(item, query_start, context, window, max_parts, CHUNKED, TILE)
+        request, part, low, high, first, parts = found
+        if part >= parts:
+            return
     else:
         if item >= tl.load(count):
             return
-        request = tl.load(items + 4 * item)
-    start = tl.load(query_start + request)
+        request, part, low, high, first, parts = _load_item(item, items, partial_starts)
+    start, before = tl.load(query_start + request), tl.load(context + request)
     queries = tl.load(query_start + request + 1) - start
-    if queries <= 0:
-        return
-    before = tl.load(context + request)
     end = before + queries
-    lowest = 0  # the first key that any query attends to
-    if WINDOWED:
-        lowest = tl.maximum(first_key(before, window, CHUNKED), 0)
-        base = lowest // TILE
-        tiles = (end + TILE - 1) // TILE - base
-        parts, part = tl.minimum(tiles, max_parts), item % max_parts
-        if part >= parts:
-            return
-        low, high = (base + part * tiles // parts) * TILE, (base + (part + 1) * tiles // parts) * TILE
-        first = request * max_parts
-    else:
-        low, high = tl.load(items + 4 * item + 1), tl.load(items + 4 * item + 2)
-        first = tl.load(partial_starts + request)
-        parts = tl.maximum(tl.load(partial_starts + request + 1) - first, 1)
-        part = tl.maximum(tl.load(items + 4 * item + 3) - first, 0)
     high = tl.minimum(high, end)
+    lowest = tl.maximum(first_key(before, window, CHUNKED), 0) if WINDOWED else 0  # the first key that a query sees
 
     row = tl.arange(0, ROWS)
     d = tl.arange(0, DIM_PADDED)
@@ -102,18 +87,58 @@ def _split_decode(
     if parts == 1:
         tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), inside)
         return
+    _store_part(
+        mixed, total, top, partials, max_and_sum, arrivals + request * KV_HEADS + head, target, inside, row, d,
+        query < queries, first, part, parts, head, KV_HEADS, HEAD_DIM, DIM_PADDED, SLOT_ROWS, ROWS, MERGED,
+    )  # fmt: skip
+
+
+@jit
+def _store_part(
+    mixed: tensor, total: tensor, top: tensor, partials: tensor, max_and_sum: tensor, arrival: tensor, target: tensor,
+    inside: tensor, row: tensor, d: tensor, is_query: tensor, first: tensor, part: tensor, parts: tensor, head: tensor,
+    KV_HEADS: constexpr, HEAD_DIM: constexpr, DIM_PADDED: constexpr, SLOT_ROWS: constexpr, ROWS: constexpr,
+    MERGED: constexpr,
+) -> None:  # fmt: skip
+    """Store a partial result, and if it is the last of its row, merge all of them into `target`."""
     slot = ((first + part).to(tl.int64) * KV_HEADS + head) * SLOT_ROWS + row
-    tl.store(max_and_sum + 2 * slot, top, query < queries)
-    tl.store(max_and_sum + 2 * slot + 1, total, query < queries)
+    tl.store(max_and_sum + 2 * slot, top, is_query)
+    tl.store(max_and_sum + 2 * slot + 1, total, is_query)
     tl.store(partials + slot[:, None] * HEAD_DIM + d[None, :], mixed, inside)
     tl.debug_barrier()  # all threads have stored before one of them announces it
-    arrived = tl.atomic_add(arrivals + request * KV_HEADS + head, 1, sem="acq_rel")
-    if arrived == parts - 1:
-        tl.store(arrivals + request * KV_HEADS + head, 0)
+    if tl.atomic_add(arrival, 1, sem="acq_rel") == parts - 1:
+        tl.store(arrival, 0)
         _merge_parts(
-            partials, max_and_sum, target, inside, row, d, query < queries, first, parts, head, KV_HEADS, HEAD_DIM,
+            partials, max_and_sum, target, inside, row, d, is_query, first, parts, head, KV_HEADS, HEAD_DIM,
             DIM_PADDED, SLOT_ROWS, ROWS, MERGED,
         )  # fmt: skip
+
+
+@jit
+def _load_item(item: tensor, items: tensor, partial_starts: tensor) -> tensor:
+    """Return (row, part, first key, end key, first partial result of the row, parts of the row) of a work item."""
+    request = tl.load(items + 4 * item)
+    first = tl.load(partial_starts + request)
+    parts = tl.maximum(tl.load(partial_starts + request + 1) - first, 1)
+    part = tl.maximum(tl.load(items + 4 * item + 3) - first, 0)
+    return request, part, tl.load(items + 4 * item + 1), tl.load(items + 4 * item + 2), first, parts
+
+
+@jit
+def _cut_window(
+    item: tensor, query_start: tensor, context: tensor, window: tensor, max_parts: tensor, CHUNKED: constexpr,
+    TILE: constexpr,
+) -> tensor:  # fmt: skip
+    """Return the same for part item % max_parts of the visible keys of a row, which padding has none of."""
+    request, part = item // max_parts, item % max_parts
+    before = tl.load(context + request)
+    queries = tl.load(query_start + request + 1) - tl.load(query_start + request)
+    base = tl.maximum(first_key(before, window, CHUNKED), 0) // TILE
+    tiles = (before + queries + TILE - 1) // TILE - base
+    parts = tl.where(queries > 0, tl.minimum(tiles, max_parts), 0)
+    cut = tl.maximum(parts, 1)
+    low, high = (base + part * tiles // cut) * TILE, (base + (part + 1) * tiles // cut) * TILE
+    return request, part, low, high, request * max_parts, parts
 
 
 @jit
@@ -191,7 +216,7 @@ def split_decode_attention(
 
 
 def _choose_launch_shape(rows: int, dim: int, uses_float32: bool) -> tuple[int, int, int]:
-    """Return (keys per span, warps, pipeline stages) for a launch."""
+    """Return (keys per span, warps, pipeline stages) for a launch. A part has whole spans, and so does a tile."""
     if uses_float32:  # no tensor cores
         return 16, (8 if rows * dim > 2048 else 4), 1
-    return (128 if dim <= 64 else 64), 4, 2
+    return TILE_KEYS, 4, 2
