@@ -77,13 +77,13 @@ KINDS = {
 def measure(report: BenchReport) -> None:
     for name, kind in KINDS.items():
         for batch, (rows, keys) in DECODE_BATCHES.items():
-            inputs = StepInputs(kind, [keys - 1] * rows, [1] * rows)
+            inputs = LayerSteps(kind, [keys - 1] * rows, [1] * rows)
             us, limit = time_graph_replay(inputs.make_calls()), inputs.bytes_read / BYTES_PER_US
             report.add(f"attention_{name}_decode_{batch}", us, "us", limit=limit)
             print(f"{name} decode {batch}: {us:.2f} us ({limit / us:.0%} of memory)", flush=True)
             del inputs
             torch.cuda.empty_cache()
-        inputs = StepInputs(kind, [0], [PREFILL_TOKENS])
+        inputs = LayerSteps(kind, [0], [PREFILL_TOKENS])
         ms, limit = time_graph_replay(inputs.make_calls()) / 1e3, inputs.flop / FLOPS * 1e3
         report.add(f"attention_{name}_prefill_{PREFILL_TOKENS}", ms, "ms", limit=limit)
         print(f"{name} prefill: {ms:.4g} ms, {inputs.flop / ms / 1e9:.0f} TFLOP/s ({limit / ms:.0%})", flush=True)
@@ -91,7 +91,7 @@ def measure(report: BenchReport) -> None:
         torch.cuda.empty_cache()
 
 
-class StepInputs:
+class LayerSteps:
     """Random queries, and KV caches of several layers, for sequences with cached keys and new tokens.
 
     There are enough layers that what they read does not fit into the L2 cache, as far as that is possible. Sequences
