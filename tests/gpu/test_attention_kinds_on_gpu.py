@@ -44,7 +44,8 @@ KINDS: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((71, 1, 64), {}),
 ]
 IDS = ["-".join(["x".join(map(str, heads)), *kind]) for heads, kind in KINDS]
-SINGLES: Lengths = [(0, 1), (1, 1), (63, 1), (64, 1), (2000, 1), (777, 1), (0, 0), (255, 1), (256, 1), (0, 0)]
+# Padding is behind all other rows of one token, as in an engine: the query of such a row is the token of its index.
+SINGLES: Lengths = [(0, 1), (1, 1), (63, 1), (64, 1), (2000, 1), (777, 1), (255, 1), (256, 1), (0, 0), (0, 0)]
 DRAFTED: Lengths = [(0, 1), (62, 3), (127, 4), (2000, 2), (0, 0), (254, 4), (256, 1), (1000, 3), (0, 0)]
 CHUNKS: Lengths = [(0, 40), (64, 130), (300, 3), (511, 257), (0, 1), (1000, 100)]
 

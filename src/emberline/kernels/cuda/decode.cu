@@ -73,7 +73,7 @@ DEVICE void sum_warps(Shared<S>& shared, State<S, HALVES>& state, const Argument
         total.x = fmaf(one.x, part[w], total.x), total.y = fmaf(one.y, part[w], total.y);
         total.z = fmaf(one.z, part[w], total.z), total.w = fmaf(one.w, part[w], total.w);
       }
-      if (16 * k >= S::WIDTH) break;
+      if (S::WIDTH < S::HEAD_DIM && 16 * k >= S::WIDTH) break;
       int at = Columns<S>::at(k, lane);
       if (is_whole_row) {
         bf16* to = args.out + output_index<S>(args, info, row) * S::WIDTH + at;
@@ -200,7 +200,8 @@ DEVICE void compute_units(Shared<S>& shared, const Arguments& args, int fragment
         int key = info.begin + i * TILE + warp * WARP_KEYS;
         barrier_wait(shared_address(&shared.full[ring.stage]), ring.phase);
         if (key < end)
-          attend(state, q, tile, tile + S::TILE_BYTES, key, info.low, info.high, rows, args.scale, args.cap, warp, lane);
+          attend(state, q, tile, tile + S::TILE_BYTES, key, info.low, info.high, rows, args.scale, args.cap, warp,
+                 lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared.empty[ring.stage]));
       }

@@ -27,8 +27,8 @@ struct Arguments {  // mirrored by _DecodeArguments in decode.py
   const float* sinks;  // [query heads]: scores that join the softmax, or null
   ScoreCap cap;
   int chunked;  // whether a query sees the keys since the last multiple of `window`
-  // If not 0, the list is not read: the visible keys of each of `rows` rows are cut into as many parts of equal size, or
-  // into single tiles. `query_start` is then read in any case: rows without queries are padding.
+  // If not 0, the list is not read: the visible keys of each of `rows` rows are cut into as many parts of equal size,
+  // or into single tiles. `query_start` is then read in any case: rows without queries are padding.
   int window_parts, rows;
 };
 
@@ -153,8 +153,8 @@ DEVICE int first_key(const Arguments& args, int position) {
   return position + 1 - args.window;
 }
 
-// Cuts the visible keys of a row into parts: sets the range of keys in `item`, its partial result, and the row's. Returns
-// whether the row has this part.
+// Cuts the visible keys of a row into parts: sets the range of keys in `item`, its partial result, and the row's.
+// Returns whether the row has this part.
 template <class S>
 DEVICE bool cut_window(const Arguments& args, int4& item, UnitInfo<S>& info) {
   const int row = item.x / args.window_parts, part = item.x - row * args.window_parts, context = args.context[row];

@@ -16,20 +16,11 @@
 // of a slot has parity u & 1: consumers wait for FULL with this parity, the producer waits for EMPTY with the opposite,
 // which a new barrier has already passed. The barriers of Q also guard the item.
 #include "common.cuh"
-#include "wgmma.cuh"
+#include "prefill_products.cuh"
 
-constexpr int ROWS = 128, STAGES = 2;  // queries of a tile; stages of each ring
+constexpr int STAGES = 2;  // of each ring
 constexpr int CONSUMER_WARPS = 8;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, as launched
-constexpr u32 PANEL = ROWS * 128;  // bytes of 128 rows of 64 bf16, in TMA's 128-byte swizzle
-
-// Sizes for a head size. Columns beyond the head size are zero in shared memory.
-template <int D>
-struct Sizes {
-  static constexpr int KEYS = D > 128 ? 64 : 128;  // of a tile; the sums of a large head leave fewer registers for scores
-  static constexpr int PANELS = (D + 63) / 64, COLUMNS = 64 * PANELS;
-  static constexpr u32 KV_PANEL = KEYS * 128;
-};
 
 // Layers with chunks, capped scores or sinks.
 struct Kinds {  // mirrored by _Kinds in prefill.py
@@ -95,86 +86,6 @@ DEVICE void barrier_wait_without_trap(u32 barrier, u32 parity) {
     if (tries > (1u << 22)) asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(barrier) : "memory");
 }
 
-// -- warpgroup products -----------------------------------------------------------------------------------------------
-
-// wgmma's descriptor of a matrix in shared memory: address in bits 0-13, leading offset in 16-29, stride offset in
-// 32-45, in units of 16 bytes, and 1 in bits 62-63 for the 128-byte swizzle. Atoms are 8 rows of 128 bytes, aligned to
-// 1024. Address bits 4-6 are XORed with bits 7-9, as TMA does, so bytes added to the address within an atom select
-// columns.
-//   Q, K: the inner dimension is contiguous. Stride offset: 1024, from 8 rows to the next 8; the leading offset is
-// unused.
-//     A step of 16 of the inner dimension is 32 bytes: steps 0-3 are in one panel, 4-7 in the next.
-//   V: keys are the inner dimension, and head dimensions contiguous. Stride offset: 1024, from 8 keys to the next 8;
-//     leading offset: KV_PANEL, from 64 head dimensions to the next 64. A step of 16 keys is 2048 bytes.
-DEVICE u64 matrix_descriptor(u32 address, u32 leading) {
-  return u64(address >> 4) | u64(leading >> 4) << 16 | u64(1024 >> 4) << 32 | 1ull << 62;
-}
-
-
-// Accumulators of m64nN: lane l of warp w of the warpgroup holds in d[4 j + 2 r + e] row 16 w + l / 4 + 8 r, column
-// 8 j + 2 (l % 4) + e. Rounded to pairs, d[8 k ..] is the A operand's fragment of columns 16 k .. 16 k + 15.
-template <bool ADD>
-DEVICE void wgmma(float (&d)[64], u64 a, u64 b) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "l"(a), "l"(b), "n"(int(ADD)));
-}
-template <bool ADD>
-DEVICE void wgmma(float (&d)[32], u64 a, u64 b) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, %32, %33, p, 1, 1, 0, 0; }"
-      : FLOATS_32(d, 0) : "l"(a), "l"(b), "n"(int(ADD)));
-}
-DEVICE void add_group(float (&d)[128], const u32* a, u64 b) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, {%128, %129, %130, %131}, %132, "
-      "p, 1, 1, 1; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-DEVICE void add_group(float (&d)[96], const u32* a, u64 b) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" REGISTERS_96 "}, {%96, %97, %98, %99}, %100, "
-      "p, 1, 1, 1; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-DEVICE void add_group(float (&d)[64], const u32* a, u64 b) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-DEVICE void add_group(float (&d)[32], const u32* a, u64 b) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
-      : FLOATS_32(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-template <int D> DEVICE void score(float (&s)[Sizes<D>::KEYS / 2], u64 q, u64 k) {
-  wgmma_fence();
-  wgmma<false>(s, q, k);
-#pragma unroll
-  for (int step = 1; step < D / 16; step++) {
-    const u32 q_offset = (step / 4 * PANEL + step % 4 * 32) >> 4;
-    const u32 k_offset = (step / 4 * Sizes<D>::KV_PANEL + step % 4 * 32) >> 4;
-    wgmma<true>(s, q + q_offset, k + k_offset);
-  }
-  wgmma_commit();
-}
-template <int D>
-DEVICE void add_values(float (&o)[Sizes<D>::COLUMNS / 2], const u32 (&p)[Sizes<D>::KEYS / 4], u64 v) {
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < Sizes<D>::KEYS / 16; step++) add_group(o, p + 4 * step, v + (step * 2048 >> 4));
-  wgmma_commit();
-}
-
 // -- the producer warp ------------------------------------------------------------------------------------------------
 
 DEVICE u64 l2_evict_normal() { u64 p; asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
@@ -201,7 +112,8 @@ template <int D, bool KINDS>
 DEVICE void fetch(u32 base, const TensorMap* q_map, const TensorMap* k_map, const TensorMap* v_map,
                   const Arguments& args) {
   constexpr int KEYS = Sizes<D>::KEYS;
-  const int lane = threadIdx.x % 32, size = args.block_size, piece = min(size, KEYS), pieces = KEYS / piece;  // of copies
+  const int lane = threadIdx.x % 32, size = args.block_size;
+  const int piece = min(size, KEYS), pieces = KEYS / piece;  // keys of a copy, and copies of a tile
   Item* const shared_item = reinterpret_cast<Item*>(__cvta_shared_to_generic(base + Offsets<D>::ITEM));
   Ring k, v;
   u32 q_parity = 1;
@@ -267,13 +179,14 @@ DEVICE void release_slot(u32 barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
-// Masks scores. reach[r]: the position of row r relative to this lane's first key of the tile; low[r]: its first key.
+// Masks scores. reach[r]: the position of row r relative to this lane's first key of the tile; older[r]: how many keys
+// before its own position it attends to.
 template <int N>
-DEVICE void mask_scores(float (&s)[N], const int (&reach)[2], const int (&low)[2]) {
+DEVICE void mask_scores(float (&s)[N], const int (&reach)[2], const int (&older)[2]) {
 #pragma unroll
   for (int i = 0; i < N; i++) {
     const int key = i / 4 * 8 + i % 2, r = i / 2 % 2;
-    if (key > reach[r] || key < low[r]) s[i] = -__int_as_float(0x7f800000);
+    if (key > reach[r] || key < reach[r] - older[r]) s[i] = -__int_as_float(0x7f800000);
   }
 }
 
@@ -317,7 +230,8 @@ DEVICE void round_pairs(u32 (&p)[N / 2], const float (&s)[N]) {
 }
 
 template <int D>
-DEVICE void store(const float (&o)[Sizes<D>::COLUMNS / 2], float (&sum)[2], const Item& item, u32 row, const Arguments& args) {
+DEVICE void store(const float (&o)[Sizes<D>::COLUMNS / 2], float (&sum)[2], const Item& item, u32 row,
+                  const Arguments& args) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     sum[r] += __shfl_xor_sync(ALL_LANES, sum[r], 1);
@@ -357,9 +271,10 @@ DEVICE void compute_item(u32 base, u32 group, const Item& item, Ring& k, Ring& v
   const auto mask_tile = [&](int n) {
     if (KINDS && args.kinds.cap != 0.f) cap_scores(s, args.kinds);
     if (n * KEYS + KEYS - 1 <= top && n * KEYS >= args.first_key<KINDS>(top + 63)) return;
-    const int position = item.position + int(row), key = n * KEYS + int(lane % 4 * 2);
-    mask_scores(s, {position - key, position + 8 - key},
-                {args.first_key<KINDS>(position) - key, args.first_key<KINDS>(position + 8) - key});
+    const int position = item.position + int(row), from = position - n * KEYS - int(lane % 4 * 2);
+    const int older[2] = {position - args.first_key<KINDS>(position),
+                          position + 8 - args.first_key<KINDS>(position + 8)};
+    mask_scores(s, {from, from + 8}, older);
   };
 
   barrier_wait_without_trap(base + Offsets<D>::K_FULL + 8 * k.stage, k.parity);

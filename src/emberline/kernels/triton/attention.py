@@ -187,5 +187,4 @@ def _choose_launch_shape(dim: int, uses_float32: bool) -> tuple[int, int, int, i
     if uses_float32:  # no tensor cores
         rows = min(MAX_PROGRAM_ROWS, max(16, 4096 // dim))
         return rows, 16, (8 if rows * dim > 2048 else 4), 1
-    rows = min(MAX_PROGRAM_ROWS, max(16, 16384 // dim))
-    return rows, (64 if dim <= 128 else 32), (8 if rows >= 128 else 4), 3
+    return MAX_PROGRAM_ROWS, 64, 8, 3 if dim <= 128 else 2
