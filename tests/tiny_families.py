@@ -218,8 +218,9 @@ def tensors(config: Mapping[str, Any], *, seed: int = 0, dtype: torch.dtype = to
     return {name: one(name, shape).to(dtype) for name, shape in shapes(config).items()}
 
 
-def write(directory: Path, name: str, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Write the checkpoint of a name in CONFIGS."""
-    tiny.write_tensors(directory, CONFIGS[name], tensors(CONFIGS[name], dtype=dtype))
-    (directory / "config.json").write_text(json.dumps(CONFIGS[name]))  # with null, which may mean another value
+def write(directory: Path, name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Write the checkpoint of a name in CONFIGS, with changes of the config."""
+    config = {**CONFIGS[name], **changes}
+    tiny.write_tensors(directory, config, tensors(config, dtype=dtype))
+    (directory / "config.json").write_text(json.dumps(config))  # with null, which may mean another value
     return directory

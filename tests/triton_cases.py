@@ -5,6 +5,7 @@ A kernel may be off by twice what torch is off in the same types, and a few roun
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,14 @@ import torch.nn.functional as F
 from rope_metadata import rope_metadata
 from torch import Tensor
 
+from emberline.kernels import worklist
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, PositionShift
+from emberline.kernels.cuda.decode import DecodeScratch, DeviceWorkList
 from emberline.kernels.reference import ReferenceBackend
 from emberline.kernels.triton import cache_slots
 from emberline.kernels.triton.activation import gelu_mul, silu_mul
-from emberline.kernels.triton.attention import choose_tile_queries, make_tiles, paged_attention
+from emberline.kernels.triton.attention import paged_attention
+from emberline.kernels.triton.decode import split_decode_attention
 from emberline.kernels.triton.norm import layer_norm, rms_norm
 from emberline.kernels.triton.rope import rope_and_cache
 from emberline.kernels.triton.token_gather import gather_tokens
@@ -180,6 +184,80 @@ def check_nan_and_inf(device: str, dtype: torch.dtype, cache: torch.dtype) -> No
     assert not qkv.isfinite().all()
 
 
+@dataclass(frozen=True)
+class AttentionCase:
+    """Random queries and a poisoned cache, in which only the keys and values of the requests are numbers."""
+
+    inputs: AttentionInputs
+    lengths: list[tuple[int, int]]  # tokens before, and new tokens, of each request
+    dense: list[Tensor]  # keys and values of each request, [2, kv_heads, keys, dim]
+
+    @staticmethod
+    def random(
+        device: str,
+        dtype: torch.dtype,
+        cache: torch.dtype,
+        lengths: list[tuple[int, int]],
+        heads: tuple[int, int, int],
+        *,
+        block: int = 64,
+        has_sinks: bool = False,
+        garbage: float = torch.nan,
+        **kind: Any,
+    ) -> AttentionCase:
+        """`kind`: window, softcap and chunked of the layer. Blocks that no query of a request may read are absent.
+
+        `garbage`: what the rest of the cache contains; finite for the CUDA kernels, which read whole blocks."""
+        q_heads, kv_heads, dim = heads
+        none = torch.empty(0, device=device)  # attention reads neither positions, nor slots, nor angles
+        sinks = random(q_heads, device=device) * 3 if has_sinks else None
+        layer = AttentionLayer(*heads, scale=dim**-0.5, cos_sin=none, sinks=sinks, **kind)
+        needed = [-(-(before + new) // block) for before, new in lengths]
+        free = torch.randperm(sum(needed) + 3).int().split([*needed, 3])
+        tables = torch.full((len(lengths), max(needed) + 2), 1 << 30, dtype=torch.int32)
+        both = torch.full((sum(needed) + 3, 2, kv_heads, block, dim), garbage, device=device).to(cache)
+        dense = []
+        stored = torch.uint8 if cache == FP8 else cache
+        for row, blocks, (before, new) in zip(tables, free, lengths, strict=False):
+            first = before // layer.window * layer.window if layer.chunked else max(0, before + 1 - layer.window)
+            first_block = first // block if layer.window and new else 0
+            row[first_block : len(blocks)] = blocks[first_block:]
+            kv = random(2, kv_heads, before + new, dim, device=device).to(cache)
+            dense.append(kv)
+            at = torch.arange(before + new)
+            both.view(stored)[blocks.long()[at // block], :, :, at % block] = kv.view(stored).permute(2, 0, 1, 3)
+        total = sum(new for _, new in lengths)
+        qkv = random(total, (q_heads + 2 * kv_heads) * dim, device=device, dtype=dtype) * 2
+        starts = torch.tensor([0, *np.cumsum([new for _, new in lengths])], dtype=torch.int32)
+        context = torch.tensor([before for before, _ in lengths], dtype=torch.int32)
+        metadata = AttentionMetadata(none, none, starts.to(device), context.to(device), tables.to(device))
+        return AttentionCase(AttentionInputs(qkv, layer, both[:, 0], both[:, 1], metadata), lengths, dense)
+
+    def poisoned_out(self) -> Tensor:
+        qkv, layer = self.inputs.qkv, self.inputs.layer
+        return poisoned(len(qkv), layer.q_heads * layer.head_dim, device=str(qkv.device), dtype=qkv.dtype)
+
+    def check(self, out: Tensor) -> None:
+        """Compare the output of each request with dense attention in the same types and in float64."""
+        qkv, layer = self.inputs.qkv, self.inputs.layer
+        q = qkv.view(len(qkv), -1, layer.head_dim)[:, : layer.q_heads]
+        begin = 0
+        for (before, new), kv in zip(self.lengths, self.dense, strict=True):
+            rows = slice(begin, begin + new)
+            begin += new
+            if not new:
+                continue
+            one = q[rows].transpose(0, 1)
+            theirs, exact = (dense_attention(one, kv, before, layer, t) for t in (qkv.dtype, torch.float64))
+            assert_close(out[rows].view(new, layer.q_heads, layer.head_dim), theirs, exact)
+
+
+def make_tiles(counts: list[int], tile_queries: int) -> Tensor:
+    """Return prefill tiles of at most so many queries, and one that is padding."""
+    tiles = [[row, first] for row, count in enumerate(counts) for first in range(0, count, tile_queries)]
+    return torch.tensor([*tiles, [-1, 0]], dtype=torch.int32)
+
+
 def check_attention(
     device: str,
     dtype: torch.dtype,
@@ -187,53 +265,48 @@ def check_attention(
     lengths: list[tuple[int, int]],
     heads: tuple[int, int, int],
     *,
-    window: int = 0,
-    softcap: float = 0.0,
-    has_sinks: bool = False,
-    chunked: bool = False,
-    block: int = 64,
-    block_m: int | None = None,
+    tile_queries: int = 128,
     pdl: bool = False,
+    **kind: Any,
 ) -> None:
-    """Check attention. `lengths`: tokens before, and new tokens, of each request."""
-    q_heads, kv_heads, dim = heads
-    counts = np.array([new for _, new in lengths])
-    needed = [-(-(before + new) // block) for before, new in lengths]
-    free = torch.randperm(sum(needed) + 3).int().split([*needed, 3])
-    tables = torch.full((len(lengths), max(needed) + 2), 1 << 30, dtype=torch.int32)
-    both = poisoned(sum(needed) + 3, 2, kv_heads, block, dim, device=device, dtype=cache)
-    dense = []
-    for row, blocks, (before, new) in zip(tables, free, lengths, strict=False):
-        row[: len(blocks)] = blocks
-        kv = random(2, kv_heads, before + new, dim, device=device).to(cache)
-        dense.append(kv)
-        at = torch.arange(before + new)
-        both.view(torch.uint8 if cache == FP8 else cache)[blocks.long()[at // block], :, :, at % block] = kv.view(
-            torch.uint8 if cache == FP8 else cache
-        ).permute(2, 0, 1, 3)
-    total = int(counts.sum())
-    qkv = random(total, (q_heads + 2 * kv_heads) * dim, device=device, dtype=dtype) * 2
-    out = poisoned(total, q_heads * dim, device=device, dtype=dtype)
-    if block_m is None:
-        block_m = choose_tile_queries(int(counts.max()), q_heads // kv_heads)
-    tiles = np.concatenate([make_tiles(counts, block_m), [[-1, 0]]]).astype(np.int32)
-    starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
-    context = torch.tensor([before for before, _ in lengths], dtype=torch.int32)
-    scale = dim**-0.5
-    none = torch.empty(0, device=device)  # attention reads neither positions, nor slots, nor angles
-    metadata = AttentionMetadata(none, none, starts.to(device), context.to(device), tables.to(device))
-    sinks = random(q_heads, device=device) * 3 if has_sinks else None
-    kind = {"window": window, "softcap": softcap, "sinks": sinks, "chunked": chunked}
-    layer = AttentionLayer(*heads, scale=scale, cos_sin=none, **kind)
-    on_device = torch.from_numpy(tiles).to(device)
-    inputs = AttentionInputs(qkv, layer, both[:, 0], both[:, 1], metadata)
-    paged_attention(inputs, on_device, out=out, block_m=block_m, pdl=pdl)
-    q = qkv.view(total, -1, dim)[:, :q_heads]
-    for b, ((before, new), kv) in enumerate(zip(lengths, dense, strict=True)):
-        rows = slice(int(starts[b]), int(starts[b + 1]))
-        one = q[rows].transpose(0, 1)
-        theirs, exact = (dense_attention(one, kv, before, layer, t) for t in (dtype, torch.float64))
-        assert_close(out[rows].view(new, q_heads, dim), theirs, exact)
+    """Check attention. `lengths`: tokens before, and new tokens, of each request; `kind`: see AttentionCase."""
+    case = AttentionCase.random(device, dtype, cache, lengths, heads, **kind)
+    tiles, out = make_tiles([new for _, new in lengths], tile_queries).to(device), case.poisoned_out()
+    paged_attention(case.inputs, tiles, out=out, tile_queries=tile_queries, pdl=pdl)
+    case.check(out)
+
+
+def plan_rows(lengths: list[tuple[int, int]], kv_heads: int, num_sms: int, device: str) -> DeviceWorkList:
+    """Return the work list of decode rows with so many keys before, and new tokens."""
+    planned = [before + new if new else 0 for before, new in lengths]
+    capacity = worklist.max_work_items(len(lengths), kv_heads, num_sms)
+    work = worklist.plan_decode_work(planned, kv_heads, num_sms, capacity)
+    return DeviceWorkList(torch.from_numpy(work.data).to(device), len(lengths), capacity)
+
+
+def check_decode(
+    device: str,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    *,
+    num_sms: int = 132,
+    window_parts: int = 0,
+    pdl: bool = False,
+    **kind: Any,
+) -> None:
+    """Check decode with split keys, for `num_sms` SMs, and that a second launch returns the same bits."""
+    case = AttentionCase.random(device, dtype, cache, lengths, heads, **kind)
+    most = max(new for _, new in lengths)
+    work, out = plan_rows(lengths, heads[1], num_sms, device), case.poisoned_out()
+    scratch = DecodeScratch(len(lengths), work.capacity, *heads, torch.device(device), max_queries=most)
+    shape: dict[str, Any] = {"max_queries": most, "pdl": pdl, "window_parts": window_parts}
+    assert split_decode_attention(case.inputs, work, scratch, num_sms, out=out, **shape) is out
+    case.check(out)
+    assert not scratch.counters.any(), "the counters must be zero between launches"
+    again = split_decode_attention(case.inputs, work, scratch, num_sms, out=case.poisoned_out(), **shape)
+    assert torch.equal(again, out)
 
 
 def dense_attention(q: Tensor, kv: Tensor, before: int, layer: AttentionLayer, dtype: torch.dtype) -> Tensor:

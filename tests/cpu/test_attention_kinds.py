@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import tiny
 import torch
 from engine_runs import run_engine
 from paged_model import Cache, assert_close, oracle, prompts
+from sink_model import SinkModel
 from tiny_deepseek import DEEPSEEK, MLA, write_deepseek
 from torch import Tensor
 
@@ -23,7 +23,6 @@ from emberline.core.plan import BlockCopy
 from emberline.core.request import Submission
 from emberline.engine.boot import boot
 from emberline.engine.kv_shape import make_kv_shape
-from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.arguments import AttentionInputs
 from emberline.kernels.attention_plan import AttentionPlan
@@ -59,38 +58,6 @@ def check_model(model: DecoderModel, tokens: list[list[int]], theirs: list[Tenso
     if ops.current_backend().library is not None:
         whole = [Cache(model, [ids]).step([len(ids)]) for ids in tokens]
         assert all(map(torch.equal, mixed, whole)), "depends on chunks or batch"
-
-
-class SinkModel:
-    """A Llama with attention sinks and windows on every second layer, as gpt-oss has, but without experts."""
-
-    def __init__(self, directory: Path) -> None:
-        config = tiny.config("llama", num_hidden_layers=4, attention_bias=True)
-        self.tensors = tiny.tensors(config)
-        for layer in range(4):
-            self.tensors[f"model.layers.{layer}.mlp.down_proj.weight"].zero_()
-            self.tensors[f"model.layers.{layer}.self_attn.sinks"] = torch.randn(6, generator=torch.manual_seed(layer))
-        plain = ModelConfig.from_hf(config)
-        parts = replace(plain.parts, attention=AttentionParts(has_sinks=True))
-        self.config = replace(plain, windows=(7, 0, 7, 0), parts=parts)
-        self.checkpoint = Checkpoint.open(tiny.write_tensors(directory, config, self.tensors))
-
-    def compute_gpt_oss_logits(self, tokens: list[list[int]]) -> list[Tensor]:
-        """Return the logits of transformers' model whose experts are all zero."""
-        transformers = pytest.importorskip("transformers")
-        config = transformers.GptOssConfig(
-            **tiny.BASE | {"num_hidden_layers": 4, "rope_theta": None},
-            num_local_experts=2,
-            num_experts_per_tok=1,
-            sliding_window=7,
-            rope_parameters={"rope_type": "default", "rope_theta": tiny.BASE["rope_theta"]},
-            attn_implementation="eager",
-        )
-        model = transformers.GptOssForCausalLM(config).eval()
-        state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-        model.load_state_dict(state | {name: self.tensors[name] for name in state if name in self.tensors})
-        with torch.inference_mode():
-            return [model(torch.tensor([ids])).logits[0] for ids in tokens]
 
 
 def test_sinks_equal_transformers(backend: str, tmp_path: Path) -> None:
@@ -174,15 +141,14 @@ def test_latent_attention_in_an_engine_with_a_disk(tmp_path: Path) -> None:
         assert engine.stats().tiers["disk"].hit_tokens == hits
 
 
-@pytest.mark.parametrize("kind", [{"sinks": torch.zeros(2)}, {"window": 16, "chunked": True}, {"latent_dim": 8}])
-def test_kernels_for_hopper_refuse_other_kinds_of_attention(kind: dict[str, Any]) -> None:
+def test_kernels_for_hopper_refuse_latent_attention() -> None:
     pytest.importorskip("triton")
     from emberline.kernels.cuda.hopper_backend import HopperBackend
 
     empty = torch.zeros(0, dtype=torch.int32)
-    layer = ops.AttentionLayer(2, 1, 16, scale=1.0, cos_sin=torch.zeros(0), **kind)
+    layer = ops.AttentionLayer(2, 1, 16, scale=1.0, cos_sin=torch.zeros(0), latent_dim=8)
     inputs = AttentionInputs(
         torch.zeros(1, 64), layer, empty, empty, ops.AttentionMetadata(empty, empty, empty, empty, empty)
     )
-    with pytest.raises(NotImplementedError, match=r"only the Triton kernel|part of latent_attention"):
+    with pytest.raises(NotImplementedError, match="part of latent_attention"):
         HopperBackend.paged_attention(object.__new__(HopperBackend), inputs, AttentionPlan(0, prefill_tiles=empty))

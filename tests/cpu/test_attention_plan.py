@@ -48,7 +48,7 @@ def test_widened_blocks_are_contiguous_by_row() -> None:
     planner = float8_planner(9)
     context, counts = np.array([99, 0, 30, 0]), np.array([1, 16, 3, 1])
     assert planner._widened is not None
-    fast = planner._count_prefill_kernel_tokens(context, counts, 1)
+    fast = planner._count_widened_tokens(context, counts, 1)
     widened = planner._assign_widened_blocks(planner._widened, context, fast, torch.from_numpy)
     assert widened.count.tolist() == [5] and widened.first_blocks.tolist() == [0, 0, 1, 4]
     assert widened.sources[:5].tolist() == [[1, 0], [2, 0], [2, 1], [2, 2], [3, 0]] and len(widened.sources) == 9
@@ -59,12 +59,12 @@ def test_widened_blocks_are_contiguous_by_row() -> None:
 def test_only_rows_that_do_not_fit_use_the_slower_kernel() -> None:
     planner = float8_planner(4)
     context, counts = np.array([500, 0, 30, 0]), np.array([1, 16, 3, 1])
-    assert planner._count_prefill_kernel_tokens(context, counts, 1).tolist() == [0, 16, 3, 0]
+    assert planner._count_widened_tokens(context, counts, 1).tolist() == [0, 16, 3, 0]
     padded = counts * np.array([1, 0, 1, 1])
-    assert planner._count_prefill_kernel_tokens(context, padded, 1).tolist() == [0, 0, 3, 1], "padding takes none"
+    assert planner._count_widened_tokens(context, padded, 1).tolist() == [0, 0, 3, 1], "padding takes none"
     assert planner.can_widen_blocks([16, 33]) and not planner.can_widen_blocks([16, 33, 1])
     planner._widened = None
-    assert planner._count_prefill_kernel_tokens(context, counts, 1).tolist() == [
+    assert planner._count_widened_tokens(context, counts, 1).tolist() == [
         0,
         16,
         3,

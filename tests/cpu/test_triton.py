@@ -26,11 +26,13 @@ from triton.runtime import driver, interpreter, jit  # noqa: E402
 from triton_cases import BF16, F32, FP8  # noqa: E402
 
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata  # noqa: E402
+from emberline.kernels.cuda.decode import DecodeScratch  # noqa: E402
 from emberline.kernels.mixture import ClampedSwiGLU, Mixture, Routing, StackedExperts  # noqa: E402
 from emberline.kernels.packed_weight import PackedWeight  # noqa: E402
 from emberline.kernels.triton import norm, routing  # noqa: E402
 from emberline.kernels.triton.activation import gelu_mul, silu_mul  # noqa: E402
-from emberline.kernels.triton.attention import choose_tile_queries, make_tiles, paged_attention  # noqa: E402
+from emberline.kernels.triton.attention import paged_attention  # noqa: E402
+from emberline.kernels.triton.decode import split_decode_attention  # noqa: E402
 from emberline.kernels.triton.experts import add_routed_experts  # noqa: E402
 from emberline.kernels.triton.norm import layer_norm, rms_norm  # noqa: E402
 from emberline.kernels.triton.rope import rope_and_cache  # noqa: E402
@@ -66,8 +68,8 @@ def run_in_interpreter(file: str) -> None:
 @pytest.fixture
 def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fix the interpreter, which does not round, multiplies bfloat16 as integers, and fails with numpy 2.4."""
-    types = {"fp32": F32, "bf16": BF16, "fp8e4nv": FP8}
-    bits = {"fp32": torch.int32, "bf16": torch.uint16, "fp8e4nv": torch.uint8}
+    types = {"fp32": F32, "bf16": BF16, "fp16": torch.float16, "fp8e4nv": FP8}
+    bits = {"fp32": torch.int32, "bf16": torch.uint16, "fp16": torch.uint16, "fp8e4nv": torch.uint8}
 
     def convert(data: Any, source: Any, target: Any, _: object) -> Any:
         value = torch.from_numpy(np.array(data)).view(types[str(source)])
@@ -161,16 +163,16 @@ RAGGED = [(0, 1), (70, 1), (0, 21), (31, 1), (16, 33), (100, 3)]
 
 @interpreted
 @pytest.mark.parametrize(
-    "dtype,cache,heads,window,softcap,block,block_m",
+    "dtype,cache,heads,window,softcap,block,tile_queries",
     [
         (F32, F32, (6, 2, 8), 0, 0.0, 16, 16),
         (F32, BF16, (3, 1, 20), 19, 0.0, 32, 64),
         (F32, FP8, (2, 1, 24), 0, 0.0, 64, 2),
-        (BF16, BF16, (8, 1, 20), 0, 0.0, 64, None),
+        (BF16, BF16, (8, 1, 20), 0, 0.0, 64, 128),
         (BF16, FP8, (4, 2, 16), 40, 0.0, 16, 4),
         (BF16, BF16, (2, 2, 16), 1, 0.0, 16, 16),
         (F32, F32, (4, 2, 16), 30, 2.0, 16, 16),
-        (BF16, BF16, (2, 1, 256), 0, 3.0, 16, None),
+        (BF16, BF16, (2, 1, 256), 0, 3.0, 16, 32),
     ],
 )
 @pytest.mark.parametrize("has_sinks", [False, True])
@@ -182,10 +184,10 @@ def test_attention_in_the_interpreter(
     window: int,
     softcap: float,
     block: int,
-    block_m: int | None,
+    tile_queries: int,
     has_sinks: bool,
 ) -> None:
-    shape = {"window": window, "block": block, "block_m": block_m, "has_sinks": has_sinks}
+    shape = {"window": window, "block": block, "tile_queries": tile_queries, "has_sinks": has_sinks}
     triton_cases.check_attention(CPU, dtype, cache, RAGGED, heads, softcap=softcap, **shape)
 
 
@@ -196,6 +198,38 @@ def test_chunked_attention_in_the_interpreter(rounding: None, dtype: torch.dtype
     triton_cases.check_attention(CPU, dtype, dtype, RAGGED, (4, 2, 16), block=16, **kind)
 
 
+# Decode rows: keys before, and new tokens, of which padding has none.
+SINGLES = [(0, 1), (70, 1), (300, 1), (63, 1), (64, 1), (0, 0)]
+DRAFTED = [(0, 3), (62, 2), (0, 0), (200, 1), (127, 3), (64, 0)]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "dtype,cache,heads,kind,num_sms",
+    [
+        (F32, F32, (6, 2, 8), {}, 20),  # a part for each tile of keys
+        (F32, BF16, (3, 1, 20), {"window": 19, "block": 32}, 8),
+        (BF16, FP8, (4, 2, 16), {"window": 150, "has_sinks": True, "block": 16}, 132),
+        (BF16, BF16, (4, 2, 16), {"softcap": 3.0, "has_sinks": True, "block": 16}, 32),
+        (BF16, FP8, (10, 2, 80), {}, 8),
+        (F32, F32, (2, 1, 16), {"window": 64, "chunked": True, "softcap": 2.0, "block": 16}, 132),
+        (BF16, BF16, (32, 1, 24), {"window": 128, "chunked": True, "has_sinks": True}, 1),
+    ],
+)
+@pytest.mark.parametrize("lengths", [SINGLES, DRAFTED], ids=["singles", "drafted"])
+def test_decode_in_the_interpreter(
+    rounding: None,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    heads: tuple[int, int, int],
+    kind: dict[str, Any],
+    num_sms: int,
+    lengths: list[tuple[int, int]],
+) -> None:
+    window_parts = 3 if num_sms == 132 else 0
+    triton_cases.check_decode(CPU, dtype, cache, lengths, heads, num_sms=num_sms, window_parts=window_parts, **kind)
+
+
 @interpreted
 @pytest.mark.parametrize("count", [1, 7, 130])
 def test_rows_in_the_interpreter(count: int) -> None:
@@ -203,16 +237,9 @@ def test_rows_in_the_interpreter(count: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("rows,heads,size,dim", [(3, 2, 4, 8), (7, 1, 8, 4)])
+@pytest.mark.parametrize("rows,heads,size,dim", [(3, 2, 4, 8), (7, 1, 8, 5)])
 def test_widen_in_the_interpreter(rounding: None, rows: int, heads: int, size: int, dim: int) -> None:
     triton_cases.check_widen(CPU, rows, heads, size, dim)
-
-
-def test_tiles() -> None:
-    assert make_tiles(np.array([1, 0, 9, 4]), 4).tolist() == [[0, 0], [2, 0], [2, 4], [2, 8], [3, 0]]
-    assert make_tiles(np.array([], dtype=np.int32), 4).shape == (0, 2)
-    assert [choose_tile_queries(most, 4) for most in (1, 4, 5, 20, 1000)] == [4, 4, 8, 32, 32]
-    assert choose_tile_queries(1, 128) == 1
 
 
 class Hopper:
@@ -277,35 +304,53 @@ def test_rope_compiles(compiled_kernels: list[Any], dtype: torch.dtype, cache: t
     assert "st.global.v4" in compiled_kernels[0].asm["ptx"] or cache == FP8
 
 
+def attention_inputs(dtype: torch.dtype, cache: torch.dtype, heads: tuple[int, int, int], **kind: Any) -> Any:
+    q_heads, kv_heads, dim = heads
+    qkv, blocks = torch.zeros(2, (q_heads + 2 * kv_heads) * dim, dtype=dtype), torch.zeros(2, kv_heads, 64, dim)
+    integers, blocks = torch.zeros(3, dtype=torch.int32), blocks.to(cache)
+    layer = AttentionLayer(*heads, scale=0.1, cos_sin=torch.zeros(0), **kind)
+    metadata = AttentionMetadata(integers, integers, integers, integers, integers[None])
+    return AttentionInputs(qkv, layer, blocks, blocks.clone(), metadata)
+
+
 @compiled
 @pytest.mark.parametrize(
-    "dtype,cache,dim,softcap,most,product,chunk",
+    "dtype,cache,heads,product,kind",
     [
-        (BF16, BF16, 128, 0.0, 1, "mma.sync", 0),
-        (BF16, BF16, 128, 0.0, 99, "wgmma", 0),
-        (BF16, FP8, 128, 0.0, 1, "mma.sync", 128),
-        (F32, F32, 128, 0.0, 4, "fma.rn.f32", 0),
-        (BF16, BF16, 256, 50.0, 99, "wgmma", 0),
+        (BF16, BF16, (32, 8, 128), "wgmma", {}),
+        (BF16, FP8, (32, 8, 128), "wgmma", {"window": 128, "chunked": True, "sinks": torch.zeros(32)}),
+        (F32, F32, (32, 8, 128), "fma.rn.f32", {}),
+        (BF16, BF16, (32, 8, 256), "wgmma", {"softcap": 50.0}),
     ],
 )
 def test_attention_compiles(
     compiled_kernels: list[Any],
     dtype: torch.dtype,
     cache: torch.dtype,
-    dim: int,
-    softcap: float,
-    most: int,
+    heads: tuple[int, int, int],
     product: str,
-    chunk: int,
+    kind: dict[str, Any],
 ) -> None:
-    qkv, blocks = torch.zeros(2, 48 * dim, dtype=dtype), torch.zeros(2, 8, 64, dim).to(cache)
-    integers, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
-    block_m = choose_tile_queries(most, 4)
-    kind = {"window": chunk, "chunked": True, "sinks": torch.zeros(32)} if chunk else {}
-    layer = AttentionLayer(32, 8, dim, scale=0.1, cos_sin=torch.zeros(0), softcap=softcap, **kind)
-    metadata = AttentionMetadata(integers, integers, integers, integers, integers[None])
-    paged_attention(AttentionInputs(qkv, layer, blocks, blocks.clone(), metadata), tiles, block_m=block_m, pdl=True)
+    paged_attention(attention_inputs(dtype, cache, heads, **kind), torch.zeros(1, 2, dtype=torch.int32), pdl=True)
     assert product in compiled_kernels[0].asm["ptx"]
+
+
+@compiled
+@pytest.mark.parametrize(
+    "cache,heads,kind",
+    [
+        (BF16, (64, 8, 64), {"window": 128, "sinks": torch.zeros(64)}),
+        (FP8, (8, 4, 256), {"softcap": 50.0}),
+    ],
+)
+def test_decode_compiles(
+    compiled_kernels: list[Any], cache: torch.dtype, heads: tuple[int, int, int], kind: dict[str, Any]
+) -> None:
+    inputs, work = attention_inputs(BF16, cache, heads, **kind), triton_cases.plan_rows([(9, 1)], heads[1], 132, CPU)
+    scratch = DecodeScratch(1, work.capacity, *heads, torch.device(CPU))
+    out = torch.zeros(2, heads[0] * heads[2], dtype=BF16)
+    split_decode_attention(inputs, work, scratch, 132, out=out, pdl=True)
+    assert "mma.sync" in compiled_kernels[0].asm["ptx"] and "cp.async" in compiled_kernels[0].asm["ptx"]
 
 
 @interpreted

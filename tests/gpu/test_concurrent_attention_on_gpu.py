@@ -159,7 +159,7 @@ def test_no_value_is_read_before_it_is_written(case: str) -> None:
 def test_float8_is_widened_for_prefill(case: str, window: int) -> None:
     """Results are close to a kernel that reads float8 itself, and bitwise equal to those of a bf16 cache."""
     step = Step(CASES[case], window, torch.float8_e4m3fn, widened=400)
-    assert step.tiles.widened is not None and step.tiles.general_tiles is None and step.cutter.has_static_shapes
+    assert step.tiles.widened is not None and step.tiles.unwidened_tiles is None and step.cutter.has_static_shapes
     (source,) = step.sources(1)
     together = step.run_layer(source)
     chunks = -(-(step.counts + step.before)[step.singles :] // BLOCK)
@@ -168,7 +168,7 @@ def test_float8_is_widened_for_prefill(case: str, window: int) -> None:
             (Q, KV, DIM), step.keys[None], torch.bfloat16, len(step.counts), max_widened_blocks=blocks
         )
         general = step.cut(step.singles)
-        assert general.general_tiles is not None, "the memory must not suffice for all of these"
+        assert general.unwidened_tiles is not None, "the memory must not suffice for all of these"
         assert general.prefill_tiles is not None and (blocks == 1 or len(general.prefill_tiles))
         torch.testing.assert_close(together, step.attend(general), atol=0.02, rtol=0.02)
     step.keys, step.values = step.keys.bfloat16(), step.values.bfloat16()

@@ -128,7 +128,7 @@ class DraftedRows:
         """Return a work list for rows of these lengths, which may be those of the tokens too."""
         q_heads, kv_heads, _ = self.tokens.heads
         room = max(worklist.max_work_items(len(lengths), kv_heads, sms), sum(n // 64 + 1 for n in lengths))
-        ctas = worklist.ctas_per_sm(q_heads // kv_heads, self.max_queries)
+        ctas = worklist.ctas_per_sm(q_heads // kv_heads, self.max_queries, self.tokens.heads[2])
         made = worklist.plan_decode_work(lengths, kv_heads, sms, room, part_tiles=part_tiles, ctas_per_sm=ctas)
         return DeviceWorkList(torch.from_numpy(made.data).cuda(), len(lengths), room)
 

@@ -108,9 +108,11 @@ def test_block_sizes(block_size: int) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_heads_of_64(block_size: int) -> None:
-    Batch(RAGGED, 6, 2, head_dim=64, block_size=block_size).check()
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 192, 256])
+@pytest.mark.parametrize("window", [0, 100])
+def test_head_sizes(block_size: int, head_dim: int, window: int) -> None:
+    Batch(RAGGED, 6, 2, head_dim=head_dim, block_size=block_size).check(window)
 
 
 @gpu

@@ -94,9 +94,9 @@ def test_capped_attention(
 
 @pytest.mark.parametrize("cache", [BF16, FP8])
 @pytest.mark.parametrize("block", [16, 32, 64])
-@pytest.mark.parametrize("block_m", [1, 2, 16, 32])
-def test_attention_with_any_block_and_tile_size(cache: torch.dtype, block: int, block_m: int) -> None:
-    triton_cases.check_attention(GPU, BF16, cache, RAGGED, (32, 8, 128), block=block, block_m=block_m, pdl=True)
+@pytest.mark.parametrize("queries", [1, 2, 16, 32])
+def test_attention_with_any_block_and_tile_size(cache: torch.dtype, block: int, queries: int) -> None:
+    triton_cases.check_attention(GPU, BF16, cache, RAGGED, (32, 8, 128), block=block, tile_queries=queries, pdl=True)
 
 
 @pytest.mark.parametrize("window", [0, 1, 64, 1500])
@@ -110,7 +110,7 @@ def test_rows(count: int, pdl: bool) -> None:
     triton_cases.check_rows(GPU, count, pdl=pdl)
 
 
-@pytest.mark.parametrize("rows,heads,size,dim", [(40, 8, 64, 128), (5, 3, 16, 64), (200, 1, 128, 128)])
+@pytest.mark.parametrize("rows,heads,size,dim", [(40, 8, 64, 128), (5, 3, 16, 64), (200, 1, 128, 128), (9, 2, 64, 80)])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_widen(rows: int, heads: int, size: int, dim: int, pdl: bool) -> None:
     triton_cases.check_widen(GPU, rows, heads, size, dim, pdl=pdl)

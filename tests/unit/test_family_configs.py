@@ -145,7 +145,7 @@ def test_llama4() -> None:
     assert not c.qk_norm and c.parts.interleaved_rope and c.rope.theta == 5e5
     temperature = QueryTemperature(8192.0, 0.1)
     expected = AttentionParts(chunked_windows=True, has_weightless_qk_norm=True, unrotated_temperature=temperature)
-    assert c.parts.attention == expected and c.parts.needs_portable_attention
+    assert c.parts.attention == expected and not c.parts.needs_portable_attention
     off = {"use_qk_norm": False, "attn_temperature_tuning": False, "layer_types": ["full_attention"] * 8}
     plain = read("llama4_text", **dense, **off, attention_chunk_size=None)
     assert plain.windows == (0,) * 8 and plain.parts.attention == AttentionParts(chunked_windows=True)

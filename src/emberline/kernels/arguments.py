@@ -61,8 +61,13 @@ class AttentionLayer:
 
     @property
     def needs_portable_kernel(self) -> bool:
-        """Whether, on a GPU, only the Triton kernel computes this attention."""
-        return self.softcap > 0 or self.chunked or self.sinks is not None or self.latent_dim > 0
+        """Whether, on a GPU, only Triton kernels compute this attention, whatever its head size."""
+        return self.latent_dim > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are neither capped nor joined by sinks, and keys neither chunked nor latent."""
+        return not (self.softcap > 0 or self.chunked or self.sinks is not None or self.latent_dim > 0)
 
 
 @dataclass(frozen=True, slots=True)

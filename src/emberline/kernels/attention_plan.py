@@ -67,12 +67,14 @@ class AttentionPlan:
     decode_rows: int  # number of rows with at most max_queries tokens each
     max_queries: int = 1  # selects the decode kernel, so a captured graph holds for one value only
     reads_early: bool = True  # whether decode may read old keys before the preceding kernel ends
+    fixed_cuts: bool = False  # whether the keys of decode rows are cut at fixed positions
     decode_work: decode.DeviceWorkList | None = None  # work list of the decode rows
     decode_scratch: decode.DecodeScratch | None = None
+    has_decode_kernel: bool = False  # whether the CUDA decode kernel supports the shapes; otherwise Triton computes all
+    has_prefill_kernel: bool = False  # whether the CUDA prefill kernel does
     prefill_tiles: Tensor | None = None  # [n, 2] int32: row, and first query in its chunk
     logit_tiles: Tensor | None = None  # the prefill tiles that hold a query whose logits are needed; None: unknown
-    general_tiles: Tensor | None = None  # tiles for the Triton kernel, where the CUDA kernels do not support the shape
-    general_tile_queries: int = 0  # queries in one of these tiles
+    unwidened_tiles: Tensor | None = None  # tiles of rows whose float8 blocks have no bf16 copy, for the Triton kernel
     prefill_sms: Tensor | None = None  # [1] int32: SMs for prefill; decode runs on the others at the same time
     prefill_counters: Tensor | None = None  # scratch of the prefill kernel
     widened: WidenedBlocks | None = None
@@ -115,7 +117,7 @@ class AttentionPlanner:
         Decode rows are planned for their length rounded up to a multiple of `length_grain`: a larger one lets more
         consecutive passes share a plan, which costs some balance between the multiprocessors.
         `fixed_cuts`: the keys of a decode row, at most `max_length`, are cut at fixed positions.
-        `portable`: whether only the Triton kernel computes the attention: see AttentionLayer.needs_portable_kernel.
+        `portable`: whether only Triton kernels compute the attention: see AttentionLayer.needs_portable_kernel.
         """
         self._fixed_cuts, self._max_length = fixed_cuts, max_length
         self._heads, self._device, self._key_bytes = heads, keys.device, keys.element_size()
@@ -138,22 +140,21 @@ class AttentionPlanner:
             is_float8 = keys.dtype is torch.float8_e4m3fn
             if max_widened_blocks and is_float8 and self._has_decode_kernel and prefill.supports_shape(*keys.shape[3:]):
                 self._widened, self._has_prefill_kernel = _allocate_widened_blocks(keys, max_widened_blocks), True
-            if self._has_decode_kernel:
-                capacity = self._work_item_capacity(max_rows)
-                self._scratch = decode.DecodeScratch(max_rows, capacity, *heads, keys.device, max_queries=max_queries)
+            capacity = self._work_item_capacity(max_rows)
+            self._scratch = decode.DecodeScratch(max_rows, capacity, *heads, keys.device, max_queries=max_queries)
 
     def limit_queries(self, max_queries: int) -> int:
-        """Return how many queries a decode row may have: `max_queries`, or 1 with fixed cuts or without the kernel.
+        """Return how many queries a decode row may have: `max_queries`, or 1 with fixed cuts.
 
         With fixed cuts, the queries of a sequence are rows of their own, which cannot read keys early."""
-        if self._fixed_cuts or (self._device.type == "cuda" and not self._has_decode_kernel):
-            return 1
-        return max_queries
+        return 1 if self._fixed_cuts else max_queries
 
     @property
     def has_static_shapes(self) -> bool:
-        """Whether the shapes of a plan's tensors are independent of sequence lengths, as CUDA graphs require."""
-        return self._device.type != "cuda" or (self._has_decode_kernel and self._has_prefill_kernel)
+        """Whether the shapes of a plan's tensors are independent of sequence lengths, as CUDA graphs require.
+
+        They are, if `can_widen_blocks`."""
+        return True
 
     def can_capture_chunks(self, chunks: Sequence[tuple[int, int]]) -> bool:
         """Return whether a step can be captured. `chunks`: cached and new tokens of each chunk of a prompt."""
@@ -190,55 +191,50 @@ class AttentionPlanner:
         """
         assert (new_token_counts[:decode_rows] <= max_queries).all(), "a decode row has too many new tokens"
         plan = AttentionPlan(
-            decode_rows, max_queries, not self._fixed_cuts, prefill_counters=self._counters, tensor_maps=self._maps
+            *(decode_rows, max_queries, not self._fixed_cuts, self._fixed_cuts),
+            prefill_counters=self._counters,
+            tensor_maps=self._maps,
         )
         if self._device.type != "cuda":
             return plan
-        first_prefill = decode_rows if self._has_decode_kernel else 0  # the prefill kernels support single tokens too
-        has_prefill, prefill_tiles = first_prefill < len(new_token_counts), None
-        fast = (
-            self._count_prefill_kernel_tokens(context, new_token_counts, first_prefill)
-            if has_prefill
-            else new_token_counts
-        )
-        if has_prefill and self._has_prefill_kernel:
-            from emberline.kernels.cuda import prefill
-
-            unshifted = prefill.make_tiles(fast[first_prefill:], context[first_prefill:])
-            prefill_tiles = shift_rows(unshifted, first_prefill)
-        if first_prefill and prefill_tiles is not None:
-            read_bytes = int(context[:first_prefill].sum()) * 2 * self._heads[1] * self._heads[2] * self._key_bytes
+        plan = replace(plan, has_decode_kernel=self._has_decode_kernel, has_prefill_kernel=self._has_prefill_kernel)
+        prefill_tiles, widened_counts = None, new_token_counts
+        if decode_rows < len(new_token_counts):
+            widened_counts = self._count_widened_tokens(context, new_token_counts, decode_rows)
+            prefill_tiles = make_prefill_tiles(context, widened_counts, decode_rows)
+        overlaps_prefill = prefill_tiles is not None and self._has_decode_kernel and self._has_prefill_kernel
+        if decode_rows and overlaps_prefill and prefill_tiles is not None:
+            read_bytes = int(context[:decode_rows].sum()) * 2 * self._heads[1] * self._heads[2] * self._key_bytes
             sms = choose_prefill_sms(prefill_tiles, context, new_token_counts, self._heads, read_bytes, self._sms)
             plan = replace(plan, prefill_sms=to_device(np.array([sms], np.int32)))
-        if first_prefill:
-            lengths = count_decode_keys(context[:first_prefill], new_token_counts[:first_prefill])
-            work = self._plan_decode(lengths, to_device, max_queries, overlaps_prefill=prefill_tiles is not None)
+        if decode_rows:
+            lengths = count_decode_keys(context[:decode_rows], new_token_counts[:decode_rows])
+            work = self._plan_decode(lengths, to_device, max_queries, overlaps_prefill=overlaps_prefill)
             plan = replace(plan, decode_work=work, decode_scratch=self._scratch)
-        if prefill_tiles is not None:
-            widened = (
-                None if self._widened is None else self._assign_widened_blocks(self._widened, context, fast, to_device)
-            )
-            plan = replace(plan, prefill_tiles=to_device(pad_tiles(prefill_tiles, min_tiles)), widened=widened)
-            if logit_tokens is not None:
-                logit_tiles = select_tiles_with_tokens(prefill_tiles, new_token_counts, logit_tokens)
-                plan = replace(plan, logit_tiles=to_device(logit_tiles))
-        if not has_prefill or not (slow := (new_token_counts - fast)[first_prefill:]).any():
+        if prefill_tiles is None:
             return plan
-        from emberline.kernels.triton import attention
+        widened = (
+            None
+            if self._widened is None
+            else self._assign_widened_blocks(self._widened, context, widened_counts, to_device)
+        )
+        plan = replace(plan, prefill_tiles=to_device(pad_tiles(prefill_tiles, min_tiles)), widened=widened)
+        if logit_tokens is not None:
+            logit_tiles = select_tiles_with_tokens(prefill_tiles, new_token_counts, logit_tokens)
+            plan = replace(plan, logit_tiles=to_device(logit_tiles))
+        if not (unwidened := new_token_counts - widened_counts)[decode_rows:].any():
+            return plan
+        return replace(plan, unwidened_tiles=to_device(make_prefill_tiles(context, unwidened, decode_rows)))
 
-        queries = attention.choose_tile_queries(int(slow.max()), self._heads[0] // self._heads[1])
-        general = shift_rows(attention.make_tiles(slow, queries), first_prefill)
-        return replace(plan, general_tiles=to_device(general), general_tile_queries=queries)
-
-    def _count_prefill_kernel_tokens(
+    def _count_widened_tokens(
         self, context: np.ndarray, new_token_counts: np.ndarray, first_prefill_row: int
     ) -> np.ndarray:
-        """Return how many tokens of each row the CUDA prefill kernel computes: all of them or none."""
-        fast_rows = (np.arange(len(new_token_counts)) >= first_prefill_row) & self._has_prefill_kernel
+        """Return the tokens of each prefill row: all, or none if copies of its float8 blocks do not fit."""
+        rows = np.arange(len(new_token_counts)) >= first_prefill_row
         if self._widened is not None:
-            need = self._count_blocks(context + new_token_counts) * (fast_rows & (new_token_counts > 0))
-            fast_rows &= np.cumsum(need) <= len(self._widened.block_numbers)
-        return new_token_counts * fast_rows
+            need = self._count_blocks(context + new_token_counts) * (rows & (new_token_counts > 0))
+            rows &= np.cumsum(need) <= len(self._widened.block_numbers)
+        return new_token_counts * rows
 
     def _count_blocks(self, key_counts: np.ndarray) -> np.ndarray:
         blocks: np.ndarray = -(-key_counts // self._block)
@@ -289,7 +285,7 @@ class AttentionPlanner:
     ) -> decode.DeviceWorkList:
         from emberline.kernels.cuda import decode
 
-        rows, (q_heads, kv_heads, _) = len(lengths), self._heads
+        rows, (q_heads, kv_heads, head_dim) = len(lengths), self._heads
         planned = -(-lengths // self._length_grain) * self._length_grain  # the kernel knows the actual lengths
         key = rows, max_queries, overlaps_prefill
         before = self._work_lists.get(key)
@@ -300,7 +296,7 @@ class AttentionPlanner:
                 self._sms,
                 self._work_item_capacity(rows),
                 overlaps_prefill=overlaps_prefill,
-                ctas_per_sm=worklist.ctas_per_sm(q_heads // kv_heads, max_queries),
+                ctas_per_sm=worklist.ctas_per_sm(q_heads // kv_heads, max_queries, head_dim),
                 fixed_cuts=self._fixed_cuts,
             )
             before = self._work_lists[key] = planned, work
@@ -350,8 +346,12 @@ def _allocate_widened_blocks(keys: Tensor, num_blocks: int) -> WidenedBlocks:
     return WidenedBlocks(k, v, empty, empty, empty, torch.arange(num_blocks, dtype=torch.int32, device=keys.device))
 
 
-def shift_rows(tiles: np.ndarray, row_offset: int) -> np.ndarray:
-    shifted: np.ndarray = tiles + np.array([row_offset, 0], tiles.dtype)
+def make_prefill_tiles(context: np.ndarray, token_counts: np.ndarray, first_row: int) -> np.ndarray:
+    """Return the tiles of the rows from `first_row` on, those with the most keys first."""
+    from emberline.kernels.cuda import prefill
+
+    tiles = prefill.make_tiles(token_counts[first_row:], context[first_row:])
+    shifted: np.ndarray = tiles + np.array([first_row, 0], tiles.dtype)
     return shifted
 
 

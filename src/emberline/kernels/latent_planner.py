@@ -21,8 +21,8 @@ from emberline.kernels.attention_plan import (
     AttentionPlan,
     AttentionPlanner,
     count_decode_keys,
+    make_prefill_tiles,
     pad_tiles,
-    shift_rows,
 )
 from emberline.kernels.latent_plan import ContextPass, LatentPlan, LatentScratch
 from emberline.kernels.worklist import TILE_KEYS, WorkList
@@ -109,9 +109,7 @@ class LatentPlanner(AttentionPlanner):
         latent = LatentPlan(decode_tokens, on_latents or min_tiles > 0, limit_on_device, passes)
         plan = replace(plan, latent=latent, latent_scratch=self._latent_scratch)
         if len(chunks):
-            from emberline.kernels.cuda import prefill
-
-            tiles = shift_rows(prefill.make_tiles(chunks, context[decode_rows:]), decode_rows)
+            tiles = make_prefill_tiles(context, new_token_counts, decode_rows)
             plan = replace(plan, prefill_tiles=to_device(pad_tiles(tiles, min_tiles)))
         if decode_rows:
             lengths = count_decode_keys(context[:decode_rows], new_token_counts[:decode_rows])

@@ -24,6 +24,7 @@ MAX_ROW_HEADS = 32  # queries of a decode row times query heads per KV head
 MAX_HEADS_OF_SMALL_CTA = 16  # rows with more of these take a CTA of twice the size, of which an SM computes one
 MAX_LATENT_PAIRS = 64  # pairs (query, head) of a program of latent attention, whose sums fit into registers
 MAX_EXPANDED_HEADS = 1 << 18  # cached tokens times heads for which latent attention has keys and values at a time
+MAX_SMALL_HEAD_DIM = 128  # the sums of larger heads need a CTA of an SM of its own
 MAX_NEW_TOKENS = 32  # new tokens of a sequence in decode rows, if any row has several queries
 PART_SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # tiles in a part: 1 2 3 4 6 8 12 ..
 SIZES_BELOW_SHARE, SIZES_ABOVE_SHARE = 4, 2  # candidates: sizes below the fair share, and sizes from there on
@@ -32,6 +33,7 @@ SIZES_BELOW_SHARE, SIZES_ABOVE_SHARE = 4, 2  # candidates: sizes below the fair 
 # rounds, all CTAs wait for each other after every round, which makes a round ROUND_FACTOR times as long as its parts.
 PART_COST, MERGE_COST, LAST_PART_WEIGHT, ROUND_FACTOR = 0.3, 0.3, 0.25, 1.05
 MAX_ROUNDS_IN_STEP = 3
+MIN_WINDOW_PART_TILES = 2  # tiles in a part of a window; shorter parts take longer to merge than to compute
 # Fixed cuts, in keys: every 512 up to 4,096, from there on 4 parts for each doubling. 512 keys take longer than the
 # fixed cost of a part, and are few enough for a single row.
 FIXED_CUTS = np.array([*range(0, 4096, 512), *(c << i for i in range(12) for c in range(4096, 8192, 1024)), 1 << 24])
@@ -76,6 +78,11 @@ class DecodeRows:
     counts: IntArray  # number of new tokens; 0 for padding
 
 
+def max_row_heads(head_dim: int) -> int:
+    """Return up to how many queries times query heads per KV head a row may have in the CUDA kernel."""
+    return MAX_ROW_HEADS if head_dim <= MAX_SMALL_HEAD_DIM else MAX_HEADS_OF_SMALL_CTA
+
+
 def max_row_queries(group: int) -> int:
     """Return the number of queries that a decode row may have, for `group` query heads per KV head."""
     return max(1, MAX_ROW_HEADS // group)
@@ -96,9 +103,10 @@ def split_decode_rows(context: ArrayLike, counts: ArrayLike, max_queries: int) -
     return DecodeRows(sequences, (before[sequences] + first).astype(np.int32), row_counts.astype(np.int32))
 
 
-def ctas_per_sm(group: int, max_queries: int) -> int:
+def ctas_per_sm(group: int, max_queries: int, head_dim: int) -> int:
     """Return how many CTAs an SM computes at the same time if rows have up to `max_queries` queries."""
-    return CTAS_PER_SM if group * max_queries <= MAX_HEADS_OF_SMALL_CTA else CTAS_PER_SM // 2
+    is_small = group * max_queries <= MAX_HEADS_OF_SMALL_CTA and head_dim <= MAX_SMALL_HEAD_DIM
+    return CTAS_PER_SM if is_small else CTAS_PER_SM // 2
 
 
 def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
@@ -128,6 +136,16 @@ def max_latent_items(rows: int, heads: int, num_sms: int) -> int:
 def max_latent_places(rows: int, heads: int, num_sms: int) -> int:
     """Return for how many partial results latent attention has memory: of each item, and of each whole row."""
     return max_latent_items(rows, heads, num_sms) + rows
+
+
+def count_window_parts(rows: int, kv_heads: int, num_ctas: int, window: int) -> int:
+    """Return into how many parts the keys of each decode row are cut in a layer with a window.
+
+    `num_ctas`: CTAs that the GPU computes at the same time. The parts of all rows fit into `max_work_items`. They
+    follow from the shapes only, because no row has many keys.
+    """
+    parts = -(-num_ctas // (rows * kv_heads))
+    return max(1, min(parts, window // (MIN_WINDOW_PART_TILES * TILE_KEYS)))
 
 
 def max_fixed_work_items(rows: int, max_length: int) -> int:

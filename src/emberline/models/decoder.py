@@ -60,7 +60,7 @@ class DecoderLayer:
             return None
         if a.norms or a.scaling or a.query_scales is not None or ffn.scaling:
             return None
-        if a.layer.needs_portable_kernel or a.layer.interleaved:
+        if not a.layer.is_plain or a.layer.interleaved:
             return None
         return ops.DenseLayer(a.layer, a.qkv, a.o, ffn.gate_up, ffn.down)
 

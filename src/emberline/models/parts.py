@@ -47,9 +47,8 @@ class DecoderParts:
 
     @property
     def needs_portable_attention(self) -> bool:
-        """Whether, on a GPU, only the Triton kernel computes the attention of some layers."""
-        kinds = self.attention
-        return self.attention_softcap > 0 or kinds.has_sinks or kinds.chunked_windows or kinds.latent is not None
+        """Whether, on a GPU, only Triton kernels compute the attention, whatever its head size."""
+        return self.attention.latent is not None
 
     @staticmethod
     def from_hf(

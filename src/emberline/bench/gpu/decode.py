@@ -112,7 +112,7 @@ class DecodeInputs:
         parts = 0 if tiles_per_part is None else int((-(-self.lengths // (worklist.TILE_KEYS * tiles_per_part))).sum())
         capacity = max(parts, worklist.max_work_items(rows, KV_HEADS, sms))
         heads, queries, (tables, context) = (Q_HEADS, KV_HEADS, HEAD_DIM), self._queries, self._tables_and_context
-        ctas = worklist.ctas_per_sm(Q_HEADS // KV_HEADS, queries)
+        ctas = worklist.ctas_per_sm(Q_HEADS // KV_HEADS, queries, HEAD_DIM)
         items = worklist.plan_decode_work(
             self.lengths, KV_HEADS, sms, capacity, part_tiles=tiles_per_part, ctas_per_sm=ctas
         )

@@ -1,6 +1,4 @@
-"""boot_gpu: builds an Engine on a GPU from a model and settings.
-
-Memory is planned before anything is loaded."""
+"""boot_gpu: builds an Engine on a GPU from a model and settings. Memory is planned before anything is loaded."""
 
 from __future__ import annotations
 
@@ -26,6 +24,7 @@ from emberline.core.plan import PENDING_TOKEN, Admission, StepPlan, StepResult, 
 from emberline.core.request import Submission
 from emberline.engine import expert_limits, kv_shape, memory
 from emberline.engine.engine import Engine
+from emberline.engine.gpu.attention_log import log_portable_attention
 from emberline.engine.gpu.device import CudaDevice, Device
 from emberline.engine.gpu.draft_boot import load_on_device, measure_draft_model
 from emberline.engine.gpu.exact import require_fixed_order
@@ -127,6 +126,7 @@ def boot_gpu(
     planned = time.perf_counter()
     make_state = SamplingStateFactory(eos := frozenset(config.eos), make_compiler)
     runner = GPURunner(model, cache, eos, make_state, settings, device, context, draft, plan.groups)
+    log_portable_attention(model, shape)
     seconds = {"plan": planned - began - tuned, "tune": tuned, "runner": time.perf_counter() - planned}
     weight_format, spent = _fill_and_identify(weights, runner, settings, plan, compute_fingerprint)
     seconds |= spent

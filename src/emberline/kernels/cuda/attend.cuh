@@ -14,15 +14,20 @@
 
 constexpr int TILE = 64, COMPUTE_WARPS = 4, WARP_KEYS = TILE / COMPUTE_WARPS;
 
-template <int HEAD_DIM_, int BYTES, int FRAGMENTS_, bool SEVERAL_>
-struct Shape {  // sizes of a layer's cache, number of fragments, and whether rows have several queries
-  static constexpr int HEAD_DIM = HEAD_DIM_, F8 = BYTES == 1, FRAGMENTS = FRAGMENTS_;
-  static constexpr bool SEVERAL = SEVERAL_;
+// Sizes of a layer's cache, number of fragments, whether rows have several queries, and whether the layer may have
+// chunks, capped scores or sinks.
+template <int WIDTH_, int BYTES, int FRAGMENTS_, bool SEVERAL_, bool KINDS_>
+struct Shape {
+  // The head size, and the columns in shared memory and registers, of which those beyond the head size are zero.
+  static constexpr int WIDTH = WIDTH_, HEAD_DIM = WIDTH <= 64 ? 64 : WIDTH <= 128 ? 128 : 256;
+  static constexpr int F8 = BYTES == 1, FRAGMENTS = FRAGMENTS_;
+  static constexpr bool SEVERAL = SEVERAL_, KINDS = KINDS_;
   static constexpr int ROW_BYTES = HEAD_DIM * BYTES, TILE_BYTES = TILE * ROW_BYTES;
   // Bytes of a row in one copy: the width of the swizzle.
   static constexpr int LINE = ROW_BYTES < 128 ? ROW_BYTES : 128;
   static constexpr int BOX = LINE / BYTES;                        // columns of one copy
-  static constexpr int MAX_STAGES = (96 << 10) / (2 * TILE_BYTES);
+  // An SM has one CTA for large heads, whose sums take more registers, with a pipeline of twice the size.
+  static constexpr int MAX_STAGES = ((HEAD_DIM > 128 ? 192 : 96) << 10) / (2 * TILE_BYTES);
   static constexpr int STAGES = FRAGMENTS * (MAX_STAGES < 6 ? MAX_STAGES : 6);
   static constexpr int STEPS = HEAD_DIM / 16;  // steps of 16 columns
 };
@@ -87,8 +92,9 @@ DEVICE u32 load_l2(const u32* at) {
 // holds.
 template <class S>
 DEVICE void load_row(u32 (&q)[S::STEPS][4], int h, const bf16* heads, int head, bool is_head, int lane) {
-  const u32* from = reinterpret_cast<const u32*>(heads + head * S::HEAD_DIM + lane % 4 * (S::F8 ? 4 : 2));
+  const u32* from = reinterpret_cast<const u32*>(heads + head * S::WIDTH + lane % 4 * (S::F8 ? 4 : 2));
   UNROLL for (int s = 0; s < S::STEPS; s++) {
+    if (16 * s >= S::WIDTH) is_head = false;
     u32 a = is_head ? load_l2(from + 8 * s) : 0, b = is_head ? load_l2(from + 8 * s + (S::F8 ? 1 : 4)) : 0;
     q[s][h] = S::F8 ? pack_half(low(a), high(a)) : a;
     q[s][2 + h] = S::F8 ? pack_half(low(b), high(b)) : b;
@@ -127,12 +133,26 @@ DEVICE void score(float (&s)[2][4], const u32 (&q)[S::STEPS][4], u32 tile, int w
     UNROLL for (int i = 0; i < 4; i++) s[t][i] += odd[t][i];
 }
 
+// Scores s become cap * tanh(x) with factor * s = 2 x log2(e); a cap of 0 leaves them unchanged.
+struct ScoreCap {
+  float cap, factor;
+};
+DEVICE void cap_scores(float (&s)[2][4], ScoreCap cap) {
+  if (cap.cap == 0.f) return;
+  UNROLL for (int i = 0; i < 8; i++) {
+    float inverse = exp2_fast(s[i / 4][i % 4] * cap.factor) + 1.f;
+    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(inverse));
+    s[i / 4][i % 4] = fmaf(-2.f * cap.cap, inverse, cap.cap);
+  }
+}
+
 // What a lane's rows see of the keys outside [low, high), which are visible to all rows: nothing.
 struct SameForAllRows {};
-// A row sees `window` keys, the last of which is newest[half]. No window is 2^31 - 1.
-template <int HALVES>
+// A row sees `window` keys, the last of which is newest[half]. No window is 2^31 - 1. In chunks (WINDOWS > 1), the
+// windows of the halves differ.
+template <int HALVES, int WINDOWS>
 struct RowWindows {
-  u32 window;
+  u32 window[WINDOWS];
   int newest[HALVES];
 };
 
@@ -143,11 +163,12 @@ DEVICE void mask_scores(float (&s)[2][4], int key, int low, int high, SameForAll
     if (at < low || at >= high) s[i / 4][i % 4] = minus_infinity();
   }
 }
-template <int HALVES>
-DEVICE void mask_scores(float (&s)[2][4], int key, int low, int high, const RowWindows<HALVES>& rows) {
+template <int HALVES, int WINDOWS>
+DEVICE void mask_scores(float (&s)[2][4], int key, int low, int high, const RowWindows<HALVES, WINDOWS>& rows) {
   UNROLL for (int i = 0; i < 8; i++) {
     int at = key + i / 4 * 8 + i % 2, half = i % 4 / 2;
-    if (half < HALVES && u32(rows.newest[half] - at) >= rows.window) s[i / 4][i % 4] = minus_infinity();
+    if (half < HALVES && u32(rows.newest[half] - at) >= rows.window[half % WINDOWS])
+      s[i / 4][i % 4] = minus_infinity();
   }
 }
 
@@ -202,9 +223,10 @@ DEVICE void add_values(State<S, HALVES>& state, const float (&s)[2][4], u32 tile
 // Adds one tile to the running sums. `key`: this warp's first key; the keys [low, high) are visible to all rows.
 template <class S, int HALVES, class Rows>
 DEVICE void attend(State<S, HALVES>& state, const u32 (&q)[S::STEPS][4], u32 keys, u32 values, int key, int low,
-                   int high, const Rows& rows, float scale, int warp, int lane) {
+                   int high, const Rows& rows, float scale, ScoreCap cap, int warp, int lane) {
   float s[2][4];
   score<S>(s, q, keys, warp, lane);
+  if constexpr (S::KINDS) cap_scores(s, cap);
   if (key < low || key + WARP_KEYS > high) mask_scores(s, key + lane % 4 * 2, low, high, rows);
   update_softmax(state, s, scale);
   add_values(state, s, values, warp, lane);

@@ -10,6 +10,7 @@
 // row of several items, each unit writes a partial result, and the CTA that arrives last merges them by index.
 //
 // SEVERAL: rows have any number of queries, and query j sees one key more than query j - 1. Otherwise each row has one.
+// KINDS: the layer may have chunks, capped scores or sinks.
 // A query's result depends only on its keys and on where the row was cut: it has the same bits if the query is a row of
 // its own that is cut at the same keys. attend.cuh says why the queries of a row do not affect each other.
 #include "decode_units.cuh"
@@ -26,6 +27,13 @@ struct Columns {
                  : float4{even[2 * h], even[2 * h + 1], odd[2 * h], odd[2 * h + 1]};
   }
 };
+
+// Returns the sink of a fragment row, in base 2; -inf if there is none.
+template <class S>
+DEVICE float load_sink(const Arguments& args, const UnitInfo<S>& info, int row) {
+  if (!S::KINDS || !args.sinks) return minus_infinity();
+  return args.sinks[info.head * args.group + u32(row) % u32(args.group)] * 1.4426950408889634f;
+}
 
 // Sums over the four warps of a fragment, each of which has a quarter of the columns, and writes the output or the
 // unit's partial result.
@@ -45,15 +53,16 @@ DEVICE void sum_warps(Shared<S>& shared, State<S, HALVES>& state, const Argument
     sync_team<S>(fragment);
     int row = 16 * fragment + lane / 4 + 8 * h;
     if (row >= count_rows<S>(args, info)) continue;
-    float top = minus_infinity(), sum = 0.f, part[COMPUTE_WARPS];
+    const bool is_whole_row = info.partial < 0;
+    const float sink = is_whole_row ? load_sink(args, info, row) : minus_infinity();
+    float top = sink, part[COMPUTE_WARPS];
     UNROLL for (int w = 0; w < COMPUTE_WARPS; w++) top = fmaxf(top, max_and_sum[w][lane / 4].x);
-    float base = top == minus_infinity() ? 0.f : top;
+    float base = top == minus_infinity() ? 0.f : top, sum = S::KINDS ? exp2_fast(sink - base) : 0.f;
     UNROLL for (int w = 0; w < COMPUTE_WARPS; w++) {
       float2 one = max_and_sum[w][lane / 4];
       part[w] = exp2_fast(one.x - base);
       sum = fmaf(one.y, part[w], sum);
     }
-    bool is_whole_row = info.partial < 0;
     float scale = is_whole_row ? 1.f / sum : 1.f;
     i64 slot = (i64(info.partial) * args.kv_heads + info.head) * slot_rows<S>(args) + row;
     if (!is_whole_row && warp == 0 && lane % 4 == 0) args.max_and_sum[slot] = float2{top, sum};
@@ -64,13 +73,14 @@ DEVICE void sum_warps(Shared<S>& shared, State<S, HALVES>& state, const Argument
         total.x = fmaf(one.x, part[w], total.x), total.y = fmaf(one.y, part[w], total.y);
         total.z = fmaf(one.z, part[w], total.z), total.w = fmaf(one.w, part[w], total.w);
       }
+      if (S::WIDTH < S::HEAD_DIM && 16 * k >= S::WIDTH) break;
       int at = Columns<S>::at(k, lane);
       if (is_whole_row) {
-        bf16* to = args.out + output_index<S>(args, info, row) * S::HEAD_DIM + at;
+        bf16* to = args.out + output_index<S>(args, info, row) * S::WIDTH + at;
         *reinterpret_cast<u32*>(to) = pack(total.x * scale, total.y * scale);
         *reinterpret_cast<u32*>(to + Columns<S>::GAP) = pack(total.z * scale, total.w * scale);
       } else {
-        float* to = args.partials + slot * S::HEAD_DIM + at;
+        float* to = args.partials + slot * S::WIDTH + at;
         *reinterpret_cast<float2*>(to) = float2{total.x, total.y};
         *reinterpret_cast<float2*>(to + Columns<S>::GAP) = float2{total.z, total.w};
       }
@@ -81,12 +91,12 @@ DEVICE void sum_warps(Shared<S>& shared, State<S, HALVES>& state, const Argument
 // Merges the partial results of a row after all of them were written. A thread has 4 columns of a head at a time.
 template <class S>
 DEVICE void merge(const Arguments& args, const UnitInfo<S>& info, int thread) {
-  constexpr int QUADS = S::HEAD_DIM / 4, BATCH = 8;
+  constexpr int QUADS = S::WIDTH / 4, BATCH = 8;
   i64 step = i64(args.kv_heads) * slot_rows<S>(args);
   for (int e = thread; e < count_rows<S>(args, info) * QUADS; e += 32 * COMPUTE_WARPS * S::FRAGMENTS) {
     int row = e / QUADS, quad = e % QUADS;
     i64 slot = info.first * step + info.head * slot_rows<S>(args) + row;
-    float top = minus_infinity(), sum = 0.f;
+    float top = load_sink(args, info, row), sum = top == minus_infinity() ? 0.f : 1.f;
     float4 total = {0.f, 0.f, 0.f, 0.f};
     for (int i = 0; i < info.parts; i += BATCH) {
       float2 one[BATCH];
@@ -109,7 +119,7 @@ DEVICE void merge(const Arguments& args, const UnitInfo<S>& info, int thread) {
       }
     }
     float scale = 1.f / sum;
-    i64 to = output_index<S>(args, info, row) * S::HEAD_DIM + quad * 4;
+    i64 to = output_index<S>(args, info, row) * S::WIDTH + quad * 4;
     *reinterpret_cast<uint2*>(args.out + to) =
         uint2{pack(total.x * scale, total.y * scale), pack(total.z * scale, total.w * scale)};
   }
@@ -130,11 +140,14 @@ DEVICE bool arrive_last(const Arguments& args, const UnitInfo<S>& info) {
 template <class S, int HALVES>
 DEVICE auto limit_rows(const Arguments& args, UnitInfo<S>& info, int first_row, int lane) {
   if constexpr (S::SEVERAL) {
-    info.low = args.window ? info.context + info.queries - args.window : 0, info.high = info.context + 1;
-    RowWindows<HALVES> rows;
-    rows.window = args.window ? args.window : 0x7fffffff;
+    info.low = args.window ? first_key<S>(args, info.context + info.queries - 1) : 0, info.high = info.context + 1;
+    RowWindows<HALVES, (S::KINDS ? HALVES : 1)> rows;
+    rows.window[0] = args.window ? args.window : 0x7fffffff;
     UNROLL for (int h = 0; h < HALVES; h++)
       rows.newest[h] = info.context + u32(first_row + lane / 4 + 8 * h) / u32(args.group);
+    if constexpr (S::KINDS)
+      UNROLL for (int h = 0; h < HALVES; h++)
+        rows.window[h] = args.window ? rows.newest[h] - first_key<S>(args, rows.newest[h]) + 1 : 0x7fffffff;
     return rows;
   } else {
     return SameForAllRows{};
@@ -146,14 +159,14 @@ template <class S, int HALVES>
 DEVICE void load_queries(u32 (&q)[S::STEPS][4], const Arguments& args, const UnitInfo<S>& info, int first_row,
                          int lane) {
   if constexpr (S::SEVERAL) {
-    const bf16* heads = args.qkv + i64(info.token) * args.qkv_stride + info.head * args.group * S::HEAD_DIM;
+    const bf16* heads = args.qkv + i64(info.token) * args.qkv_stride + info.head * args.group * S::WIDTH;
     UNROLL for (int h = 0; h < 2; h++) {
       int row = first_row + lane / 4 + 8 * h, query = u32(row) / u32(args.group);
       const bool is_head = h < HALVES && query < info.queries;
       load_row<S>(q, h, heads + i64(query) * args.qkv_stride, row - query * args.group, is_head, lane);
     }
   } else {
-    const bf16* heads = args.qkv + i64(info.row) * args.qkv_stride + info.head * args.group * S::HEAD_DIM;
+    const bf16* heads = args.qkv + i64(info.row) * args.qkv_stride + info.head * args.group * S::WIDTH;
     UNROLL for (int h = 0; h < 2; h++) {
       int row = lane / 4 + 8 * h;
       load_row<S>(q, h, heads, row, h < HALVES && row < args.group, lane);
@@ -187,7 +200,8 @@ DEVICE void compute_units(Shared<S>& shared, const Arguments& args, int fragment
         int key = info.begin + i * TILE + warp * WARP_KEYS;
         barrier_wait(shared_address(&shared.full[ring.stage]), ring.phase);
         if (key < end)
-          attend(state, q, tile, tile + S::TILE_BYTES, key, info.low, info.high, rows, args.scale, warp, lane);
+          attend(state, q, tile, tile + S::TILE_BYTES, key, info.low, info.high, rows, args.scale, args.cap, warp,
+                 lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared.empty[ring.stage]));
       }
@@ -209,13 +223,13 @@ DEVICE void compute_units(Shared<S>& shared, const Arguments& args, int fragment
 // two CTAs of five warps on an SM. So 32 rows take two teams of warps, each of which reads all keys from shared memory,
 // and one CTA per SM with a pipeline of twice the size. An SM then has as many computing warps and as many bytes in
 // flight as with two CTAs.
-template <int HEAD_DIM, int BYTES, int ROWS, bool SEVERAL>
-__global__ void __launch_bounds__(32 * (COMPUTE_WARPS * (ROWS > 16 ? 2 : 1) + 1), ROWS > 16 ? 1 : 2)
+template <int WIDTH, int BYTES, int ROWS, bool SEVERAL, bool KINDS>
+__global__ void __launch_bounds__(32 * (COMPUTE_WARPS * (ROWS > 16 ? 2 : 1) + 1), ROWS > 16 || WIDTH > 128 ? 1 : 2)
 decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values,
        const __grid_constant__ TensorMap group_keys, const __grid_constant__ TensorMap group_values,
        const __grid_constant__ Arguments args) {
   constexpr int HALVES = ROWS > 8 ? 2 : 1;
-  using S = Shape<HEAD_DIM, BYTES, (ROWS > 16 ? 2 : 1), SEVERAL>;
+  using S = Shape<WIDTH, BYTES, (ROWS > 16 ? 2 : 1), SEVERAL, KINDS>;
   extern __shared__ __align__(1024) u8 memory[];
   Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
   // See shared_bytes in decode.py.

@@ -8,24 +8,33 @@ is the same if the query is a row of its own with the same cuts.
 from __future__ import annotations
 
 import ctypes
-import math
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from emberline.kernels import worklist
+from emberline.kernels.attention_support import DECODE, HEAD_DIMS, PLAIN_SCORES, ScoreKind, explain_portable_kernels
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, make_tensor_map
 from emberline.kernels.worklist import HEADER_INTS, TILE_KEYS, WorkList
 
 FILE = "decode.cu"
-# Query heads of a row for which a variant has space, and whether rows may have several queries.
-ROW_KINDS = ("8, false", "16, false", "8, true", "16, true", "32, true")
-VARIANTS = tuple(f"decode<{dim}, {size}, {rows}>" for dim in (64, 128) for size in (1, 2) for rows in ROW_KINDS)
+# Variants: query heads of a row for which there is space, whether rows may have several queries, and whether layers may
+# have windows, chunks, capped scores or sinks. Fewer for head sizes and layers that are less frequent.
+PLAIN_HEAD_DIMS = (64, 128)
+PLAIN_KINDS = ("8, false, false", "16, false, false", "8, true, false", "16, true, false", "32, true, false")
+OTHER_KINDS = ("8, false, true", "16, true, true", "32, true, true")
+VARIANTS = tuple(
+    f"decode<{dim}, {size}, {kind}>"
+    for dim in HEAD_DIMS
+    for size in (1, 2)
+    for kind in (*(PLAIN_KINDS if dim in PLAIN_HEAD_DIMS else ()), *OTHER_KINDS)
+    if not kind.startswith("32") or worklist.max_row_heads(dim) >= 32
+)
 COMPUTE_WARPS = 4  # warps of a team, which computes up to 16 query heads
 WARP_KEYS = TILE_KEYS // COMPUTE_WARPS  # keys of a tile that each computing warp takes
-MAX_GROUP_HEADS = 16  # query heads per KV head: the rows of an mma fragment
-RING_BYTES = 96 << 10  # tiles in flight, per team
+RING_BYTES = 96 << 10  # tiles in flight, per team; twice as many for large heads
 MAX_STAGES = 6  # per team
 
 
@@ -101,7 +110,9 @@ class _DecodeArguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("window", "pdl", "beside_prefill")),
         ("scale", ctypes.c_float),
         ("slot_rows", ctypes.c_int),
-        ("query_start", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("query_start", "sinks")),
+        *((name, ctypes.c_float) for name in ("softcap", "cap_factor")),
+        *((name, ctypes.c_int) for name in ("chunked", "window_parts", "rows")),
     )
 
 
@@ -110,13 +121,8 @@ def supports_shape(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtyp
 
     `dtype` is that of the KV cache. Queries and output are always bf16.
     """
-    return (
-        q_heads % kv_heads == 0
-        and q_heads // kv_heads <= MAX_GROUP_HEADS
-        and head_dim in (64, 128)
-        and dtype in (torch.bfloat16, torch.float8_e4m3fn)
-        and block_size in (16, 32, 64, 128)
-    )
+    heads = q_heads, kv_heads, head_dim
+    return q_heads % kv_heads == 0 and DECODE not in explain_portable_kernels(heads, torch.bfloat16, dtype, block_size)
 
 
 def decode_attention(
@@ -131,59 +137,74 @@ def decode_attention(
     head_dim: int,
     *,
     window: int = 0,
+    kind: ScoreKind = PLAIN_SCORES,
     out: Tensor,
     scratch: DecodeScratch,
     pdl: bool = True,
     overlaps_prefill: bool = False,
     query_start: Tensor | None = None,
     max_queries: int = 1,
+    window_parts: int = 0,
 ) -> Tensor:
     """Write the attention of each row into `out` and return it.
 
-    If `max_queries` is 1, the only query of row b is token b. Otherwise the queries of row b are the tokens
+    Without `query_start`, the only query of row b is token b. Otherwise the queries of row b are the tokens
     [query_start[b], query_start[b + 1]), at most `max_queries` and possibly none. Query j of row b attends to the keys
     [0, context[b] + j], or to the last `window` of these keys. `work` must cover all of them; it may also have been
-    planned for longer rows or without the window, which only costs time.
+    planned for longer rows or without the window, which only costs time. `window_parts`: if not 0, `work` is not read,
+    but the visible keys of each row are cut into as many parts, so that a layer with a window does not pay for the
+    whole context. `query_start` is needed then, with several queries, and with more than 8 query heads per KV head.
 
     With `pdl` (programmatic dependent launch), the kernel starts while preceding kernels still run, and already reads
     `work`, `block_tables`, `context`, `query_start` and all keys except the newest of each row. These must be written
     before the first kernel that is launched with `pdl`. The newest keys are the last one, or the last
-    `worklist.MAX_NEW_TOKENS` if `max_queries` is more than 1. So the tokens of a sequence may be in several rows only
-    in the latter case. `overlaps_prefill` says that the preceding launch in the stream is `prefill_attention` of the
-    same forward pass, and that both run at the same time.
+    `worklist.MAX_NEW_TOKENS` if `max_queries` is more than 1; only then may tokens of a sequence be in several rows.
+    `overlaps_prefill`: the preceding launch is `prefill_attention` of the same pass, and both run at the same time.
     """
-    assert (cache_maps.kv_heads, cache_maps.head_dim) == (kv_heads, head_dim) and q_heads // kv_heads <= MAX_GROUP_HEADS
-    assert qkv.dtype is out.dtype is torch.bfloat16 and out.shape == (len(qkv), q_heads * head_dim)
-    assert out.is_contiguous() and qkv.stride(1) == 1 and qkv.stride(0) % 2 == 0 and block_tables.stride(1) == 1
-    assert block_tables.dtype is context.dtype is torch.int32
+    assert (cache_maps.kv_heads, cache_maps.head_dim) == (kv_heads, head_dim)
+    assert qkv.dtype is torch.bfloat16 and qkv.stride(1) == 1 and qkv.stride(0) % 2 == 0
+    assert out.dtype is torch.bfloat16 and out.shape == (len(qkv), q_heads * head_dim) and out.is_contiguous()
+    assert block_tables.dtype is context.dtype is torch.int32 and block_tables.stride(1) == 1
     assert work.rows <= min(len(qkv), scratch.rows) and work.capacity <= scratch.capacity and q_heads == scratch.heads
     group = q_heads // kv_heads
     assert 1 <= max_queries <= min(scratch.max_queries, worklist.max_row_queries(group))
-    if max_queries > 1:
-        assert query_start is not None and query_start.dtype is torch.int32 and len(query_start) == work.rows + 1
+    assert not window_parts or (window and work.rows * window_parts <= scratch.capacity)
+    row_heads, is_plain = group * max_queries, kind.is_plain and not window_parts
+    variant = _choose_variant(head_dim, cache_maps.item_bytes, row_heads, max_queries > 1, is_plain)
+    assert query_start is not None or not (variant.several or window_parts)
+    assert query_start is None or (query_start.dtype is torch.int32 and len(query_start) == work.rows + 1)
     arguments = _DecodeArguments(
         *(t.data_ptr() for t in (qkv, out, work.items, work.partial_starts, work.count, block_tables, context)),
         *(t.data_ptr() for t in (scratch.partials, scratch.max_and_sum, scratch.counters[2:], scratch.counters)),
         *(qkv.stride(0), block_tables.stride(0), cache_maps.block_size.bit_length() - 1, group, kv_heads),
-        *(window, int(pdl), int(overlaps_prefill), scale * math.log2(math.e), max_queries * group),
-        None if query_start is None else query_start.data_ptr(),
+        *(window, int(pdl), int(overlaps_prefill), kind.exponent_factor(scale), row_heads),
+        *(None if query_start is None else query_start.data_ptr(), kind.sinks_address),
+        *(kind.softcap, kind.cap_factor(scale), int(kind.chunked), window_parts, work.rows),
     )
-    ctas = worklist.ctas_per_sm(group, max_queries)
-    grid = min(ctas * count_sms(qkv.device), work.capacity * kv_heads)
-    kernel = _get_kernel(head_dim, cache_maps.item_bytes, group * max_queries, max_queries > 1)
-    threads = 32 * (COMPUTE_WARPS * _count_teams(group * max_queries) + 1)
-    kernel((grid, 1, 1), threads, (*cache_maps.maps, arguments), pdl=pdl)
+    ctas = worklist.ctas_per_sm(group, max_queries, head_dim) * count_sms(qkv.device)
+    grid = min(ctas, (work.rows * window_parts or work.capacity) * kv_heads)
+    _get_kernel(variant)((grid, 1, 1), _count_threads(row_heads), (*cache_maps.maps, arguments), pdl=pdl)
     return out
 
 
 def shared_bytes(head_dim: int, item_bytes: int, teams: int = 1) -> int:
     """Return the kernel's shared memory in bytes: tiles of keys and values, sums, barriers, work items."""
-    stage = 2 * TILE_KEYS * head_dim * item_bytes
-    return teams * (stage * min(MAX_STAGES, RING_BYTES // stage) + COMPUTE_WARPS * 8 * head_dim * 4 + 896)
+    columns, is_large = _count_columns(head_dim), head_dim > worklist.MAX_SMALL_HEAD_DIM
+    stage, ring = 2 * TILE_KEYS * columns * item_bytes, RING_BYTES * (2 if is_large else 1)
+    return teams * (stage * min(MAX_STAGES, ring // stage) + COMPUTE_WARPS * 8 * columns * 4 + 896)
+
+
+def _count_columns(head_dim: int) -> int:
+    """Return the columns of a key in shared memory; those beyond the head size are zero."""
+    return next(columns for columns in (64, 128, 256) if head_dim <= columns)
 
 
 def _count_teams(row_heads: int) -> int:
     return 1 if row_heads <= worklist.MAX_HEADS_OF_SMALL_CTA else 2
+
+
+def _count_threads(row_heads: int) -> int:
+    return 32 * (COMPUTE_WARPS * _count_teams(row_heads) + 1)
 
 
 @cache
@@ -196,13 +217,35 @@ def _make_cache_tensor_map(cache: Tensor, keys_per_copy: int) -> TensorMap:
     blocks, kv_heads, block_size, head_dim = cache.shape
     assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "a block must be contiguous"
     rows = cache.as_strided((blocks, kv_heads * block_size, head_dim), (cache.stride(0), head_dim, 1))
-    swizzle = min(128, head_dim * cache.element_size())
+    swizzle = min(128, _count_columns(head_dim) * cache.element_size())
     return make_tensor_map(rows, (1, min(keys_per_copy, block_size), swizzle // cache.element_size()), swizzle=swizzle)
 
 
-@cache
-def _get_kernel(head_dim: int, item_bytes: int, row_heads: int, several: bool) -> CudaKernel:
-    """Return the kernel of this shape. It is compiled on first use, because a model uses only a few shapes."""
+class _Variant(NamedTuple):
+    """Template arguments of the kernel."""
+
+    head_dim: int
+    item_bytes: int
+    row_heads: int
+    several: bool  # whether rows may have several queries, so that it reads `query_start`
+    kinds: bool  # whether layers may have windows, chunks, capped scores or sinks
+
+    def __str__(self) -> str:
+        return f"decode<{', '.join(str(value).lower() for value in self)}>"
+
+
+def _choose_variant(head_dim: int, item_bytes: int, row_heads: int, several: bool, is_plain: bool) -> _Variant:
+    """Return one of VARIANTS for rows of so many queries times query heads per KV head."""
+    assert row_heads <= worklist.max_row_heads(head_dim), "unsupported rows"
     space = next(heads for heads in (8, 16, 32) if row_heads <= heads)
-    variant = f"decode<{head_dim}, {item_bytes}, {space}, {str(several).lower()}>"
-    return CudaModule(FILE, [variant]).kernel(variant, shared_bytes(head_dim, item_bytes, _count_teams(row_heads)))
+    if is_plain and head_dim in PLAIN_HEAD_DIMS:
+        return _Variant(head_dim, item_bytes, space, several or space > 16, False)
+    several = several or space > 8
+    return _Variant(head_dim, item_bytes, max(space, 16) if several else space, several, True)
+
+
+@cache
+def _get_kernel(variant: _Variant) -> CudaKernel:
+    """Return the kernel of this shape. It is compiled on first use, because a model uses only a few shapes."""
+    shared = shared_bytes(variant.head_dim, variant.item_bytes, _count_teams(variant.row_heads))
+    return CudaModule(FILE, [str(variant)]).kernel(str(variant), shared)

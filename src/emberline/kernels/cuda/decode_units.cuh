@@ -23,6 +23,13 @@ struct Arguments {  // mirrored by _DecodeArguments in decode.py
   // Read if SEVERAL. Otherwise the query of row r is token r, and slot_rows is the group.
   int slot_rows;           // largest number of queries of a row, times the group
   const int* query_start;  // [rows + 1]: the queries of row r are the tokens [query_start[r], query_start[r + 1])
+  // Read if KINDS.
+  const float* sinks;  // [query heads]: scores that join the softmax, or null
+  ScoreCap cap;
+  int chunked;  // whether a query sees the keys since the last multiple of `window`
+  // If not 0, the list is not read: the visible keys of each of `rows` rows are cut into as many parts of equal size,
+  // or into single tiles. `query_start` is then read in any case: rows without queries are padding.
+  int window_parts, rows;
 };
 
 template <bool SEVERAL>
@@ -139,11 +146,37 @@ DEVICE void fetch_tile(Shared<S>& shared, const Maps& maps, u32 stage, int head,
   }
 }
 
-// Returns the unit's range of keys, limited to the row's length and the window.
+// Returns the first key that a query sees in a layer with a window; a negative one stands for 0.
 template <class S>
-DEVICE UnitInfo<S> make_info(const Arguments& args, int unit, int& length) {
-  int4 item = args.items[unit / args.kv_heads];
-  UnitInfo<S> info;
+DEVICE int first_key(const Arguments& args, int position) {
+  if (S::KINDS && args.chunked) return position - u32(position) % u32(args.window);
+  return position + 1 - args.window;
+}
+
+// Cuts the visible keys of a row into parts: sets the range of keys in `item`, its partial result, and the row's.
+// Returns whether the row has this part.
+template <class S>
+DEVICE bool cut_window(const Arguments& args, int4& item, UnitInfo<S>& info) {
+  const int row = item.x / args.window_parts, part = item.x - row * args.window_parts, context = args.context[row];
+  const int queries = args.query_start[row + 1] - args.query_start[row];
+  const int base = max(first_key<S>(args, context), 0) / TILE;
+  const int tiles = (context + queries + TILE - 1) / TILE - base, parts = min(tiles, args.window_parts);
+  if (queries <= 0 || part >= parts) return false;
+  item.x = row, item.y = (base + part * tiles / parts) * TILE, item.z = (base + (part + 1) * tiles / parts) * TILE;
+  info.first = row * args.window_parts, info.parts = parts > 1 ? parts : 0;
+  item.w = parts > 1 ? info.first + part : -1;
+  return true;
+}
+
+// Finds the unit's range of keys, limited to the row's length and the window. Returns false if there is no such unit.
+template <class S>
+DEVICE bool make_info(const Arguments& args, int unit, int& length, UnitInfo<S>& info) {
+  const bool has_parts = S::KINDS && args.window_parts;
+  int4 item = {unit / args.kv_heads, 0, 0, 0};
+  if (!has_parts)
+    item = args.items[item.x];
+  else if (!cut_window(args, item, info))
+    return false;
   info.row = item.x, info.head = unit % args.kv_heads, info.partial = item.w;
   length = args.context[info.row] + 1;
   int first_length = length;  // number of keys of the first query
@@ -151,12 +184,13 @@ DEVICE UnitInfo<S> make_info(const Arguments& args, int unit, int& length) {
     info.token = args.query_start[info.row], info.queries = args.query_start[info.row + 1] - info.token;
     info.context = length - 1, length = info.context + info.queries;
   }
-  info.first = args.partial_starts[info.row], info.parts = args.partial_starts[info.row + 1] - info.first;
-  info.low = args.window ? max(item.y, first_length - args.window) : item.y;
+  if (!has_parts)
+    info.first = args.partial_starts[info.row], info.parts = args.partial_starts[info.row + 1] - info.first;
+  info.low = args.window ? max(item.y, first_key<S>(args, first_length - 1)) : item.y;
   info.high = min(item.z, length);
   info.begin = info.low & -TILE;
   info.tiles = max(1, (info.high - info.begin + TILE - 1) / TILE);
-  return info;
+  return true;
 }
 
 // With PDL this may run before the preceding kernel has ended. Until then it reads only the work list, tables, lengths,
@@ -170,7 +204,8 @@ DEVICE void fetch_units(Shared<S>& shared, const Maps& maps, const Arguments& ar
   Ring<S> ring;
   bool waited = !args.pdl || args.beside_prefill;
   if (!args.pdl && !args.beside_prefill) wait_for_previous_kernel();
-  int total = *args.count * args.kv_heads, grid = gridDim.x, iteration = 0;
+  const int items = S::KINDS && args.window_parts ? args.rows * args.window_parts : *args.count;
+  int total = items * args.kv_heads, grid = gridDim.x, iteration = 0;
   int preassigned = args.beside_prefill ? 0 : grid;  // units that are assigned to CTAs without the queue
   const auto take_unit = [&] {
     return total > preassigned && lane == 0 ? preassigned + atomicAdd(args.queue, 1) : total;
@@ -178,11 +213,13 @@ DEVICE void fetch_units(Shared<S>& shared, const Maps& maps, const Arguments& ar
   for (int unit = preassigned ? blockIdx.x : __shfl_sync(ALL_LANES, take_unit(), 0); unit < total; iteration++) {
     int next = waited ? take_unit() : total, length;
     bool requested = waited;
-    UnitInfo<S> info = make_info<S>(args, unit, length);
-    if (lane == 0) {
+    UnitInfo<S> info;
+    const bool exists = make_info(args, unit, length, info);
+    if (exists && lane == 0) {
       shared.infos[iteration % INFO_SLOTS<S>] = info;
       barrier_arrive(shared_address(&shared.info_ready[iteration % INFO_SLOTS<S>]));
     }
+    if (!exists) info.row = info.tiles = length = 0, iteration--;
     const int* table = args.tables + i64(info.row) * args.table_width;
     int newest = length - 1 >> args.block_shift, entry = 0, block = 0;
     for (int i = 0; i < info.tiles; i++, ring.advance()) {

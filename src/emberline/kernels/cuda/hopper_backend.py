@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from emberline.kernels import worklist
 from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
@@ -33,6 +34,7 @@ from emberline.kernels.arguments import (
     PositionShift,
 )
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
+from emberline.kernels.attention_support import ScoreKind
 from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, prefill, uw12, wide
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
@@ -42,6 +44,7 @@ from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.triton import activation, attention, cache_slots, experts, norm, rope, token_gather, widen
+from emberline.kernels.triton import decode as split_decode
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
@@ -155,17 +158,26 @@ class HopperBackend(OpBackend):
         if layer.latent_dim:
             raise NotImplementedError("attention on latents is part of latent_attention on a GPU")
         out = qkv.new_empty(len(qkv), layer.q_heads * layer.head_dim)
-        if layer.needs_portable_kernel and (plan.prefill_tiles is not None or plan.decode_work is not None):
-            raise NotImplementedError("only the Triton kernel computes this attention: plan with portable=True")
+        uses_cuda_prefill = plan.has_prefill_kernel and not layer.needs_portable_kernel
+        row_heads = layer.q_heads // layer.kv_heads * plan.max_queries
+        uses_cuda_decode = (
+            plan.has_decode_kernel
+            and not layer.needs_portable_kernel
+            and row_heads <= worklist.max_row_heads(layer.head_dim)
+        )
         has_prefill = plan.prefill_tiles is not None and len(plan.prefill_tiles) > 0
-        if has_prefill:  # prefill first: decode then uses the SMs that are left
-            _run_prefill_attention(inputs, plan, out)
-        if plan.decode_work is not None:
-            beside_prefill = has_prefill and plan.prefill_sms is not None
-            _run_decode_attention(inputs, plan, out, overlaps_prefill=beside_prefill)
-        if plan.general_tiles is not None:
-            tiles, queries = plan.general_tiles, plan.general_tile_queries
-            attention.paged_attention(inputs, tiles, out=out, block_m=queries, pdl=True)
+        overlaps = has_prefill and uses_cuda_prefill and uses_cuda_decode and plan.prefill_sms is not None
+        if has_prefill and plan.prefill_tiles is not None:  # prefill first: decode then uses the SMs that are left
+            if uses_cuda_prefill:
+                _run_prefill_attention(inputs, plan, out, shares_sms=overlaps)
+            else:
+                attention.paged_attention(inputs, plan.prefill_tiles, out=out, pdl=True)
+        if plan.decode_work is not None and uses_cuda_decode:
+            _run_decode_attention(inputs, plan, out, overlaps_prefill=overlaps)
+        elif plan.decode_work is not None:
+            _run_split_decode(inputs, plan, out)
+        if plan.unwidened_tiles is not None:
+            attention.paged_attention(inputs, plan.unwidened_tiles, out=out, pdl=True)
         return out
 
     def pack_latent_products(self, matrix: Tensor, heads: int, plain_dim: int) -> LatentProducts:
@@ -230,8 +242,8 @@ class HopperBackend(OpBackend):
         cache_slots.shift_positions(shift)
 
 
-def _run_prefill_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Tensor) -> None:
-    """Compute attention of the plan's prefill tiles into `out`."""
+def _run_prefill_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Tensor, *, shares_sms: bool) -> None:
+    """Compute attention of the plan's prefill tiles into `out`. `shares_sms`: decode runs at the same time."""
     assert plan.prefill_tiles is not None
     qkv, layer, keys, values, metadata = inputs
     tables = metadata.block_tables
@@ -243,7 +255,8 @@ def _run_prefill_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Te
         maps[address] = prefill.PrefillTensorMaps(keys, values)
     prefill.prefill_attention(
         qkv, maps[address], tables, metadata.query_start, metadata.context, plan.prefill_tiles, layer.scale,
-        layer.q_heads, window=layer.window, out=out, num_sms=plan.prefill_sms, counters=plan.prefill_counters,
+        layer.q_heads, window=layer.window, kind=ScoreKind(layer.chunked, layer.softcap, layer.sinks), out=out,
+        counters=plan.prefill_counters, num_sms=plan.prefill_sms if shares_sms else None,
     )  # fmt: skip
 
 
@@ -254,12 +267,27 @@ def _run_decode_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Ten
     rows_, queries, maps, address = plan.decode_rows, plan.max_queries, plan.tensor_maps.decode, keys.data_ptr()
     if address not in maps:
         maps[address] = decode.DecodeTensorMaps(keys, values)
+    parts = 0
+    if layer.window and not plan.fixed_cuts:
+        ctas = worklist.ctas_per_sm(layer.q_heads // layer.kv_heads, queries, layer.head_dim)
+        num_ctas = ctas * decode.count_sms(out.device)
+        parts = worklist.count_window_parts(rows_, layer.kv_heads, num_ctas, layer.window)
     # The queries are the first tokens of the step. How many they are is known to the device only, by `query_start`.
     decode.decode_attention(
         qkv, maps[address], metadata.block_tables[:rows_], metadata.context[:rows_], plan.decode_work, layer.scale,
-        layer.q_heads, layer.kv_heads, layer.head_dim, window=layer.window, out=out, scratch=plan.decode_scratch,
+        layer.q_heads, layer.kv_heads, layer.head_dim, window=layer.window,
+        kind=ScoreKind(layer.chunked, layer.softcap, layer.sinks), out=out, scratch=plan.decode_scratch,
         overlaps_prefill=overlaps_prefill, max_queries=queries, pdl=plan.reads_early,
-        query_start=metadata.query_start[: rows_ + 1] if queries > 1 else None,
+        query_start=metadata.query_start[: rows_ + 1], window_parts=parts,
+    )  # fmt: skip
+
+
+def _run_split_decode(inputs: AttentionInputs, plan: AttentionPlan, out: Tensor) -> None:
+    """Compute attention of the plan's decode rows into `out` with the Triton kernel."""
+    assert plan.decode_work is not None and plan.decode_scratch is not None
+    split_decode.split_decode_attention(
+        inputs, plan.decode_work, plan.decode_scratch, decode.count_sms(out.device), out=out,
+        max_queries=plan.max_queries, pdl=True,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ batch, the chunking of its prompt, or the SM that computes it.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -16,16 +17,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from emberline.kernels.attention_support import BLOCK_SIZES, HEAD_DIMS, PLAIN_SCORES, ScoreKind
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument, TensorMap, make_tensor_map
 
 FILE = "prefill.cu"
-HEAD_DIMS = (64, 128)
-VARIANTS = tuple(f"prefill<{dim}>" for dim in HEAD_DIMS)
-BLOCK_SIZES = (16, 32, 64, 128)
-TILE_QUERIES, STAGES, THREADS, PANEL_BYTES = 128, 2, 384, 128 * 128  # as in prefill.cu
+# Variants: head size, and whether layers may have chunks, capped scores or sinks.
+VARIANTS = tuple(f"prefill<{dim}, {kinds}>" for dim in HEAD_DIMS for kinds in ("false", "true"))
+TILE_QUERIES, STAGES, THREADS = 128, 2, 384  # as in prefill.cu
+PANEL_COLUMNS, PANEL_ROW_BYTES = 64, 128
 NO_WINDOW = 1 << 30
 
 IntSequence = Sequence[int] | NDArray[np.signedinteger[Any]]
+
+
+class _Kinds(ctypes.Structure):
+    """The C struct `Kinds` of prefill.cu."""
+
+    _fields_ = (
+        ("sinks", ctypes.c_void_p),
+        *((name, ctypes.c_float) for name in ("sink_factor", "cap", "cap_factor")),
+        ("chunked", ctypes.c_int),
+    )
 
 
 class PrefillTensorMaps:
@@ -73,6 +85,7 @@ def prefill_attention(
     q_heads: int,
     *,
     window: int = 0,
+    kind: ScoreKind = PLAIN_SCORES,
     out: Tensor | None = None,
     pdl: bool = True,
     num_sms: Tensor | None = None,
@@ -93,20 +106,28 @@ def prefill_attention(
     items = len(tiles) * q_heads
     if not items:
         return out
+    factor = kind.exponent_factor(scale)
+    kinds = _Kinds(
+        *(kind.sinks_address, math.log2(math.e) / factor, kind.softcap, kind.cap_factor(scale), int(kind.chunked))
+    )
     arguments: list[KernelArgument] = [
         make_tensor_map(qkv, (TILE_QUERIES, 64)), cache_maps.keys, cache_maps.values, out, tiles, items, query_start,
         context, block_tables, block_tables.stride(0), q_heads, q_heads // cache_maps.kv_heads, cache_maps.block_size,
-        window or NO_WINDOW, scale * math.log2(math.e),
-        _counters(qkv.device) if counters is None else counters, num_sms,
+        window or NO_WINDOW, factor, _counters(qkv.device) if counters is None else counters, num_sms, kinds,
     ]  # fmt: skip
     grid = min(_count_sms(qkv.device), items)
-    _get_kernel(head_dim)((grid, 1, 1), THREADS, arguments, pdl=pdl)
+    _get_kernel(head_dim, not kind.is_plain)((grid, 1, 1), THREADS, arguments, pdl=pdl)
     return out
 
 
 def shared_bytes(head_dim: int) -> int:
-    tile = head_dim // 64 * PANEL_BYTES
-    return (1 + 2 * STAGES) * tile + 128 + 16 + 1024  # barriers, the work item, and alignment to 1024
+    rows = TILE_QUERIES + 2 * STAGES * _tile_keys(head_dim)
+    panels = -(-head_dim // PANEL_COLUMNS)
+    return rows * panels * PANEL_ROW_BYTES + 128 + 16 + 1024  # barriers, the work item, and alignment to 1024
+
+
+def _tile_keys(head_dim: int) -> int:
+    return 64 if head_dim > 128 else 128
 
 
 def _make_cache_tensor_map(cache: Tensor) -> TensorMap:
@@ -114,12 +135,12 @@ def _make_cache_tensor_map(cache: Tensor) -> TensorMap:
     inner = kv_heads * block_size
     assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "a block must be contiguous"
     rows = cache.as_strided((blocks, inner, head_dim), (cache.stride(0), head_dim, 1))
-    return make_tensor_map(rows, (1, block_size, 64))
+    return make_tensor_map(rows, (1, min(block_size, _tile_keys(head_dim)), PANEL_COLUMNS))
 
 
 @cache
-def _get_kernel(head_dim: int) -> CudaKernel:
-    variant = f"prefill<{head_dim}>"
+def _get_kernel(head_dim: int, kinds: bool) -> CudaKernel:
+    variant = f"prefill<{head_dim}, {str(kinds).lower()}>"
     return CudaModule(FILE, [variant]).kernel(variant, shared_bytes(head_dim))
 
 

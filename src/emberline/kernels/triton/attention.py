@@ -8,19 +8,16 @@ loops over spans of keys with an online softmax: sums are relative to the larges
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import numpy as np
 import torch
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 from triton.language import constexpr, tensor
 
 from emberline.kernels.arguments import AttentionInputs
+from emberline.kernels.attention_plan import PREFILL_TILE_QUERIES
 from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
 
-BLOCK_M = 16  # default number of queries in a tile
 MAX_PROGRAM_ROWS = 128  # (query, head) pairs of a program
 
 
@@ -34,13 +31,12 @@ def _paged_attention(
     WINDOWED: constexpr, CHUNKED: constexpr, CAPPED: constexpr, HAS_SINKS: constexpr, TYPE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     pdl_trigger_and_wait(PDL)
-    part = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS  # late queries have most keys, so they start first
-    head = tl.program_id(0) % KV_HEADS
+    head, part = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     tile = tiles + part // PARTS * 2
     request = tl.load(tile)
     if request < 0:
         return
-    first = tl.load(tile + 1) + part % PARTS * QUERIES
+    first = tl.load(tile + 1) + (PARTS - 1 - part % PARTS) * QUERIES  # late queries have most keys, so they start first
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
     if first >= count:
@@ -62,34 +58,43 @@ def _paged_attention(
         total = tl.full([ROWS], 1.0, tl.float32)
     mixed = tl.zeros([ROWS, DIM_PADDED], tl.float32)
     position, end = before + query, before + tl.minimum(first + QUERIES, count)
-    begin_masked = (before + first + 1) // SPAN * SPAN
-    if WINDOWED:
-        begin_masked = tl.maximum(_first_key(before + first, window, CHUNKED), 0) // SPAN * SPAN
+    lowest = 0  # the first key that any query attends to
+    begin_unmasked = 0  # all queries attend to the keys from here on ..
+    begin_masked = (before + first + 1) // SPAN * SPAN  # .. to here
     table, offset = tables + request.to(tl.int64) * table_stride, head * (BLOCK_SIZE * HEAD_DIM)
     k_head, v_head = k_cache + offset, v_cache + offset
-    if not WINDOWED:
-        mixed, total, top = _add_keys(
-            mixed, total, top, q, position, k_head, v_head, table, cache_stride, 0, begin_masked, end, scale, window,
-            softcap, capped_scale, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, False, False, CHUNKED, CAPPED,
+    if WINDOWED:
+        lowest = tl.maximum(first_key(before + first, window, CHUNKED), 0)
+        begin_unmasked = (tl.maximum(first_key(end - 1, window, CHUNKED), 0) + SPAN - 1) // SPAN * SPAN
+        begin_unmasked = tl.minimum(begin_unmasked, begin_masked)
+        mixed, total, top = add_keys(
+            mixed, total, top, q, position, k_head, v_head, table, cache_stride, lowest // SPAN * SPAN, begin_unmasked,
+            lowest, end, scale, window, softcap, capped_scale, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, True, True,
+            CHUNKED, CAPPED,
         )  # fmt: skip
-    mixed, total, top = _add_keys(
-        mixed, total, top, q, position, k_head, v_head, table, cache_stride, begin_masked, end, end, scale, window,
-        softcap, capped_scale, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, True, WINDOWED, CHUNKED, CAPPED,
+    mixed, total, top = add_keys(
+        mixed, total, top, q, position, k_head, v_head, table, cache_stride, begin_unmasked, begin_masked, lowest, end,
+        scale, window, softcap, capped_scale, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, False, False, CHUNKED, CAPPED,
+    )  # fmt: skip
+    mixed, total, top = add_keys(
+        mixed, total, top, q, position, k_head, v_head, table, cache_stride, begin_masked, end, lowest, end, scale,
+        window, softcap, capped_scale, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, True, WINDOWED, CHUNKED, CAPPED,
     )  # fmt: skip
     mixed = mixed / total[:, None]
     tl.store(out + token * out_stride + column, mixed.to(out.dtype.element_ty), inside)
 
 
 @jit
-def _add_keys(
+def add_keys(
     mixed: tensor, total: tensor, top: tensor, q: tensor, position: tensor, k_head: tensor, v_head: tensor,
-    table: tensor, cache_stride: tensor, low: tensor, high: tensor, end: tensor, scale: tensor, window: tensor,
-    softcap: tensor, capped_scale: tensor,
+    table: tensor, cache_stride: tensor, low: tensor, high: tensor, lowest: tensor, end: tensor, scale: tensor,
+    window: tensor, softcap: tensor, capped_scale: tensor,
     HEAD_DIM: constexpr, DIM_PADDED: constexpr, BLOCK_SIZE: constexpr, SPAN: constexpr,
     MASKED: constexpr, WINDOWED: constexpr, CHUNKED: constexpr, CAPPED: constexpr,
 ) -> tensor:  # fmt: skip
     """Add the contributions of the keys [low, high) to the running sums, and return the sums.
 
+    `low` is a multiple of SPAN. Keys outside [lowest, end) are not read: their blocks may belong to other requests.
     MASKED may be False only if every query attends to all of these keys, and their number is a multiple of SPAN.
     With CAPPED, scores s become softcap * tanh(s * capped_scale) first.
     """
@@ -99,11 +104,11 @@ def _add_keys(
         if BLOCK_SIZE % SPAN == 0:
             block = tl.load(table + at // BLOCK_SIZE)
         else:
-            block = tl.load(table + key // BLOCK_SIZE, key < end, 0)
+            block = tl.load(table + key // BLOCK_SIZE, (key >= lowest) & (key < end), 0)
         rows = block.to(tl.int64) * cache_stride + key % BLOCK_SIZE * HEAD_DIM
         offsets, inside = rows[:, None] + d, d < HEAD_DIM
         if MASKED:
-            inside = (key < end)[:, None] & inside
+            inside = ((key >= lowest) & (key < end))[:, None] & inside
         k = tl.load(k_head + offsets, inside, 0.0).to(q.dtype)
         v = tl.load(v_head + offsets, inside, 0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -112,7 +117,7 @@ def _add_keys(
         if MASKED:
             is_visible = key[None, :] <= position[:, None]
             if WINDOWED:
-                is_visible = is_visible & (key[None, :] >= _first_key(position, window, CHUNKED)[:, None])
+                is_visible = is_visible & (key[None, :] >= first_key(position, window, CHUNKED)[:, None])
             scores = tl.where(is_visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         weight = tl.exp2(scores * scale - new_top[:, None])
@@ -124,31 +129,25 @@ def _add_keys(
 
 
 @jit
-def _first_key(position: tensor, window: tensor, CHUNKED: constexpr) -> tensor:
+def first_key(position: tensor, window: tensor, CHUNKED: constexpr) -> tensor:
     """Return the first key that a query attends to; a negative one stands for 0."""
     return position // window * window if CHUNKED else position + 1 - window
 
 
-def choose_tile_queries(max_queries: int, group: int) -> int:
-    """Return a fast `block_m` for chunks of up to `max_queries`, with `group` query heads per KV head."""
-    padded = next_power_of_two(group)
-    return max(1, min(max(16, next_power_of_two(max_queries * padded)), MAX_PROGRAM_ROWS) // padded)
-
-
-def make_tiles(query_counts: NDArray[np.integer[Any]], block_m: int = BLOCK_M) -> NDArray[np.int32]:
-    """Return tiles [n, 2] as (row, first query) of at most `block_m` queries, which cover all queries."""
-    tiles = -(-query_counts // block_m)
-    requests = np.repeat(np.arange(len(tiles)), tiles)
-    nth = np.arange(len(requests)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    return np.stack([requests, nth * block_m], axis=1).astype(np.int32)
-
-
 def paged_attention(
-    inputs: AttentionInputs, tiles: Tensor, *, out: Tensor | None = None, block_m: int = BLOCK_M, pdl: bool = False
+    inputs: AttentionInputs,
+    tiles: Tensor,
+    *,
+    out: Tensor | None = None,
+    tile_queries: int = PREFILL_TILE_QUERIES,
+    pdl: bool = False,
+    launch_shape: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
     """Return the result that `OpBackend.paged_attention` describes, written to `out` if given.
 
-    `tiles` come from make_tiles with the same `block_m`, a power of two. A tile with a negative row is padding.
+    `tiles` [n, 2] are (row, first query in its chunk), of `tile_queries` queries each, a power of two. A tile with a
+    negative row is padding. `launch_shape`, (rows, keys per span, warps, pipeline stages), replaces the default for
+    benchmarks.
     """
     qkv, layer, keys, values, metadata = inputs
     q_heads, kv_heads, head_dim, window = layer.q_heads, layer.kv_heads, layer.head_dim, layer.window
@@ -157,9 +156,9 @@ def paged_attention(
     group, dim = q_heads // kv_heads, max(16, next_power_of_two(head_dim))
     padded = next_power_of_two(group)
     exact = torch.float32 in (qkv.dtype, keys.dtype)
-    queries = max(1, min(block_m, _max_tile_rows(dim, exact) // padded))
-    rows, parts = max(16, queries * padded), block_m // queries
-    span, warps, stages = _choose_launch_shape(rows, dim, exact)
+    max_rows, span, warps, stages = launch_shape or _choose_launch_shape(dim, exact)
+    queries = max(1, min(tile_queries, max_rows // padded))
+    rows, parts = max(16, queries * padded), tile_queries // queries
     if len(tiles):
         tables = metadata.block_tables
         _paged_attention[(len(tiles) * parts * kv_heads,)](
@@ -170,19 +169,22 @@ def paged_attention(
             qkv.stride(0), tables.stride(0), keys.stride(0), out.stride(0),
             kv_heads, group, padded, head_dim, dim, keys.shape[2], queries, parts, rows, span, window > 0,
             layer.chunked,
-            layer.softcap > 0, layer.sinks is not None, tl.float32 if exact else tl.bfloat16, pdl,
+            layer.softcap > 0, layer.sinks is not None, choose_product_type(qkv.dtype, keys.dtype), pdl,
             num_warps=warps, num_stages=stages, launch_pdl=pdl,
         )  # fmt: skip
     return out
 
 
-def _max_tile_rows(dim: int, uses_float32: bool) -> int:
-    """Return for how many rows the sums fit into registers; a larger tile is computed in several parts."""
-    return min(MAX_PROGRAM_ROWS, max(16, (4096 if uses_float32 else 16384) // dim))
+def choose_product_type(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
+    """Return the type of the products' factors. Float8 keys become float16, as the device converts them fastest."""
+    if torch.float32 in (dtype, cache_dtype):
+        return tl.float32
+    return tl.float16 if cache_dtype is torch.float8_e4m3fn else tl.bfloat16
 
 
-def _choose_launch_shape(rows: int, dim: int, uses_float32: bool) -> tuple[int, int, int]:
-    """Return (keys per span, warps, pipeline stages) for a launch."""
+def _choose_launch_shape(dim: int, uses_float32: bool) -> tuple[int, int, int, int]:
+    """Return (rows, keys per span, warps, pipeline stages) of a program, whose sums must fit into registers."""
     if uses_float32:  # no tensor cores
-        return 16, (8 if rows * dim > 2048 else 4), 1
-    return (64 if dim <= 128 else 32), (8 if rows >= 128 else 4), 3
+        rows = min(MAX_PROGRAM_ROWS, max(16, 4096 // dim))
+        return rows, 16, (8 if rows * dim > 2048 else 4), 1
+    return MAX_PROGRAM_ROWS, 64, 8, 3 if dim <= 128 else 2

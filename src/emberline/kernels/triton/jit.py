@@ -18,8 +18,8 @@ def jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function)
 
 
-def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return a `jit` whose kernels are not compiled separately for some values of these numbers, as 1 or 16."""
+def jit_without_specializing(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator like `jit`; parameters of these names do not get kernels of their own for special values."""
     return lambda function: triton.jit(function, do_not_specialize=list(names))
 
 

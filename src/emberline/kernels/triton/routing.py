@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language import constexpr, tensor
 
 from emberline.kernels.mixture import Routing
-from emberline.kernels.triton.jit import jit, jit_for_any, next_power_of_two, pdl_trigger_and_wait
+from emberline.kernels.triton.jit import jit, jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
 
 # Up to so many rows, one program selects the experts and sorts the rows; with 16 it takes minutes to compile.
 FUSED_ROWS = (1, 4)
@@ -167,7 +167,7 @@ def _write_order(
     tl.store(order + place + rank, assignment, chosen >= 0)
 
 
-@jit_for_any("rows")
+@jit_without_specializing("rows")
 def _select_rows(
     logits: tensor, correction: tensor, weights_out: tensor, chosen_out: tensor, counts: tensor, rows: tensor,
     scale: tensor,
@@ -191,7 +191,7 @@ def _select_rows(
     tl.store(counts + tl.program_id(0) * EXPERTS_PADDED + number, _count_experts(flat, EXPERTS_PADDED))
 
 
-@jit_for_any("blocks", "assignments")
+@jit_without_specializing("blocks", "assignments")
 def _sort_blocks(
     chosen: tensor, counts: tensor, order: tensor, tile_experts: tensor, tile_counts: tensor, num_tiles: tensor,
     blocks: tensor, assignments: tensor,
@@ -219,7 +219,7 @@ def _sort_blocks(
         places += tl.load(counts + block * BINS + number)
 
 
-@jit_for_any("rows")
+@jit_without_specializing("rows")
 def _select_and_sort(
     logits: tensor, correction: tensor, weights_out: tensor, chosen_out: tensor, order: tensor, tile_experts: tensor,
     tile_counts: tensor, num_tiles: tensor, rows: tensor, scale: tensor,

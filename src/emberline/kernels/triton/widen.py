@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
 
-from emberline.kernels.triton.jit import jit, pdl_trigger_and_wait
+from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
 
 NUM_PROGRAMS = 528  # four for each SM of an H200
 
@@ -14,17 +14,18 @@ NUM_PROGRAMS = 528  # four for each SM of an H200
 @jit
 def _widen(
     k_cache: tensor, v_cache: tensor, keys: tensor, values: tensor, tables: tensor, sources: tensor, count: tensor,
-    cache_stride: tensor, table_stride: tensor, HEADS: constexpr, SIZE: constexpr, PDL: constexpr,
+    cache_stride: tensor, table_stride: tensor, HEADS: constexpr, SIZE: constexpr, SIZE_PADDED: constexpr,
+    PDL: constexpr,
 ) -> None:  # fmt: skip
     pdl_trigger_and_wait(PDL)
-    at = tl.arange(0, SIZE)
+    at = tl.arange(0, SIZE_PADDED)
     for unit in range(tl.program_id(0), tl.load(count) * HEADS, tl.num_programs(0)):
         piece, head = unit // HEADS, unit % HEADS
         row, index = tl.load(sources + 2 * piece).to(tl.int64), tl.load(sources + 2 * piece + 1)
         block = tl.load(tables + row * table_stride + index).to(tl.int64)
         source, target = block * cache_stride + head * SIZE + at, tl.cast(unit, tl.int64) * SIZE + at
-        tl.store(keys + target, tl.load(k_cache + source).to(keys.dtype.element_ty))
-        tl.store(values + target, tl.load(v_cache + source).to(values.dtype.element_ty))
+        tl.store(keys + target, tl.load(k_cache + source, at < SIZE).to(keys.dtype.element_ty), at < SIZE)
+        tl.store(values + target, tl.load(v_cache + source, at < SIZE).to(values.dtype.element_ty), at < SIZE)
 
 
 def widen_blocks(
@@ -48,5 +49,5 @@ def widen_blocks(
     assert k_cache.stride() == v_cache.stride() and k_cache.stride()[1:] == (size * dim, dim, 1)
     _widen[(NUM_PROGRAMS,)](
         k_cache, v_cache, keys, values, tables, sources, count, k_cache.stride(0), tables.stride(0), heads, size * dim,
-        pdl, num_warps=4, launch_pdl=pdl,
+        next_power_of_two(size * dim), pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
