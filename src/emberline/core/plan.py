@@ -21,6 +21,7 @@ class Admission:
     seed: int
 
 
+STATE_GROUP = -1  # in the places of a model's layers: the layer has states instead of keys and values
 PENDING_TOKEN = -1  # stands for a token that the previous step samples or drafts
 
 

@@ -1,11 +1,14 @@
-"""make_kv_shape: the shape of the KV cache that a model needs; reject_latent_attention: where a GPU has none for it."""
+"""make_kv_shape: the shape of the KV cache that a model needs; make_state_shape: that of its recurrent states.
+
+reject_latent_attention and reject_states are for engines that have no memory or kernels for them.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from emberline.core.errors import UnsupportedModel
-from emberline.kv.cache import KVShape
+from emberline.kv.cache import KVShape, StateShape
 from emberline.models.config import ModelConfig
 
 
@@ -22,6 +25,27 @@ def make_kv_shape(config: ModelConfig, block_size: int, dtype: torch.dtype) -> K
             )
     is_latent = config.parts.attention.latent is not None
     return KVShape(config.layers, config.kv_heads, config.head_dim, block_size, dtype, values_in_keys=is_latent)
+
+
+def make_state_shape(config: ModelConfig) -> StateShape | None:
+    """Return the shape of the states of a sequence; None if the model has no recurrent layers."""
+    attention = config.parts.attention
+    if (sizes := attention.state) is None:
+        return None
+    return StateShape(
+        layers=len(attention.state_layers),
+        conv_rows=sizes.conv_kernel - 1,
+        conv_channels=sizes.conv_channels,
+        heads=sizes.value_heads,
+        key_dim=sizes.key_dim,
+        value_dim=sizes.value_dim,
+    )
+
+
+def reject_states(config: ModelConfig, what: str, hint: str) -> None:
+    """Raise UnsupportedModel for a model with recurrent layers, which `what` does not support."""
+    if config.parts.attention.state is not None:
+        raise UnsupportedModel(f"{config.model_type} has recurrent layers, which {what} does not support", hint=hint)
 
 
 def reject_latent_attention(config: ModelConfig) -> None:

@@ -5,7 +5,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 # Which layers have experts: all; every decoder_sparse_step-th except mlp_only_layers; those after the first
@@ -116,6 +116,7 @@ QWEN2_MOE = ExpertsSpec(
 QWEN3_MOE = ExpertsSpec(
     (name_each_expert(), name_all_experts()), "moe_intermediate_size", "norm_topk_prob", layer_rule="step"
 )
+QWEN3_5_MOE = replace(QWEN2_MOE, renormalised=True, layer_rule="all")
 OLMOE = ExpertsSpec((name_each_expert(), name_all_experts()), "intermediate_size", "norm_topk_prob")
 GRANITE_TENSORS = (
     ExpertTensors(

@@ -1,0 +1,79 @@
+"""Tiny random checkpoints of Qwen3-Next and Qwen3.5, written by transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BASE: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 256, "intermediate_size": 80, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS |= {"shared_expert_intermediate_size": 20}
+LINEAR, FULL = "linear_attention", "full_attention"
+# The class, and what differs from BASE. Widths are such that kernels compute whole vectors, single ones and single
+# numbers.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "next": ("Qwen3Next", EXPERTS),
+    "next-mixed": (
+        "Qwen3Next",
+        EXPERTS
+        | {
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "layer_types": [FULL, LINEAR, FULL, LINEAR],
+            "linear_conv_kernel_dim": 2,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "attention_bias": True,
+            "num_key_value_heads": 6,
+        },
+    ),
+    "next-sparse-step": ("Qwen3Next", EXPERTS | {"decoder_sparse_step": 2, "linear_num_key_heads": 1}),
+    "dense": ("Qwen3_5", {"linear_value_head_dim": 134, "linear_key_head_dim": 17, "tie_word_embeddings": True}),
+    "dense-wide-rotation": (
+        "Qwen3_5",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": [LINEAR, FULL, LINEAR],
+            "linear_conv_kernel_dim": 1,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+            },
+        },
+    ),
+    "moe": ("Qwen3_5Moe", EXPERTS | {"linear_conv_kernel_dim": 6, "num_key_value_heads": 1}),
+}  # fmt: skip
+
+
+def write(directory: Path, name: str, **changes: Any) -> Any:
+    """Write a checkpoint and return the model of transformers. `changes`: other values of its config."""
+    transformers = pytest.importorskip("transformers")
+    family, fields = CASES[name]
+    config_name = "Qwen3NextConfig" if family == "Qwen3Next" else f"{family}TextConfig"
+    config = getattr(transformers, config_name)(**BASE | fields | changes, attn_implementation="eager")
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    randomize(model)
+    model.save_pretrained(directory)
+    return model
+
+
+def randomize(model: Any) -> None:
+    """Set all weights of a model of transformers."""
+    random = torch.Generator().manual_seed(1)
+    for part, tensor in model.state_dict().items():
+        values = torch.randn(tensor.shape, generator=random)
+        if "A_log" in part or "dt_bias" in part:
+            tensor.copy_(values)
+        elif "norm" in part:
+            tensor.copy_(values * 0.2 + ("linear_attn.norm" in part))
+        else:
+            tensor.copy_(values * 2.0 / tensor.shape[-1] ** 0.5)
