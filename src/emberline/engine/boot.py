@@ -25,6 +25,7 @@ from emberline.engine.speculation.draft_cache import make_draft_cache, share_cac
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.make_drafter import make_drafter
+from emberline.engine.state_memory import allocate_states, without_unsupported_settings
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
@@ -156,6 +157,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     torch.set_num_threads(1 if backend.library else threads)
     kernels = time.perf_counter()
     checkpoint = Checkpoint.open(Path(config.model))
+    config = without_unsupported_settings(config, ModelConfig.from_checkpoint(checkpoint))
     model = load_checkpoint(checkpoint, config.dtype, config.requested_context)
     loaded = time.perf_counter()
     scheduler = config.scheduler.for_model(model.context)
@@ -164,24 +166,27 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         config.speculation, model, Path(config.model), lambda checkpoint: Weights(checkpoint, draft_dtype)
     )
     groups = _choose_layer_groups(config, model, draft_model)
+    memory_bytes = share_cache_memory(
+        config.kv_cache.kv_memory or default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2,
+        model.config,
+        draft_model,
+    )
+    states = allocate_states(model.config, memory_bytes, scheduler.max_running)
     cache = allocate_cache(
         model,
         groups=groups,
         dtype=_choose_kv_dtype(config.kv_cache.kv_dtype, model.dtype),
         block_size=scheduler.block_size,
-        memory_bytes=share_cache_memory(
-            config.kv_cache.kv_memory or default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2,
-            model.config,
-            draft_model,
-        ),
+        memory_bytes=memory_bytes - (0 if states is None else states.num_bytes),
         max_tokens=_max_kv_tokens(config, model.context),
         uses_shared_memory=config.transfer is not None,
     )
     eos = frozenset(model.config.eos)
     draft_runner = None if draft_model is None else DraftRunner(draft_model, make_draft_cache(draft_model, cache))
     runner = TorchRunner(
-        model, cache, eos, lambda: _make_grammar_compiler(Path(config.model), model.config), draft_runner, groups
-    )
+        model, cache, eos, lambda: _make_grammar_compiler(Path(config.model), model.config), draft_runner, groups,
+        states,
+    )  # fmt: skip
     tiers = _make_tiers(config, runner.layout, cache.shape, backend.library) if config.tiers.has_tiers else None
     endpoint = None
     if config.transfer is not None and (segment := cache.segment) is not None:
@@ -196,7 +201,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         max_context=engine.max_context,
         kv_tokens=cache.num_blocks // len(groups.windows) * scheduler.block_size,  # of any requests, also short ones
         weight_bytes=model.weight_bytes,
-        kv_bytes=cache.num_blocks * cache.shape.block_bytes,
+        kv_bytes=cache.num_blocks * cache.shape.block_bytes + (0 if states is None else states.num_bytes),
         kernels=str(backend),
         seconds={"kernels": kernels - began, "weights": loaded - kernels, "cache": planned - loaded},
         device="cpu",
@@ -210,6 +215,8 @@ def _choose_layer_groups(config: EngineConfig, model: DecoderModel, draft_model:
     """Return which layers share block tables.
 
     All do if blocks are copied to tiers or other engines, or shared by a draft model, which need one table."""
+    if model.config.parts.attention.state_layers:
+        return LayerGroups.with_states(model.config.layers, model.config.parts.attention.state_layers)
     if config.tiers.has_tiers or config.transfer is not None or draft_model is not None:
         return LayerGroups.single(model.config.layers)
     return LayerGroups.for_windows([0 if window >= model.context else window for window in model.config.windows])

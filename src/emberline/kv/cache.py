@@ -92,6 +92,10 @@ class StateCache:
         self.conv = _zeroed_tensor(conv, torch.float32, "cpu") if shape.conv_rows else torch.zeros(conv)
         self.matrices = _zeroed_tensor(matrices, torch.float32, "cpu")
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * self.shape.slot_bytes
+
     def copy_slot(self, source: int, target: int) -> None:
         self.conv[:, target] = self.conv[:, source]
         self.matrices[:, target] = self.matrices[:, source]

@@ -110,7 +110,7 @@ def boot_gpu(
     `load_draft`: loads the draft model, if the settings name one."""
     assert (build_tiers is not None) == settings.tiers.has_tiers
     assert (build_endpoint is not None) == (settings.transfer is not None)
-    kv_shape.reject_latent_attention(config)
+    kv_shape.reject_cpu_only_attention(config)
     began = time.perf_counter()
     device = device or CudaDevice()
     model = load_model(config, weights, context)
