@@ -60,5 +60,5 @@ def build_forward_batch(
         places=() if groups is None or groups.is_single else groups.places,
         conv_states=None if states is None else states.conv,
         matrix_states=None if states is None else states.matrices,
-        state_slots=None if states is None else torch.tensor([w.state.slot for w in work if w.state], dtype=torch.int32),
+        state_slots=torch.tensor([w.state.slot for w in work if w.state is not None], dtype=torch.int32),
     )

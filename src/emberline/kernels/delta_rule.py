@@ -68,9 +68,7 @@ def convolve(x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:
     for slot, begin, end, is_new in _iter_sequences(states):
         before = states.conv[slot]
         rows = torch.cat([torch.zeros_like(before) if is_new else before, x[begin:end]])
-        y[begin:end] = sum(
-            weight * rows[at : at + end - begin] for at, weight in enumerate(layer.conv_weight)
-        )  # fmt: skip
+        y[begin:end] = sum(weight * rows[at : at + end - begin] for at, weight in enumerate(layer.conv_weight))
         states.conv[slot] = rows[len(rows) - kernel + 1 :]
     return F.silu(y)
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from emberline.kernels import delta_rule
 from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
@@ -24,7 +25,6 @@ from emberline.kernels.arguments import (
     LinearOutput,
     PositionShift,
 )
-from emberline.kernels import delta_rule
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert

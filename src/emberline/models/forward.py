@@ -45,7 +45,7 @@ class ForwardBatch:
     # Such a layer has the group STATE_GROUP in `places`, and its index among them.
     conv_states: Tensor | None = None  # [layers, slots, kernel - 1, channels] float32
     matrix_states: Tensor | None = None  # [layers, slots, heads, key size, value size] float32
-    state_slots: Tensor | None = None  # [B] int32
+    state_slots: Tensor | None = None  # [B] int32; without states, [0]
 
     def layer_views(self, layers: int) -> Iterator[tuple[ForwardBatch, Tensor, Tensor]]:
         """Yield for each layer the batch with its block tables, and its keys and values in the cache, or its states."""

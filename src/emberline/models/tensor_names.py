@@ -14,8 +14,8 @@ from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.weights import Weights, format_names
 
-# Of older checkpoints: the rotary frequencies, which are computed from config.json. Of Qwen3-Next and Qwen3.5: layers for
-# multi-token prediction.
+# Of older checkpoints: the rotary frequencies, which are computed from config.json. Of Qwen3-Next and Qwen3.5: layers
+# for multi-token prediction.
 IGNORABLE_TENSORS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq|mtp\..*"
 
 
