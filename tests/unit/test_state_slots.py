@@ -32,12 +32,13 @@ class FakeStateRunner(FakeRunner):
     def run(self, plan: StepPlan) -> StepResult:
         items = [(work, work.state) for work in plan.work if work.state is not None]
         assert len(items) == len(plan.work) and len({state.slot for _, state in items}) == len(items)
+        known = {each.id: each.tokens for each in (*self._admissions.values(), *plan.admitted)}
         for _, state in items:
             if state.load_from is not None:
                 self._states[state.slot] = self._states[state.load_from]
         for work, state in items:
             before = self._states[state.slot] if work.start else []
-            tokens = next((a.tokens for a in plan.admitted if a.id == work.id), None) or self._admissions[work.id].tokens
+            tokens = known[work.id]
             assert len(before) == work.start, "not the state after the tokens before"
             assert before[: len(tokens)] == tokens[: work.start]
             self._states[state.slot] = [*before, *work.tokens]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -183,10 +184,8 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     )
     eos = frozenset(model.config.eos)
     draft_runner = None if draft_model is None else DraftRunner(draft_model, make_draft_cache(draft_model, cache))
-    runner = TorchRunner(
-        model, cache, eos, lambda: _make_grammar_compiler(Path(config.model), model.config), draft_runner, groups,
-        states,
-    )  # fmt: skip
+    make_compiler = partial(_make_grammar_compiler, Path(config.model), model.config)
+    runner = TorchRunner(model, cache, eos, make_compiler, draft_runner, groups, states)
     tiers = _make_tiers(config, runner.layout, cache.shape, backend.library) if config.tiers.has_tiers else None
     endpoint = None
     if config.transfer is not None and (segment := cache.segment) is not None:

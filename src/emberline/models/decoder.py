@@ -145,6 +145,10 @@ class DecoderModel:
             final_norm=None if is_rms else norm,
         )
 
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].attention.qkv.weight.data.device
+
     def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [S, vocab] of `batch.logit_rows`.
 

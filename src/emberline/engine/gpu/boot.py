@@ -245,7 +245,7 @@ def _tune_matrix_products(model: DecoderModel, settings: EngineConfig) -> float:
     """Find the fastest matrix product kernel for each number of tokens; return the seconds spent.
 
     Measurements of an earlier start are reused. Without a GPU or captured graphs, nothing is measured."""
-    if model.layers[0].attention.layer.cos_sin.device.type != "cuda" or not settings.gpu.graphs:
+    if model.device.type != "cuda" or not settings.gpu.graphs:
         return 0.0
     from emberline.kernels import tuning
 
