@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def make_config(name: str) -> dict[str, Any]:
+    """Return the config.json of a case."""
+    family, fields = CASES[name]
+    kinds = {"Qwen3Next": "qwen3_next", "Qwen3_5": "qwen3_5_text", "Qwen3_5Moe": "qwen3_5_moe_text"}
+    return BASE | fields | {"model_type": kinds[family], "architectures": [f"{family}ForCausalLM"]}
+
+
 def write(directory: Path, name: str, **changes: Any) -> Any:
     """Write a checkpoint and return the model of transformers. `changes`: other values of its config."""
     transformers = pytest.importorskip("transformers")
@@ -86,3 +94,28 @@ def randomize(model: Any) -> None:
             tensor.copy_(values * 0.2 + ("linear_attn.norm" in part))
         else:
             tensor.copy_(values * 2.0 / tensor.shape[-1] ** 0.5)
+
+
+def write_with_images(directory: Path, name: str) -> Any:
+    """Write a checkpoint as Qwen3.5 is published: with an image encoder and layers for multi-token prediction."""
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import load_file, save_file
+
+    family, fields = CASES[name]
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 48}
+    vision |= {"patch_size": 4, "num_position_embeddings": 16}
+    config = getattr(transformers, f"{family}Config")(
+        text_config=BASE | fields, vision_config=vision, tie_word_embeddings=fields.get("tie_word_embeddings", False)
+    )
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    randomize(model)
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    assert any(part.startswith("model.visual.") for part in tensors)
+    tensors["mtp.fc.weight"] = torch.ones(2, 2)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    published = json.loads((directory / "config.json").read_text())
+    published["text_config"] |= {"attn_output_gate": True, "mtp_num_hidden_layers": 1, "mlp_only_layers": []}
+    published["text_config"] |= {"mamba_ssm_dtype": "float32", "mtp_use_dedicated_embeddings": False}
+    (directory / "config.json").write_text(json.dumps(published))
+    return model

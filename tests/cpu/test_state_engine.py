@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
+import tiny
 import tiny_delta
 import torch
 from engine_runs import run_engine
 from paged_model import Cache
 
-from emberline.core.engine_config import SchedulerConfig
+from emberline.cli.__main__ import main
+from emberline.core.engine_config import EngineConfig, SchedulerConfig, TransferConfig
+from emberline.core.errors import ModelError, UnsupportedModel
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
+from emberline.drafter.target import TargetStates
+from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
+from emberline.engine.gpu.boot import boot_gpu
 from emberline.engine.kv_shape import make_state_shape
 from emberline.engine.runner import TorchRunner
+from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape, StateCache
 from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.state_manager import StateKVManager
+from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.loader import load_decoder
+from emberline.models.weights import Weights
 
 BLOCK, CONTEXT = 8, 256
 Tokens = dict[tuple[str, int], list[int]]
@@ -166,3 +179,81 @@ def test_an_aborted_request_frees_its_slot(model: DecoderModel) -> None:
         e.abort(submission.id)
     run_engine(e, [])
     assert states_of(e).states.num_free + states_of(e).states.num_snapshots == 2
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("served")
+    tiny_delta.write(directory, "next")
+    return directory
+
+
+def test_a_booted_engine_keeps_states_within_its_memory(directory: Path) -> None:
+    settings = {"device": "cpu", "block_size": 8, "kv_memory": 1 << 20, "max_running": 8, "threads": 1}
+    loaded = boot(EngineConfig.build(str(directory), **settings))
+    runner, slots = loaded.engine.runner, states_of(loaded.engine).states
+    assert isinstance(runner, TorchRunner) and runner.states is not None
+    assert slots.total == runner.states.num_slots == 24 and runner.states.num_bytes == 24 * 8928
+    assert loaded.kv_bytes == runner.states.num_bytes + runner.cache.num_blocks * runner.cache.shape.block_bytes
+    assert (1 << 20) - runner.cache.shape.block_bytes < loaded.kv_bytes <= 1 << 20
+    prompt = [5 + i % 80 for i in range(75)]
+    expected = list(prompt)
+    for _ in range(6):
+        expected.append(int(Cache(runner.model, [expected]).step([len(expected)])[-1].argmax()))
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    assert run_engine(loaded.engine, [Submission("r", prompt, params)])["r"] == expected[75:]
+    assert run_engine(loaded.engine, [Submission("r2", prompt, params)])["r2"] == expected[75:]
+    assert loaded.engine.stats().prefix_hits == 72
+    few = boot(EngineConfig.build(str(directory), **settings | {"kv_memory": 40_000}))
+    assert states_of(few.engine).states.total == 2
+    with pytest.raises(ModelError, match=r"30000 bytes, of which half are for recurrent states: 1 of 8928 bytes"):
+        boot(EngineConfig.build(str(directory), **settings | {"kv_memory": 30_000}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"speculate": "ngram"}, "qwen3_next has recurrent layers, which --speculate ngram does not support"),
+        ({"kv_host_memory": 1 << 20}, "--kv-host-memory"),
+        ({"kv_disk": "/nowhere", "kv_disk_size": 1 << 20}, "--kv-disk"),
+        ({"kv_store": "127.0.0.1:1"}, "--kv-store"),
+        ({"transfer": TransferConfig("w")}, "a prefill or decode worker"),
+    ],
+)
+def test_settings_that_need_movable_states_are_refused(directory: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=words):
+        boot(EngineConfig.build(str(directory), device="cpu", kv_memory=1 << 20, **settings))
+
+
+def test_transfers_that_are_not_required_are_off(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    transfer = TransferConfig("w", required=False)
+    config = EngineConfig.build(str(directory), device="cpu", kv_memory=1 << 20, threads=1, transfer=transfer)
+    engine = boot(config).engine
+    assert engine.transfer_endpoint is None
+    assert "KV transfer is off, moved requests compute their prompt again: model_type=qwen3_next" in caplog.text
+    moved = Submission("r", [5, 6, 7], SamplingParams(max_tokens=4, temperature=0.0), source={"some": "ticket"})
+    plain = Submission("p", [5, 6, 7], SamplingParams(max_tokens=4, temperature=0.0))
+    tokens = run_engine(engine, [moved, plain])
+    assert tokens["r"] == tokens["p"]
+
+
+def test_a_gpu_and_drafts_refuse_states(directory: Path, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(directory)
+    config, weights = ModelConfig.from_checkpoint(checkpoint), Weights(checkpoint)
+    with pytest.raises(UnsupportedModel, match="qwen3_next has recurrent layers, which a GPU does not support"):
+        boot_gpu(config, weights, context=64, settings=EngineConfig.build(str(directory)))
+    target = tiny.write(tmp_path / "target")
+    settings = EngineConfig.build(str(target), device="cpu", kv_memory=1 << 20, speculate=f"draft:{directory}")
+    with pytest.raises(UnsupportedModel, match="which a draft model does not support"):
+        boot(settings)
+    with pytest.raises(UnsupportedModel, match="which emberline drafter does not support"):
+        TargetStates(load_decoder(directory), (1,), 64)
+
+
+def test_doctor_counts_states(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", str(directory)]) in (0, 1)
+    printed = capsys.readouterr().out
+    assert re.search(r"kv cache +0\.[13] kB per token", printed)  # of the only layer with keys and values
+    assert "0.01 MB for each running request and each snapshot" in printed
+    main(["doctor", "--model", str(directory), "--gpu-memory", "80G"])
+    assert "which a GPU does not support" in capsys.readouterr().out
