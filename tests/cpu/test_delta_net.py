@@ -88,18 +88,20 @@ def test_sizes_of_states() -> None:
         ({"linear_conv_kernel_dim": "4"}, "linear_conv_kernel_dim is '4'; it must be a whole number"),
         ({"attn_output_gate": False}, "attn_output_gate"),
         ({"linear_gate_rank": 8}, "linear_gate_rank"),
+        ({"norm_topk_prob": False}, "sets norm_topk_prob to 'False' for qwen3_5_moe_text: only True is supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.1}}, "partial_rotary_factor is '0.1'"),
     ],
 )
 def test_bad_configs(changes: dict[str, Any], words: str) -> None:
-    config = {name: value for name, value in (tiny_delta.make_config("next") | changes).items() if value is not None}
+    name = "moe" if "norm_topk_prob" in changes else "next"
+    config = {name: value for name, value in (tiny_delta.make_config(name) | changes).items() if value is not None}
     with pytest.raises(ModelError, match=words):
         ModelConfig.from_hf(config)
 
 
 def test_fields_of_recurrent_layers_are_unknown_elsewhere() -> None:
     config = tiny_delta.make_config("next") | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
-    with pytest.raises(UnsupportedModel, match="config.json sets"):
+    with pytest.raises(UnsupportedModel, match="the field is not known for this model type"):
         ModelConfig.from_hf(config)
 
 

@@ -26,7 +26,7 @@ QWEN3_CODER = XmlStyle(
         trims_lines=True,
     ),
     template_signs=(("<function=", "<parameter="),),
-    model_types=("qwen3_5", "qwen3_5_moe"),
+    model_types=("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 SEED = replace(
     QWEN3_CODER,
