@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import tiny_delta
 import torch
 from paged_model import Cache, assert_close, prompts
@@ -100,9 +101,11 @@ def test_bad_configs(changes: dict[str, Any], words: str) -> None:
 
 
 def test_fields_of_recurrent_layers_are_unknown_elsewhere() -> None:
-    config = tiny_delta.make_config("next") | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
-    with pytest.raises(UnsupportedModel, match="the field is not known for this model type"):
-        ModelConfig.from_hf(config)
+    for model_type, name in (("olmo2", "Olmo2"), ("llama", "Llama")):  # one of these accepts fields of no family
+        config = tiny.config("llama", linear_num_key_heads=2)
+        config |= {"model_type": model_type, "architectures": [f"{name}ForCausalLM"]}
+        with pytest.raises(UnsupportedModel, match="sets linear_num_key_heads to '2' for"):
+            ModelConfig.from_hf(config)
 
 
 def test_the_rule_in_torch() -> None:

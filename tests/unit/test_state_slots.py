@@ -80,7 +80,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     requests=REQUESTS,
     blocks=st.integers(45, 160),

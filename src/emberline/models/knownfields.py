@@ -102,6 +102,7 @@ def _family_fields() -> set[str]:
     """Return the fields that change the arithmetic of some strict family and that Llama has not."""
     strict = [arch for arch in ARCHITECTURES.values() if arch.is_strict]
     others = {"no_rope_layers", "use_bidirectional_attention", "attn_logit_softcapping"}
+    others |= STATE_FIELDS - WINDOW_FIELDS
     plain = {"attention_bias", "mlp_bias", "use_sliding_window", "intermediate_size", "hidden_act", "rms_norm_eps"}
     plain |= {"layer_norm_eps", "rope_theta", "hidden_activation", "sliding_window_pattern"}
     plain |= {"qkv_bias", "num_nextn_predict_layers", "moe_intermediate_size"}
