@@ -312,7 +312,9 @@ def _check_gpu_memory(
 ) -> Iterator[DoctorFinding]:
     """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses."""
     from emberline.engine import memory
-    from emberline.engine.kv_shape import make_state_shape, reject_cpu_only_attention
+    from emberline.engine.model_support import reject_cpu_only_attention
+    from emberline.models.config_outline import outline_of
+    from emberline.models.kv_groups import group_layers
     from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
 
     settings = _plan_settings(args)
@@ -323,9 +325,10 @@ def _check_gpu_memory(
     if gpu_bytes is None and len(set(config.windows)) > 1:
         per_context += " without attention windows, at most"
     yield DoctorFinding("  kv cache", f"{token_bytes / 1e3:.1f} kB per token, {per_context} ({kv_dtype})")
-    if (states := make_state_shape(config)) is not None:
-        size = f"{states.slot_bytes / 1e6:.2f} MB for each running request and each snapshot of a prefix"
-        yield DoctorFinding("  states", f"{size}, at most half of the KV cache's memory (float32)")
+    groups = group_layers(outline_of(config), "float32", settings.scheduler.block_size)
+    if size := sum(group.bytes_per_sequence for group in groups):
+        each = f"{size / 1e6:.2f} MB for each running request and each snapshot of a prefix"
+        yield DoctorFinding("  states", f"{each}, at most half of the KV cache's memory (float32)")
     if gpu_bytes is not None:
         reject_cpu_only_attention(config)
     else:

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.engine.kv_shape import make_kv_shape, reject_states
+from emberline.engine.kv_shape import make_kv_shape
+from emberline.engine.model_support import reject_states
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import DecoderModel

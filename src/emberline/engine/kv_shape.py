@@ -1,7 +1,4 @@
-"""make_kv_shape: the shape of the KV cache that a model needs; make_state_shape: that of its recurrent states.
-
-reject_cpu_only_attention and reject_states are for engines that have no kernels or memory for them.
-"""
+"""make_kv_shape: the shape of the KV cache that a model needs; make_state_shape: that of its recurrent states."""
 
 from __future__ import annotations
 
@@ -40,17 +37,3 @@ def make_state_shape(config: ModelConfig) -> StateShape | None:
         key_dim=sizes.key_dim,
         value_dim=sizes.value_dim,
     )
-
-
-def reject_states(config: ModelConfig, what: str, hint: str) -> None:
-    """Raise UnsupportedModel for a model with recurrent layers, which `what` does not support."""
-    if config.parts.attention.state is not None:
-        raise UnsupportedModel(f"{config.model_type} has recurrent layers, which {what} does not support", hint=hint)
-
-
-def reject_cpu_only_attention(config: ModelConfig) -> None:
-    """Raise UnsupportedModel for a model with latent attention or recurrent layers, which no GPU kernel supports."""
-    reject_states(config, "a GPU", "use --device cpu")
-    if config.parts.attention.latent is not None:
-        message = f"{config.model_type} has latent attention, which is only supported on the CPU"
-        raise UnsupportedModel(message, hint="use --device cpu")

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import ModelError
-from emberline.engine.kv_shape import make_state_shape, reject_states
+from emberline.engine.kv_shape import make_state_shape
+from emberline.engine.model_support import reject_states
 from emberline.kv.cache import StateCache, StateShape
 from emberline.models.config import ModelConfig
 

@@ -24,7 +24,7 @@ from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.plan import PENDING_TOKEN, Admission, StepPlan, StepResult, WorkItem
 from emberline.core.request import Submission
-from emberline.engine import kv_shape, memory
+from emberline.engine import kv_shape, memory, model_support
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import CudaDevice, Device
 from emberline.engine.gpu.draft_boot import load_on_device, measure_draft_model
@@ -110,7 +110,7 @@ def boot_gpu(
     `load_draft`: loads the draft model, if the settings name one."""
     assert (build_tiers is not None) == settings.tiers.has_tiers
     assert (build_endpoint is not None) == (settings.transfer is not None)
-    kv_shape.reject_cpu_only_attention(config)
+    model_support.reject_cpu_only_attention(config)
     began = time.perf_counter()
     device = device or CudaDevice()
     model = load_model(config, weights, context)

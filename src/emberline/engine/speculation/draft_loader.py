@@ -9,7 +9,7 @@ from typing import Any
 from emberline.core.engine_config import SpeculationConfig
 from emberline.core.errors import UnsupportedModel
 from emberline.core.jsonfile import read_object
-from emberline.engine.kv_shape import reject_states
+from emberline.engine.model_support import reject_states
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.source import resolve_model
 from emberline.models.config import ModelConfig
