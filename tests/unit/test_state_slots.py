@@ -139,6 +139,7 @@ def test_a_snapshot_without_its_blocks_is_dropped() -> None:
     run(engine, "a", list(range(70)))
     assert slots_of(engine).num_snapshots == 1
     run(engine, "b", [500 + i for i in range(90)])  # evicts blocks of a, the last first
+    assert slots_of(engine).num_snapshots == 1
     assert run(engine, "a2", list(range(70))) == 0
     assert slots_of(engine).num_free + slots_of(engine).num_snapshots == 8
 
@@ -183,6 +184,20 @@ def test_a_snapshot_stays_until_it_was_copied() -> None:
     assert slots.can_admit and slots.take_load("b") is None
     slots.forget_prefix(b"h")
     assert slots.num_free == 1
+    slots.check_invariants()
+
+
+def test_a_snapshot_that_another_request_used_is_not_replaced() -> None:
+    slots = StateSlots(6)
+    slots.admit("a", None)
+    for number, (digest, kept) in enumerate([(b"1", 1), (b"2", 1), (b"3", 2)], 1):
+        slots.plan_snapshot("a", digest, 8 * number, replaces=True)
+        slots.commit_snapshot("a", 8 * number)
+        assert slots.num_snapshots == kept
+        if number == 2:
+            slots.admit("b", digest)
+            slots.take_load("b")
+    assert [slots.longest_prefix([digest]) for digest in (b"1", b"2", b"3")] == [0, 1, 1]
     slots.check_invariants()
 
 
