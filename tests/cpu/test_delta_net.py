@@ -13,8 +13,11 @@ import tiny_delta
 import torch
 from paged_model import Cache, assert_close, prompts
 
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import ModelError, UnsupportedModel
 from emberline.engine import memory
+from emberline.engine.gpu_plan import plan_gpus
+from emberline.engine.gpu_set import GPUSet
 from emberline.engine.kv_shape import make_state_shape
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
@@ -73,6 +76,19 @@ def test_sizes_of_states() -> None:
     cache.conv[:, 3], cache.matrices[:, 3] = 1.5, 2.5
     cache.copy_slot(3, 0)
     assert cache.conv[:, 0].eq(1.5).all() and cache.matrices[:, 0].eq(2.5).all() and not cache.conv[:, 1].any()
+
+
+def test_plan_of_quantised_weights() -> None:
+    """What the outer config says of weights counts for the language model."""
+    text = {name: value for name, value in tiny_delta.make_config("moe").items() if name != "architectures"}
+    outer = {"model_type": "qwen3_5_moe", "text_config": text, "tie_word_embeddings": True}
+    quantised = {"quant_method": "fp8", "modules_to_not_convert": ["linear_attn", "self_attn", "shared_expert"]}
+    plan = plan_gpus(
+        outer | {"quantization_config": quantised}, GPUSet.parse("1xH200"), EngineConfig.build("").with_gpu_defaults()
+    )
+    formats = {share.kind: share.format for share in plan.weights}
+    assert formats["routed experts"] == "fp8" and formats["attention"] == "bf16" and "head" not in formats
+    assert [group.kind for group in plan.groups] == ["state", "full"]
 
 
 @pytest.mark.parametrize(

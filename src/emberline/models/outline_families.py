@@ -94,8 +94,7 @@ def select_planned_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if model_type not in TEXT_MODEL_TYPES or not fields.has_field("text_config"):
         return {**config, "model_type": TEXT_MODEL_TYPES.get(model_type, model_type)}
     text = fields.section("text_config").values
-    names = () if TEXT_MODEL_TYPES[model_type] in ARCHITECTURES else SHARED_FIELDS
-    shared = {name: config[name] for name in names if name in config}
+    shared = {name: config[name] for name in SHARED_FIELDS if name in config}
     return {**shared, **text, "model_type": TEXT_MODEL_TYPES[model_type], "architectures": None}
 
 
