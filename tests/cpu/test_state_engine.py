@@ -52,7 +52,7 @@ def make_engine(
     c, shape = model.config, make_state_shape(model.config)
     assert shape is not None
     groups = LayerGroups.with_states(c.layers, c.parts.attention.state_layers)
-    cache = KVCache(KVShape(groups.block_layers, c.kv_heads, c.head_dim, BLOCK, torch.bfloat16), blocks)
+    cache = KVCache(KVShape(groups.block_layers, c.kv_heads, c.head_dim, BLOCK, torch.float32), blocks)
     states = StateCache(shape, slots)
     states.conv.fill_(float("nan"))  # a new request must not read what its slot contained
     states.matrices.fill_(float("nan"))

@@ -54,7 +54,8 @@ def without_unsupported_settings(config: EngineConfig, model: ModelConfig) -> En
     if config.transfer is None:
         return config
     if config.transfer.required:
-        reject_states(model, "a prefill or decode worker", "use --role both: moved requests compute their prompt again")
+        hint = "use --role both without --kv-port: moved requests then compute their prompt again"
+        reject_states(model, "a prefill or decode worker", hint)
     log.warning("KV transfer is off, moved requests compute their prompt again: model_type=%s reason=%s",
                 model.model_type, "recurrent states cannot be copied between workers")  # fmt: skip
     return replace(config, transfer=None)
