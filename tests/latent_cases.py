@@ -11,11 +11,10 @@ from torch import Tensor
 
 from emberline.kernels import worklist
 from emberline.kernels.arguments import AttentionLayer, AttentionMetadata, LatentInputs, LatentLayer
-from emberline.kernels.attention_plan import AttentionPlan, count_decode_keys, pad_tiles, shift_rows
+from emberline.kernels.attention_plan import AttentionPlan, count_decode_keys, make_prefill_tiles, pad_tiles
 from emberline.kernels.cuda.decode import DeviceWorkList
 from emberline.kernels.cuda.hopper_backend import HopperBackend
 from emberline.kernels.cuda.latent import latent_attention
-from emberline.kernels.cuda.prefill import make_tiles
 from emberline.kernels.latent_plan import ContextPass, LatentPlan, LatentScratch
 from emberline.kernels.latent_planner import split_context
 
@@ -110,7 +109,7 @@ class LatentCase:
         passes = tuple(ContextPass(*(torch.from_numpy(part).to(device) for part in one)) for one in split)
         has_context = bool((context[rows:] > 0).any()) and not passes
         limit = torch.tensor([int(counts.sum()) if has_context else decode_tokens], dtype=torch.int32, device=device)
-        tiles = shift_rows(make_tiles(chunks, context[rows:]), rows)
+        tiles = make_prefill_tiles(context, counts, rows)
         tiles = pad_tiles(tiles, len(tiles) + 2 * is_captured)
         capacity = worklist.max_work_items(rows, 1, sms)
         places = (capacity + rows) * max_queries * heads

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from emberline.engine.kv_shape import make_state_shape
 from emberline.kernels import ops
+from emberline.kv.cache import StateCache
+from emberline.kv.layer_groups import LayerGroups
 from emberline.models.decoder import DecoderModel
 from emberline.models.forward import ForwardBatch
 
@@ -23,7 +27,13 @@ class Cache:
     def __init__(self, model: DecoderModel, tokens: list[list[int]], seed: int = 0) -> None:
         c = model.config
         self.model, self.tokens, self.done = model, tokens, [0] * len(tokens)
-        self.keys = torch.full((c.layers, BLOCKS, c.kv_heads, BLOCK, c.head_dim), float("nan"))
+        self.groups = LayerGroups.with_states(c.layers, c.parts.attention.state_layers)
+        self.keys = torch.full((self.groups.block_layers, BLOCKS, c.kv_heads, BLOCK, c.head_dim), float("nan"))
+        shape = make_state_shape(c)
+        self.states = None if shape is None else StateCache(shape, len(tokens) + 2)
+        if self.states is not None:
+            self.states.conv.fill_(float("nan"))
+            self.states.matrices.fill_(float("nan"))
         self.values = self.keys.clone() if c.parts.attention.latent is None else self.keys[..., :0]
         free = random.Random(seed).sample(range(BLOCKS), BLOCKS)
         self.tables = [[free.pop() for _ in range(-(-len(ids) // BLOCK))] for ids in tokens]
@@ -50,6 +60,15 @@ class Cache:
             keys=self.keys,
             values=self.values,
         )
+        if self.states is not None:
+            slots = torch.tensor([b + 1 for b in batch], dtype=torch.int32)
+            f = replace(
+                f,
+                places=self.groups.places,
+                conv_states=self.states.conv,
+                matrix_states=self.states.matrices,
+                state_slots=slots,
+            )
         for b in batch:
             self.done[b] += counts[b]
         return self.model.forward(f)

@@ -52,7 +52,7 @@ THINK = ReasoningStyle(
     "think",
     "<think>",
     "</think>",
-    "DeepSeek, Qwen 3, Qwen 3.5, GLM, Kimi K2, Kimi K2.5, SmolLM 3",
+    "DeepSeek, Qwen 3, Qwen3-Next, Qwen 3.5, GLM, Kimi K2, Kimi K2.5, SmolLM 3",
     template_signs=(("</think>",),),
 )
 THINK_RESPONSE = ReasoningStyle(

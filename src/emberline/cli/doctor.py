@@ -348,6 +348,9 @@ def _check_gpu_memory(
     """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses."""
     from emberline.engine import memory
     from emberline.engine.group_choice import choose_groups
+    from emberline.engine.model_support import reject_states
+    from emberline.models.config_outline import outline_of
+    from emberline.models.kv_groups import group_layers
     from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
 
     given = _plan_settings(args)
@@ -356,17 +359,23 @@ def _check_gpu_memory(
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.choose_max_context(config, settings)
     width = memory.DTYPE_BYTES[kv_dtype]
     token_bytes = memory.kv_token_bytes(config, width)
-    groups, size = choose_groups(config.windows, context), settings.scheduler.block_size
+    state_layers, size = config.parts.attention.state_layers, settings.scheduler.block_size
+    groups = choose_groups(config.windows, context, state_layers)
     if gpu_bytes is None:
         size = given.scheduler.block_size
     context_bytes, in_groups = token_bytes * context, ""
-    if not groups.is_single:  # layers with a window keep only the newest blocks
+    if len(groups.windows) > 1:  # layers with a window keep only the newest blocks
         block_bytes = size * memory.kv_token_bytes(config, width, groups.block_layers)
         context_bytes = groups.num_held_blocks(context, size) * block_bytes
         in_groups = f" in {len(groups.windows)} groups of layers"
     per_context = f"{context_bytes / 1e6:.0f} MB per context of {context} tokens{in_groups}"
     yield DoctorFinding("  kv cache", f"{token_bytes / 1e3:.1f} kB per token, {per_context} ({kv_dtype})")
-    if gpu_bytes is None:
+    if state_bytes := sum(g.bytes_per_sequence for g in group_layers(outline_of(config), "float32", size)):
+        each = f"{state_bytes / 1e6:.2f} MB for each running request and each snapshot of a prefix"
+        yield DoctorFinding("  states", f"{each}, at most half of the KV cache's memory (float32)")
+    if gpu_bytes is not None:
+        reject_states(config, "a GPU", "use --device cpu")
+    else:
         memory.reject_packed_weights(settings.gpu.weights)
         return
     packed = memory.uses_packed_weights(checkpoint, settings, dtype, has_experts=config.experts is not None)

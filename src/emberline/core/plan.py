@@ -21,7 +21,17 @@ class Admission:
     seed: int
 
 
+STATE_GROUP = -1  # in the places of a model's layers: the layer has states instead of keys and values
 PENDING_TOKEN = -1  # stands for a token that the previous step samples or drafts
+
+
+@dataclass(frozen=True, slots=True)
+class StateWork:
+    """Where a request's states of recurrent layers are in a step, and what is copied to and from there."""
+
+    slot: int
+    load_from: int | None = None  # slot whose states are copied to `slot` before the step
+    save_to: int | None = None  # slot to which those of `slot` are copied after it
 
 
 # Not frozen, like SampledToken: one is made for every token, and a frozen one takes three times as long to make.
@@ -48,6 +58,7 @@ class WorkItem:
     max_shift: int = 0
     # Block tables of layers with an attention window, one for each group of them. Released blocks have the entry 0.
     window_blocks: Sequence[Sequence[int]] = ()
+    state: StateWork | None = None  # of a model with recurrent layers
 
 
 @dataclass(frozen=True, slots=True)

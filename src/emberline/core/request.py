@@ -97,6 +97,7 @@ class Request:
     num_proposing: int = 0  # tokens that the draft model proposes in the newest step, while that runs
     can_continue_on_device: bool = False  # whether the next step may be planned before these are known
     num_cached: int = 0
+    chunk_end: int = 0  # position at which a chunk of known tokens must end, for a snapshot of states; 0: anywhere
     num_drafted: int = 0  # drafted tokens that were verified so far
     num_accepted: int = 0  # drafted tokens that became output
     admitted_at: float | None = None
@@ -165,7 +166,7 @@ class Request:
         known = len(self.tokens) + self.num_pending
         if self.num_pending and (self.needs_sync_steps or self.awaits_draft or known + self.num_draft >= self.max_len):
             return 0  # the host must see the sampled tokens first, or a pending one may be the last
-        return known - self.num_planned
+        return (min(known, self.chunk_end) if self.chunk_end else known) - self.num_planned
 
     def check_invariants(self) -> None:
         assert 0 <= self.num_cached <= self.num_computed <= self.num_planned <= self.num_known <= self.max_len, self

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from emberline.engine.kv_shape import make_kv_shape
+from emberline.engine.model_support import reject_states
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import DecoderModel
@@ -24,8 +25,9 @@ class TargetStates:
 
         `layer_ids`: the layers whose inputs are returned as hidden states."""
         config = model.config
+        reject_states(config, "emberline drafter", "train a drafter for a model without recurrent layers")
         self.model, self.layer_ids = model, layer_ids
-        self.device = model.layers[0].attention.layer.cos_sin.device
+        self.device = model.device
         # On a CPU activations are float32, whatever the dtype of the weights.
         self._state_dtype = model.dtype if self.device.type == "cuda" else torch.float32
         self._block = GPU_BLOCK_SIZE if self.device.type == "cuda" else CPU_BLOCK_SIZE

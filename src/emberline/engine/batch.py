@@ -9,13 +9,15 @@ import torch
 
 from emberline.core.plan import WorkItem
 from emberline.kernels.ops import AttentionMetadata
-from emberline.kv.cache import KVCache
+from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.forward import ForwardBatch
 
 
-def build_forward_batch(work: Sequence[WorkItem], cache: KVCache, groups: LayerGroups | None = None) -> ForwardBatch:
-    """`groups`: which layers share block tables; None: all share one."""
+def build_forward_batch(
+    work: Sequence[WorkItem], cache: KVCache, groups: LayerGroups | None = None, states: StateCache | None = None
+) -> ForwardBatch:
+    """`groups`: which layers share block tables; None: all share one. `states`: of recurrent layers, if any."""
     size = cache.shape.block_size
     counts = np.array([len(w.tokens) for w in work], np.int32)
     starts = np.array([w.start for w in work], np.int32)
@@ -56,4 +58,7 @@ def build_forward_batch(work: Sequence[WorkItem], cache: KVCache, groups: LayerG
         values=cache.values,
         window_attention=tuple(map(make_metadata, zip(*(w.window_blocks for w in work), strict=True))),
         places=() if groups is None or groups.is_single else groups.places,
+        conv_states=None if states is None else states.conv,
+        matrix_states=None if states is None else states.matrices,
+        state_slots=torch.tensor([w.state.slot for w in work if w.state is not None], dtype=torch.int32),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from emberline.engine.speculation.draft_cache import make_draft_cache, share_cac
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.make_drafter import make_drafter
+from emberline.engine.state_memory import allocate_states, without_unsupported_settings
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
@@ -157,6 +159,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     torch.set_num_threads(1 if backend.library else threads)
     kernels = time.perf_counter()
     checkpoint = Checkpoint.open(Path(config.model))
+    config = without_unsupported_settings(config, ModelConfig.from_checkpoint(checkpoint))
     model = load_checkpoint(checkpoint, config.dtype, config.requested_context)
     loaded = time.perf_counter()
     scheduler = config.scheduler.for_model(model.context)
@@ -164,26 +167,27 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     draft_model = load_draft_model(
         config.speculation, model, Path(config.model), lambda checkpoint: Weights(checkpoint, draft_dtype)
     )
-    groups = choose_groups(model.config.windows, model.context)
+    groups = choose_groups(model.config.windows, model.context, model.config.parts.attention.state_layers)
+    memory_bytes = share_cache_memory(
+        config.kv_cache.kv_memory or default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2,
+        model.config,
+        draft_model,
+        groups,
+    )
+    states = allocate_states(model.config, memory_bytes, scheduler.max_running)
     cache = allocate_cache(
         model,
         groups=groups,
         dtype=_choose_kv_dtype(config.kv_cache.kv_dtype, model.dtype),
         block_size=scheduler.block_size,
-        memory_bytes=share_cache_memory(
-            config.kv_cache.kv_memory or default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2,
-            model.config,
-            draft_model,
-            groups,
-        ),
+        memory_bytes=memory_bytes - (0 if states is None else states.num_bytes),
         max_tokens=_max_kv_tokens(config, model.context),
         uses_shared_memory=config.transfer is not None,
     )
     eos = frozenset(model.config.eos)
     draft_runner = None if draft_model is None else DraftRunner(draft_model, make_draft_cache(draft_model, cache))
-    runner = TorchRunner(
-        model, cache, eos, lambda: _make_grammar_compiler(Path(config.model), model.config), draft_runner, groups
-    )
+    make_compiler = partial(_make_grammar_compiler, Path(config.model), model.config)
+    runner = TorchRunner(model, cache, eos, make_compiler, draft_runner, groups, states)
     tiers = _make_tiers(config, runner.layout, cache.shape, backend.library) if config.tiers.has_tiers else None
     endpoint = None
     if config.transfer is not None and (segment := cache.segment) is not None:
@@ -198,7 +202,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         max_context=engine.max_context,
         kv_tokens=cache.num_blocks // len(groups.windows) * scheduler.block_size,  # of any requests, also short ones
         weight_bytes=model.weight_bytes,
-        kv_bytes=cache.num_blocks * cache.shape.block_bytes,
+        kv_bytes=cache.num_blocks * cache.shape.block_bytes + (0 if states is None else states.num_bytes),
         kernels=str(backend),
         seconds={"kernels": kernels - began, "weights": loaded - kernels, "cache": planned - loaded},
         device="cpu",

@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from emberline.kv.layer_groups import LayerGroups
 
 
-def choose_groups(windows: Sequence[int], context: int) -> LayerGroups:
-    """Return the groups of layers with these windows; 0: unlimited. No context is longer than `context`."""
+def choose_groups(windows: Sequence[int], context: int, state_layers: Sequence[int] = ()) -> LayerGroups:
+    """Return the groups of layers with these windows; 0: unlimited. No context is longer than `context`.
+
+    `state_layers`: layers that have recurrent states instead of blocks."""
+    if state_layers:
+        return LayerGroups.with_states(len(windows), state_layers)
     return LayerGroups.for_windows([0 if window >= context else window for window in windows])
 
 

@@ -1,11 +1,11 @@
-"""make_kv_shape: the shape of the KV cache that a model needs."""
+"""make_kv_shape: the shape of the KV cache that a model needs; make_state_shape: that of its recurrent states."""
 
 from __future__ import annotations
 
 import torch
 
 from emberline.core.errors import UnsupportedModel
-from emberline.kv.cache import KVShape
+from emberline.kv.cache import KVShape, StateShape
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config import ModelConfig
 
@@ -26,3 +26,18 @@ def make_kv_shape(
             )
     is_latent, layers = config.parts.attention.latent is not None, groups.block_layers if groups else config.layers
     return KVShape(layers, config.kv_heads, config.head_dim, block_size, dtype, values_in_keys=is_latent)
+
+
+def make_state_shape(config: ModelConfig) -> StateShape | None:
+    """Return the shape of the states of a sequence; None if the model has no recurrent layers."""
+    attention = config.parts.attention
+    if (sizes := attention.state) is None:
+        return None
+    return StateShape(
+        layers=len(attention.state_layers),
+        conv_rows=sizes.conv_kernel - 1,
+        conv_channels=sizes.conv_channels,
+        heads=sizes.value_heads,
+        key_dim=sizes.key_dim,
+        value_dim=sizes.value_dim,
+    )

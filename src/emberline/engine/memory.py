@@ -293,7 +293,8 @@ def is_packable(rows: int, columns: int) -> bool:
 def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int, layers: int | None = None) -> int:
     """Return the bytes that this many layers keep of a token. `layers`: None: all of the model."""
     parts = 2 if config.parts.attention.latent is None else 1  # keys and values, or one latent for both
-    return parts * (layers or config.layers) * config.kv_heads * config.head_dim * kv_dtype_bytes
+    layers = layers or config.layers - len(config.parts.attention.state_layers)
+    return parts * layers * config.kv_heads * config.head_dim * kv_dtype_bytes
 
 
 def blocks_per_scratch_buffer(block_bytes: int) -> int:

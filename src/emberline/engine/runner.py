@@ -15,7 +15,7 @@ from emberline.engine.batch import build_forward_batch
 from emberline.engine.kv_shape import make_kv_shape
 from emberline.engine.sampler import Sampler, SamplingStateFactory, split_logit_rows
 from emberline.engine.speculation.draft_runner import DraftRunner
-from emberline.kv.cache import KVCache
+from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.tiers.copier import HostBlockCopier
 from emberline.kv.transfer.shm import SharedSegment
@@ -34,14 +34,17 @@ class TorchRunner:
         make_compiler: Callable[[], GrammarCompiler] | None = None,
         draft_runner: DraftRunner | None = None,
         groups: LayerGroups | None = None,
+        states: StateCache | None = None,
     ) -> None:
         """`draft_runner`: proposes tokens for speculative decoding; None: there is no draft model.
 
-        `groups`: layers that share block tables; None: all share one."""
+        `groups`: layers that share block tables; None: all share one. `states`: memory of recurrent layers, if any."""
         self.model = model
         self.cache = cache
         self.num_blocks = cache.num_blocks
         self.groups = groups or LayerGroups.single(model.config.layers)
+        self.states = states
+        self.num_state_slots = 0 if states is None else states.num_slots
         self.vocab_size = model.config.vocab
         self.eos = eos
         self.layout = "/".join(
@@ -70,13 +73,26 @@ class TorchRunner:
         if self._draft_runner is not None:
             self._draft_runner.note_work(work)
         capture = None if draft_runner is None else draft_runner.make_capture(plan)
-        logits = self.model.forward(replace(build_forward_batch(work, self.cache, self.groups), capture=capture))
+        self._load_states(work)
+        batch = build_forward_batch(work, self.cache, self.groups, self.states)
+        logits = self.model.forward(replace(batch, capture=capture))
+        self._save_states(work)
         prompt_logprobs, logits = self._score_prompts(work, logits)
         sampled, lost = self._sampler.sample([w for w in work if w.samples], logits) if len(logits) else ({}, {})
         forced = self._sampler.forced_tokens(sampled) if plan.reports_forced else {}
         drafted = {} if draft_runner is None else draft_runner.propose(work, sampled, capture, self._sampler.tokens_of)
         seconds = time.perf_counter() - began
         return StepResult(plan.step, sampled, prompt_logprobs, failed | lost, seconds, forced, drafted)
+
+    def _load_states(self, work: list[WorkItem]) -> None:
+        for w in work:
+            if self.states is not None and w.state is not None and w.state.load_from is not None:
+                self.states.copy_slot(w.state.load_from, w.state.slot)
+
+    def _save_states(self, work: list[WorkItem]) -> None:
+        for w in work:
+            if self.states is not None and w.state is not None and w.state.save_to is not None:
+                self.states.copy_slot(w.state.slot, w.state.save_to)
 
     def _score_prompts(
         self, work: list[WorkItem], logits: torch.Tensor

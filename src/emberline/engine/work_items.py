@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from emberline.core.plan import PENDING_TOKEN, WorkItem
 from emberline.core.request import Request
 from emberline.kv.manager import KVManager
+from emberline.kv.state_manager import StateKVManager
 
 if TYPE_CHECKING:  # needs numpy
     from emberline.engine.speculation.drafter import Drafter
@@ -30,6 +31,9 @@ def make_work(
     if kv.has_windows:
         for item, (request, _) in zip(work, planned, strict=True):
             item.window_blocks = kv.window_tables(request)
+    if isinstance(kv, StateKVManager):
+        for item, (request, _) in zip(work, planned, strict=True):
+            item.state = kv.plan_states(request, item.start + len(item.tokens))
     return work
 
 

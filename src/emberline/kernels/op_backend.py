@@ -22,6 +22,7 @@ from emberline.kernels.arguments import (
     PositionShift,
 )
 from emberline.kernels.attention_plan import AttentionPlan
+from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.packed_weight import PackedWeight
@@ -155,6 +156,28 @@ class OpBackend(ABC):
     @abstractmethod
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """Replace each element of x by cap * tanh(x / cap) in place and return x."""
+
+    def convolve(self, x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:
+        """Return the silu of the causal convolution of the rows of x with the inputs before them.
+
+        The rows of x may be parts of longer rows. The last inputs of each sequence are kept in its slot.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no recurrent layers")
+
+    def compute_delta_rule(self, mixed: Tensor, gates: DeltaGates, layer: DeltaLayer, states: LayerStates) -> Tensor:
+        """Return the outputs of all value heads, and advance the states of the sequences; see delta_rule.py.
+
+        A row of `mixed`, which may be overwritten, has the queries, keys and values of all heads.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no recurrent layers")
+
+    def norm_and_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Replace each head of x, as wide as `weight`, by its RMS norm times the silu of the gate; return x."""
+        raise NotImplementedError(f"{type(self).__name__} has no recurrent layers")
+
+    def apply_sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply x by the sigmoid of the gate in place and return x."""
+        raise NotImplementedError(f"{type(self).__name__} has no gated attention")
 
     @abstractmethod
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:

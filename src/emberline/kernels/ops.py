@@ -30,6 +30,7 @@ from emberline.kernels.backend import (
     set_threads,
     start_backend,
 )
+from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseLayer, DenseStack
 from emberline.kernels.latent_planner import LatentPlanner
 from emberline.kernels.mixture import Mixture
@@ -44,12 +45,15 @@ __all__ = [
     "AttentionMetadata",
     "AttentionPlan",
     "AttentionPlanner",
+    "DeltaGates",
+    "DeltaLayer",
     "DenseLayer",
     "DenseStack",
     "LatentInputs",
     "LatentLayer",
     "LatentPlanner",
     "LatentProducts",
+    "LayerStates",
     "LinearLayer",
     "LogProbs",
     "Mixture",
@@ -62,6 +66,9 @@ __all__ = [
     "add_packed_copy",
     "apply_bitmask",
     "apply_penalties",
+    "apply_sigmoid_gate",
+    "compute_delta_rule",
+    "convolve",
     "count_tokens",
     "current_backend",
     "edit_logits",
@@ -81,6 +88,7 @@ __all__ = [
     "max_latent_queries",
     "max_prefill_tiles",
     "max_row_queries",
+    "norm_and_gate",
     "pack_latent_products",
     "pack_linear",
     "paged_attention",
@@ -215,6 +223,26 @@ def layer_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """Replace each element of x by cap * tanh(x / cap) in place and return x."""
     return backend_of(x).soft_cap(x, cap)
+
+
+def convolve(x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:
+    """Return the silu of the causal convolution of the rows of x with the inputs before them, and keep the last."""
+    return backend_of(x).convolve(x, layer, states)
+
+
+def compute_delta_rule(mixed: Tensor, gates: DeltaGates, layer: DeltaLayer, states: LayerStates) -> Tensor:
+    """Return the outputs of the gated delta rule, and advance the states. `mixed` may be overwritten."""
+    return backend_of(mixed).compute_delta_rule(mixed, gates, layer, states)
+
+
+def norm_and_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Replace each head of x, as wide as `weight`, by its RMS norm times the silu of the gate; return x."""
+    return backend_of(x).norm_and_gate(x, gate, weight, eps)
+
+
+def apply_sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply x by the sigmoid of the gate in place and return x."""
+    return backend_of(x).apply_sigmoid_gate(x, gate)
 
 
 def run_mixture(x: Tensor, mixture: Mixture) -> Tensor:

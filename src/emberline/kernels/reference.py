@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from emberline.kernels import delta_rule
 from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
@@ -27,6 +28,7 @@ from emberline.kernels.arguments import (
     PositionShift,
 )
 from emberline.kernels.attention_plan import AttentionPlan
+from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert, StackedExperts
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight
@@ -73,6 +75,18 @@ class ReferenceBackend(OpBackend):
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return x.copy_(cap * (x / cap).tanh())
+
+    def convolve(self, x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:
+        return delta_rule.convolve(x, layer, states)
+
+    def compute_delta_rule(self, mixed: Tensor, gates: DeltaGates, layer: DeltaLayer, states: LayerStates) -> Tensor:
+        return delta_rule.compute_delta_rule(mixed, gates, layer, states)
+
+    def norm_and_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return delta_rule.norm_and_gate(x, gate, weight, eps)
+
+    def apply_sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x.mul_(gate.sigmoid())
 
     def gate_up_silu(
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None

@@ -1,6 +1,7 @@
 """KVCache: the memory of keys and values. One tensor holds the keys of all layers and blocks, a second the values.
 
-Where values are parts of the keys, as in latent attention, there is no second tensor.
+Where values are parts of the keys, as in latent attention, there is no second tensor. StateCache is the memory of
+recurrent layers, which have states instead.
 """
 
 from __future__ import annotations
@@ -68,6 +69,43 @@ class KVCache:
     def parts(self) -> list[Tensor]:
         """The tensors of the cache: keys and values, or keys."""
         return [self.keys] if self.shape.values_in_keys else [self.keys, self.values]
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """The shape of what recurrent layers keep of a sequence, in float32."""
+
+    layers: int
+    conv_rows: int  # last inputs of a convolution
+    conv_channels: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def slot_bytes(self) -> int:
+        values = self.conv_rows * self.conv_channels + self.heads * self.key_dim * self.value_dim
+        return self.layers * values * torch.float32.itemsize
+
+
+class StateCache:
+    """The memory of the states of recurrent layers. A slot holds the states of one sequence in all layers."""
+
+    def __init__(self, shape: StateShape, num_slots: int) -> None:
+        self.shape, self.num_slots = shape, num_slots
+        conv = shape.layers, num_slots, shape.conv_rows, shape.conv_channels
+        matrices = shape.layers, num_slots, shape.heads, shape.key_dim, shape.value_dim
+        # A convolution over one token keeps nothing.
+        self.conv = _zeroed_tensor(conv, torch.float32, "cpu") if shape.conv_rows else torch.zeros(conv)
+        self.matrices = _zeroed_tensor(matrices, torch.float32, "cpu")
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * self.shape.slot_bytes
+
+    def copy_slot(self, source: int, target: int) -> None:
+        self.conv[:, target] = self.conv[:, source]
+        self.matrices[:, target] = self.matrices[:, source]
 
 
 def _zeroed_tensor(dims: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

@@ -13,6 +13,8 @@ from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from math import ceil
 
+from emberline.core.plan import STATE_GROUP
+
 MAX_GROUPS = 8  # more groups would waste less memory, but each has a block table
 MAX_WASTE = 1.15  # places for layers in all groups, for each layer; with more waste, one group is better
 
@@ -21,11 +23,14 @@ MAX_WASTE = 1.15  # places for layers in all groups, for each layer; with more w
 class LayerGroups:
     block_layers: int  # layers of a block
     windows: tuple[int, ...]  # of each group, in tokens; the first group has all layers without a window: 0
-    places: tuple[tuple[int, int], ...]  # for each layer, its group and its index in the group's blocks
+    # For each layer, its group and its index in the group's blocks. Recurrent layers have no blocks, but states: their
+    # group is STATE_GROUP, and the index counts them.
+    places: tuple[tuple[int, int], ...]
 
     @property
     def is_single(self) -> bool:
-        return len(self.windows) == 1
+        """Whether all layers share one block table, in whose blocks each has the place of its own number."""
+        return len(self.windows) == 1 and self.block_layers == len(self.places)
 
     @property
     def num_places(self) -> int:
@@ -75,6 +80,16 @@ class LayerGroups:
     def single(layers: int) -> LayerGroups:
         """Return one group of all layers, which keeps every block."""
         return LayerGroups(layers, (0,), tuple((0, layer) for layer in range(layers)))
+
+    @staticmethod
+    def with_states(layers: int, state_layers: Sequence[int]) -> LayerGroups:
+        """Return one group of all layers but those with states."""
+        places, counts = [], [0, 0]
+        for layer in range(layers):
+            has_state = layer in state_layers
+            places.append((STATE_GROUP if has_state else 0, counts[has_state]))
+            counts[has_state] += 1
+        return LayerGroups(counts[0], (0,), tuple(places))
 
     @staticmethod
     def for_windows(windows: Sequence[int]) -> LayerGroups:

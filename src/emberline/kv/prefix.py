@@ -28,6 +28,9 @@ class PrefixIndex:
     def find_block(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)
 
+    def hash_of(self, block: int) -> bytes:
+        return self._hash_of[block][0]
+
     def find_longest_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest prefix of the hash chain that is in the index."""
         blocks = []

@@ -17,6 +17,7 @@ from emberline.models.experts_spec import ExpertsSpec
 NormPlacement = Literal["pre", "post", "both", "shared"]
 NormKind = Literal["rms", "layer"]
 QKNormKind = Literal["head", "projection", "head_layer"]
+DeltaTensors = Literal["", "grouped", "separate"]
 Unrotated = Literal["", "listed", "windowless", "unless_rope"]
 
 
@@ -44,6 +45,8 @@ class Architecture:
 
     weightless_qk_norm: bool | str = False  # whether rotated query and key heads get an RMS norm without weights
     latent_attention: bool = False  # multi-head latent attention
+    output_gate: bool = False  # whether the output of attention is multiplied by the sigmoid of a gate
+    delta_tensors: DeltaTensors = ""  # of layers with the gated delta rule: grouped by key head or not; empty: no such
     attention_sinks: bool = False  # whether each query head has a score that joins the softmax and has no value
 
     # Tensors, relative to a layer.

@@ -5,12 +5,15 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from emberline.core.errors import UnsupportedModel
 from emberline.models.architecture import Architecture
 from emberline.models.fields import ConfigFields
+from emberline.models.outline import StateSizes
 
-MAX_LATENT_SIZE = 1 << 16  # larger sizes are rejected as damaged or malicious
+# Larger sizes are rejected as damaged or malicious.
+MAX_LATENT_SIZE, MAX_STATE_HEADS, MAX_STATE_DIM, MAX_CONV_KERNEL = 1 << 16, 1 << 12, 1 << 10, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +65,64 @@ class AttentionParts:
     has_weightless_qk_norm: bool = False  # whether rotated query and key heads get an RMS norm without weights
     unrotated_temperature: QueryTemperature | None = None  # of layers without rotary embedding
     latent: LatentConfig | None = None
+    # Not part of `repr`, so that KV blocks that were stored before these fields existed stay valid.
+    has_output_gate: bool = field(default=False, repr=False)  # whether the sigmoid of a gate multiplies the output
+    # Recurrent layers, which have the gated delta rule instead of attention: their sizes, which they are, and whether
+    # their input projections are grouped by key head.
+    state: StateSizes | None = field(default=None, repr=False)
+    state_layers: tuple[int, ...] = field(default=(), repr=False)
+    has_grouped_delta_tensors: bool = field(default=False, repr=False)
 
     @staticmethod
     def from_hf(fields: ConfigFields, arch: Architecture) -> AttentionParts:
         norm = arch.weightless_qk_norm
+        state_layers = _read_state_layers(fields) if arch.delta_tensors else ()
         return AttentionParts(
             chunked_windows=arch.chunked_windows,
             has_sinks=arch.attention_sinks,
             has_weightless_qk_norm=fields.flag(norm, False) if isinstance(norm, str) else norm,
             unrotated_temperature=_read_temperature(fields, arch),
             latent=LatentConfig.from_hf(fields) if arch.latent_attention else None,
+            has_output_gate=arch.output_gate,
+            state=_read_state_sizes(fields) if state_layers else None,
+            state_layers=state_layers,
+            has_grouped_delta_tensors=arch.delta_tensors == "grouped",
         )
 
 
 LLAMA_ATTENTION = AttentionParts()
+
+
+def _read_state_layers(fields: ConfigFields) -> tuple[int, ...]:
+    """Return the layers with the gated delta rule. Without layer_types, each full_attention_interval-th has none."""
+    count = fields.size("num_hidden_layers", maximum=1 << 20)
+    if not fields.has_field("layer_types"):
+        interval = fields.size("full_attention_interval", 4, maximum=1 << 20)
+        if interval > count:
+            raise fields.invalid_error("full_attention_interval", f"at most num_hidden_layers, {count}")
+        return tuple(layer for layer in range(count) if (layer + 1) % interval)
+    kinds = fields.text_list("layer_types")
+    if len(kinds) != count:
+        raise fields.invalid_error("layer_types", f"a list of {count} layer types")
+    if unknown := set(kinds) - {"full_attention", "linear_attention"}:
+        raise UnsupportedModel(f"config.json: layer_types has {min(unknown)[:80]!r}, which is not supported")
+    if "full_attention" not in kinds:
+        raise UnsupportedModel("config.json: layer_types has no 'full_attention', without which there is no KV cache")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+
+
+def _read_state_sizes(fields: ConfigFields) -> StateSizes:
+    keys = fields.size("linear_num_key_heads", maximum=MAX_STATE_HEADS)
+    values = fields.size("linear_num_value_heads", maximum=MAX_STATE_HEADS)
+    if values % keys:
+        raise fields.invalid_error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {keys}")
+    return StateSizes(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=fields.size("linear_key_head_dim", maximum=MAX_STATE_DIM),
+        value_dim=fields.size("linear_value_head_dim", maximum=MAX_STATE_DIM),
+        conv_kernel=fields.size("linear_conv_kernel_dim", maximum=MAX_CONV_KERNEL),
+    )
 
 
 def _read_temperature(fields: ConfigFields, arch: Architecture) -> QueryTemperature | None:

@@ -26,7 +26,11 @@ def outline_of(config: ModelConfig) -> ModelOutline:
         model_type=config.model_type,
         hidden=config.hidden,
         layers=tuple(
-            LayerOutline("window" if window else "full", window, experts is not None and experts.layers[layer])
+            LayerOutline(
+                "state" if layer in attention.state_layers else "window" if window else "full",
+                window,
+                experts is not None and experts.layers[layer],
+            )
             for layer, window in enumerate(config.windows)
         ),
         heads=config.heads,
@@ -40,11 +44,13 @@ def outline_of(config: ModelConfig) -> ModelOutline:
         rope_values=sum(rope.dim for rope in ropes if rope is not None),
         num_norms=NORMS_PER_LAYER[config.parts.norms],
         attention_vectors=norm_heads * config.head_dim * config.qk_norm
-        + (q + 2 * kv) * config.qkv_bias
+        + (q + 2 * kv + q * attention.has_output_gate) * config.qkv_bias
         + config.hidden * config.o_bias
         + config.heads * attention.has_sinks
         + compressed,
+        has_query_gate=attention.has_output_gate,
         latent=latent,
+        state=attention.state,
         ffn_vectors=(2 * config.ffn + config.hidden) * config.mlp_bias,
         state_copies=2 if config.parts == LLAMA_PARTS else 3,
         experts=None if experts is None else _expert_sizes(experts),

@@ -15,8 +15,10 @@ from emberline.kernels import ops
 from emberline.kernels.weight_unpacker import UnpackStream
 from emberline.models.attention import Attention, PositionTables
 from emberline.models.config import ModelConfig
+from emberline.models.delta_net import DeltaNet
 from emberline.models.ffn import BiasedFeedForward, FeedForward
 from emberline.models.forward import ForwardBatch
+from emberline.models.gated_attention import GatedAttention
 from emberline.models.latent_attention import LatentAttention
 from emberline.models.layers import add_output
 from emberline.models.moe import SparseFeedForward
@@ -30,15 +32,14 @@ EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    attention: Attention | LatentAttention
+    attention: Attention | GatedAttention | LatentAttention | DeltaNet
     ffn: Callable[[Tensor, ops.WeightUnpacker | None], Tensor]
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int, tables: PositionTables) -> DecoderLayer | ParallelLayer:
         if config.parts.norms == "shared":
             return ParallelLayer.load(config, weights, layer, tables)
-        kind = Attention if config.parts.attention.latent is None else LatentAttention
-        attention = kind.load(config, weights, layer, tables)
+        attention = _choose_attention(config, layer).load(config, weights, layer, tables)
         if config.experts is not None and config.experts.layers[layer]:
             return DecoderLayer(attention, SparseFeedForward.load(config, weights, layer))
         ffn = BiasedFeedForward if config.mlp_bias else FeedForward
@@ -54,7 +55,7 @@ class DecoderLayer:
     def as_dense_layer(self) -> ops.DenseLayer | None:
         """Return this layer as an element of a `DenseStack`, or None if it has parts that DenseStack lacks."""
         a, ffn = self.attention, self.ffn
-        if isinstance(a, LatentAttention) or not isinstance(ffn, FeedForward):
+        if not isinstance(a, Attention) or not isinstance(ffn, FeedForward):
             return None
         if a.qkv.norm is None or ffn.activation != "silu":
             return None
@@ -144,6 +145,10 @@ class DecoderModel:
             final_norm=None if is_rms else norm,
         )
 
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].attention.qkv.weight.data.device
+
     def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [S, vocab] of `batch.logit_rows`.
 
@@ -203,6 +208,17 @@ class DecoderModel:
         return x if batch.logit_rows is None else x[batch.logit_rows]
 
 
+def _choose_attention(
+    config: ModelConfig, layer: int
+) -> type[Attention] | type[GatedAttention] | type[LatentAttention] | type[DeltaNet]:
+    parts = config.parts.attention
+    if layer in parts.state_layers:
+        return DeltaNet
+    if parts.has_output_gate:
+        return GatedAttention
+    return Attention if parts.latent is None else LatentAttention
+
+
 def _make_position_tables(
     config: ModelConfig, context: int, device: torch.device
 ) -> dict[RopeConfig | None, PositionTables]:
@@ -229,10 +245,10 @@ def _make_dense_stack(layers: tuple[DecoderLayer | ParallelLayer, ...]) -> ops.D
     The result is None if a layer has an unsupported part, the weights differ in layout, rotary embeddings differ, or
     torch computes the products.
     """
-    if any(layer.attention.layer.cos_sin is not layers[0].attention.layer.cos_sin for layer in layers):
-        return None
     dense = [dense_layer for layer in layers if (dense_layer := layer.as_dense_layer()) is not None]
     layouts = {weight.layout for layer in dense for weight in layer.weights}
     if len(dense) < len(layers) or len(layouts) > 1 or min(layouts) < 0:
+        return None
+    if any(layer.attention.cos_sin is not dense[0].attention.cos_sin for layer in dense):
         return None
     return ops.DenseStack(dense)

@@ -117,6 +117,7 @@ QWEN2_MOE = ExpertsSpec(
 QWEN3_MOE = ExpertsSpec(
     (name_each_expert(), name_all_experts()), "moe_intermediate_size", "norm_topk_prob", layer_rule="step"
 )
+QWEN3_5_MOE = replace(QWEN2_MOE, renormalised=True, layer_rule="all")
 OLMOE = ExpertsSpec((name_each_expert(), name_all_experts()), "intermediate_size", "norm_topk_prob")
 GRANITE_TENSORS = (
     ExpertTensors(

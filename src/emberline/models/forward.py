@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from emberline.core.plan import STATE_GROUP
 from emberline.kernels import ops
 
 
@@ -40,13 +41,22 @@ class ForwardBatch:
     # and for each layer its group (0: `attention`) and its index in the cache's first dimension.
     window_attention: tuple[ops.AttentionMetadata, ...] = ()
     places: tuple[tuple[int, int], ...] = ()
+    # Of a model with recurrent layers: the states of these layers, which are overwritten, and the slot of each request.
+    # Such a layer has the group STATE_GROUP in `places`, and its index among them.
+    conv_states: Tensor | None = None  # [layers, slots, kernel - 1, channels] float32
+    matrix_states: Tensor | None = None  # [layers, slots, heads, key size, value size] float32
+    state_slots: Tensor | None = None  # [B] int32; without states, [0]
 
     def layer_views(self, layers: int) -> Iterator[tuple[ForwardBatch, Tensor, Tensor]]:
-        """Yield for each layer the batch with its block tables, and its keys and values in the cache."""
+        """Yield for each layer the batch with its block tables, and its keys and values in the cache, or its states."""
         keys, values = self.keys.unbind(), self.values.unbind()
         if not self.places:
             yield from zip((self,) * layers, keys, values, strict=True)
             return
         groups = (self, *(replace(self, attention=metadata) for metadata in self.window_attention))
         for group, index in self.places:
-            yield groups[group], keys[index], values[index]
+            if group == STATE_GROUP:
+                assert self.conv_states is not None and self.matrix_states is not None
+                yield self, self.conv_states[index], self.matrix_states[index]
+            else:
+                yield groups[group], keys[index], values[index]

@@ -24,6 +24,8 @@ READ_FIELDS = {
     "num_experts", "num_local_experts",
 }  # fmt: skip
 LATENT_FIELDS = {"kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"}
+STATE_FIELDS = {"linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"}
+STATE_FIELDS |= {"linear_conv_kernel_dim", "layer_types", "full_attention_interval"}
 WINDOW_FIELDS = {"sliding_window", "layer_types"}
 ROPE_FIELDS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor",
@@ -66,6 +68,7 @@ def check_known_fields(config: Mapping[str, Any], arch: Architecture) -> None:
         known |= WINDOW_FIELDS if arch.window or arch.unrotated == "unless_rope" else set()
         known |= {"floor_scale", "attn_scale"} if arch.temperature_flag_field else set()
         known |= LATENT_FIELDS if arch.latent_attention else set()
+        known |= STATE_FIELDS if arch.delta_tensors else set()
         known |= {"attention_chunk_size"} if arch.chunked_windows else set()
         known |= {"no_rope_layers", "no_rope_layer_interval"} if arch.unrotated == "listed" else set()
         known |= {"position_embedding_type"} if arch.unrotated == "unless_rope" else set()
@@ -73,18 +76,18 @@ def check_known_fields(config: Mapping[str, Any], arch: Architecture) -> None:
         unknown = sorted(
             name for name, value in config.items() if value and name not in known and not HARMLESS_NAMES.fullmatch(name)
         )
-        _check_rope_fields(config)
+        _check_rope_fields(config, ROPE_FIELDS | set(arch.ignored_fields))
     if unknown:
         raise _unknown_field_error(config, unknown[0], "the field is not known for this model type")
 
 
-def _check_rope_fields(config: Mapping[str, Any]) -> None:
+def _check_rope_fields(config: Mapping[str, Any], known: set[str]) -> None:
     for section in ("rope_parameters", "rope_scaling"):
         value = config.get(section)
         nested = [value, *value.values()] if isinstance(value, dict) else []
         for part in nested:
             for name in part if isinstance(part, dict) else ():
-                if name not in ROPE_FIELDS and not isinstance(part[name], dict) and part[name]:
+                if name not in known and not isinstance(part[name], dict) and part[name]:
                     raise UnsupportedModel(f"config.json sets {section}, {name[:80]}, which is not supported")
 
 
@@ -99,6 +102,7 @@ def _family_fields() -> set[str]:
     """Return the fields that change the arithmetic of some strict family and that Llama has not."""
     strict = [arch for arch in ARCHITECTURES.values() if arch.is_strict]
     others = {"no_rope_layers", "use_bidirectional_attention", "attn_logit_softcapping"}
+    others |= STATE_FIELDS - WINDOW_FIELDS
     plain = {"attention_bias", "mlp_bias", "use_sliding_window", "intermediate_size", "hidden_act", "rms_norm_eps"}
     plain |= {"layer_norm_eps", "rope_theta", "hidden_activation", "sliding_window_pattern"}
     plain |= {"qkv_bias", "num_nextn_predict_layers", "moe_intermediate_size"}

@@ -72,6 +72,8 @@ def compute_fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str,
         digest.update(repr(config.experts.options).encode())
     if config.parts.attention != LLAMA_ATTENTION:
         digest.update(repr(config.parts.attention).encode())
+    if (state := config.parts.attention.state) is not None:
+        digest.update(repr((state, config.parts.attention.state_layers)).encode())
     files: dict[Path, int] = {}
     try:
         for name, info in sorted(checkpoint.tensors.items()):

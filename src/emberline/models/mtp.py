@@ -13,10 +13,11 @@ from torch import Tensor
 
 from emberline.core.errors import UnsupportedModel
 from emberline.kernels import ops
-from emberline.models.attention import PositionTables
+from emberline.models.attention import Attention, PositionTables
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import EMBEDDING_NAME, HEAD_NAME, DecoderLayer, DecoderModel, ParallelLayer
 from emberline.models.forward import ForwardBatch
+from emberline.models.latent_attention import LatentAttention
 from emberline.models.layers import load_linear
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.tensor_names import IGNORABLE_TENSORS, load_or_list_missing
@@ -43,7 +44,9 @@ class MTPHead:
         config, hidden, index = target.config, target.config.hidden, target.config.layers
         at = f"model.layers.{index}"
         assert target.head.norm is not None
-        tables = PositionTables(target.layers[-1].attention.layer.cos_sin)
+        attention = target.layers[-1].attention
+        assert isinstance(attention, Attention | LatentAttention), "no other attention has a head"
+        tables = PositionTables(attention.layer.cos_sin)
         head_name = HEAD_NAME if weights.has_tensor(HEAD_NAME) else EMBEDDING_NAME
         is_shared = _is_shared(weights, f"{at}.shared_head.head.weight", head_name, config)
         return MTPHead(

@@ -26,11 +26,11 @@ from emberline.models.config_outline import outline_of
 from emberline.models.expertsconfig import MAX_EXPERT_FFN, MAX_EXPERTS
 from emberline.models.fields import ConfigFields
 from emberline.models.knownfields import HARMLESS_FIELDS, HARMLESS_NAMES
-from emberline.models.outline import ExpertSizes, LatentSizes, LayerOutline, ModelOutline, StateSizes
+from emberline.models.outline import ExpertSizes, LatentSizes, LayerOutline, ModelOutline
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.vision_weights import count_vision_weights
 
-MAX_CONTEXT_TOKENS, MAX_KERNEL = 1 << 26, 64
+MAX_CONTEXT_TOKENS = 1 << 26
 # The model_type of the language model, by that of a multimodal config.json with a text_config.
 TEXT_MODEL_TYPES = {
     "llama4": "llama4_text",
@@ -106,8 +106,7 @@ def select_planned_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if model_type not in TEXT_MODEL_TYPES or not fields.has_field("text_config"):
         return {**config, "model_type": TEXT_MODEL_TYPES.get(model_type, model_type)}
     text = fields.section("text_config").values
-    names = () if TEXT_MODEL_TYPES[model_type] in ARCHITECTURES else SHARED_FIELDS
-    shared = {name: config[name] for name in names if name in config}
+    shared = {name: config[name] for name in SHARED_FIELDS if name in config}
     return {**shared, **text, "model_type": TEXT_MODEL_TYPES[model_type], "architectures": None}
 
 
@@ -262,38 +261,6 @@ def _read_gpt_oss(fields: ConfigFields) -> ModelOutline:
     return replace(outline, attention_vectors=_biases(outline, has_bias, has_bias) + outline.heads)  # and sinks
 
 
-def _read_gated_delta(fields: ConfigFields) -> ModelOutline:
-    """Read Qwen3-Next and Qwen3.5, where most layers keep a recurrent state."""
-    count = _num_layers(fields)
-    interval = fields.size("full_attention_interval", maximum=MAX_LAYERS)
-    kinds = _layer_kinds(fields, ("full_attention", "linear_attention"))
-    kinds = kinds or tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(count))
-    experts = _read_experts(fields, "num_experts")
-    if experts is not None:
-        shared = fields.size("shared_expert_intermediate_size", maximum=MAX_EXPERT_FFN)
-        experts = replace(experts, shared_ffn=shared, has_shared_gate=True)
-    step, dense = fields.size("decoder_sparse_step", 1, maximum=MAX_LAYERS), fields.id_list("mlp_only_layers")
-    layers = tuple(
-        LayerOutline(
-            "full" if kind == "full_attention" else "state",
-            has_experts=experts is not None and i not in dense and (i + 1) % step == 0,
-        )
-        for i, kind in enumerate(kinds)
-    )
-    state = StateSizes(
-        key_heads=fields.size("linear_num_key_heads", maximum=MAX_HEADS),
-        value_heads=fields.size("linear_num_value_heads", maximum=MAX_HEADS),
-        key_dim=fields.size("linear_key_head_dim", maximum=MAX_HEAD_DIM),
-        value_dim=fields.size("linear_value_head_dim", maximum=MAX_HEAD_DIM),
-        conv_kernel=fields.size("linear_conv_kernel_dim", maximum=MAX_KERNEL),
-    )
-    has_gate = fields.flag("attn_output_gate", True)
-    outline = _read_common(fields, layers, experts=experts, state=state, has_query_gate=has_gate)
-    has_bias = fields.flag("attention_bias", False)
-    gate_bias = outline.heads * outline.head_dim * has_bias * has_gate
-    return replace(outline, attention_vectors=2 * outline.head_dim + _biases(outline, has_bias, has_bias) + gate_bias)
-
-
 def _read_glm4_moe(fields: ConfigFields) -> ModelOutline:
     shared = fields.size("n_shared_experts", 1, minimum=0, maximum=MAX_EXPERTS)
     experts = _read_experts(fields, "n_routed_experts", shared_count=shared)
@@ -331,16 +298,6 @@ _LATENT = FamilyRules(
     },
     {},
 )  # fmt: skip
-_GATED_DELTA = FamilyRules(
-    _read_gated_delta,
-    _MOE_FIELDS
-    | {
-        "attention_bias", "attn_output_gate", "full_attention_interval", "layer_types", "num_experts",
-        "shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "linear_num_key_heads",
-        "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-    },
-    {"full_attention_interval": 4, "head_dim": 256, "intermediate_size": 5632},
-)  # fmt: skip
 FAMILIES: Mapping[str, FamilyRules] = {
     "llama4_text": _LLAMA4,
     "deepseek_v2": _LATENT,
@@ -351,9 +308,6 @@ FAMILIES: Mapping[str, FamilyRules] = {
         frozenset({"num_local_experts", "num_experts_per_tok", "layer_types", "sliding_window", "attention_bias"}),
         {"sliding_window": 128, "head_dim": 64},
     ),
-    "qwen3_next": _GATED_DELTA,
-    "qwen3_5_text": _GATED_DELTA,
-    "qwen3_5_moe_text": _GATED_DELTA,
     "glm4_moe": FamilyRules(
         _read_glm4_moe,
         _MOE_FIELDS

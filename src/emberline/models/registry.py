@@ -139,6 +139,30 @@ DEEPSEEK_V3 = Architecture(
         "moe_intermediate_size": 2048,
     },
 )
+GATED_DELTA: dict[str, Any] = {
+    "qkv_bias": "attention_bias",
+    "o_bias": "attention_bias",
+    "qk_norm": True,
+    "norm_offset": 1.0,
+    "partial_rotary": True,
+    "output_gate": True,
+    # Positions of images (mrope) are not used. Layers for multi-token prediction are not loaded.
+    "ignored_fields": (
+        "mrope_section", "mrope_interleaved", "mamba_ssm_dtype", "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
+    ),
+}  # fmt: skip
+GATED_DELTA_DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+GATE_FIELD: dict[str, Any] = {"attn_output_gate": True}
+GATED_DELTA_EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 
 ARCHITECTURES = {
     "llama": Architecture(**LLAMA_BIASES, is_strict=False),
@@ -310,6 +334,26 @@ ARCHITECTURES = {
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
         },
+    ),
+    "qwen3_next": Architecture(
+        **GATED_DELTA,
+        delta_tensors="grouped",
+        fixed_fields=GATE_FIELD,
+        experts=experts_spec.QWEN2_MOE,
+        defaults=GATED_DELTA_DEFAULTS
+        | GATED_DELTA_EXPERTS
+        | {"intermediate_size": 5632, "num_experts_per_tok": 10, "norm_topk_prob": True},
+    ),
+    "qwen3_5_text": Architecture(
+        **GATED_DELTA, delta_tensors="separate", fixed_fields=GATE_FIELD, defaults=GATED_DELTA_DEFAULTS
+    ),
+    "qwen3_5_moe_text": Architecture(
+        **GATED_DELTA,
+        delta_tensors="separate",
+        fixed_fields=GATE_FIELD | {"norm_topk_prob": True, "decoder_sparse_step": 1},
+        experts=experts_spec.QWEN3_5_MOE,
+        ffn_field="moe_intermediate_size",  # no layer is dense
+        defaults=GATED_DELTA_DEFAULTS | GATED_DELTA_EXPERTS | {"num_experts_per_tok": 8},
     ),
     "cohere": Architecture(
         **COHERE, qk_norm="use_qk_norm", qk_norm_kind="head_layer", defaults=COHERE_DEFAULTS | {"rope_theta": 500000.0}

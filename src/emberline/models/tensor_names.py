@@ -16,8 +16,9 @@ from emberline.models.decoder import DecoderModel
 from emberline.models.weights import Weights
 
 Model = TypeVar("Model")
-# Of older checkpoints: the rotary frequencies, which are computed from config.json.
-IGNORABLE_TENSORS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
+# Of older checkpoints: the rotary frequencies, which are computed from config.json. Of Qwen3-Next and Qwen3.5: layers
+# for multi-token prediction.
+IGNORABLE_TENSORS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq|mtp\..*"
 
 
 def ignorable_tensors(config: ModelConfig) -> str:

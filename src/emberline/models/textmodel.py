@@ -14,10 +14,16 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.models.fields import ConfigFields
 
 # By the model_type of the multimodal config.json.
-TEXT_MODEL_TYPES = {"gemma3": "gemma3_text", "llama4": "llama4_text", "kimi_k25": "kimi_k2"}
+TEXT_MODEL_TYPES = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "kimi_k25": "kimi_k2",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 TENSOR_PREFIXES = re.compile(r"(?:model\.language_model|language_model\.model)\.|language_model\.(?=lm_head\.)")
-OTHER_TENSORS = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector|mm_projector)\..*")
-SHARED_FIELDS = ("quantization_config", "eos_token_id")  # of the outer config
+OTHER_TENSORS = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector|mm_projector|visual)\..*")
+SHARED_FIELDS = ("quantization_config", "eos_token_id", "tie_word_embeddings")  # of the outer config
 
 
 def select_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from emberline.api.tool_styles.json_arguments import JsonObjectStyle
 
 HERMES = JsonObjectStyle(
     name="hermes",
-    families="Hermes, Qwen 2.5, Qwen 3, Granite 4, SmolLM 3",
+    families="Hermes, Qwen 2.5, Qwen 3, Qwen3-Next, Granite 4, SmolLM 3",
     begin="<tool_call>",
     markers=("<tool_call>", "</tool_call>"),
     head='\n{"name": "%(name)s", "arguments": ',
@@ -14,4 +14,5 @@ HERMES = JsonObjectStyle(
     ends=("</tool_call>",),
     separator="\n",
     template_signs=(("<tool_call>",),),
+    model_types=("qwen3_next",),
 )

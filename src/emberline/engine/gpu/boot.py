@@ -22,7 +22,7 @@ from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.plan import PENDING_TOKEN, Admission, StepPlan, StepResult, WorkItem
 from emberline.core.request import Submission
-from emberline.engine import expert_limits, kv_shape, memory
+from emberline.engine import expert_limits, kv_shape, memory, model_support
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.attention_log import log_portable_attention
 from emberline.engine.gpu.device import CudaDevice, Device
@@ -110,6 +110,7 @@ def boot_gpu(
     `load_draft`: loads the draft model, if the settings name one."""
     assert (build_tiers is not None) == settings.tiers.has_tiers
     assert (build_endpoint is not None) == (settings.transfer is not None)
+    model_support.reject_states(config, "a GPU", "use --device cpu")
     began = time.perf_counter()
     device = device or CudaDevice()
     model = load_model(config, weights, context)
@@ -244,7 +245,7 @@ def _tune_matrix_products(model: DecoderModel, settings: EngineConfig) -> float:
     """Find the fastest matrix product kernel for each number of tokens; return the seconds spent.
 
     Measurements of an earlier start are reused. Without a GPU or captured graphs, nothing is measured."""
-    if model.layers[0].attention.layer.cos_sin.device.type != "cuda" or not settings.gpu.graphs:
+    if model.device.type != "cuda" or not settings.gpu.graphs:
         return 0.0
     from emberline.kernels import tuning
 

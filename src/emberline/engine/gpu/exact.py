@@ -20,7 +20,7 @@ def require_fixed_order(model: DecoderModel, cache: KVShape) -> None:
     from emberline.kernels.cuda import decode, fixed_order, prefill
 
     config = model.config
-    if model.layers[0].attention.layer.cos_sin.device.type != "cuda":
+    if model.device.type != "cuda":
         return  # a CPU always sums in a fixed order
     has_attention = decode.supports_shape(
         config.heads, config.kv_heads, config.head_dim, cache.dtype, cache.block_size

@@ -15,7 +15,7 @@ from emberline.models.decoder import DecoderModel
 
 def make_zero_weight_model(model: DecoderModel) -> DecoderModel:
     """Return a model with zero weights that runs the same kernels. Weights of equal shape share one tensor."""
-    device = model.layers[0].attention.layer.cos_sin.device
+    device = model.device
 
     @cache
     def zero_weight(n: int, k: int, gated: bool) -> ops.PackedWeight:

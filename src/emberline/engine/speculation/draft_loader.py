@@ -9,6 +9,7 @@ from typing import Any
 from emberline.core.engine_config import SpeculationConfig
 from emberline.core.errors import UnsupportedModel
 from emberline.core.jsonfile import read_object
+from emberline.engine.model_support import reject_states
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.source import resolve_model
 from emberline.models.config import ModelConfig
@@ -42,6 +43,7 @@ def load_draft_model(
     if settings.method == "eagle3":
         return load_eagle3_head(checkpoint, weights, target.config, target.context, target.embedding)
     config = ModelConfig.from_checkpoint(checkpoint)
+    reject_states(config, "a draft model", "use a draft model without recurrent layers")
     check_vocabulary(directory, config, target_directory, target.config)
     if config.longest_context < target.context:
         raise UnsupportedModel(

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer, LinearOutput
 from emberline.kernels.attention_plan import AttentionPlan
-from emberline.kernels.cpu.library import NativeStep
+from emberline.kernels.cpu.library import NativeConvolution, NativeDeltaRule, NativeStep
+from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
@@ -205,6 +206,42 @@ class CPUBackend(ReferenceBackend):
         self.library.ember_mixture(ctypes.byref(mixture.native), len(x), x.data_ptr())
         return x
 
+    def convolve(self, x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:
+        assert x.stride(1) == 1 and x.dtype == states.conv.dtype == torch.float32 and states.conv.is_contiguous()
+        y = torch.empty(len(x), layer.channels)
+        arguments = NativeConvolution(
+            *_sequences(states), x.data_ptr(), layer.conv_weight.data_ptr(), states.conv.data_ptr(), y.data_ptr(),
+            x.stride(0), len(layer.conv_weight), layer.channels,
+        )  # fmt: skip
+        self.library.ember_convolution(ctypes.byref(arguments))
+        return y
+
+    def compute_delta_rule(self, mixed: Tensor, gates: DeltaGates, layer: DeltaLayer, states: LayerStates) -> Tensor:
+        steps, times = gates
+        assert mixed.is_contiguous() and mixed.shape[1] == layer.channels and states.matrices.is_contiguous()
+        assert steps.stride() == times.stride() and steps.stride(1) == 1
+        out, scratch = torch.empty(len(mixed), layer.values), torch.empty(len(mixed), 2 * layer.value_heads)
+        arguments = NativeDeltaRule(
+            *_sequences(states), mixed.data_ptr(), steps.data_ptr(), times.data_ptr(), layer.rates.data_ptr(),
+            layer.time_bias.data_ptr(), states.matrices.data_ptr(), scratch.data_ptr(), out.data_ptr(), steps.stride(0),
+            layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim,
+        )  # fmt: skip
+        self.library.ember_delta_rule(ctypes.byref(arguments))
+        return out
+
+    def norm_and_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        assert x.is_contiguous() and gate.shape == x.shape and gate.stride(1) == 1
+        (rows, columns), width = x.shape, len(weight)
+        self.library.ember_gated_norm(
+            x.data_ptr(), gate.data_ptr(), gate.stride(0), weight.data_ptr(), eps, rows, columns // width, width
+        )
+        return x
+
+    def apply_sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        assert x.is_contiguous() and gate.is_contiguous() and x.shape == gate.shape
+        self.library.ember_sigmoid_gate(x.data_ptr(), gate.data_ptr(), *x.shape)
+        return x
+
     def sample(self, logits: Tensor, settings: SamplingTensors, uniform: Tensor) -> Tensor:
         temperature, top_k, top_p, min_p = settings
         assert top_k.dtype == torch.int32 and uniform.dtype == torch.float64 and logits.is_contiguous()
@@ -242,6 +279,13 @@ def _check_or_allocate_output(out: Tensor | None, rows: int, columns: int) -> Te
         return torch.empty(rows, columns)
     assert out.shape == (rows, columns) and out.is_contiguous() and out.dtype == torch.float32
     return out
+
+
+def _sequences(states: LayerStates) -> tuple[int, int, int, int]:
+    """Return the fields of the C struct `Sequences`."""
+    starts, context, slots = states.metadata.query_start, states.metadata.context, states.slots
+    assert starts.dtype == context.dtype == slots.dtype == torch.int32
+    return starts.data_ptr(), context.data_ptr(), slots.data_ptr(), len(slots)
 
 
 def _address(tensor: Tensor | None) -> int | None:

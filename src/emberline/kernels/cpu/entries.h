@@ -39,6 +39,29 @@ struct Step {
     float eps, scale;
 };
 
+// The sequences of a step in a recurrent layer: their tokens, the tokens before, and the slots with their states.
+struct Sequences {
+    const int *query_start, *context, *slots;
+    long count;
+};
+
+struct Convolution {
+    Sequences in;
+    const float *x, *weight;  // weight: [kernel][channels]
+    float *states, *y;        // states: [slots][kernel - 1][channels]
+    long stride;              // of x
+    int kernel, channels;
+};
+
+struct DeltaRule {
+    Sequences in;
+    float* mixed;  // queries, keys and values of each token; queries and keys are overwritten
+    const float *steps, *times, *rates, *time_bias;
+    float *states, *gates, *out;  // gates: memory for 2 numbers for each token and value head
+    long gate_stride;             // of steps and times
+    int key_heads, value_heads, key_dim, value_dim;
+};
+
 void ember_linear(const float* x, const void* w, int layout, int m, int n, int k, const float* bias, const float* norm, float eps,
                   float* y, int mode);
 

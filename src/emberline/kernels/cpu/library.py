@@ -56,6 +56,30 @@ class NativeMixture(ctypes.Structure):
     )
 
 
+class NativeConvolution(ctypes.Structure):
+    """The C struct `Convolution` of entries.h; its first four fields are those of `Sequences`."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("query_start", "context", "slots")),
+        ("count", LONG),
+        *((name, POINTER) for name in ("x", "weight", "states", "y")),
+        ("stride", LONG),
+        *((name, INT) for name in ("kernel", "channels")),
+    )
+
+
+class NativeDeltaRule(ctypes.Structure):
+    """The C struct `DeltaRule` of entries.h; its first four fields are those of `Sequences`."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("query_start", "context", "slots")),
+        ("count", LONG),
+        *((name, POINTER) for name in ("mixed", "steps", "times", "rates", "time_bias", "states", "gates", "out")),
+        ("gate_stride", LONG),
+        *((name, INT) for name in ("key_heads", "value_heads", "key_dim", "value_dim")),
+    )
+
+
 ARGUMENT_TYPES = {"p": POINTER, "i": INT, "l": LONG, "f": FLOAT}
 
 # One letter per argument, in the order of the C++ declarations. Pointers are data_ptr() integers or None.
@@ -69,6 +93,10 @@ VOID_FUNCTIONS = {
     "ember_attention": "pppillpippifiiiiiifpip",
     "ember_stack": "ppipp",
     "ember_mixture": "pip",
+    "ember_convolution": "p",
+    "ember_delta_rule": "p",
+    "ember_gated_norm": "pplpfiii",
+    "ember_sigmoid_gate": "ppii",
     "ember_sample": "piipppppp",
     "ember_log_probs": "piipipppp",
     "ember_bitmask": "pipipi",

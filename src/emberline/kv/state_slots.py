@@ -1,0 +1,129 @@
+"""StateSlots: which slot holds the recurrent states of each request, and which slots hold snapshots of states.
+
+A layer with a recurrent state keeps no blocks, so the tokens of a cached prefix can be skipped only if the state behind
+them was kept. A snapshot is such a copy, at the end of a block, and its name is the hash of that block, which stands
+for the whole prefix. Every slot is free, holds the state of one running request, is about to receive a snapshot of one,
+or is a snapshot. Snapshots are evicted when a slot is needed, the least recently used one first.
+
+This module does not import torch; runners copy the states as work items say."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSnapshot:
+    """A snapshot that a step makes, which can be used once the result of the step is known."""
+
+    digest: bytes
+    slot: int
+    num_tokens: int  # of the prefix
+
+
+class StateSlots:
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free = list(range(total - 1, -1, -1))
+        self._held: dict[str, int] = {}  # by request
+        self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # slots by hash, the least recently used first
+        self._loads: dict[str, bytes] = {}  # by request: snapshot that its next step starts from, kept until then
+        self._planned: dict[str, PlannedSnapshot] = {}  # by request
+        self._newest: dict[str, bytes] = {}  # by request: the snapshot that its next one replaces
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_snapshots(self) -> int:
+        return len(self._snapshots)
+
+    def longest_prefix(self, hashes: Sequence[bytes]) -> int:
+        """Return the number of blocks of the longest prefix of a chain of blocks that has a snapshot, or 0."""
+        return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self._snapshots), 0)
+
+    @property
+    def can_admit(self) -> bool:
+        return bool(self._free) or any(digest not in self._loads.values() for digest in self._snapshots)
+
+    def admit(self, request_id: str, digest: bytes | None) -> None:
+        """Give a slot to a request, which starts from the snapshot `digest`, or from no tokens."""
+        assert request_id not in self._held
+        if digest is not None:
+            self._snapshots.move_to_end(digest)
+            self._loads[request_id] = digest
+            self._newest = {name: each for name, each in self._newest.items() if each != digest}  # it is shared now
+        slot = self._allocate()
+        if slot is None:  # the snapshot itself is the only slot left
+            assert digest is not None, "the caller checks `can_admit`"
+            del self._loads[request_id]
+            slot = self._snapshots.pop(digest)
+        self._held[request_id] = slot
+
+    def slot_of(self, request_id: str) -> int:
+        return self._held[request_id]
+
+    def take_load(self, request_id: str) -> int | None:
+        """Return the slot whose states the next step must copy to that of the request, once after its admission."""
+        digest = self._loads.pop(request_id, None)
+        return None if digest is None else self._snapshots[digest]
+
+    def plan_snapshot(self, request_id: str, digest: bytes, num_tokens: int, *, replaces: bool) -> int | None:
+        """Return the slot to which a step copies the states of the request, or None if no copy is worth it.
+
+        `replaces`: the snapshot takes the place of the request's previous one for which this was set."""
+        if digest in self._snapshots:
+            self._snapshots.move_to_end(digest)
+            return None
+        if request_id in self._planned:
+            return None
+        if replaces and (previous := self._newest.pop(request_id, None)) is not None:
+            self.forget_prefix(previous)
+        if (slot := self._allocate()) is None:
+            return None
+        self._planned[request_id] = PlannedSnapshot(digest, slot, num_tokens)
+        if replaces:
+            self._newest[request_id] = digest
+        return slot
+
+    def commit_snapshot(self, request_id: str, num_computed: int) -> None:
+        """Make the planned snapshot of a request usable if all its tokens are computed."""
+        planned = self._planned.get(request_id)
+        if planned is None or planned.num_tokens > num_computed:
+            return
+        del self._planned[request_id]
+        if planned.digest in self._snapshots:  # of another request with the same prefix
+            self._free.append(planned.slot)
+            self._newest.pop(request_id, None)
+        else:
+            self._snapshots[planned.digest] = planned.slot
+
+    def free(self, request_id: str) -> None:
+        """Free the slot of a request. Its snapshots stay, except for one that is not made yet."""
+        self._free.append(self._held.pop(request_id))
+        self._loads.pop(request_id, None)
+        self._newest.pop(request_id, None)
+        if (planned := self._planned.pop(request_id, None)) is not None:
+            self._free.append(planned.slot)
+
+    def forget_prefix(self, digest: bytes) -> None:
+        """Drop the snapshot of a prefix, if there is one that no request waits for."""
+        if digest in self._snapshots and digest not in self._loads.values():
+            self._free.append(self._snapshots.pop(digest))
+
+    def check_invariants(self) -> None:
+        """Assert that every slot is in exactly one state."""
+        planned = [each.slot for each in self._planned.values()]
+        slots = [*self._free, *self._held.values(), *self._snapshots.values(), *planned]
+        assert sorted(slots) == list(range(self.total)), "a slot is lost or used twice"
+        assert self._loads.keys() | self._planned.keys() | self._newest.keys() <= self._held.keys()
+        assert set(self._loads.values()) <= self._snapshots.keys()
+
+    def _allocate(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        digest = next((digest for digest in self._snapshots if digest not in self._loads.values()), None)
+        return None if digest is None else self._snapshots.pop(digest)

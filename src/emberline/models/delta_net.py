@@ -1,0 +1,102 @@
+"""DeltaNet: a recurrent layer with the gated delta rule in place of attention, including norm and residual.
+
+A sequence has a state of fixed size in each such layer, and no keys and values. Queries, keys and values pass a short
+convolution first. The output is normed, and multiplied by the silu of a gate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from emberline.kernels import ops
+from emberline.models.attention import PositionTables
+from emberline.models.config import ModelConfig
+from emberline.models.forward import ForwardBatch
+from emberline.models.layers import add_output, load_linear
+from emberline.models.outline import StateSizes
+from emberline.models.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    qkv: ops.LinearLayer  # queries, keys, values and gates of all heads, then steps and times of the value heads
+    norm: Tensor  # of each head's output
+    eps: float
+    o: ops.LinearLayer
+    layer: ops.DeltaLayer
+
+    @staticmethod
+    def load(config: ModelConfig, weights: Weights, layer: int, tables: PositionTables) -> DeltaNet:
+        at, sizes, hidden = f"model.layers.{layer}.linear_attn", config.parts.attention.state, config.hidden
+        assert sizes is not None
+        norm = f"model.layers.{layer}.input_layernorm.weight"
+        is_grouped = config.parts.attention.has_grouped_delta_tensors
+        matrix = (_load_grouped if is_grouped else _load_separate)(weights, at, sizes, hidden)
+        kernel = weights.load_vector(f"{at}.conv1d.weight", sizes.conv_channels, 1, sizes.conv_kernel)
+        return DeltaNet(
+            qkv=ops.LinearLayer(
+                weights.pack(matrix),
+                norm=weights.load_vector(norm, hidden, offset=config.parts.norm_offset),
+                eps=config.norm_eps,
+            ),
+            norm=weights.load_vector(f"{at}.norm.weight", sizes.value_dim),
+            eps=config.norm_eps,
+            o=load_linear(weights, [(f"{at}.out_proj", hidden)], sizes.value_heads * sizes.value_dim),
+            layer=ops.DeltaLayer(
+                key_heads=sizes.key_heads,
+                value_heads=sizes.value_heads,
+                key_dim=sizes.key_dim,
+                value_dim=sizes.value_dim,
+                conv_weight=kernel[:, 0].T.contiguous(),
+                rates=weights.load_vector(f"{at}.A_log", sizes.value_heads).exp(),
+                time_bias=weights.load_vector(f"{at}.dt_bias", sizes.value_heads),
+            ),
+        )
+
+    def __call__(
+        self, x: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: Tensor | None = None
+    ) -> Tensor:
+        """Add the layer's output to x in place and return x, or a new tensor with only `rows` if given.
+
+        `keys` and `values` are the layer's states: the last inputs of the convolution, and the matrices. They advance
+        over all rows of x in both cases.
+        """
+        assert batch.state_slots is not None, "the model has recurrent layers, and the batch has no states"
+        states, layer = ops.LayerStates(keys, values, batch.state_slots, batch.attention), self.layer
+        projected = ops.linear(x, self.qkv, unpacker=batch.unpacker)
+        qkv, gate, steps, times = projected.split(
+            [layer.channels, layer.values, layer.value_heads, layer.value_heads], dim=1
+        )
+        mixed = ops.compute_delta_rule(ops.convolve(qkv, layer, states), ops.DeltaGates(steps, times), layer, states)
+        if rows is not None:
+            x, mixed, gate = x[rows], mixed[rows], gate[rows]
+        if not len(x):
+            return x
+        return add_output(ops.norm_and_gate(mixed, gate, self.norm, self.eps), self.o, x, None, batch.unpacker)
+
+
+def _load_separate(weights: Weights, at: str, sizes: StateSizes, hidden: int) -> Tensor:
+    """Return the input projections of Qwen3.5 as one matrix."""
+    values, heads = sizes.value_heads * sizes.value_dim, sizes.value_heads
+    names = {"in_proj_qkv": sizes.conv_channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    return weights.stack([(f"{at}.{name}.weight", rows) for name, rows in names.items()], hidden)
+
+
+def _load_grouped(weights: Weights, at: str, sizes: StateSizes, hidden: int) -> Tensor:
+    """Return the input projections of Qwen3-Next as one matrix.
+
+    Its tensors have all rows of a key head together: query, key, and the values and gates of its value heads; and in
+    the second tensor their steps and times.
+    """
+    per_key = sizes.value_heads // sizes.key_heads
+    values = per_key * sizes.value_dim
+    large = [sizes.key_dim, sizes.key_dim, values, values]
+    names = [(f"{at}.in_proj_qkvz.weight", sizes.key_heads * sum(large))]
+    names.append((f"{at}.in_proj_ba.weight", 2 * sizes.value_heads))
+    matrix = weights.stack(names, hidden)
+    wide, narrow = (part.view(sizes.key_heads, -1, hidden) for part in matrix.split([rows for _, rows in names]))
+    parts = [*wide.split(large, dim=1), *narrow.split(per_key, dim=1)]
+    return torch.cat([part.reshape(-1, hidden) for part in parts])
