@@ -353,8 +353,7 @@ def _check_gpu_memory(
     from emberline.models.kv_groups import group_layers
     from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
 
-    given = _plan_settings(args)
-    settings = given.with_gpu_defaults()
+    settings = (given := _plan_settings(args)).with_gpu_defaults()
     dtype = choose_weight_dtype(checkpoint, settings.dtype, on_gpu=gpu_bytes is not None)
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.choose_max_context(config, settings)
     width = memory.DTYPE_BYTES[kv_dtype]

@@ -168,12 +168,9 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         config.speculation, model, Path(config.model), lambda checkpoint: Weights(checkpoint, draft_dtype)
     )
     groups = choose_groups(model.config.windows, model.context, model.config.parts.attention.state_layers)
-    memory_bytes = share_cache_memory(
-        config.kv_cache.kv_memory or default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2,
-        model.config,
-        draft_model,
-        groups,
-    )
+    chosen_bytes = config.kv_cache.kv_memory or default_kv_bytes
+    chosen_bytes = chosen_bytes or (free_memory() - config.tiers.kv_host_memory) // 2
+    memory_bytes = share_cache_memory(chosen_bytes, model.config, draft_model, groups)
     states = allocate_states(model.config, memory_bytes, scheduler.max_running)
     cache = allocate_cache(
         model,

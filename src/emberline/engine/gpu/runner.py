@@ -62,30 +62,24 @@ class GPURunner:
         limits = settings.scheduler
         self.model = model
         self.cache = cache
-        self.num_blocks = cache.num_blocks
+        self.num_blocks, self._block_size = cache.num_blocks, cache.shape.block_size
         self.groups = groups or LayerGroups.single(model.config.layers)
         self.vocab_size = model.config.vocab
         self.eos = eos
-        self.prepare = make_state.prepare
-        self._make_state = make_state
-        self._block_size = cache.shape.block_size
+        self._make_state, self.prepare = make_state, make_state.prepare
         max_draft = 0 if draft_model is None else settings.speculation.max_draft_tokens
         width = -(-max_context // self._block_size)
         tables = len(self.groups.windows)
         self._rows = DeviceRows(limits.max_running, width, device.torch_device, max_draft, tables)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         running = limits.max_running
-        widened = max_widened_blocks(self._block_size, max_context, limits.max_batch_tokens)
         max_queries = min(settings.speculation.max_new_tokens, max_row_queries(model.config, draft_model))
         self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
         planner = ops.LatentPlanner if model.config.parts.attention.latent else ops.AttentionPlanner
         self._attention_planner = planner(
-            heads,
-            cache.keys,
-            model.dtype,
-            max_step_rows(running),
-            max_widened_blocks=widened,
+            *(heads, cache.keys, model.dtype, max_step_rows(running)),
+            max_widened_blocks=max_widened_blocks(self._block_size, max_context, limits.max_batch_tokens),
             max_queries=max_queries,
             fixed_cuts=settings.gpu.exact,
             max_length=width * self._block_size + MAX_LENGTH_ROUNDING,

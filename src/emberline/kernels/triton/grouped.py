@@ -46,6 +46,35 @@ def _prefetch_matrix(
 
 
 @jit
+def _finish_products(
+    product: tensor, up: tensor, bias: tensor, weights: tensor, assignment: tensor, is_row: tensor, expert: tensor,
+    column: tensor, alpha: tensor, limit: tensor,
+    WIDTH: constexpr, GATED: constexpr, HAS_BIAS: constexpr, CLAMPED: constexpr, SCALED: constexpr,
+) -> tensor:  # fmt: skip
+    """Return the outputs of a tile from its products: with bias, weight and, if GATED, activation."""
+    if GATED:
+        if SCALED:
+            factor = tl.load(weights + assignment, is_row, 0.0)[:, None]
+            product, up = product * factor, up * factor
+        if HAS_BIAS:
+            bias_at = bias + expert * (2 * WIDTH) + column
+            product += tl.load(bias_at, column < WIDTH, 0.0)[None, :]
+            up += tl.load(bias_at + WIDTH, column < WIDTH, 0.0)[None, :]
+        if CLAMPED:
+            gate = tl.minimum(product, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit)
+            product = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+        else:
+            product = product / (1.0 + tl.exp(-product)) * up
+    else:
+        if HAS_BIAS:
+            product += tl.load(bias + expert * WIDTH + column, column < WIDTH, 0.0)[None, :]
+        if SCALED:
+            product = product * tl.load(weights + assignment, is_row, 0.0)[:, None]
+    return product
+
+
+@jit
 def _multiply_experts(
     x: tensor, w: tensor, memory: tensor, bias: tensor, weights: tensor, order: tensor, tile_experts: tensor,
     tile_counts: tensor, num_tiles: tensor, out: tensor, alpha: tensor, limit: tensor,
@@ -100,25 +129,10 @@ def _multiply_experts(
             if GATED:
                 matrix = tl.load(w_at + start + WIDTH * DEPTH, w_inside, 0.0)
                 up = tl.dot(inputs, matrix, up, input_precision="ieee")
-    if GATED:
-        if SCALED:
-            factor = tl.load(weights + assignment, is_row, 0.0)[:, None]
-            product, up = product * factor, up * factor
-        if HAS_BIAS:
-            bias_at = bias + expert * (2 * WIDTH) + column
-            product += tl.load(bias_at, column < WIDTH, 0.0)[None, :]
-            up += tl.load(bias_at + WIDTH, column < WIDTH, 0.0)[None, :]
-        if CLAMPED:
-            gate = tl.minimum(product, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
-            product = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
-        else:
-            product = product / (1.0 + tl.exp(-product)) * up
-    else:
-        if HAS_BIAS:
-            product += tl.load(bias + expert * WIDTH + column, column < WIDTH, 0.0)[None, :]
-        if SCALED:
-            product = product * tl.load(weights + assignment, is_row, 0.0)[:, None]
+    product = _finish_products(
+        product, up, bias, weights, assignment, is_row, expert, column, alpha, limit,
+        WIDTH, GATED, HAS_BIAS, CLAMPED, SCALED,
+    )  # fmt: skip
     out_at = out + assignment.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(out_at, product.to(out.dtype.element_ty), is_row[:, None] & (column < WIDTH)[None, :])
 
