@@ -55,7 +55,7 @@ class LatentAttention:
                 eps=RANK_NORM_EPS,
                 plain_dim=sizes.plain_dim,
                 value_dim=sizes.value_dim,
-                products=ops.pack_latent_products(pairs, heads, sizes.plain_dim),
+                products=weights.pack_latent_products(pairs, heads, sizes.plain_dim),
             ),
             o=load_linear(weights, [(f"{at}.o_proj", config.hidden)], heads * sizes.value_dim),
         )

@@ -93,6 +93,9 @@ class TensorNameScan(Weights):
     def pack(self, matrix: Tensor) -> ops.PackedWeight:
         return ops.empty_weight(len(matrix), matrix.shape[1], matrix.dtype, self.device)
 
+    def pack_latent_products(self, matrix: Tensor, heads: int, plain_dim: int) -> ops.LatentProducts:
+        return ops.LatentProducts(ops.PerHeadWeights(matrix), ops.PerHeadWeights(matrix))
+
     def drop_duplicate(self, name: str, original: str, rows: int, columns: int) -> bool:
         self._unused.discard(name)
         return True

@@ -150,6 +150,10 @@ class Weights:
         """Return a matrix that was computed from loaded ones, packed for the kernels of this device."""
         return ops.pack_linear(matrix.contiguous())
 
+    def pack_latent_products(self, matrix: Tensor, heads: int, plain_dim: int) -> ops.LatentProducts:
+        """Return the products of a loaded matrix, as `ops.pack_latent_products` describes them."""
+        return ops.pack_latent_products(matrix, heads, plain_dim)
+
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         return torch.cat([self.load_vector(name, size) for name, size in parts])
 
