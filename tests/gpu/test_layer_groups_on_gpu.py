@@ -182,7 +182,7 @@ def test_a_draft_model_uses_the_blocks_of_the_first_group(
     engine.scheduler.drafter = drafter
     assert run(engine, submissions(**sampling), 1) == run(one_group, submissions(**sampling))
     assert drafter.drafted_tokens > 100
-    assert (drafter.accepted_tokens == drafter.drafted_tokens) == (temperature == 0.0)
+    assert temperature > 0.0 or drafter.accepted_tokens == drafter.drafted_tokens
 
 
 def test_passed_blocks_are_free_for_others(checkpoint: Path) -> None:

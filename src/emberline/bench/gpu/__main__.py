@@ -75,7 +75,9 @@ def select_parts(args: argparse.Namespace) -> list[BenchPart]:
     if args.what == "speculation":
         from emberline.bench.gpu import speculation
 
-        selected.append(BenchPart("speculation", 200.0, partial(speculation.measure, settings=settings)))
+        selected.append(
+            BenchPart("speculation", 200.0, partial(speculation.measure, settings=settings, rounds=rounds or 0))
+        )
     if args.what in ("open", "all") and any(
         engine.is_measurement_selected(name, only) for name in openloop.measurement_names(rates)
     ):

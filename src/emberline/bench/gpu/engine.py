@@ -319,7 +319,19 @@ def measure(
         if shape.hf_config is LLAMA_8B and is_measurement_selected(name, name_patterns):
             sample = partial(_run_sampled_job, booted.engine)
             run_measurement(report, name, partial(sampled_decode.measure, report, sample, name, rounds or ROUNDS))
+    _add_memory(report, booted)
     report.config["stats"] = {k: v for k, v in asdict(booted.engine.stats()).items() if k != "residency"}
+
+
+def _add_memory(report: BenchReport, booted: BootedGPUEngine) -> None:
+    """Add the memory that the plan expected to be used, and what the driver says is used after all measurements."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    planned, used = booted.plan.total - booted.plan.spare_bytes, total - free
+    report.add("memory_planned", planned / 2**30, "GiB")
+    report.add("memory_used", used / 2**30, "GiB")
+    report.add("plan_error", 100 * abs(used - planned) / planned, "%")
 
 
 def _make_counter(booted: BootedGPUEngine, shape: BenchShape) -> Callable[[int], float] | None:

@@ -124,40 +124,43 @@ def make_drafter(settings: dict[str, Any], *, adaptive: bool = False) -> Drafter
     )
 
 
-def measure(report: BenchReport, settings: dict[str, Any] | None = None, batches: Sequence[int] = BATCHES) -> None:
-    """Measure the milliseconds per token at several batch sizes, and add them to the report."""
+def measure(
+    report: BenchReport, settings: dict[str, Any] | None = None, batches: Sequence[int] = BATCHES, rounds: int = 0
+) -> None:
+    """Measure the milliseconds per token at several batch sizes, and add them to the report.
+
+    `off_`: without drafts. `spec_`: all drafted tokens are verified in every step. `adaptive_`: as many as pay, which
+    is what the engine does."""
     chosen = BENCH_SETTINGS | (settings or {})
-    adaptive, acceptance = bool(chosen.pop("adaptive", False)), str(chosen.pop("acceptance", "first"))
+    acceptance, rounds = str(chosen.pop("acceptance", "first")), rounds or ROUNDS
     booted = boot_engine(chosen, acceptance)
     name = {"packed": "packed", "both": "both"}.get(str(chosen.get("weights")), "plain")
     engine, cost = booted.engine, compute_token_cost(chosen)
-    drafter = make_drafter(chosen, adaptive=adaptive)
-    drafters = {"plain": None, "spec": drafter}
+    drafters = {"off": None, "spec": make_drafter(chosen), "adaptive": make_drafter(chosen, adaptive=True)}
     assert booted.runner.draft_model is not None
     report.config |= {
         "settings": chosen,
         "max_draft": chosen.get("max_draft", MAX_DRAFT),
-        "adaptive": adaptive,
         "acceptance": ACCEPTANCE[acceptance],
         "head_bytes": booted.runner.draft_model.weight_bytes,
-        "rounds": ROUNDS,
+        "rounds": rounds,
     }
     for batch in batches:
-        for kind, chosen_drafter in drafters.items():
-            engine.scheduler.drafter = chosen_drafter
+        for kind, drafter in drafters.items():
+            engine.scheduler.drafter = drafter
             times, steps = [], 0
-            for seed in range(ROUNDS):
+            for seed in range(rounds):
                 for tokens in (1, OUTPUT_TOKENS, OUTPUT_TOKENS):  # the same steps twice, until all are captured
                     run_batch(engine, batch, tokens, seed)
                 short, _ = run_batch(engine, batch, 1, seed)
                 long, steps = run_batch(engine, batch, OUTPUT_TOKENS, seed)
                 times.append(1e3 * (long - short) / (OUTPUT_TOKENS - 1))
-            if kind == "plain":
-                report.add(f"off_{name}_b{batch}_ms", times, "ms a token")
-            else:
-                limit = min_token_ms(batch, cost, report.config["head_bytes"])
-                report.add(f"spec_{name}_b{batch}_ms", times, "ms a token", peer=VLLM_MS.get(batch), limit=limit)
-                report.add(f"acceptance_{name}_b{batch}", (OUTPUT_TOKENS - 1) / (steps - 1), "tokens per step")
+            if drafter is None:
+                report.add(f"{kind}_{name}_b{batch}_ms", times, "ms a token")
+                continue
+            limit = min_token_ms(batch, cost, report.config["head_bytes"])
+            report.add(f"{kind}_{name}_b{batch}_ms", times, "ms a token", peer=VLLM_MS.get(batch), limit=limit)
+            report.add(f"{kind}_{name}_b{batch}_tokens_per_step", (OUTPUT_TOKENS - 1) / (steps - 1), "tokens")
 
 
 def min_token_ms(batch: int, cost: TokenCost, head_bytes: int) -> float:
