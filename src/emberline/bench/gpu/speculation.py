@@ -129,14 +129,14 @@ def measure(
 ) -> None:
     """Measure the milliseconds per token at several batch sizes, and add them to the report.
 
-    `off_`: without drafts. `spec_`: all drafted tokens are verified in every step. `adaptive_`: as many as pay, which
-    is what the engine does."""
+    `off_`: without drafts. `fixed_`: all drafted tokens are verified in every step, as vLLM does. `spec_`: as many as
+    pay, which is what the engine does."""
     chosen = BENCH_SETTINGS | (settings or {})
     acceptance, rounds = str(chosen.pop("acceptance", "first")), rounds or ROUNDS
     booted = boot_engine(chosen, acceptance)
     name = {"packed": "packed", "both": "both"}.get(str(chosen.get("weights")), "plain")
     engine, cost = booted.engine, compute_token_cost(chosen)
-    drafters = {"off": None, "spec": make_drafter(chosen), "adaptive": make_drafter(chosen, adaptive=True)}
+    drafters = {"off": None, "fixed": make_drafter(chosen), "spec": make_drafter(chosen, adaptive=True)}
     assert booted.runner.draft_model is not None
     report.config |= {
         "settings": chosen,
