@@ -97,8 +97,8 @@ def test_one_gpu_is_planned_as_the_engine_plans_it(settings: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("llama-4-scout-17b-16e", 108_641_793_536),
-        ("kimi-k2.5", 1_026_879_376_368),
+        ("llama-4-scout-17b-16e", 108_641_793_536 - 871_932_416),  # without the image encoder, which is not loaded
+        ("kimi-k2.5", 1_026_879_376_368 - 471_143_920),
         ("deepseek-v2-lite", 15_706_484_224),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("gpt-oss-20b", 20_914_757_184),
@@ -112,8 +112,8 @@ def test_published_numbers_of_parameters(name: str, parameters: int) -> None:
 def test_scout_on_two_h200() -> None:
     found = make_plan("llama-4-scout-17b-16e", "2xH200")
     (plan,) = found.plans
-    assert weight_gib(found) == pytest.approx(202.4, abs=0.05)
-    assert weight_gib(plan) == pytest.approx(202.4 / 2, abs=0.05)
+    assert weight_gib(found) == pytest.approx(200.7, abs=0.05)
+    assert weight_gib(plan) == pytest.approx(200.7 / 2, abs=0.05)
     assert plan.max_context < plan.kv_tokens < 10_485_760, "10 M tokens do not fit, so tables are for fewer"
     chunks, full = plan.groups
     assert (chunks.bytes_per_token, full.bytes_per_token) == (147_456 // 2, 49_152 // 2)
@@ -138,10 +138,10 @@ def test_what_keeps_scout_below_56_gib() -> None:
 def test_kimi_on_eight_h100() -> None:
     found = make_plan("kimi-k2.5", "8xH100", **SMALL_STEPS)
     assert num_weights(found, "routed experts") == pytest.approx(1014.7e9, rel=1e-4)
-    other = num_weights(found) - num_weights(found, "routed experts", "vision")
+    other = num_weights(found) - num_weights(found, "routed experts")
     assert other == pytest.approx(11.7e9, rel=5e-3)
     assert weight_gib(found, "int4") * GIB == num_weights(found, "routed experts") * 4.5 / 8
-    assert weight_gib(found) == pytest.approx(554, abs=0.5)
+    assert weight_gib(found) == pytest.approx(553.4, abs=0.1)
     plans = {plan.sharing: plan for plan in found.plans}
     copied, shared = plans["tensor parallel"], plans["context parallel"]
     assert copied.groups[0].bytes_per_token == 70_272 and shared.groups[0].bytes_per_token == 70_272 // 8
@@ -310,9 +310,9 @@ def test_doctor_prints_one_json_object(capsys: pytest.CaptureFixture[str], tmp_p
         code, output = run_doctor(capsys, "--model", model, "--gpus", "2xH200", "--json")
         found = json.loads(output)
         assert code == 0 and found["kv_sharing"] == "tensor parallel" and found["is_calculation_only"]
-        assert (found["kv_tokens"], found["parameters"]) == (plan.kv_tokens, 108_641_793_536)
+        assert (found["kv_tokens"], found["parameters"]) == (plan.kv_tokens, 107_769_861_120)
         assert found["kv_gib"] == pytest.approx(plan.total_kv_bytes / GIB, abs=1e-3)
-        assert found["weights_gib"] == pytest.approx(202.4, abs=0.05)
+        assert found["weights_gib"] == pytest.approx(200.7, abs=0.05)
         assert [group["max_tokens"] for group in found["kv_groups"]] == [8256, None]
         assert sum(found["one_gpu"].values()) == pytest.approx(found["gpus"]["gib_each"], abs=0.01)
         assert found["one_gpu"]["reserve_gib"] == RESERVE_BYTES / GIB

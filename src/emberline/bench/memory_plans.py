@@ -1,6 +1,7 @@
 """`python -m emberline.bench.memory_plans`: plans large models on several GPUs, from config files.
 
-Nothing is measured: the results are what `emberline doctor --gpus` calculates."""
+The results are what `emberline doctor --gpus` calculates. The error of such plans is taken from result files of
+`python -m emberline.bench.gpu engine`, which compare the plan of one GPU with the memory that is used."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ class PlanCase:
 
 
 CASES = (
-    PlanCase("scout_2xh200", "llama-4-scout-17b-16e.json", "2xH200"),
-    PlanCase("scout_2xh200_small_steps", "llama-4-scout-17b-16e.json", "2xH200", SMALL_STEPS),
-    PlanCase("scout_2xh200_packed", "llama-4-scout-17b-16e.json", "2xH200", {"weights": "packed"}),
+    PlanCase("scout_2xh200", "llama-4-scout-17b-16e.json", "2xH200", SMALL_STEPS),
+    PlanCase("scout_2xh200_large_steps", "llama-4-scout-17b-16e.json", "2xH200"),
+    PlanCase("scout_2xh200_packed", "llama-4-scout-17b-16e.json", "2xH200", {**SMALL_STEPS, "weights": "packed"}),
     PlanCase("kimi_8xh100_large_steps", "kimi-k2.5.json", "8xH100"),
     PlanCase("kimi_8xh100", "kimi-k2.5.json", "8xH100", SMALL_STEPS),
     PlanCase("kimi_8xh100_packed", "kimi-k2.5.json", "8xH100", {**SMALL_STEPS, "weights": "packed"}),
@@ -67,9 +68,13 @@ def add_case(report: reports.BenchReport, case: PlanCase, configs: Path) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--configs", type=Path, default=Path("benchmarks/configs"), help="directory of config files")
+    parser.add_argument("--measured", type=Path, nargs="*", default=[], help="result files with a plan_error")
     reports.add_report_arguments(parser)
     args = parser.parse_args()
-    report = reports.BenchReport("memory-plans", {"not_measured": "error of the plan against real allocations"})
+    report = reports.BenchReport("memory-plans", {"measured": [file.name for file in args.measured]})
+    if args.measured:
+        errors = [float(read_object(file)["results"]["plan_error"]["value"]) for file in args.measured]
+        report.add("plan_error_max", max(errors), "%")
     for case in CASES:
         add_case(report, case, args.configs)
     report.print_and_save(args.json, args.commit)

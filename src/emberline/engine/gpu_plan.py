@@ -194,7 +194,7 @@ class _WeightPolicy:
         size = memory.weight_part_bytes(part, width, packed=self.setting == "packed", both=both)
         if part.kind == "norms":
             return FORMAT_NAMES[memory.F32_BYTES], size
-        can_pack = part.kind != "vision" and memory.is_packable(part.rows, part.columns)
+        can_pack = memory.is_packable(part.rows, part.columns)
         plain = FORMAT_NAMES[width]
         return ("uw12" if self.setting == "packed" else f"{plain}+uw12" if both else plain) if can_pack else plain, size
 

@@ -95,7 +95,6 @@ class ModelOutline:
     latent: LatentSizes | None = None
     state: StateSizes | None = None
     experts: ExpertSizes | None = None
-    vision_weights: int = 0  # of the image encoder and its projector
     has_mtp_head: bool = False  # whether the last layer is that of a head for multi-token prediction
 
     def with_mtp_head(self) -> ModelOutline:
@@ -116,7 +115,6 @@ class ModelOutline:
             self,
             ffn=_divide(self.ffn, num_gpus, "columns of the feed-forward network") if has_dense else self.ffn,
             vocab=min(self.vocab, part),
-            vision_weights=-(-self.vision_weights // num_gpus),
             experts=None if self.experts is None else _divide_experts(self.experts, num_gpus),
         )
         if not divide_attention:

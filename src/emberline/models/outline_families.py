@@ -28,7 +28,6 @@ from emberline.models.fields import ConfigFields
 from emberline.models.knownfields import HARMLESS_FIELDS, HARMLESS_NAMES
 from emberline.models.outline import ExpertSizes, LatentSizes, LayerOutline, ModelOutline
 from emberline.models.registry import ARCHITECTURES
-from emberline.models.vision_weights import count_vision_weights
 
 MAX_CONTEXT_TOKENS = 1 << 26
 # The model_type of the language model, by that of a multimodal config.json with a text_config.
@@ -44,7 +43,7 @@ SHARED_FIELDS = ("quantization_config", "tie_word_embeddings")  # of the outer c
 COMMON_FIELDS = {
     "model_type", "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "intermediate_size",
-    "quantization_config", "vision_config",
+    "quantization_config",
 }  # fmt: skip
 # Fields that change what a model computes, but no size.
 SIZELESS_FIELDS = {
@@ -76,7 +75,7 @@ def read_outline(config: Mapping[str, Any]) -> ModelOutline:
         _check_fields(text, family)
         outline = family.read(ConfigFields({**family.defaults, **_without_nulls(text)}, "config.json"))
     elif model_type in ARCHITECTURES:
-        plain = {name: value for name, value in text.items() if name not in ("quantization_config", "vision_config")}
+        plain = {name: value for name, value in text.items() if name != "quantization_config"}
         outline = outline_of(ModelConfig.from_hf(plain))
     else:
         known = " ".join(sorted({*FAMILIES, *ARCHITECTURES, *TEXT_MODEL_TYPES}))
@@ -84,7 +83,7 @@ def read_outline(config: Mapping[str, Any]) -> ModelOutline:
             f"config.json: a model of model_type {model_type[:80]!r} cannot be planned",
             hint=f"known model types: {known}",
         )
-    return replace(outline, vision_weights=count_vision_weights(config, outline.hidden))
+    return outline
 
 
 def add_mtp_head(outline: ModelOutline, config: Mapping[str, Any]) -> ModelOutline:

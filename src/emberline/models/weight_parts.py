@@ -12,7 +12,7 @@ from typing import Literal
 from emberline.models.outline import ExpertSizes, ModelOutline
 
 WeightKind = Literal[
-    "embedding", "head", "attention", "dense ffn", "routed experts", "shared experts", "router", "norms", "vision"
+    "embedding", "head", "attention", "dense ffn", "routed experts", "shared experts", "router", "norms"
 ]
 
 
@@ -38,8 +38,6 @@ def list_weight_parts(outline: ModelOutline) -> list[WeightPart]:
         parts.append(WeightPart("head", outline.vocab, outline.hidden))
     if outline.has_mtp_head:
         parts += [WeightPart("norms", 3 * outline.hidden, 1), WeightPart("head", outline.hidden, 2 * outline.hidden)]
-    if outline.vision_weights:
-        parts.append(WeightPart("vision", outline.vision_weights, 1))
     for layer in outline.layers:
         parts.append(WeightPart("norms", outline.num_norms * outline.hidden, 1))
         parts += _state_parts(outline) if layer.attention == "state" else _attention_parts(outline)
