@@ -273,7 +273,7 @@ def test_bench_reports_plans_and_models_that_do_not_fit() -> None:
     for case in memory_plans.CASES:
         memory_plans.add_case(report, case, CONFIGS)
     values = {name: result.value for name, result in report.results.items()}
-    plan = make_plan("llama-4-scout-17b-16e", "2xH200").best
+    plan = make_plan("llama-4-scout-17b-16e", "2xH200", **SMALL_STEPS).best
     assert values["scout_2xh200_kv_gib"] == plan.total_kv_bytes / GIB
     assert values["scout_2xh200_kv_tokens"] == plan.kv_tokens
     assert values["kimi_8xh100_kv_gib"] > values["kimi_8xh100_large_steps_kv_gib"] == 0
