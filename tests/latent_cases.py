@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.kernels import worklist
+from emberline.kernels import work_limits, worklist
 from emberline.kernels.arguments import AttentionLayer, AttentionMetadata, LatentInputs, LatentLayer
 from emberline.kernels.attention_plan import AttentionPlan, count_decode_keys, make_prefill_tiles, pad_tiles
 from emberline.kernels.cuda.decode import DeviceWorkList
@@ -111,7 +111,7 @@ class LatentCase:
         limit = torch.tensor([int(counts.sum()) if has_context else decode_tokens], dtype=torch.int32, device=device)
         tiles = make_prefill_tiles(context, counts, rows)
         tiles = pad_tiles(tiles, len(tiles) + 2 * is_captured)
-        capacity = worklist.max_work_items(rows, 1, sms)
+        capacity = work_limits.max_work_items(rows, 1, sms)
         places = (capacity + rows) * max_queries * heads
         plan = AttentionPlan(
             rows,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from rope_metadata import rope_metadata
 from torch import Tensor
 
-from emberline.kernels import worklist
+from emberline.kernels import work_limits, worklist
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, PositionShift
 from emberline.kernels.cuda.decode import DecodeScratch, DeviceWorkList
 from emberline.kernels.reference import ReferenceBackend
@@ -279,7 +279,7 @@ def check_attention(
 def plan_rows(lengths: list[tuple[int, int]], kv_heads: int, num_sms: int, device: str) -> DeviceWorkList:
     """Return the work list of decode rows with so many keys before, and new tokens."""
     planned = [before + new if new else 0 for before, new in lengths]
-    capacity = worklist.max_work_items(len(lengths), kv_heads, num_sms)
+    capacity = work_limits.max_work_items(len(lengths), kv_heads, num_sms)
     work = worklist.plan_decode_work(planned, kv_heads, num_sms, capacity)
     return DeviceWorkList(torch.from_numpy(work.data).to(device), len(lengths), capacity)
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from latent_cases import FP8, LITE, TINY, LatentCase, Sizes
 from test_triton import CPU, compiled, compiled_kernels, interpreted, rounding, run_in_interpreter  # noqa: F401
 
-from emberline.kernels import worklist
+from emberline.kernels import work_limits
 from emberline.kernels.cuda.latent import latent_attention
 from emberline.kernels.latent_planner import split_context
 from emberline.kernels.triton import latent_projection
@@ -58,7 +58,7 @@ def test_latents_in_the_interpreter(
 @interpreted
 def test_passes_over_cached_tokens_in_the_interpreter(rounding: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     torch.manual_seed(0)
-    monkeypatch.setattr(worklist, "MAX_EXPANDED_HEADS", 2 * 16 * 6)  # two blocks in each pass
+    monkeypatch.setattr(work_limits, "MAX_EXPANDED_HEADS", 2 * 16 * 6)  # two blocks in each pass
     case = LatentCase.make(TINY, [(20, 1)], [(37, 2), (0, 1), (16, 2)], F32, F32, CPU, block=16)
     assert len(case.make_plan(has_passes=True).latent.context_passes) == 2
     case.check(has_passes=True)
@@ -77,7 +77,7 @@ def test_latent_kernels_compile(compiled_kernels: list[Any]) -> None:  # noqa: F
 def test_passes_cover_all_cached_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
     for blocks in (1, 3, 100):
-        monkeypatch.setattr(worklist, "MAX_EXPANDED_HEADS", blocks * 64 * 16)
+        monkeypatch.setattr(work_limits, "MAX_EXPANDED_HEADS", blocks * 64 * 16)
         context, counts = random.integers(0, 400, 9), random.integers(0, 3, 9)
         covered: list[list[int]] = [[] for _ in context]
         for sources, ranges in split_context(context, counts, 2, 64, 16):

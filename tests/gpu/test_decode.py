@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.kernels import worklist
+from emberline.kernels import work_limits, worklist
 from emberline.kernels.cuda.decode import DecodeScratch, DecodeTensorMaps, DeviceWorkList, decode_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -127,7 +127,7 @@ class DraftedRows:
     def work(self, lengths: list[int], *, sms: int = SMS, part_tiles: int | None = None) -> DeviceWorkList:
         """Return a work list for rows of these lengths, which may be those of the tokens too."""
         q_heads, kv_heads, _ = self.tokens.heads
-        room = max(worklist.max_work_items(len(lengths), kv_heads, sms), sum(n // 64 + 1 for n in lengths))
+        room = max(work_limits.max_work_items(len(lengths), kv_heads, sms), sum(n // 64 + 1 for n in lengths))
         ctas = worklist.ctas_per_sm(q_heads // kv_heads, self.max_queries, self.tokens.heads[2])
         made = worklist.plan_decode_work(lengths, kv_heads, sms, room, part_tiles=part_tiles, ctas_per_sm=ctas)
         return DeviceWorkList(torch.from_numpy(made.data).cuda(), len(lengths), room)
@@ -157,7 +157,7 @@ class DraftedRows:
 
 def work_for(case: Case, *, sms: int = SMS, lengths: list[int] | None = None) -> DeviceWorkList:
     rows, kv_heads = len(case.lengths), case.heads[1]
-    room = worklist.max_work_items(rows, kv_heads, sms)
+    room = work_limits.max_work_items(rows, kv_heads, sms)
     made = worklist.plan_decode_work(np.array(lengths or case.lengths, np.int32), kv_heads, sms, room)
     return DeviceWorkList(torch.from_numpy(made.data).cuda(), rows, room)
 

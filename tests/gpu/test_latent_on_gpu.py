@@ -19,7 +19,7 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.drafter.target import TargetStates
 from emberline.engine.speculation.drafter import Drafter
-from emberline.kernels import ops, worklist
+from emberline.kernels import ops, work_limits
 from emberline.models.loader import load_decoder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -62,7 +62,7 @@ def test_chunks(heads: int, chunks: list[tuple[int, int]], is_captured: bool, ca
 
 @pytest.mark.parametrize("cache", [BF16, FP8])
 def test_passes_over_cached_tokens(cache: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worklist, "MAX_EXPANDED_HEADS", 16 * 64 * 10)
+    monkeypatch.setattr(work_limits, "MAX_EXPANDED_HEADS", 16 * 64 * 10)
     chunks = [(1000, 300), (0, 5), (64, 20), (700, 1)]
     LatentCase.make(LITE, [(500, 1)], chunks, BF16, cache, "cuda").check(has_passes=True)
 

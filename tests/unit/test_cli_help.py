@@ -32,7 +32,7 @@ COMMAND_ONLY_OPTIONS = {
     "router": {"--foreign-key-env", "--listen-fd", "--log-level"},
     "gateway": {"--config", "--forget-old", "--log-level"},
     "cluster up": {"--workers", "--prefill", "--decode", "--logs"},
-    "doctor": {"--model", "--pull", "--gpus", "--gpu-memory", "--json", "--tiers", "--transfer"},
+    "doctor": {"--model", "--pull", "--gpus", "--gpu-memory", "--json", "--mtp", "--tiers", "--transfer"},
 }
 
 

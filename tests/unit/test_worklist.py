@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kernels import worklist
+from emberline.kernels import work_limits, worklist
 from emberline.kernels.worklist import (
     MAX_NEW_TOKENS,
     PART_SIZES,
@@ -19,7 +19,6 @@ from emberline.kernels.worklist import (
     WorkList,
     ctas_per_sm,
     max_row_queries,
-    max_work_items,
     num_data_ints,
     plan_decode_work,
     split_decode_rows,
@@ -29,7 +28,9 @@ SMS = 132
 
 
 def plan_for(lengths: list[int], kv_heads: int = 8) -> WorkList:
-    return plan_decode_work(np.array(lengths, np.int32), kv_heads, SMS, max_work_items(len(lengths), kv_heads, SMS))
+    return plan_decode_work(
+        np.array(lengths, np.int32), kv_heads, SMS, work_limits.max_work_items(len(lengths), kv_heads, SMS)
+    )
 
 
 def spans(work: WorkList, row: int) -> list[tuple[int, int, int]]:
@@ -151,14 +152,14 @@ def test_queries_of_a_row_are_limited_by_heads() -> None:
     assert [max_row_queries(group) for group in (1, 2, 4, 7, 8, 11, 16)] == [32, 16, 8, 4, 4, 2, 2]
     assert all(max_row_queries(group) * group <= 32 for group in range(1, 17)) and max_row_queries(64) == 1
     assert [ctas_per_sm(4, queries, 128) for queries in (1, 4, 5, 8)] == [2, 2, 1, 1] and ctas_per_sm(2, 1, 256) == 1
-    lengths, room = np.array([645], np.int32), max_work_items(1, 32, SMS)
+    lengths, room = np.array([645], np.int32), work_limits.max_work_items(1, 32, SMS)
     small, large = (plan_decode_work(lengths, 32, SMS, room, ctas_per_sm=ctas).count for ctas in (2, 1))
     assert small > large, "with half as many CTAs, a row is cut into fewer parts"
 
 
 def test_rows_are_cut_finer_beside_prefill() -> None:
     """SMs that become free later must find work left."""
-    lengths, room = np.array([4131] * 32, np.int32), max_work_items(32, 8, SMS)
+    lengths, room = np.array([4131] * 32, np.int32), work_limits.max_work_items(32, 8, SMS)
     alone, beside = (plan_decode_work(lengths, 8, SMS, room, overlaps_prefill=beside).count for beside in (False, True))
     assert alone == 32 and beside >= 64
 
@@ -168,7 +169,7 @@ def test_the_parts_of_windows_fit_into_the_capacity() -> None:
         for kv_heads in (1, 2, 8, 32):
             for window in (1, 128, 1024, 8192, 1 << 20):
                 parts = worklist.count_window_parts(rows, kv_heads, 264, window)
-                assert parts >= 1 and rows * parts <= worklist.max_work_items(rows, kv_heads, 132)
+                assert parts >= 1 and rows * parts <= work_limits.max_work_items(rows, kv_heads, 132)
     assert worklist.count_window_parts(1, 8, 264, 128) == 1, "a short window is not worth a merge"
     assert worklist.count_window_parts(1, 8, 264, 8192) > 16, "one row uses many SMs"
     assert worklist.count_window_parts(64, 8, 264, 8192) == 1

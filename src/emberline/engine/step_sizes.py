@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emberline.engine.gpu.shape import max_step_rows
-from emberline.kernels import worklist
+from emberline.kernels import work_limits
 from emberline.models.outline import LayerOutline, ModelOutline
 from emberline.models.weight_parts import list_weight_parts
 
@@ -58,9 +58,9 @@ class StepSizes:
         """Return the bytes of attention over parts of the keys: of each a sum, its maximum, its denominator."""
         if not self.has_latents:
             return running * MAX_KEY_PARTS * self.heads * (self.output_dim + 2) * F32_BYTES
-        queries = min(max_new_tokens, worklist.max_latent_queries(self.heads))
-        places = worklist.max_latent_places(max_step_rows(running), self.heads, MAX_SMS)
-        expanded = worklist.MAX_EXPANDED_HEADS * EXPANDED_HEAD_BYTES  # of cached tokens, with their latents
+        queries = min(max_new_tokens, work_limits.max_latent_queries(self.heads))
+        places = work_limits.max_latent_places(max_step_rows(running), self.heads, MAX_SMS)
+        expanded = work_limits.MAX_EXPANDED_HEADS * EXPANDED_HEAD_BYTES  # of cached tokens, with their latents
         return places * queries * self.heads * (self.cached_values + 2) * F32_BYTES + expanded
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.kernels import worklist
+from emberline.kernels import work_limits, worklist
 from emberline.kernels.latent_plan import LatentPlan, LatentScratch
 from emberline.kernels.worklist import TILE_KEYS, WorkList
 
@@ -305,7 +305,7 @@ class AttentionPlanner:
     def _work_item_capacity(self, rows: int) -> int:
         if self._fixed_cuts:
             return worklist.max_fixed_work_items(rows, self._max_length)
-        return worklist.max_work_items(rows, self._heads[1], self._sms)
+        return work_limits.max_work_items(rows, self._heads[1], self._sms)
 
 
 def count_decode_keys(context: np.ndarray, new_token_counts: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.kernels import worklist
+from emberline.kernels import work_limits, worklist
 from emberline.kernels.attention_plan import (
     AttentionPlan,
     AttentionPlanner,
@@ -60,7 +60,7 @@ class LatentPlanner(AttentionPlanner):
         self._plans: dict[tuple[int, int], tuple[np.ndarray, WorkList]] = {}  # with the planned lengths
         self._latent_scratch: LatentScratch | None = None
         if keys.is_cuda:
-            results = worklist.max_latent_places(max_rows, heads[0], self._sms) * max_queries * heads[0]
+            results = work_limits.max_latent_places(max_rows, heads[0], self._sms) * max_queries * heads[0]
             self._latent_scratch = LatentScratch(
                 torch.empty(results * heads[2], device=keys.device), torch.empty(results * 2, device=keys.device)
             )
@@ -134,7 +134,7 @@ class LatentPlanner(AttentionPlanner):
         planned = -(-lengths // self._length_grain) * self._length_grain  # the kernel knows the actual lengths
         before = self._plans.get((rows, max_queries))
         if before is None or not np.array_equal(before[0], planned):
-            programs = worklist.count_latent_programs(max_queries * self._heads[0])
+            programs = work_limits.count_latent_programs(max_queries * self._heads[0])
             capacity = self._item_capacity(rows)
             work = worklist.plan_decode_work(
                 planned, programs, self._sms, capacity, ctas_per_sm=CTAS_PER_SM, merge_cost=MERGE_COST
@@ -143,14 +143,14 @@ class LatentPlanner(AttentionPlanner):
         return decode.DeviceWorkList(to_device(before[1].data), rows, before[1].capacity)
 
     def _item_capacity(self, rows: int) -> int:
-        return worklist.max_latent_items(rows, self._heads[0], self._sms)
+        return work_limits.max_latent_items(rows, self._heads[0], self._sms)
 
 
 def split_context(
     context: np.ndarray, new_token_counts: np.ndarray, first_row: int, block_size: int, heads: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield sources and ranges of each ContextPass, which cover all keys before the tokens of rows from `first_row`."""
-    max_blocks = max(1, worklist.MAX_EXPANDED_HEADS // (heads * block_size))
+    max_blocks = max(1, work_limits.MAX_EXPANDED_HEADS // (heads * block_size))
     keys = context * ((np.arange(len(context)) >= first_row) & (new_token_counts > 0))
     blocks = -(-keys // block_size)
     row = np.repeat(np.arange(len(keys)), blocks)

@@ -38,7 +38,8 @@ from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.reference import ReferenceBackend
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
-from emberline.kernels.worklist import max_latent_queries, max_row_queries
+from emberline.kernels.work_limits import max_latent_queries
+from emberline.kernels.worklist import max_row_queries
 
 __all__ = [
     "AttentionLayer",

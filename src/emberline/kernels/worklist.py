@@ -16,14 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from emberline.kernels.work_limits import CTAS_PER_SM, MAX_ROW_HEADS
+
 IntArray = NDArray[np.int32]
 
 TILE_KEYS = 64
-CTAS_PER_SM = 2  # CTAs, and so parts, that a multiprocessor (SM) computes at the same time
-MAX_ROW_HEADS = 32  # queries of a decode row times query heads per KV head
 MAX_HEADS_OF_SMALL_CTA = 16  # rows with more of these take a CTA of twice the size, of which an SM computes one
-MAX_LATENT_PAIRS = 64  # pairs (query, head) of a program of latent attention, whose sums fit into registers
-MAX_EXPANDED_HEADS = 1 << 18  # cached tokens times heads for which latent attention has keys and values at a time
 MAX_SMALL_HEAD_DIM = 128  # the sums of larger heads need a CTA of an SM of its own
 MAX_NEW_TOKENS = 32  # new tokens of a sequence in decode rows, if any row has several queries
 PART_SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # tiles in a part: 1 2 3 4 6 8 12 ..
@@ -107,35 +105,6 @@ def ctas_per_sm(group: int, max_queries: int, head_dim: int) -> int:
     """Return how many CTAs an SM computes at the same time if rows have up to `max_queries` queries."""
     is_small = group * max_queries <= MAX_HEADS_OF_SMALL_CTA and head_dim <= MAX_SMALL_HEAD_DIM
     return CTAS_PER_SM if is_small else CTAS_PER_SM // 2
-
-
-def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
-    """Return an upper bound of the work items of `rows` rows of any lengths.
-
-    Each row has one item, and cutting adds more. The maximum part size is at least about a quarter of a CTA's fair
-    share of all tiles, which bounds the number of cuts.
-    """
-    return rows + -(-5 * CTAS_PER_SM * num_sms // kv_heads)
-
-
-def max_latent_queries(heads: int) -> int:
-    """Return the number of queries that a decode row of latent attention may have, for which scratch is allocated."""
-    return max(2, MAX_ROW_HEADS // heads)
-
-
-def count_latent_programs(pairs: int) -> int:
-    """Return how many programs compute a work item of latent attention with this many pairs (query, head)."""
-    return -(-pairs // MAX_LATENT_PAIRS)
-
-
-def max_latent_items(rows: int, heads: int, num_sms: int) -> int:
-    """Return an upper bound of the work items of `rows` decode rows of latent attention."""
-    return max_work_items(rows, count_latent_programs(heads), num_sms)
-
-
-def max_latent_places(rows: int, heads: int, num_sms: int) -> int:
-    """Return for how many partial results latent attention has memory: of each item, and of each whole row."""
-    return max_latent_items(rows, heads, num_sms) + rows
 
 
 def count_window_parts(rows: int, kv_heads: int, num_ctas: int, window: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
-from emberline.kernels import worklist
+from emberline.kernels import work_limits, worklist
 from emberline.kernels.cuda.decode import DecodeScratch, DecodeTensorMaps, DeviceWorkList, count_sms, decode_attention
 
 BYTES_PER_US = 4.39e6  # read bandwidth of an H200, measured by a plain reduction
@@ -110,7 +110,7 @@ class DecodeInputs:
         """
         rows, sms = len(self.lengths), count_sms(self._device)
         parts = 0 if tiles_per_part is None else int((-(-self.lengths // (worklist.TILE_KEYS * tiles_per_part))).sum())
-        capacity = max(parts, worklist.max_work_items(rows, KV_HEADS, sms))
+        capacity = max(parts, work_limits.max_work_items(rows, KV_HEADS, sms))
         heads, queries, (tables, context) = (Q_HEADS, KV_HEADS, HEAD_DIM), self._queries, self._tables_and_context
         ctas = worklist.ctas_per_sm(Q_HEADS // KV_HEADS, queries, HEAD_DIM)
         items = worklist.plan_decode_work(

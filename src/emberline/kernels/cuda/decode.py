@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from emberline.kernels import worklist
+from emberline.kernels import work_limits, worklist
 from emberline.kernels.attention_support import DECODE, HEAD_DIMS, PLAIN_SCORES, ScoreKind, explain_portable_kernels
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, make_tensor_map
 from emberline.kernels.worklist import HEADER_INTS, TILE_KEYS, WorkList
@@ -66,7 +66,7 @@ class DeviceWorkList:
     @staticmethod
     def allocate(rows: int, kv_heads: int, device: torch.device) -> DeviceWorkList:
         """Return an empty work list with memory for any list of `rows` rows."""
-        capacity = worklist.max_work_items(rows, kv_heads, count_sms(device))
+        capacity = work_limits.max_work_items(rows, kv_heads, count_sms(device))
         return DeviceWorkList(
             torch.zeros(worklist.num_data_ints(rows, capacity), dtype=torch.int32, device=device), rows, capacity
         )

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
 
-from emberline.kernels import worklist
+from emberline.kernels import work_limits, worklist
 from emberline.kernels.arguments import AttentionInputs
 from emberline.kernels.triton.attention import add_keys, choose_product_type, first_key
 from emberline.kernels.triton.jit import jit, jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
@@ -197,7 +197,9 @@ def split_decode_attention(
     span, warps, stages = launch_shape or _choose_launch_shape(rows, dim, exact)
     parts = 0
     if window:
-        parts = window_parts or worklist.count_window_parts(work.rows, kv_heads, worklist.CTAS_PER_SM * num_sms, window)
+        parts = window_parts or worklist.count_window_parts(
+            work.rows, kv_heads, work_limits.CTAS_PER_SM * num_sms, window
+        )
         assert work.rows * parts <= scratch.capacity or parts == 1
     tables = metadata.block_tables
     _split_decode[((work.rows * parts if parts else work.capacity) * kv_heads,)](

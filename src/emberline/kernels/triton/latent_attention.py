@@ -18,7 +18,7 @@ from triton.language import constexpr, tensor
 from emberline.kernels.arguments import AttentionMetadata, LatentLayer
 from emberline.kernels.attention_plan import PREFILL_TILE_QUERIES
 from emberline.kernels.triton.jit import LaunchShape, jit, next_power_of_two, pdl_trigger_and_wait
-from emberline.kernels.worklist import MAX_LATENT_PAIRS
+from emberline.kernels.work_limits import MAX_LATENT_PAIRS
 
 FEW_TOKENS = 16
 
