@@ -134,9 +134,9 @@ class DeviceCopier:
             buffers, host_copies = [self._buffer_as_tensor(copy) for copy in copies], []
             if piece.pinned is not None:
                 piece.pinned[: len(copies)].copy_(piece.rows[: len(copies)], non_blocking=True)
-                host_copies = list(zip(buffers, piece.pinned, strict=False))
+                host_copies = list(zip(buffers, piece.pinned[: len(copies)], strict=True))
             else:
-                for buffer, row in zip(buffers, piece.rows, strict=False):
+                for buffer, row in zip(buffers, piece.rows[: len(copies)], strict=True):
                     buffer.copy_(row, non_blocking=True)
             piece.last_copy = PendingCopy(self._out_stream.record_event(), host_copies)
         return piece.last_copy
@@ -145,11 +145,11 @@ class DeviceCopier:
         piece = self._wait_until_free(next(self._next_in), self._in_stream)
         buffers = [self._buffer_as_tensor(copy) for copy in copies]
         if piece.pinned is not None:
-            for row, buffer in zip(piece.pinned, buffers, strict=False):
+            for row, buffer in zip(piece.pinned[: len(copies)], buffers, strict=True):
                 row.copy_(buffer)
             buffers = list(piece.pinned[: len(copies)])
         with self._in_stream.activate():
-            for row, buffer in zip(piece.rows, buffers, strict=False):
+            for row, buffer in zip(piece.rows[: len(copies)], buffers, strict=True):
                 row.copy_(buffer, non_blocking=True)
             self._step_stream.wait_event(self._in_stream.record_event())
         for at, part in enumerate(self._parts):
