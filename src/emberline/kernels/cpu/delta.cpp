@@ -70,16 +70,16 @@ void scan_columns(const Head& in, int column, float* kept) {
             for (int n = 0; n < N; n++) {
                 V value = mul(load_as<V>(from + j * from_stride + n * kStep), decay);
                 store_as(kept + j * kWidth + n * kStep, value);
-                sums[n] = fma(value, key, sums[n]);
+                sums[n] = ember::fma(value, key, sums[n]);
             }
         }
         for (int n = 0; n < N; n++) sums[n] = mul(sub(load_as<V>(v + n * kStep), sums[n]), step);
         for (int j = 0; j < keys; j++) {
             V key = splat<V>(k[j]), query = splat<V>(q[j]);
             for (int n = 0; n < N; n++) {
-                V value = fma(key, sums[n], load_as<V>(kept + j * kWidth + n * kStep));
+                V value = ember::fma(key, sums[n], load_as<V>(kept + j * kWidth + n * kStep));
                 store_as(to + j * to_stride + n * kStep, value);
-                out[n] = fma(value, query, out[n]);
+                out[n] = ember::fma(value, query, out[n]);
             }
         }
         float* result = rule.out + t * outputs + long(in.head) * rule.value_dim + column;
@@ -138,7 +138,7 @@ void convolve_token(const ConvolutionInputs& inputs, int t) {
         std::fill_n(y, count, 0.0f);
         for (int j = 0; j < op.kernel; j++) {
             const float *x = inputs.row(sequence, index + j - op.kernel + 1) + begin, *w = op.weight + long(j) * op.channels + begin;
-            for (int c = 0; c < count; c++) y[c] = fma(w[c], x[c], y[c]);
+            for (int c = 0; c < count; c++) y[c] = ember::fma(w[c], x[c], y[c]);
         }
         for (int c = 0; c < count; c++) y[c] = silu(y[c]);
     }
