@@ -207,7 +207,7 @@ def test_a_booted_engine_keeps_states_within_its_memory(directory: Path) -> None
     assert loaded.engine.stats().prefix_hits == 72
     few = boot(EngineConfig.build(str(directory), **settings | {"kv_memory": 40_000}))
     assert states_of(few.engine).states.total == 2
-    with pytest.raises(ModelError, match=r"30000 bytes, of which half are for recurrent states: 1 of 8928 bytes"):
+    with pytest.raises(ModelError, match=r"30000 bytes, and recurrent states of 8928 bytes each get half of it; 1 fit"):
         boot(EngineConfig.build(str(directory), **settings | {"kv_memory": 30_000}))
 
 

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gpus is not None:
         return _run_plan(args)
     if args.mtp:
-        message = "--mtp needs --gpus: without it, doctor shows whether the checkpoint of --model has a head"
+        message = "--mtp needs --gpus: without --gpus, doctor always shows whether the checkpoint has an MTP head"
         print(json.dumps({"error": message, "hint": "add --gpus"}) if args.json else f"!!  plan  {message}")
         return 1
     gpu = _detect_gpu()
@@ -309,20 +309,20 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
 
 
 def _describe_mtp_head(checkpoint: Checkpoint, config: ModelConfig) -> str:
-    """Return what the checkpoint has for `--speculate mtp`; an empty string: its config.json announces nothing."""
+    """Return what the checkpoint has for `--speculate mtp`; an empty string: its config.json declares no head."""
     if not config.mtp_layers:
         return ""
     prefix = f"model.layers.{config.layers}."
     sizes = [tensor.nbytes for name, tensor in checkpoint.tensors.items() if name.startswith(prefix)]
     if not sizes:
-        return f"config.json announces one, but there are no tensors '{prefix}*': --speculate mtp is refused"
+        return f"declared in config.json, but the files have no tensors '{prefix}*': --speculate mtp is refused"
     return f"{sum(sizes) / 1e6:.0f} MB in {len(sizes)} tensors, loaded with --speculate mtp"
 
 
 def _check_quantised_weights(
     args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig
 ) -> Iterator[DoctorFinding]:
-    """Show the size of quantised weights in memory, where they are kept as plain numbers."""
+    """Show the size in memory of quantised weights, which are dequantised when they are loaded."""
     from emberline.engine import memory
     from emberline.models.weight_dtype import DTYPE_BYTES, stored_weight_format
 

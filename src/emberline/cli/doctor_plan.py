@@ -26,9 +26,9 @@ SPLIT_NOTES = (
 MARGIN_NOTE = "spare is mostly the 5 % of a GPU's memory that is left to fragmentation and other processes"
 DRAFT_NOTE = "layers for multi-token prediction are not counted without --mtp"
 FORMATS_NOTE = "the engine keeps quantised weights as bf16: {} in memory is a calculation"
-BLOCKS_NOTE = "the layers are {groups} groups, each with blocks of {layers} layers (ungrouped: all are one group)"
-ONE_TABLE_NOTE = "all layers share one block table, so that those with a window keep every token too"
-STATES_NOTE = "recurrent states, and layers that keep only the last tokens beside them, are a calculation"
+BLOCKS_NOTE = "the layers form {groups} groups; a KV block has keys and values of {layers} layers (ungrouped: of all)"
+ONE_TABLE_NOTE = "all layers share one block table, so layers with a window keep every token too"
+STATES_NOTE = "the engine does not keep recurrent states on a GPU: this is a calculation"
 
 
 def print_plan(args: argparse.Namespace, settings: EngineConfig) -> int:

@@ -19,7 +19,7 @@ class MemoryPlan:
     graphs: int
     reserve: int
     kv_bytes: int
-    kv_tokens: int  # of any requests, also of short ones
+    kv_tokens: int  # that fit if all requests are short
     block_size: int
     max_context: int
     groups: LayerGroups  # layers that share block tables
@@ -46,7 +46,7 @@ class MemoryPlan:
 
     @property
     def max_request_tokens(self) -> int:
-        """How many tokens a request may have that gets all blocks of the KV cache."""
+        """How many tokens a request may have if it uses all blocks of the KV cache."""
         return self.groups.max_tokens(self.kv_blocks, self.block_size, self.max_planned_tokens)
 
     @property
@@ -72,4 +72,5 @@ class MemoryPlan:
         if self.groups.is_single:
             return f"{self.kv_tokens} tokens, {contexts}"
         tables = f"{self.kv_blocks} blocks in {len(self.groups.windows)} groups of layers"
-        return f"{tables}, {self.kv_tokens} tokens of short requests, {self.max_request_tokens} of one, {contexts}"
+        tokens = f"{self.kv_tokens} tokens of short requests or {self.max_request_tokens} of one long request"
+        return f"{tables}, {tokens}, {contexts}"

@@ -13,7 +13,7 @@ from emberline.kv.cache import StateCache, StateShape
 from emberline.models.config import ModelConfig
 
 SLOTS_PER_REQUEST = 3  # of a running request, at most: its states, and two snapshots of prefixes
-MIN_SLOTS = 2  # a request and a snapshot
+MIN_SLOTS = 2  # for one running request and one snapshot
 
 log = logging.getLogger("emberline.engine")
 
@@ -25,8 +25,8 @@ def count_state_slots(shape: StateShape, memory_bytes: int, max_running: int) ->
     slots = min(max(SLOTS_PER_REQUEST * max_running, MIN_SLOTS), memory_bytes // 2 // shape.slot_bytes)
     if slots < MIN_SLOTS:
         raise ModelError(
-            f"the KV cache has {memory_bytes} bytes, of which half are for recurrent states: {slots} of "
-            f"{shape.slot_bytes} bytes; at least {MIN_SLOTS} are needed",
+            f"the KV cache has {memory_bytes} bytes, and recurrent states of {shape.slot_bytes} bytes each get half of "
+            f"it; {slots} fit, but at least {MIN_SLOTS} are needed",
             hint="raise --kv-memory",
         )
     return slots
@@ -39,13 +39,13 @@ def allocate_states(config: ModelConfig, memory_bytes: int, max_running: int) ->
 
 
 def without_unsupported_settings(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Return the settings of an engine, without KV transfers if the model has recurrent states, which cannot move.
+    """Return the settings of an engine; KV transfers are switched off if the model has recurrent states.
 
     Raises UnsupportedModel for a setting that the user chose and that states do not support."""
     if model.parts.attention.state is None:
         return config
     if config.speculation.speculate != "off":
-        reject_states(model, f"--speculate {config.speculation.speculate}", "states cannot be rolled back; drop it")
+        reject_states(model, f"--speculate {config.speculation.speculate}", "drop it: states cannot be rolled back")
     tiers = {"kv_host_memory": config.tiers.kv_host_memory, "kv_disk": config.tiers.kv_disk}
     for name, value in (tiers | {"kv_store": config.tiers.kv_store}).items():
         if value:

@@ -23,7 +23,7 @@ SCOUT_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 1.0, "original_max_pos
 def build_rope_scaling(
     model: GGUFModel, fields: GGUFMetadata, build_yarn_fields: Callable[[GGUFMetadata], dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Return the field rope_scaling of config.json. `build_yarn_fields`: returns what the file lacks for yarn."""
+    """Return the field rope_scaling of config.json. `build_yarn_fields`: returns the fields that yarn also needs."""
     factor = fields.get_number(
         "rope.scaling.factor", fields.get_number("rope.scale_linear", 0.0)
     )  # the second is older
@@ -84,7 +84,7 @@ def _detect_llama3_scaling(model: GGUFModel, fields: GGUFMetadata) -> dict[str, 
         expected = _llama3_divisors(scaling, fields.get_number("rope.freq_base", 10000.0), 2 * len(divisors))
         if np.allclose(divisors, expected, rtol=1e-3):
             return scaling
-    raise UnsupportedModel(f"the rope frequencies in {model.path} are not those of Llama 3")
+    raise UnsupportedModel(f"the rope frequencies in {model.path} are neither those of Llama 3 nor of Llama 4 Scout")
 
 
 def _llama3_divisors(scaling: dict[str, Any], theta: float, head_dim: int) -> NDArray[np.float64]:

@@ -43,7 +43,7 @@ def add_tokenizer(source: Path, target: Path) -> Path:
 
 
 def build_tokenizer(directory: Path) -> str:
-    """Return the text of a tokenizer.json. Raise ModelFileError or UnsupportedModel if the files do not allow it."""
+    """Return the text of a tokenizer.json. Raise ModelFileError for damaged files, UnsupportedModel for others."""
     config = read_object_if_exists(directory / "tokenizer_config.json")
     if config.get("tokenizer_class") != TOKENIZER_CLASS:
         found = str(config.get("tokenizer_class"))[:80]
@@ -80,15 +80,16 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as e:
-            raise ModelFileError(f"{file}, line {number}, is not a token and its rank", hint="download it again") from e
+            message = f"{file}: line {number} must be a base64 token and its rank"
+            raise ModelFileError(message, hint="download it again") from e
     expected = list(range(len(ranks)))
     if not ranks or list(ranks.values()) != expected or max(map(len, ranks)) > MAX_TOKEN_BYTES:
-        raise ModelFileError(f"{file} must have tokens with the ranks 0, 1, 2 and so on", hint="download it again")
+        raise ModelFileError(f"{file}: the ranks of the tokens must be 0, 1, 2 and so on", hint="download it again")
     return ranks
 
 
 def _split_token(token: bytes, rank: int, ranks: dict[bytes, int]) -> list[bytes]:
-    """Return the parts of a token after all merges with lower ranks: two, unless it cannot be merged from others."""
+    """Return the parts of a token after all merges with lower ranks: two, unless no two tokens merge into it."""
     parts = [token[at : at + 1] for at in range(len(token))]
     while len(parts) > 2:
         found = [ranks.get(left + right, NO_RANK) for left, right in pairwise(parts)]
@@ -101,7 +102,7 @@ def _split_token(token: bytes, rank: int, ranks: dict[bytes, int]) -> list[bytes
 
 
 def _list_added_tokens(config: dict[str, Any], first: int, directory: Path) -> dict[str, int]:
-    """Return the special tokens, whose ids begin behind the others. Ids between them without a name are reserved."""
+    """Return the special tokens, whose ids follow those of the others. Ids without a name become reserved tokens."""
     decoder = config.get("added_tokens_decoder")
     try:
         names = {int(id_): str(token["content"]) for id_, token in decoder.items()} if decoder else {}

@@ -162,22 +162,22 @@ class OpBackend(ABC):
 
         The rows of x may be parts of longer rows. The last inputs of each sequence are kept in its slot.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no recurrent layers")
+        raise NotImplementedError(f"{type(self).__name__} has no kernels for recurrent layers")
 
     def compute_delta_rule(self, mixed: Tensor, gates: DeltaGates, layer: DeltaLayer, states: LayerStates) -> Tensor:
         """Return the outputs of all value heads, and advance the states of the sequences; see delta_rule.py.
 
         A row of `mixed`, which may be overwritten, has the queries, keys and values of all heads.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no recurrent layers")
+        raise NotImplementedError(f"{type(self).__name__} has no kernels for recurrent layers")
 
     def norm_and_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Replace each head of x, as wide as `weight`, by its RMS norm times the silu of the gate; return x."""
-        raise NotImplementedError(f"{type(self).__name__} has no recurrent layers")
+        raise NotImplementedError(f"{type(self).__name__} has no kernels for recurrent layers")
 
     def apply_sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Multiply x by the sigmoid of the gate in place and return x."""
-        raise NotImplementedError(f"{type(self).__name__} has no gated attention")
+        raise NotImplementedError(f"{type(self).__name__} has no kernel for gated attention")
 
     @abstractmethod
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:

@@ -25,7 +25,7 @@ INTEGERS = {"I32": torch.int32, "I64": torch.int64}
 
 
 class QuantisedMatrices:
-    """The matrices of a quantised tensor: one, or one for each expert. Each is dequantised when it is asked for."""
+    """The matrices of a quantised tensor: one, or one for each expert. Each is dequantised when it is read."""
 
     def __init__(self, name: str, info: QuantisedTensorInfo, read: ReadTensor) -> None:
         self._info = info
@@ -34,7 +34,8 @@ class QuantisedMatrices:
         if info.shape_tensor is not None:
             stored = _view_as(read(info.shape_tensor), INTEGERS[info.shape_tensor.dtype]).tolist()
             if tuple(stored) != info.shape:
-                raise ModelFileError(f"tensor {name!r} in {info.file} has the shape {info.shape}, but names {stored}")
+                message = f"tensor {name!r} in {info.file} has the shape {info.shape}, but its weight_shape is {stored}"
+                raise ModelFileError(message)
 
     def __len__(self) -> int:
         return self._info.shape[0]
@@ -53,7 +54,7 @@ class QuantisedMatrices:
 
 
 def _view_as(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of bytes, which the file format allows to begin anywhere."""
+    """Return the bytes as values of this dtype; they are copied if their address is not aligned."""
     return (flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()).view(dtype)
 
 

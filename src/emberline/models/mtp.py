@@ -1,7 +1,7 @@
 """MTPHead: the layer for multi-token prediction (MTP) of DeepSeek V3 and GLM-4.5 checkpoints, as a draft model.
 
-At position i it gets the embedding of token i + 1 and the target model's hidden state of position i behind its final
-norm, and predicts token i + 2. In later passes its own output, behind its own norm, replaces the target's state: the
+At position i it gets the embedding of token i + 1 and the target model's hidden state of position i after its final
+norm, and predicts token i + 2. In later passes its own output, after its own norm, replaces the target's state: the
 layer is trained on normed states. If a checkpoint has several such layers, the first drafts all tokens."""
 
 from __future__ import annotations
@@ -112,12 +112,12 @@ def _check_has_head(weights: Weights, config: ModelConfig) -> None:
     if not any(name.startswith(prefix) for name in weights.checkpoint.tensor_names()):
         raise UnsupportedModel(
             f"speculate is mtp, but {directory} has no tensors '{prefix}*', although {field} is {config.mtp_layers}",
-            hint=f"use a checkpoint with the layer for multi-token prediction, or {hint}",
+            hint=f"use a checkpoint that contains the MTP head, or {hint}",
         )
 
 
 def _is_shared(weights: Weights, name: str, original: str, config: ModelConfig) -> bool:
-    """Return whether the head uses this matrix of the target model: it has none, or a copy of it."""
+    """Return whether the head uses the target model's matrix, because it has none of its own or an equal copy."""
     return not weights.has_tensor(name) or weights.drop_duplicate(name, original, config.vocab, config.hidden)
 
 
@@ -126,7 +126,7 @@ def _has_experts(config: ModelConfig) -> bool:
 
 
 def _with_layer(config: ModelConfig) -> ModelConfig:
-    """Return the target model's config with the head's layer behind the last."""
+    """Return the target model's config with the head's layer added after the last."""
     experts = config.experts
     if experts is not None:
         experts = replace(experts, layers=(*experts.layers, _has_experts(config)))

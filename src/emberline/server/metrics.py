@@ -174,7 +174,7 @@ class ModelMetrics:
             ("emberline:kv_blocks_free", "KV blocks that are empty.", stats.blocks_free),
             ("emberline:kv_blocks_cached", "KV blocks that hold only reusable prefixes.", stats.blocks_cached),
             ("emberline:kv_blocks", "KV blocks in total.", stats.blocks_total),
-            ("emberline:kv_groups", "Groups of layers; a request has KV blocks in each.", cache.groups),
+            ("emberline:kv_groups", "Groups of layers, each with a block table of its own.", cache.groups),
             ("emberline:weight_bytes", "Memory of the weights.", self._memory[0]),
             ("emberline:kv_bytes", "Memory of the KV cache.", self._memory[1]),
             ("emberline:engine_ready", "1 when the engine takes requests.", int(is_ready)),

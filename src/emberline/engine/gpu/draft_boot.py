@@ -30,7 +30,7 @@ def load_on_device(
     )
     if draft is not None and draft.config.experts is not None:
         message = f"the draft model is a {draft.config.model_type}, and experts of draft models do not run on a GPU"
-        raise UnsupportedModel(message, hint="use a draft model without experts")
+        raise UnsupportedModel(message, hint="drop --speculate mtp, or use a draft model without experts")
     return draft
 
 

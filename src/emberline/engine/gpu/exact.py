@@ -26,10 +26,7 @@ def require_fixed_order(model: DecoderModel, cache: KVShape) -> None:
         config.heads, config.kv_heads, config.head_dim, cache.dtype, cache.block_size
     ) and prefill.supports_shape(cache.block_size, config.head_dim)
     if config.parts.needs_portable_attention:
-        message = (
-            f"exact is set, but its attention kernels lack capped scores, sinks, chunks and latents,"
-            f" for {config.model_type}"
-        )
+        message = f"exact is set, but {config.model_type} has latent attention, which has no kernels with a fixed order"
         raise UnsupportedModel(message, hint=HINT)
     if not has_attention or cache.dtype is not torch.bfloat16:
         message = (
