@@ -113,12 +113,12 @@ class SpeculationConfig:
 
     @property
     def uses_draft_model(self) -> bool:
-        """Whether a model drafts: one of its own, or a head in the checkpoint of the target model."""
+        """Whether drafts come from a draft model, which may be a head in the target model's checkpoint."""
         return self.method == "mtp" or self.method in DRAFT_MODEL_METHODS
 
     @property
     def draft_source(self) -> str | None:
-        """The name or directory of the draft model; None if the method needs none, or has it in the target's."""
+        """The name or directory of the draft model; None if there is none, or the target's checkpoint contains it."""
         return self.speculate.partition(":")[2] if self.method in DRAFT_MODEL_METHODS else None
 
     @property

@@ -27,7 +27,7 @@ PENDING_TOKEN = -1  # stands for a token that the previous step samples or draft
 
 @dataclass(frozen=True, slots=True)
 class StateWork:
-    """Where a request's states of recurrent layers are in a step, and what is copied to and from there."""
+    """The slot with a request's recurrent states in a step, and the slots to copy states from and to."""
 
     slot: int
     load_from: int | None = None  # slot whose states are copied to `slot` before the step

@@ -10,7 +10,7 @@ from emberline.kv.layer_groups import LayerGroups
 
 
 def choose_groups(windows: Sequence[int], context: int, state_layers: Sequence[int] = ()) -> LayerGroups:
-    """Return the groups of layers with these windows; 0: unlimited. No context is longer than `context`.
+    """Return the groups of layers with these windows; 0: unlimited. A window of `context` or more is unlimited too.
 
     `state_layers`: layers that have recurrent states instead of blocks."""
     if state_layers:
@@ -19,7 +19,7 @@ def choose_groups(windows: Sequence[int], context: int, state_layers: Sequence[i
 
 
 def max_planned_tokens(max_batch_tokens: int, *, is_pipelined: bool) -> int:
-    """Return how many tokens of a request may be planned without being known as computed.
+    """Return how many tokens of a request may be in steps whose results are not known yet.
 
     These are the tokens of one step, and with a pipelined runner also those of the step that is running."""
     return max_batch_tokens * (2 if is_pipelined else 1)

@@ -46,7 +46,7 @@ class LoadedModelInfo(msgspec.Struct):
     max_context: int
     vocab_size: int
     eos: list[int]
-    kv_tokens: int  # of any requests, also of short ones
+    kv_tokens: int  # that fit if all requests are short
     block_size: int
     weight_bytes: int
     kv_bytes: int

@@ -1,4 +1,4 @@
-"""What is not supported for models with recurrent layers. This module does not import torch."""
+"""reject_states: the error for features that do not support recurrent layers. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class StepSizes:
         )
 
     def partial_result_bytes(self, running: int, max_new_tokens: int) -> int:
-        """Return the bytes of attention over parts of the keys: of each a sum, its maximum, its denominator."""
+        """Return the bytes of partial attention results: for each part of the keys a sum, maximum and denominator."""
         if not self.has_latents:
             return running * MAX_KEY_PARTS * self.heads * (self.output_dim + 2) * F32_BYTES
         queries = min(max_new_tokens, work_limits.max_latent_queries(self.heads))

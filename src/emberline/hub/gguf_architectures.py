@@ -1,8 +1,8 @@
 """The GGUF architectures that can be converted, and the names of their tensors in Hugging Face checkpoints.
 
 An architecture is one entry of ARCHITECTURES: its class, the names of tensors that differ from Llama's, and a function
-of gguf_fields.py that returns the fields of config.json that not all architectures have. What a file does not say is as
-in llama.cpp.
+of gguf_fields.py that returns the fields of config.json that not all architectures have. Missing values are those of
+llama.cpp.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class GGUFArchitecture:
     build_yarn_fields: Callable[[GGUFMetadata], dict[str, Any]] = no_fields  # of rope_scaling
 
     def list_checkpoint_tensors(self, tensor: GGUFTensor, layers: int | None = None) -> list[tuple[str, GGUFTensor]]:
-        """Return the checkpoint's tensors, with their names, that a GGUF tensor holds: one, or one for each expert.
+        """Return the checkpoint tensors, with their names, that a GGUF tensor contains: one, or one for each expert.
 
-        The result is empty for a tensor that becomes part of config.json, and for one of a layer behind the first
-        `layers`, which predict further tokens. Raise UnsupportedModel for an unknown tensor.
+        The result is empty for a tensor that becomes part of config.json, and for one of a layer after the first
+        `layers`, which is for multi-token prediction. Raise UnsupportedModel for an unknown tensor.
         """
         layer = LAYER_PATTERN.match(tensor.name)
         if tensor.name in self.config_tensors or (layers is not None and layer and int(layer[1]) >= layers):

@@ -1,6 +1,6 @@
 """The fields of config.json that not all GGUF architectures have, from the metadata of a file.
 
-What a file does not say has the value that llama.cpp assumes or, for a model of one publisher, that of its config.json.
+A missing value is the one that llama.cpp assumes or, for a model of one publisher, the one in its config.json.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def build_qwen3_moe(fields: GGUFMetadata) -> dict[str, Any]:
 
 
 def build_gemma3(fields: GGUFMetadata) -> dict[str, Any]:
-    """Return the fields of config.json that Gemma 3 has. A GGUF file lacks those that llama.cpp knows."""
+    """Return the fields of Gemma 3. Some are constants of llama.cpp, which GGUF files lack."""
     usual = fields.get_integer("embedding_length") // fields.get_integer("attention.head_count")
     is_27b = fields.get_integer("block_count") == GEMMA3_27B_LAYERS
     return {
@@ -61,7 +61,7 @@ def build_gemma3(fields: GGUFMetadata) -> dict[str, Any]:
 
 
 def _build_windows(fields: GGUFMetadata, period: int) -> dict[str, Any]:
-    """Return the fields of layers with a window: all but each of number `period`, if the file does not list them."""
+    """Return the fields of layers with a window. If the file lists none, every `period`-th layer has no window."""
     window, layers = fields.get_integer("attention.sliding_window", 0), fields.get_integer("block_count")
     if not window:
         return {"sliding_window": None}
@@ -103,7 +103,7 @@ def build_phi3(fields: GGUFMetadata) -> dict[str, Any]:
 
 
 def build_olmo2(fields: GGUFMetadata) -> dict[str, Any]:
-    """Return the fields of OLMo 2, or of OLMo 3, which llama.cpp gives the same name. The latter has windows."""
+    """Return the fields of OLMo 2 or 3, which are one architecture in llama.cpp; a file with a window is OLMo 3."""
     windows = _build_windows(fields, 4)
     if windows["sliding_window"] is None:
         return {}
@@ -206,7 +206,7 @@ def build_deepseek(fields: GGUFMetadata) -> dict[str, Any]:
 
 
 def build_deepseek_yarn(fields: GGUFMetadata) -> dict[str, Any]:
-    """Return the two scales of attention. The file has one of them, times 0.1; in published models both are equal."""
+    """Return mscale and mscale_all_dim, which are equal in published models; the file has 0.1 times their value."""
     if not fields.has("rope.scaling.yarn_log_multiplier"):
         return {}
     scale = float(f"{fields.get_number('rope.scaling.yarn_log_multiplier') / 0.1:.6g}")
@@ -214,7 +214,7 @@ def build_deepseek_yarn(fields: GGUFMetadata) -> dict[str, Any]:
 
 
 def build_llama4(fields: GGUFMetadata) -> dict[str, Any]:
-    """Return the fields of Llama 4, whose chunks, layers without rope and temperatures llama.cpp knows."""
+    """Return the fields of Llama 4. Chunks, layers without rope and temperatures are constants of llama.cpp."""
     if fields.get_integer("attention.sliding_window", 8192) == 0:
         raise UnsupportedModel(f"GGUF architecture {fields.arch!r} without chunks is not supported")
     experts = fields.get_integer("expert_count")
@@ -252,7 +252,7 @@ def build_qwen2_moe(fields: GGUFMetadata) -> dict[str, Any]:
         "num_experts_per_tok": fields.get_integer("expert_used_count"),
         "moe_intermediate_size": fields.get_integer("expert_feed_forward_length"),
         "shared_expert_intermediate_size": fields.get_integer("expert_shared_feed_forward_length"),
-        "norm_topk_prob": False,  # so llama.cpp, for every model of this architecture
+        "norm_topk_prob": False,  # llama.cpp does so for every model of this architecture
         "decoder_sparse_step": 1,
     }
 
@@ -261,5 +261,5 @@ def build_olmoe(fields: GGUFMetadata) -> dict[str, Any]:
     return {
         "num_experts": fields.get_integer("expert_count"),
         "num_experts_per_tok": fields.get_integer("expert_used_count"),
-        "norm_topk_prob": False,  # so llama.cpp, for every model of this architecture
+        "norm_topk_prob": False,  # llama.cpp does so for every model of this architecture
     }

@@ -1,7 +1,7 @@
 """JoinedLatents: the matrix of latent attention that GGUF files store as two tensors.
 
-From a latent follow keys and values of each head. A checkpoint has one matrix kv_b_proj, with the rows of a head's keys
-and then those of its values. llama.cpp stores keys and values apart, and the keys transposed.
+The keys and values of each head are computed from a latent. A checkpoint has one matrix kv_b_proj for this, with the
+rows of a head's keys and then those of its values. llama.cpp stores two tensors, the one for keys transposed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class JoinedLatents:
 
     @property
     def type(self) -> GGUFTensorType:
-        """The type of both tensors, or that of the one that is not plain."""
+        """The type of both tensors; if one is quantised, the type of that one."""
         return self.values.type if self.keys.type.name in ("F32", "F16") else self.keys.type
 
     @property

@@ -66,7 +66,7 @@ class AttentionLayer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are neither capped nor joined by sinks, and keys neither chunked nor latent."""
+        """Whether the layer has no capped scores, sinks, chunks or latents."""
         return not (self.softcap > 0 or self.chunked or self.sinks is not None or self.latent_dim > 0)
 
 
@@ -89,7 +89,7 @@ class LatentProducts:
 
 @dataclass(frozen=True, slots=True)
 class LatentLayer:
-    """A layer of multi-head latent attention. `attention` is that of queries of latents, with one KV head."""
+    """A layer of multi-head latent attention. `attention` describes its attention on latents, with one KV head."""
 
     attention: AttentionLayer  # its head_dim is rotary_dim + rank, and its latent_dim is rank
     norm: Tensor  # weight of the RMS norm of latents
@@ -142,7 +142,7 @@ class LatentInputs(NamedTuple):
 
 
 class PositionShift(NamedTuple):
-    """Tokens that move, in place, to positions that only the device knows: behind the accepted tokens of a draft.
+    """Tokens whose positions are corrected in place, by the number of accepted draft tokens that only the device knows.
 
     positions[i] is increased by accepted[token_shifts[i]], and its slot found in that row of the block tables;
     context[b] is increased by accepted[row_shifts[b]]. Shifts by `padding_row` change nothing.

@@ -146,7 +146,7 @@ class AttentionPlanner:
     def limit_queries(self, max_queries: int) -> int:
         """Return how many queries a decode row may have: `max_queries`, or 1 with fixed cuts.
 
-        With fixed cuts, the queries of a sequence are rows of their own, which cannot read keys early."""
+        With fixed cuts, each query is a row of its own, which cannot read keys before the previous kernel ends."""
         return 1 if self._fixed_cuts else max_queries
 
     @property

@@ -1,4 +1,4 @@
-"""LatentPlan: what the plan of a forward pass has for latent attention on a GPU. `latent_planner` makes it."""
+"""LatentPlan: the plan of a forward pass with latent attention on a GPU. `latent_planner` makes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ContextPass:
-    """Cached keys whose keys and values of each head are computed and used at the same time, to bound memory."""
+    """A bounded number of cached tokens whose keys and values of each head are computed and used in one pass."""
 
     sources: Tensor  # [blocks, 2] int32: row, and index in the row's block table
     ranges: Tensor  # [rows, 3] int32: first key among those of the pass, their number, whether earlier passes had any
@@ -17,7 +17,7 @@ class ContextPass:
 
 @dataclass(frozen=True, slots=True)
 class LatentPlan:
-    """What a plan adds for latent attention."""
+    """The fields of a plan that only latent attention needs."""
 
     decode_tokens: int  # number of first tokens of the step that have all tokens of decode rows among them
     has_context: bool  # whether chunks may have keys before them, to which they attend on the latents

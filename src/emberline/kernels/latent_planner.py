@@ -1,9 +1,9 @@
 """LatentPlanner: how the latent attention of one forward pass is split into work for a GPU.
 
 Decode rows attend on the latents, and their keys are split into work items, as other attention does. Chunks of prompts
-attend to their own tokens with the keys and values of each head, in tiles of queries. To the keys before the chunk they
-attend on the latents in a captured step, whose number of such keys is not known when it is captured, and if there are
-few new tokens. Otherwise keys and values of each head are computed for these too, in passes of bounded memory.
+attend to their own tokens with the keys and values of each head, in tiles of queries. They attend to the
+keys before the chunk on the latents if the step is captured, because the number of these keys is not known then, or if
+there are few new tokens. Otherwise keys and values of each head are computed for them too, in passes of bounded memory.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LatentPlanner(AttentionPlanner):
             )
 
     def can_capture_chunks(self, chunks: Sequence[tuple[int, int]]) -> bool:
-        """Return whether a captured step is faster; its chunks attend to keys before them on the latents."""
+        """Return whether a captured step is faster, although chunks attend to earlier keys on the latents in it."""
         return sum(before * new for before, new in chunks) <= MAX_CAPTURED_PAIRS
 
     def limit_queries(self, max_queries: int) -> int:

@@ -56,7 +56,7 @@ class Expert:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedExperts:
-    """All experts of a layer in few tensors, as GPU kernels read them."""
+    """All experts of a layer, stacked in a few tensors, as GPU kernels read them."""
 
     gate_up: Tensor  # [experts, 2 * width, hidden], the rows of gate before those of up
     down: Tensor  # [experts, hidden, width]

@@ -33,5 +33,5 @@ def max_latent_items(rows: int, heads: int, num_sms: int) -> int:
 
 
 def max_latent_places(rows: int, heads: int, num_sms: int) -> int:
-    """Return for how many partial results latent attention has memory: of each item, and of each whole row."""
+    """Return how many partial results latent attention has memory for: one for each item, and one for each row."""
     return max_latent_items(rows, heads, num_sms) + rows

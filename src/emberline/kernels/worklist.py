@@ -22,7 +22,7 @@ IntArray = NDArray[np.int32]
 
 TILE_KEYS = 64
 MAX_HEADS_OF_SMALL_CTA = 16  # rows with more of these take a CTA of twice the size, of which an SM computes one
-MAX_SMALL_HEAD_DIM = 128  # the sums of larger heads need a CTA of an SM of its own
+MAX_SMALL_HEAD_DIM = 128  # the sums of larger heads leave room for only one CTA on an SM
 MAX_NEW_TOKENS = 32  # new tokens of a sequence in decode rows, if any row has several queries
 PART_SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # tiles in a part: 1 2 3 4 6 8 12 ..
 SIZES_BELOW_SHARE, SIZES_ABOVE_SHARE = 4, 2  # candidates: sizes below the fair share, and sizes from there on
@@ -77,7 +77,7 @@ class DecodeRows:
 
 
 def max_row_heads(head_dim: int) -> int:
-    """Return up to how many queries times query heads per KV head a row may have in the CUDA kernel."""
+    """Return the largest product of queries and query heads per KV head that a row of the CUDA kernel may have."""
     return MAX_ROW_HEADS if head_dim <= MAX_SMALL_HEAD_DIM else MAX_HEADS_OF_SMALL_CTA
 
 

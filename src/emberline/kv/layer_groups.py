@@ -29,12 +29,12 @@ class LayerGroups:
 
     @property
     def is_single(self) -> bool:
-        """Whether all layers share one block table, in whose blocks each has the place of its own number."""
+        """Whether all layers share one block table, and layer i is at index i of its blocks."""
         return len(self.windows) == 1 and self.block_layers == len(self.places)
 
     @property
     def num_places(self) -> int:
-        """The number of places for layers in all groups, which is that of the layers if none is wasted."""
+        """The number of places for layers in all groups; it is above the number of layers if places are wasted."""
         return self.block_layers * len(self.windows)
 
     def num_held_blocks(self, num_tokens: int, block_size: int) -> int:
@@ -50,7 +50,7 @@ class LayerGroups:
 
     @property
     def name(self) -> str:
-        """A text that two groupings share only if they put each layer at the same place; empty for a single group.
+        """A text that is equal for two groupings only if each layer has the same place; empty for a single group.
 
         It is part of every block's hash and of the layout that other engines compare with theirs."""
         if self.is_single:
@@ -70,7 +70,7 @@ class LayerGroups:
         return low * block_size
 
     def max_requests(self, num_blocks: int, num_tokens: int, block_size: int, max_step_tokens: int) -> int:
-        """Return how many requests of this many tokens hold `num_blocks` blocks together, one of them in its prompt."""
+        """Return how many requests of this many tokens fit into `num_blocks` blocks while one computes its prompt."""
         first = self.num_prompt_blocks(num_tokens, block_size, max_step_tokens)
         if first > num_blocks:
             return 0
@@ -117,7 +117,7 @@ class LayerGroups:
 
 
 def max_held_blocks(window: int, block_size: int, max_step_tokens: int) -> int:
-    """Return how many blocks of a group a request holds at most: those of its window and of one step."""
+    """Return how many blocks of a group a request holds at most: those of its window and of `max_step_tokens`."""
     return ceil(window / block_size) + ceil(max_step_tokens / block_size) + 2
 
 

@@ -147,7 +147,7 @@ class KVManager:
     ) -> tuple[int, WindowAdmission]:
         """Return how many blocks of prefix all groups have cached, and the blocks of windows that the request gets.
 
-        Those are behind a prefix from its peer or the tiers, if that is longer than the cached one. The first group
+        They follow a prefix from its peer or the tiers, if that is longer than the cached one. The first group
         has `num_shared` blocks cached."""
         cached = wanted = windows.longest_prefix(hashes[:num_shared])
         if self.pulls is not None and request.source is not None:
@@ -337,7 +337,7 @@ class KVManager:
         """Start to load the part of a newly admitted request's prefix that is not in the cache.
 
         The blocks come from the request's peer (a pull) or from the tiers (a fetch). The first `num_shared` blocks of
-        the first group are cached. Behind `num_wanted` blocks, the request has blocks for all windows.
+        the first group are cached. After `num_wanted` blocks, the request has the blocks of all windows.
         """
         table, windows = self._block_tables[request.id], self._windows
         if self.pulls is not None and request.source is not None:

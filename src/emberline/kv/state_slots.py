@@ -1,6 +1,6 @@
 """StateSlots: which slot holds the recurrent states of each request, and which slots hold snapshots of states.
 
-A layer with a recurrent state keeps no blocks, so the tokens of a cached prefix can be skipped only if the state behind
+A layer with a recurrent state keeps no blocks, so the tokens of a cached prefix can be skipped only if the state after
 them was kept. A snapshot is such a copy, at the end of a block, and its name is the hash of that block, which stands
 for the whole prefix. Every slot is free, holds the state of one running request, is about to receive a snapshot of one,
 or is a snapshot. Snapshots are evicted when a slot is needed, the least recently used one first.
@@ -50,7 +50,7 @@ class StateSlots:
         return bool(self._free) or any(digest not in self._loads.values() for digest in self._snapshots)
 
     def admit(self, request_id: str, digest: bytes | None) -> None:
-        """Give a slot to a request, which starts from the snapshot `digest`, or from no tokens."""
+        """Give a slot to a request, which starts from the snapshot `digest` or, without one, at its first token."""
         assert request_id not in self._held
         if digest is not None:
             self._snapshots.move_to_end(digest)
@@ -67,14 +67,14 @@ class StateSlots:
         return self._held[request_id]
 
     def take_load(self, request_id: str) -> int | None:
-        """Return the slot whose states the next step must copy to that of the request, once after its admission."""
+        """Return the slot whose states the request's first step must copy to its own slot; None after that step."""
         digest = self._loads.pop(request_id, None)
         return None if digest is None else self._snapshots[digest]
 
     def plan_snapshot(self, request_id: str, digest: bytes, num_tokens: int, *, replaces: bool) -> int | None:
         """Return the slot to which a step copies the states of the request, or None if no copy is worth it.
 
-        `replaces`: the snapshot takes the place of the request's previous one for which this was set."""
+        `replaces`: the snapshot replaces the request's previous one that was made with `replaces`."""
         if digest in self._snapshots:
             self._snapshots.move_to_end(digest)
             return None

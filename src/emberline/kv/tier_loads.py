@@ -28,7 +28,7 @@ class TierLoad:
 
 class TierLoads:
     def __init__(self, tiers: TierStack, block_size: int, clock: Clock, timeout_s: float) -> None:
-        """A load that takes longer than `timeout_s` is cancelled, and what is missing is computed."""
+        """A load that takes longer than `timeout_s` is cancelled, and the missing blocks are computed."""
         self._tiers = tiers
         self._block_size = block_size
         self._clock = clock

@@ -84,7 +84,7 @@ class WindowTables:
     # -- prefixes ------------------------------------------------------------------------------------------------------
 
     def longest_prefix(self, hashes: Sequence[bytes], is_stored: Callable[[bytes], bool] = lambda digest: False) -> int:
-        """Return the largest number of leading blocks behind which every group has the blocks of its window.
+        """Return the largest number of leading blocks after which every group still has the blocks of its window.
 
         They are in the cache, or in a tier: `is_stored` returns whether a tier has the block with this hash."""
         count = len(hashes)
@@ -132,7 +132,7 @@ class WindowTables:
         return block
 
     def tail_blocks(self, request: Request, num_tokens: int) -> list[int]:
-        """Return the blocks that another engine needs to continue behind these tokens, which must be held here.
+        """Return the blocks that another engine needs to continue after these tokens, which must be held here.
 
         Only full blocks are returned, of all groups in order. At least the last token can be computed again."""
         end, blocks = num_tokens // self._size, []
@@ -143,7 +143,7 @@ class WindowTables:
         return blocks
 
     def _first_new(self, num_tokens: int) -> int:
-        """Return the first position that an engine may compute that got the full blocks of `num_tokens` tokens."""
+        """Return the first position that an engine with the full blocks of `num_tokens` tokens may compute."""
         return min(num_tokens // self._size * self._size, num_tokens - 1)
 
     # -- allocation ----------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class WindowTables:
         return self._make_admission(tails, count, num_tokens)
 
     def plan_pull(self, pulled_tokens: int, num_tokens: int) -> WindowAdmission:
-        """Return which blocks a request starts with that gets the blocks of its first `pulled_tokens` from a peer.
+        """Return the blocks that a request starts with if it gets those of its first `pulled_tokens` from a peer.
 
         None is shared, because the pull writes to all of them."""
         count, first = pulled_tokens // self._size, self._first_new(pulled_tokens)

@@ -94,7 +94,7 @@ LLAMA_ATTENTION = AttentionParts()
 
 
 def _read_state_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """Return the layers with the gated delta rule. Without layer_types, each full_attention_interval-th has none."""
+    """Return the recurrent layers: those of layer_types, or all but every full_attention_interval-th."""
     count = fields.size("num_hidden_layers", maximum=1 << 20)
     if not fields.has_field("layer_types"):
         interval = fields.size("full_attention_interval", 4, maximum=1 << 20)

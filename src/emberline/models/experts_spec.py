@@ -27,8 +27,8 @@ class ExpertTensors:
     """The names of the tensors of a layer's experts, relative to the layer.
 
     `{}` is the number of an expert; the names of its biases, if it has some, end in "bias" instead of "weight".
-    A name without it is that of a tensor that holds all experts, in its first dimension; then the rows of `gate_up` are
-    in the given order, and `down` is transposed unless that is "rows".
+    A name without `{}` is that of a tensor that holds all experts, in its first dimension. Then the rows of `gate_up`
+    are in the given order, and `down` is transposed unless the order is "rows".
     """
 
     router: str

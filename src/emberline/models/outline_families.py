@@ -1,7 +1,7 @@
 """read_outline: the ModelOutline of a config.json, by rules for each model_type.
 
-Families that the engine runs are read by ModelConfig. The table FAMILIES has those that it does not run, or of which it
-runs a part only.
+Families are read by ModelConfig, as in the engine, unless the table FAMILIES has rules of its own for them. A family of
+FAMILIES need not be one that the engine runs.
 
 This module does not import torch.
 """

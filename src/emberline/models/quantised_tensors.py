@@ -70,7 +70,7 @@ def _require(section: ConfigFields, name: str, is_supported: bool) -> None:
 
 
 def select_model_tensors(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the tensors that a language model loads, by the names it loads them by.
+    """Return a checkpoint with only the tensors of the language model, under the names that the model loads.
 
     Raises ModelFileError, with a list, if quantised tensors lack scales."""
     selected = select_text_model(checkpoint)

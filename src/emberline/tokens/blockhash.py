@@ -26,7 +26,7 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def group_block_hash(digest: bytes, group: int) -> bytes:
-    """Return the hash of a block in a further group of layers, which has keys and values of the same tokens.
+    """Return the hash of the block with the same tokens in another group of layers than the first.
 
     `digest`: the block's hash in the first group (0), which is also the hash of its tokens."""
     if group == 0:

@@ -1,8 +1,8 @@
-"""Measures attention of one layer of the model families that differ from Llama.
+"""Measures the attention of one layer, for model families whose attention differs from Llama's.
 
 The cases are windows, chunks, sinks, capped scores and other head sizes, planned as in an engine step. Decode is
-compared with the time in which the visible keys and values are read, and prefill with that of the products of visible
-scores. Run it with `python -m emberline.bench.gpu.attention_kinds`.
+compared with the time to read the visible keys and values, and prefill with the time of the matrix products for the
+visible scores. Run it with `python -m emberline.bench.gpu.attention_kinds`.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def measure(report: BenchReport) -> None:
 class LayerSteps:
     """Random queries, and KV caches of several layers, for sequences with cached keys and new tokens.
 
-    There are enough layers that what they read does not fit into the L2 cache, as far as that is possible. Sequences
-    of one new token are decode rows.
+    If possible, there are so many layers that what they read does not fit into the L2 cache. Sequences with one new
+    token are decode rows.
     """
 
     def __init__(self, kind: AttentionKind, context: list[int], new_tokens: list[int]) -> None:

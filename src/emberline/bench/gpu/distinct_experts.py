@@ -1,4 +1,4 @@
-"""count_distinct_experts: how many experts of a layer the decode steps of a job read."""
+"""count_distinct_experts: how many different experts of a layer a decode step reads."""
 
 from __future__ import annotations
 

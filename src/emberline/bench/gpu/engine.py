@@ -283,7 +283,7 @@ class EngineBench:
         return self.cost.with_experts(ModelConfig.from_hf(self.shape.hf_config), distinct)
 
     def _cost_of_prefill(self) -> TokenCost:
-        """Return the cost of a step whose many rows use all experts."""
+        """Return the cost of a prefill step, which has so many rows that they use all experts."""
         config = ModelConfig.from_hf(self.shape.hf_config)
         return self.cost.with_experts(config, 0 if config.experts is None else config.experts.count)
 

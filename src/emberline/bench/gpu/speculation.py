@@ -1,7 +1,7 @@
 """Measures speculative decoding of an 8B model with an EAGLE-3 head, both with random weights, on one GPU.
 
 The target model's next token is known (SuccessorWeights), and the head's tokens, which take as long to compute as
-those of a trained head, are replaced by the right ones with given probabilities. So the acceptance length is given,
+those of a trained head, are replaced by the right ones with given probabilities. So the acceptance length is fixed,
 everything else is as in production, and every output is checked.
 
 The probabilities for each place of a draft are those that vLLM's `synthetic_acceptance_length` stands for: as many
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 BATCHES = (1, 8, 32, 64)
 MAX_DRAFT, ACCEPTANCE_LENGTH = 4, 3.08  # what the same measurement of vLLM uses
 # For each place of a draft, the probability that its token is right if those before it are. The acceptance length is
-# 1 plus the sum of all products of first probabilities.
+# 1 + p1 + p1 * p2 + p1 * p2 * p3 + ..
 ACCEPTANCE = {"first": (1.0, 1.0, 0.08, 0.0), "geometric": (0.755, 0.755, 0.755, 0.755)}
 DRAFT_VOCAB = 32_000
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 129

@@ -154,9 +154,9 @@ class DeviceDrafting:
         )
 
     def capture_ahead(self, shape: StepShape, step: StepInputs) -> None:
-        """Capture the chain behind a step of this shape without chunks, if every request has a whole draft, or none.
+        """Capture the draft passes after a step of this shape without chunks, for drafts of full length or none.
 
-        `step`: inputs of such a step that is only padding."""
+        `step`: inputs of such a step, with padding only."""
         if not self._graphs or not self._rows.max_draft:
             return
         requests = shape.singles if shape.queries == 1 else shape.singles // (1 + self._rows.max_draft)

@@ -11,7 +11,7 @@ from emberline.models.sleep import iter_instances
 
 
 def launch_expert_kernels(model: DecoderModel, max_tokens: int) -> None:
-    """Run a layer's experts with many rows of zeros, because the size of their tiles depends on the number of rows."""
+    """Run a layer's experts on zeros with several numbers of rows, since each tile size is a kernel of its own."""
     mixture = next(iter_instances(Mixture, model.layers), None)
     if mixture is None:
         return

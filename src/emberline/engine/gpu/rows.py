@@ -72,7 +72,7 @@ class DeviceRows:
 
     @property
     def first_tables(self) -> torch.Tensor:
-        """The block tables of the layers that keep all blocks, without those of layers with an attention window."""
+        """The block tables of the first group of layers, which keeps all blocks."""
         return self.tables if self.num_tables == 1 else self.tables[:, : self.table_width]
 
     def device_buffers(self) -> list[torch.Tensor]:

@@ -2,9 +2,9 @@
 
 A step without chunks of prompts runs four kernels: `project`, the attention of parts of the keys, the merge of the
 parts, and the product that gives values. Chunks attend to their own tokens with the keys and values of each
-head, which takes a third of the operations of attention on latents. To tokens before the chunk they attend on the
-latents, or in the same way, a bounded number of keys at a time, if that is faster. The result is the state with which
-the sums of the chunk begin.
+head, which takes a third of the operations of attention on latents. They attend to tokens before the chunk on the
+latents or, if that is faster, with the keys and values of each head too, for a bounded number of tokens at a time. The
+result is the state with which the sums of the chunk begin.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ It supports every head size, cache dtype, window, chunk, softcap and sink that `
 supports, and splits the keys of a row among several programs. A program computes one part of a row's keys for the query
 heads of one KV head. Without a window, `worklist` cuts the rows. With a window, each row's visible keys are cut into
 `worklist.count_window_parts` parts of equal size, so that a windowed layer does not pay for the whole context. Of a row
-with several parts, each program writes a partial result, and the program that ends last merges them by index. So a
-result depends only on the row's keys and on where they are cut.
+with several parts, each program writes a partial result, and the program that ends last merges them in the order of
+their indices. So a result depends only on the row's keys and on where they are cut.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _cut_window(
     item: tensor, query_start: tensor, context: tensor, window: tensor, max_parts: tensor, CHUNKED: constexpr,
     TILE: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return the same for part item % max_parts of the visible keys of a row, which padding has none of."""
+    """Return the same for part item % max_parts of a row's visible keys; a padding row has none."""
     request, part = item // max_parts, item % max_parts
     before = tl.load(context + request)
     queries = tl.load(query_start + request + 1) - tl.load(query_start + request)

@@ -19,7 +19,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def jit_without_specializing(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator like `jit`; parameters of these names do not get kernels of their own for special values."""
+    """Return a decorator like `jit` that does not specialize kernels on the values of these parameters."""
     return lambda function: triton.jit(function, do_not_specialize=list(names))
 
 

@@ -158,7 +158,7 @@ def _describe_tiles(
 def _write_order(
     chosen: tensor, assignment: tensor, places: tensor, order: tensor, SIZE: constexpr, BINS: constexpr
 ) -> None:
-    """Write some assignments, of which `chosen` is the expert or -1, behind each expert's place in `order`."""
+    """Write some assignments to `order`, from their expert's entry of `places` on; `chosen`: their experts, or -1."""
     index = tl.arange(0, SIZE)
     is_before = (chosen[:, None] == chosen[None, :]) & (index[None, :] < index[:, None])
     rank = tl.sum(is_before.to(tl.int32), 1)

@@ -14,7 +14,7 @@ from emberline.kv.transfer.errors import IncompatibleCaches
 class KVLayout:
     """The memory layout of one cache. Two caches can exchange blocks if at most `tokens` differs.
 
-    With several groups of layers, `tokens` must be equal too, because blocks of windows are not sent from the start.
+    With several groups of layers, `tokens` must be equal too, because only the last blocks of windows are sent.
 
     The keys, and the values, are an array [layers, blocks, heads, tokens, width]. A cache that stores all heads of a
     token together counts as having one wide head. Transposed keys (`turned`) are stored as [layers, blocks, heads,
@@ -46,7 +46,7 @@ class KVLayout:
         return self.layers * self.layer_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields, without `groups` if there is one group: earlier releases know no such field."""
+        """Return all fields, without `groups` if there is one group, because earlier releases lack this field."""
         return {name: value for name, value in asdict(self).items() if name != "groups" or value}
 
     def count_token_strips(self, kv_index: int) -> tuple[int, int]:
