@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def head_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a head of DeepSeek V3 or GLM-4.5, relative to its layer. Their networks have the same."""
+    """Return the tensors of a head of DeepSeek V3 or GLM-4.5, relative to its layer; their MLPs are alike."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     out: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
     out |= {"eh_proj.weight": (hidden, 2 * hidden), "embed_tokens.weight": (vocab, hidden)}
@@ -71,7 +71,7 @@ class HeadByDefinition:
     def draft(self, states: Tensor, following: list[int], length: int) -> list[int]:
         """Return a draft.
 
-        `states`: the target's normed hidden states of all positions. `following`: the token behind each."""
+        `states`: the target's normed hidden states of all positions. `following`: the token after each."""
         hidden, tokens, draft = states, list(following), []
         for _ in range(length):
             embedded = self.norm(self.weights["embed_tokens.weight"][tokens], "enorm")

@@ -78,7 +78,7 @@ def test_sizes_of_states() -> None:
 
 
 def test_plan_of_quantised_weights() -> None:
-    """What the outer config says of weights counts for the language model."""
+    """The quantization_config of the outer config applies to the language model."""
     text = {name: value for name, value in tiny_delta.make_config("moe").items() if name != "architectures"}
     outer = {"model_type": "qwen3_5_moe", "text_config": text, "tie_word_embeddings": True}
     quantised = {"quant_method": "fp8", "modules_to_not_convert": ["linear_attn", "self_attn", "shared_expert"]}

@@ -307,7 +307,7 @@ def test_steps_captured_ahead_have_the_plans_of_their_shapes(
 def test_chains_are_captured_ahead(
     make_engine: MakeEngine, drafts: dict[str, DraftModel], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Once all steps are captured, requests that draft whole drafts find their chains captured."""
+    """Once all steps are captured, the draft passes of requests with drafts of full length are captured too."""
     e = make_engine(drafts[kind], pipelined=True, graphs=True)
     assert isinstance(e.runner, GPURunner) and e.runner._drafting is not None
     while e.runner.prepare_next():

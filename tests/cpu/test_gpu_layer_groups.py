@@ -131,7 +131,7 @@ def test_tokens_after_preemptions_and_with_few_rows(model: DecoderModel) -> None
 def test_a_draft_model_uses_the_blocks_of_the_first_group(
     model: DecoderModel, draft: DraftModel, runner: str, budget: int
 ) -> None:
-    """Equal to the target model, it is right at each token: so it always finds the keys and values of all tokens."""
+    """The draft model equals the target, so all its tokens are accepted if it finds all keys and values."""
     submissions = [replace(s, params=replace(s.params, temperature=0.0)) for s in make_submissions()]
     expected = run(make_engine(model, grouped=False, runner="cpu"), submissions)
     e = make_engine(model, draft=draft, runner=runner, budget=budget)

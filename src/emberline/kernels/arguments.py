@@ -146,7 +146,7 @@ class PositionShift(NamedTuple):
 
     positions[i] is increased by accepted[token_shifts[i]], and its slot found in that row of the block tables;
     context[b] is increased by accepted[row_shifts[b]]. Shifts by `padding_row` change nothing.
-    A row may have further block tables, each `table_width` entries behind the previous one: in them, the slots of
+    A row may have further block tables, each `table_width` entries after the previous one: in them, the slots of
     further groups of layers are found.
     """
 

@@ -38,7 +38,7 @@ class WindowAdmission:
     # Of each group: the blocks of the prefix that the first new token attends to. None: not cached, to be loaded.
     tails: list[list[int | None]]
     prefix_blocks: int  # blocks of the prefix, including those that are not needed
-    new_blocks: int  # to allocate in each group behind the prefix
+    new_blocks: int  # to allocate in each group after the prefix
     num_later: int  # blocks of all groups that later steps of its known tokens will need in addition
 
     @property

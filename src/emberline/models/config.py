@@ -66,7 +66,7 @@ class ModelConfig:
     eos: tuple[int, ...]
     # Not part of `repr`, so that KV blocks of Llama models that were stored before this field existed stay valid.
     parts: DecoderParts = field(default=LLAMA_PARTS, repr=False)
-    mtp_layers: int = field(default=0, repr=False)  # layers of the checkpoint behind the last: see mtp.py
+    mtp_layers: int = field(default=0, repr=False)  # layers for multi-token prediction in the checkpoint: see mtp.py
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
         """Return the rotary embedding of a layer; None: it has none."""

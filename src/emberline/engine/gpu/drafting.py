@@ -1,6 +1,6 @@
-"""DeviceDrafting: runs a draft model on the device behind each step, without waiting for the host.
+"""DeviceDrafting: runs a draft model on the device after each step, without waiting for the host.
 
-The device compares the sampled tokens with the draft that the step verified, and the draft model continues behind the
+The device compares the sampled tokens with the draft that the step verified, and the draft model continues after the
 last accepted one. The new draft stays on the device, where the next step finds it: meanwhile the host reads the sampled
 tokens and plans that step. The host needs a draft's tokens only for grammars and penalties.
 

@@ -52,7 +52,7 @@ class DeviceRows:
         self.max_draft = max_draft
         self.padding_row = capacity
         self.num_tables = num_tables
-        # Tables behind the first begin at a multiple of 16 bytes: for other addresses, Triton compiles kernels again.
+        # Tables after the first begin at a multiple of 16 bytes: for other addresses, Triton compiles kernels again.
         self.table_width = width if num_tables == 1 else -(-width // 4) * 4
         width = num_tables * self.table_width
         # The block tables of each row, side by side.

@@ -17,7 +17,7 @@ def build_step_batch(
 ) -> ForwardBatch:
     """Queue what prepares a forward pass, and return its batch.
 
-    Tokens that only the device knows are filled in, and positions are moved behind the accepted tokens of drafts. The
+    Tokens that only the device knows are filled in, and positions are moved past the accepted tokens of drafts. The
     block tables of all groups of layers are selected at once, so the time does not depend on the number of groups."""
     tokens, slots = ops.fill_newest_tokens(inputs.tokens, inputs.newest_index, rows.newest), inputs.window_slots
     if inputs.shifts is not None:
