@@ -18,6 +18,7 @@ from emberline.engine import memory
 from emberline.engine.gpu_plan import plan_gpus
 from emberline.engine.gpu_set import GPUSet
 from emberline.engine.kv_shape import make_state_shape
+from emberline.engine.memory import plan_engine_memory
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import StateCache
@@ -103,6 +104,7 @@ def test_plan_of_quantised_weights() -> None:
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is '0'"),
         ({"linear_conv_kernel_dim": "4"}, "linear_conv_kernel_dim is '4'; it must be a whole number"),
         ({"attn_output_gate": False}, "attn_output_gate"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
         ({"linear_gate_rank": 8}, "linear_gate_rank"),
         ({"norm_topk_prob": False}, "sets norm_topk_prob to 'False' for qwen3_5_moe_text: only True is supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.1}}, "partial_rotary_factor is '0.1'"),
@@ -113,6 +115,14 @@ def test_bad_configs(changes: dict[str, Any], words: str) -> None:
     config = {name: value for name, value in (tiny_delta.make_config(name) | changes).items() if value is not None}
     with pytest.raises(ModelError, match=words):
         ModelConfig.from_hf(config)
+
+
+@pytest.mark.parametrize("kind", ["linear_attention", "full_attention"])
+def test_a_gpu_is_refused(kind: str) -> None:
+    """Also without recurrent layers: no GPU kernel multiplies by the output gate."""
+    config = ModelConfig.from_hf(tiny_delta.make_config("next") | {"layer_types": [kind, *["full_attention"] * 3]})
+    with pytest.raises(UnsupportedModel, match="recurrent layers" if kind == "linear_attention" else "output gate"):
+        plan_engine_memory(config, EngineConfig.build("").with_gpu_defaults(), 1 << 40, "bfloat16")
 
 
 def test_fields_of_recurrent_layers_are_unknown_elsewhere() -> None:

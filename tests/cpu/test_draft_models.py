@@ -28,6 +28,7 @@ from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import HostDevice
+from emberline.engine.gpu.draft_boot import max_row_queries
 from emberline.engine.gpu.graphs import StepInputs
 from emberline.engine.gpu.rows import HostDrafts
 from emberline.engine.gpu.runner import GPURunner
@@ -39,6 +40,7 @@ from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.drafter import Drafter
 from emberline.kv.cache import KVCache, KVShape
+from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
 from emberline.models.loader import load_decoder
@@ -301,6 +303,13 @@ def test_steps_captured_ahead_have_the_plans_of_their_shapes(
         assert e.runner.prepare_next()
         assert planned and set(planned) == {shape.queries}, shape
     assert {shape.queries for shape in e.runner.shapes} == {1, 5}
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "queries"), [((32, 8), 128, 8), ((48, 2), 128, 2), ((8, 4), 256, 8)])
+def test_rows_with_drafts_have_several_queries(heads: tuple[int, int], head_dim: int, queries: int) -> None:
+    """Also with many query heads per KV head, whose rows the CUDA kernel does not compute."""
+    fields = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": head_dim}
+    assert max_row_queries(ModelConfig.from_hf({**CONFIG, **fields, "hidden_size": 64}), None) == queries
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "smaller"])

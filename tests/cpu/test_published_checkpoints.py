@@ -14,7 +14,7 @@ from paged_model import Cache, assert_close, prompts
 from torch import Tensor
 
 from emberline.core.engine_config import EngineConfig
-from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.core.errors import ModelError, ModelFileError, UnsupportedModel
 from emberline.engine import memory
 from emberline.engine.boot import boot
 from emberline.hub.checkpoint import Checkpoint
@@ -236,6 +236,13 @@ WEIGHTS = quantised_checkpoints.INT4_WEIGHTS
 )
 def test_unknown_quantisation_is_refused(section: dict[str, Any], word: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"quantization_config.*{word}"):
+        ModelConfig.from_hf(tiny.config("qwen3", quantization_config=section))
+
+
+@pytest.mark.parametrize("size", [[128, 10**11], [128.9, 128], [0, 128], [-1, 128]], ids=str)
+def test_impossible_block_sizes_are_refused(size: list[float]) -> None:
+    section = {**quantised_checkpoints.FP8, "weight_block_size": size}
+    with pytest.raises(ModelError, match="weight_block_size"):
         ModelConfig.from_hf(tiny.config("qwen3", quantization_config=section))
 
 

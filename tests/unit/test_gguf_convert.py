@@ -129,6 +129,13 @@ def test_partial_rotation_is_refused(tmp_path: Path) -> None:
         convert_file(tmp_path, "llama", extra={"rope.dimension_count": 8})
 
 
+@pytest.mark.parametrize(("blocks", "drafted"), [(2**32 - 1, 0), (0, 0), (2, 5), (2, 2)])
+def test_impossible_numbers_of_layers_are_refused(tmp_path: Path, blocks: int, drafted: int) -> None:
+    extra = {"block_count": blocks, "nextn_predict_layers": drafted}
+    with pytest.raises(ModelFileError, match=f"block_count {blocks} and nextn_predict_layers {drafted}"):
+        convert_file(tmp_path, "llama", extra=extra)
+
+
 def test_end_of_turn_tokens_by_text() -> None:
     tokens, kinds = ["<s>", "</s>", "<|im_end|>", "<|eot_id|>"], array("i", [3, 3, 3, 1])
     metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}

@@ -65,7 +65,13 @@ def test_tokens_equal_those_of_tiktoken(tmp_path: Path) -> None:
     [
         ({"tokenizer_class": "QWenTokenizer"}, UnsupportedModel, "tokenizer_class 'QWenTokenizer'"),
         ({"added_tokens_decoder": None}, ModelFileError, "added_tokens_decoder"),
-        ({"added_tokens_decoder": {"3": {"content": "[BOS]"}}}, ModelFileError, "ids of 268 and more"),
+        ({"added_tokens_decoder": {"3": {"content": "[BOS]"}}}, ModelFileError, "ids from 268"),
+        ({"added_tokens_decoder": {"99999999999": {"content": "[BOS]"}}}, ModelFileError, "ids from 268 to 4194303"),
+        (
+            {"added_tokens_decoder": {"269": {"content": "<|reserved_token_268|>"}}},
+            ModelFileError,
+            "two ids for one token",
+        ),
     ],
 )
 def test_other_tokenizers_are_refused(

@@ -30,6 +30,7 @@ from emberline.core.config import DEFAULT_MODEL, core_count
 from emberline.core.errors import InvalidRequest
 from emberline.core.plan import WorkItem
 from emberline.engine.batch import build_forward_batch
+from emberline.engine.model_support import reject_states
 from emberline.hub.source import resolve_model
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
@@ -119,6 +120,7 @@ class RoundingRun:
 
     def __init__(self, model: DecoderModel, rounding: Rounding | None) -> None:
         c = model.config
+        reject_states(c, "this benchmark", "choose a model without recurrent layers")
         self._model = model if rounding is None else replace(model, stack=None)  # not one native call for all layers
         self._rounding = rounding
         self.cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.float32), -(-WINDOW // BLOCK))

@@ -348,7 +348,7 @@ def _check_gpu_memory(
     """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses."""
     from emberline.engine import memory
     from emberline.engine.group_choice import choose_groups
-    from emberline.engine.model_support import reject_states
+    from emberline.engine.model_support import reject_on_gpu
     from emberline.models.config_outline import outline_of
     from emberline.models.kv_groups import group_layers
     from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
@@ -373,7 +373,7 @@ def _check_gpu_memory(
         each = f"{state_bytes / 1e6:.2f} MB for each running request and each snapshot of a prefix"
         yield DoctorFinding("  states", f"{each}, at most half of the KV cache's memory (float32)")
     if gpu_bytes is not None:
-        reject_states(config, "a GPU", "use --device cpu")
+        reject_on_gpu(config)
     else:
         memory.reject_packed_weights(settings.gpu.weights)
         return

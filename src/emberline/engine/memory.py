@@ -13,6 +13,7 @@ from emberline.engine.expert_limits import reject_unsupported_experts
 from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, max_step_rows
 from emberline.engine.group_choice import choose_groups, max_planned_tokens
 from emberline.engine.memory_plan import MemoryPlan
+from emberline.engine.model_support import reject_on_gpu
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.engine.step_sizes import StepSizes
 from emberline.hub.checkpoint import Checkpoint
@@ -86,6 +87,7 @@ def plan_engine_memory(
     """Return the plan of an engine with these settings and weights of this dtype. `draft`: of its draft model.
 
     Raises ModelError if the model does not fit, UnsupportedModel if the GPU cannot run it."""
+    reject_on_gpu(config)
     reject_unsupported_experts(config, settings)
     kv_bytes, context = DTYPE_BYTES[kv_dtype(settings, dtype)], choose_max_context(config, settings)
     groups, size = choose_groups(config.windows, context), settings.scheduler.block_size
@@ -212,7 +214,9 @@ def step_bytes(sizes: StepSizes, limits: StepLimits, block_bytes: int, draft_sta
     """Return the bytes of everything on a GPU but weights and KV cache. `block_bytes`: of a KV block."""
     tokens, running = limits.max_batch_tokens, limits.max_running
     grid = ShapeGrid.for_model(sizes.layer_weights, tokens)
-    graphs = len(captured_shapes(running, tokens, grid, queries=limits.max_new_tokens))
+    shapes = captured_shapes(running, tokens, grid, queries=limits.max_new_tokens)
+    chains = sum(not shape.chunks for shape in shapes) if limits.max_new_tokens > 1 else 0  # of a draft model
+    graphs = len(shapes) + chains
     scratch = _scratch_bytes(sizes, limits)
     scratch += _vocab_table_bytes(sizes.vocab, running) + limits.packed * _unpacked_bytes(sizes)
     has_widened = not sizes.has_latents and limits.kv_dtype_bytes == DTYPE_BYTES["float8"]

@@ -27,6 +27,8 @@ CHUNK_BYTES = 8 << 20  # of float32 values dequantised at once
 
 StoredTensor = GGUFTensor | JoinedLatents
 
+MAX_LAYERS = 1024  # more are rejected as damaged or malicious
+
 
 def convert_gguf(source: Path, target: Path) -> Path:
     """Convert `source` to the checkpoint directory `target` unless it exists, and return `target`.
@@ -45,8 +47,13 @@ def convert_gguf(source: Path, target: Path) -> Path:
 def _write_checkpoint(model: GGUFModel, directory: Path) -> None:
     tokenizer, tokenizer_config = build_tokenizer_files(model.metadata)
     architecture, fields = select_architecture(model.metadata), GGUFMetadata(model.metadata)
-    draft_layers = fields.get_integer("nextn_predict_layers", 0)
-    tensors = _tensors_by_name(model, architecture, fields.get_integer("block_count") - draft_layers)
+    layers, draft_layers = fields.get_integer("block_count"), fields.get_integer("nextn_predict_layers", 0)
+    if not 0 <= draft_layers < layers <= MAX_LAYERS:
+        raise ModelFileError(
+            f"{model.path} has block_count {layers} and nextn_predict_layers {draft_layers}; there must be 1 to"
+            f" {MAX_LAYERS} blocks, and fewer layers for multi-token prediction"
+        )
+    tensors = _tensors_by_name(model, architecture, layers - draft_layers)
     config = build_model_config(model, architecture, _torch_dtype(tensors))
     if len(model.metadata["tokenizer.ggml.tokens"]) > config["vocab_size"]:
         raise ModelFileError(f"{model.path} has more tokens in its vocabulary than rows in its embedding")

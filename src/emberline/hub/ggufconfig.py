@@ -26,6 +26,8 @@ def build_model_config(model: GGUFModel, architecture: GGUFArchitecture, torch_d
             f"{model.path} must have at least one attention head and one hidden dimension, not {heads} and {hidden}"
         )
     head_dim = fields.get_integer("attention.key_length", hidden // heads)
+    if head_dim < 1:
+        raise ModelFileError(f"{model.path} has attention heads of {head_dim} dimensions; they must have at least one")
     rotated = fields.get_integer("rope.dimension_count", head_dim)
     if rotated != head_dim and not architecture.has_partial_rope:
         raise UnsupportedModel(
@@ -36,7 +38,8 @@ def build_model_config(model: GGUFModel, architecture: GGUFArchitecture, torch_d
         "model_type": architecture.model_type,
         "hidden_size": hidden,
         "intermediate_size": fields.get_integer("feed_forward_length"),
-        "num_hidden_layers": fields.get_integer("block_count"),
+        # The last blocks may be for multi-token prediction, which is not converted.
+        "num_hidden_layers": fields.get_integer("block_count") - fields.get_integer("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.get_integer("attention.head_count_kv", heads),
         "head_dim": head_dim,

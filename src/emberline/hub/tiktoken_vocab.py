@@ -25,6 +25,7 @@ TOKENIZER_VERSION = 1  # part of the checkpoint's path: raise it when the result
 MAX_RANKS_BYTES = 64 << 20
 MAX_TOKEN_BYTES = 512
 NO_RANK = 1 << 60
+MAX_VOCAB = 1 << 22  # larger ids are rejected as damaged or malicious
 
 
 def add_tokenizer(source: Path, target: Path) -> Path:
@@ -108,11 +109,13 @@ def _list_added_tokens(config: dict[str, Any], first: int, directory: Path) -> d
         names = {int(id_): str(token["content"]) for id_, token in decoder.items()} if decoder else {}
     except (AttributeError, KeyError, TypeError, ValueError):
         names = {}
-    if not names or min(names) < first or len(set(names.values())) < len(names):
-        raise ModelFileError(
-            f"{directory / 'tokenizer_config.json'} must have added_tokens_decoder with ids of {first} and more"
-        )
-    return {names.get(id_, f"<|reserved_token_{id_}|>"): id_ for id_ in range(first, max(names) + 1)}
+    file, end = directory / "tokenizer_config.json", max(names, default=0) + 1
+    if not names or min(names) < first or end > MAX_VOCAB:
+        raise ModelFileError(f"{file} must have added_tokens_decoder with ids from {first} to {MAX_VOCAB - 1}")
+    found = {names.get(id_, f"<|reserved_token_{id_}|>"): id_ for id_ in range(first, end)}
+    if len(found) < end - first:
+        raise ModelFileError(f"{file} has two ids for one token in added_tokens_decoder")
+    return found
 
 
 def _list_byte_letters() -> list[str]:

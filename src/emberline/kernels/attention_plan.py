@@ -141,7 +141,9 @@ class AttentionPlanner:
             if max_widened_blocks and is_float8 and self._has_decode_kernel and prefill.supports_shape(*keys.shape[3:]):
                 self._widened, self._has_prefill_kernel = _allocate_widened_blocks(keys, max_widened_blocks), True
             capacity = self._work_item_capacity(max_rows)
-            self._scratch = decode.DecodeScratch(max_rows, capacity, *heads, keys.device, max_queries=max_queries)
+            if not portable:  # latents have scratch memory of their own
+                queries = self.limit_queries(max_queries)
+                self._scratch = decode.DecodeScratch(max_rows, capacity, *heads, keys.device, max_queries=queries)
 
     def limit_queries(self, max_queries: int) -> int:
         """Return how many queries a decode row may have: `max_queries`, or 1 with fixed cuts.
@@ -149,16 +151,9 @@ class AttentionPlanner:
         With fixed cuts, each query is a row of its own, which cannot read keys before the previous kernel ends."""
         return 1 if self._fixed_cuts else max_queries
 
-    @property
-    def has_static_shapes(self) -> bool:
-        """Whether the shapes of a plan's tensors are independent of sequence lengths, as CUDA graphs require.
-
-        They are, if `can_widen_blocks`."""
-        return True
-
     def can_capture_chunks(self, chunks: Sequence[tuple[int, int]]) -> bool:
         """Return whether a step can be captured. `chunks`: cached and new tokens of each chunk of a prompt."""
-        return self.has_static_shapes and self.can_widen_blocks(before + new for before, new in chunks)
+        return self.can_widen_blocks(before + new for before, new in chunks)
 
     def can_widen_blocks(self, lengths: Iterable[int]) -> bool:
         """Return whether bf16 copies of all KV blocks of sequences with these lengths fit into the buffers.

@@ -72,10 +72,6 @@ class LatentPlanner(AttentionPlanner):
     def limit_queries(self, max_queries: int) -> int:
         return max_queries
 
-    @property
-    def has_static_shapes(self) -> bool:
-        return True
-
     def plan(
         self,
         context: np.ndarray,

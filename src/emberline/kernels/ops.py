@@ -39,7 +39,7 @@ from emberline.kernels.reference import ReferenceBackend
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
 from emberline.kernels.work_limits import max_latent_queries
-from emberline.kernels.worklist import max_row_queries
+from emberline.kernels.worklist import max_row_heads
 
 __all__ = [
     "AttentionLayer",
@@ -88,7 +88,7 @@ __all__ = [
     "mark_progress",
     "max_latent_queries",
     "max_prefill_tiles",
-    "max_row_queries",
+    "max_row_heads",
     "norm_and_gate",
     "pack_latent_products",
     "pack_linear",

@@ -112,6 +112,8 @@ def _read_state_layers(fields: ConfigFields) -> tuple[int, ...]:
 
 
 def _read_state_sizes(fields: ConfigFields) -> StateSizes:
+    if fields.text("hidden_act", "silu") not in ("silu", "swish"):
+        raise fields.invalid_error("hidden_act", "silu for a model with recurrent layers")
     keys = fields.size("linear_num_key_heads", maximum=MAX_STATE_HEADS)
     values = fields.size("linear_num_value_heads", maximum=MAX_STATE_HEADS)
     if values % keys:

@@ -64,7 +64,8 @@ class DeltaNet:
         `keys` and `values` are the layer's states: the last inputs of the convolution, and the matrices. They advance
         over all rows of x in both cases.
         """
-        assert batch.state_slots is not None, "the model has recurrent layers, and the batch has no states"
+        sequences = len(batch.attention.query_start) - 1
+        assert batch.state_slots is not None and len(batch.state_slots) == sequences, "a sequence has no states"
         states, layer = ops.LayerStates(keys, values, batch.state_slots, batch.attention), self.layer
         projected = ops.linear(x, self.qkv, unpacker=batch.unpacker)
         qkv, gate, steps, times = projected.split(

@@ -81,7 +81,7 @@ def _decode_mxfp4(blocks: Tensor, scales: Tensor, found: WeightFormat) -> Tensor
 
 def _decode_fp8(codes: Tensor, scales: Tensor, found: WeightFormat) -> Tensor:
     rows, columns = codes.shape
-    wide = scales.to(torch.float32).repeat_interleave(found.group_columns, dim=1)[:, :columns]
+    wide = scales.to(torch.float32).repeat_interleave(min(found.group_columns, columns), dim=1)[:, :columns]
     values = torch.empty(rows, columns, dtype=torch.bfloat16)
     for block, start in enumerate(range(0, rows, found.group_rows)):  # a block of rows at a time, to bound memory
         part = codes[start : start + found.group_rows].view(torch.float8_e4m3fn).to(torch.float32)

@@ -33,6 +33,7 @@ def select_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     text = ConfigFields(config, "config.json").section("text_config").values
     shared = {name: config[name] for name in SHARED_FIELDS if name in config}
+    text = {name: value for name, value in text.items() if value is not None or name not in shared}
     return {**shared, **text, "model_type": TEXT_MODEL_TYPES[model_type], "architectures": None}
 
 

@@ -18,6 +18,7 @@ from emberline.models.weight_parts import WeightKind
 
 MXFP4_BITS, MXFP4_GROUP, MXFP4_SCALE_BITS = 4, 32, 8
 FP8_BITS = 8
+MAX_GROUP = 1 << 16  # of weights with one scale; larger sizes are rejected as damaged or malicious
 INT_SCALE_BITS, FP8_SCALE_BITS = 16, 32  # scales of integers are bf16, those of fp8 float32
 QUANTISABLE_KINDS: tuple[WeightKind, ...] = ("attention", "dense ffn", "routed experts", "shared experts", "head")
 MODULES: Mapping[WeightKind, tuple[str, ...]] = {
@@ -71,6 +72,8 @@ def read_weight_format(section: ConfigFields) -> WeightFormat:
         return WeightFormat("mxfp4", MXFP4_BITS, 1, MXFP4_GROUP, MXFP4_SCALE_BITS)
     if method == "fp8":
         block = section.number_list("weight_block_size", 2) if section.has_field("weight_block_size") else (0, 0)
+        if any(size != int(size) or not 0 <= size <= MAX_GROUP for size in block) or (any(block) and not all(block)):
+            raise section.invalid_error("weight_block_size", f"two whole numbers from 1 to {MAX_GROUP}")
         return WeightFormat("fp8", FP8_BITS, int(block[0]), int(block[1]), FP8_SCALE_BITS)
     if method == "compressed-tensors":
         return _read_compressed_format(section)
@@ -94,7 +97,7 @@ def _read_compressed_format(section: ConfigFields) -> WeightFormat:
     name = "fp8" if kind == "float" else f"int{bits}"
     match strategy := weights.text("strategy"):
         case "group":
-            group = weights.size("group_size", maximum=1 << 16)
+            group = weights.size("group_size", maximum=MAX_GROUP)
             return WeightFormat(name, bits, 1, group, scale_bits)
         case "channel":
             return WeightFormat(name, bits, 1, 0, scale_bits)

@@ -14,6 +14,8 @@ log = logging.getLogger("emberline.engine")
 def log_portable_attention(model: DecoderModel, cache: KVShape) -> None:
     """Log one line if attention of the model on a GPU uses Triton kernels, with the phases and the reasons."""
     config = model.config
+    if config.parts.attention.latent is not None:
+        return  # latents have kernels of their own
     heads = config.heads, config.kv_heads, config.head_dim
     reasons = explain_portable_kernels(heads, model.dtype, cache.dtype, cache.block_size)
     if not reasons:

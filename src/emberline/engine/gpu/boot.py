@@ -110,7 +110,7 @@ def boot_gpu(
     `load_draft`: loads the draft model, if the settings name one."""
     assert (build_tiers is not None) == settings.tiers.has_tiers
     assert (build_endpoint is not None) == (settings.transfer is not None)
-    model_support.reject_states(config, "a GPU", "use --device cpu")
+    model_support.reject_on_gpu(config)
     began = time.perf_counter()
     device = device or CudaDevice()
     model = load_model(config, weights, context)
@@ -349,9 +349,9 @@ def compile_kernels(runner: GPURunner) -> float:
         return 0.0
     from emberline.kernels.cuda import driver, nvrtc, sample
 
-    facts = [repr(runner.model.config), str(runner.cache.keys.dtype), nvrtc.digest_sources()]
-    facts.append(str((runner.shapes, runner.exact, runner.model.config.parts, len(runner.groups.windows))))
-    done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:32]}"
+    facts = [repr(runner.model.config), str(runner.model.config.parts), nvrtc.digest_sources()]
+    limits = runner.shapes, runner.max_batch_tokens, runner.exact, runner.groups.windows, runner.cache.keys.dtype
+    done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join([*facts, str(limits)]).encode()).hexdigest()[:32]}"
     if not done.exists():
         with driver.compile_in_parallel(sample.get_module()):
             runner.launch_all_kernels()

@@ -22,16 +22,23 @@ def load_on_device(
     """Return the draft model that the settings name, on the device; None if they name none.
 
     `packed`: with packed weights (12 bits each)."""
+    if settings.method == "mtp":
+        _reject_experts(target.config)  # before the head is loaded, which has experts if the model has
     draft = load_draft_model(
         settings,
         target,
         target_directory,
         lambda checkpoint: DeviceWeights(checkpoint, target.dtype, device.torch_device, packed=packed),
     )
-    if draft is not None and draft.config.experts is not None:
-        message = f"the draft model is a {draft.config.model_type}, and experts of draft models do not run on a GPU"
-        raise UnsupportedModel(message, hint="drop --speculate mtp, or use a draft model without experts")
+    if draft is not None:
+        _reject_experts(draft.config)
     return draft
+
+
+def _reject_experts(config: ModelConfig) -> None:
+    if config.experts is not None and any(config.experts.layers):
+        message = f"the draft model is a {config.model_type}, and experts of draft models do not run on a GPU"
+        raise UnsupportedModel(message, hint="drop --speculate mtp, or use a draft model without experts")
 
 
 def measure_draft_model(draft: DraftModel | None) -> DraftMemory:
@@ -46,6 +53,7 @@ def max_row_queries(target: ModelConfig, draft: DraftModel | None) -> int:
     def max_queries(config: ModelConfig) -> int:
         if config.parts.attention.latent is not None:
             return ops.max_latent_queries(config.heads)
-        return ops.max_row_queries(config.heads // config.kv_heads)
+        # At least 2, so that a row with drafts is known as one: the portable kernel computes rows that are too large.
+        return max(2, ops.max_row_heads(config.head_dim) // (config.heads // config.kv_heads))
 
     return min(max_queries(config) for config in ([target] if draft is None else [target, draft.config]))

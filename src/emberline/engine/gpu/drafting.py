@@ -89,7 +89,8 @@ class DeviceDrafting:
         self._sampled = torch.zeros(max_sampled, dtype=torch.int64, device=device.torch_device)
         self._drafts = torch.zeros(max_rows, rows.max_draft, dtype=torch.int64, device=device.torch_device)
         self._captured = _allocate_captured_states(model, max_step_tokens, dtype, device)
-        self._graphs = graphs and self._planner.has_static_shapes
+        self._graphs = graphs
+        self._max_running = max_running
         self._replays: dict[DraftKey, Callable[[], None]] = {}
         self._seen: set[DraftKey] = set()
 
@@ -159,8 +160,21 @@ class DeviceDrafting:
         `step`: inputs of such a step, with padding only."""
         if not self._graphs or not self._rows.max_draft:
             return
-        requests = shape.singles if shape.queries == 1 else shape.singles // (1 + self._rows.max_draft)
-        padded, staged = pad_row_count(max(1, requests)), self._staging.new_inputs()
+        # Requests with drafts have rows of several queries, or, if those have one each, several rows.
+        has_drafts, has_none = shape.queries > 1 or self._max_queries == 1, shape.queries == 1
+        tokens = [1 + self._rows.max_draft] * has_drafts + [1] * has_none
+        counts = {
+            pad_row_count(requests)
+            for each in tokens
+            for requests in range(1, self._max_running + 1)
+            if pad_row_count(requests * each) == shape.singles
+        }
+        for padded in sorted(counts):
+            self._capture_chain(shape, step, padded)
+
+    def _capture_chain(self, shape: StepShape, step: StepInputs, padded: int) -> None:
+        """Capture the chain after a step of this shape, with a whole draft for each of `padded` requests."""
+        staged = self._staging.new_inputs()
         empty = DeviceBatch.from_work([], [], self._rows, self.cache.shape.block_size)
         num_states = shape.singles if self._captured is not None else 0
         found = DraftRows([], [], [], [], [])

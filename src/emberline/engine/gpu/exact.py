@@ -25,7 +25,12 @@ def require_fixed_order(model: DecoderModel, cache: KVShape) -> None:
     has_attention = decode.supports_shape(
         config.heads, config.kv_heads, config.head_dim, cache.dtype, cache.block_size
     ) and prefill.supports_shape(cache.block_size, config.head_dim)
-    if config.parts.needs_portable_attention:
+    parts = config.parts
+    if parts.attention_softcap or parts.attention.has_sinks or parts.attention.chunked_windows:
+        kinds = "capped scores, sinks or chunks"
+        message = f"exact is set, but the attention of {config.model_type} has {kinds}, which it was not tested with"
+        raise UnsupportedModel(message, hint=HINT)
+    if parts.needs_portable_attention:
         message = f"exact is set, but {config.model_type} has latent attention, which has no kernels with a fixed order"
         raise UnsupportedModel(message, hint=HINT)
     if not has_attention or cache.dtype is not torch.bfloat16:

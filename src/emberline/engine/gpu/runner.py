@@ -94,7 +94,7 @@ class GPURunner:
             captured_shapes(running, limits.max_batch_tokens, self._grid, queries=self._max_queries)
         )
         self._next_shape = 0  # index of the first shape that was not captured ahead of its first use
-        self._max_batch_tokens = limits.max_batch_tokens
+        self.max_batch_tokens = limits.max_batch_tokens
         size = max_input_bytes(limits, self._attention_planner, tables)
         ahead = model.make_unpacker(device.step_stream, device.new_stream())
         self._graphs = StepGraphs(device.step_stream, InputStaging(size, device), ahead, max_step_rows(running))
@@ -276,14 +276,13 @@ class GPURunner:
             return False
         shape = self.shapes[self._next_shape]
         self._next_shape += 1
-        if self._can_be_captured(shape):
-            with torch.inference_mode(), self._graphs.stream.activate():
-                inputs = self._padding_inputs(shape)
-                _, replay = self._find_or_capture_graph(shape, inputs)
-                if replay is not None:
-                    replay()  # the first replay also uploads the graph, which would delay a request
-                if self._drafting is not None and not shape.chunks:
-                    self._drafting.capture_ahead(shape, inputs)
+        with torch.inference_mode(), self._graphs.stream.activate():
+            inputs = self._padding_inputs(shape)
+            _, replay = self._find_or_capture_graph(shape, inputs)
+            if replay is not None:
+                replay()  # the first replay also uploads the graph, which would delay a request
+            if self._drafting is not None and not shape.chunks:
+                self._drafting.capture_ahead(shape, inputs)
         return True
 
     def run_uncaptured_once(self) -> None:
@@ -291,7 +290,7 @@ class GPURunner:
 
         A thread's first use of a library or stream initializes it, which is not allowed during a capture."""
         without_chunks = [shape for shape in self.shapes if not shape.chunks]
-        mixed = [shape for shape in self.shapes if shape.chunks and self._can_be_captured(shape)]
+        mixed = [shape for shape in self.shapes if shape.chunks]
         with torch.inference_mode(), self._graphs.stream.activate():
             for shape in {*without_chunks[:1], *without_chunks[-1:], *mixed[:1], *mixed[-1:]}:
                 logits = self._graphs.get_logits_buffer(shape.rows, self.vocab_size, self.cache.keys.device)
@@ -300,13 +299,10 @@ class GPURunner:
     def launch_all_kernels(self) -> None:
         """Launch every kernel that steps need, on padding only, so that the kernels are compiled together."""
         with torch.inference_mode(), self._graphs.stream.activate():
-            for shape in filter(self._can_be_captured, self.shapes):
+            for shape in self.shapes:
                 logits = self._graphs.get_logits_buffer(shape.rows, self.vocab_size, self.cache.keys.device)
                 self._run_model(self._padding_inputs(shape), logits)
-            launch_expert_kernels(self.model, self._max_batch_tokens)
-
-    def _can_be_captured(self, shape: StepShape) -> bool:
-        return not shape.chunks or self._attention_planner.has_static_shapes
+            launch_expert_kernels(self.model, self.max_batch_tokens)
 
     def _padding_inputs(self, shape: StepShape) -> StepInputs:
         """Return inputs of a step that is only padding. The step writes only logits, which are not used."""

@@ -72,7 +72,8 @@ def compiler_version() -> str:
 
 def digest_sources() -> str:
     """Return a digest of all kernel sources, the compiler options and the compiler's version."""
-    texts = [path.read_text() for path in sorted(SOURCE_DIR.glob("*.cu*"))]
+    files = [*sorted(SOURCE_DIR.glob("*.cu*")), *sorted(SOURCE_DIR.parent.glob("triton/*.py"))]
+    texts = [path.read_text() for path in files]
     return hashlib.sha256(chr(0).join([*texts, *COMPILER_OPTIONS, compiler_version()]).encode()).hexdigest()
 
 
