@@ -23,10 +23,9 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import StateCache
 from emberline.models.config import ModelConfig
-from emberline.models.config_outline import outline_of
+from emberline.models.config_outline import outline_of, read_outline
 from emberline.models.kv_groups import read_kv_groups
 from emberline.models.loader import load_decoder
-from emberline.models.outline_families import read_outline
 
 
 @pytest.fixture(autouse=True)

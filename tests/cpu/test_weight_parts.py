@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from emberline.models.outline_families import read_outline
+from emberline.models.config_outline import read_outline
 from emberline.models.textmodel import OTHER_TENSORS
 from emberline.models.weight_parts import list_weight_parts
 
@@ -48,7 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama4_text": LLAMA4,
     "llama4": {"model_type": "llama4", "text_config": LLAMA4, "vision_config": LLAMA4_VISION},
     "deepseek_v2": LATENT | {"model_type": "deepseek_v2", "q_lora_rank": None},
-    "deepseek_v3": LATENT | {"model_type": "deepseek_v3", "attention_bias": True},
+    "deepseek_v3": LATENT | {"model_type": "deepseek_v3"},
     "kimi_k25": {
         "model_type": "kimi_k25",
         "text_config": LATENT | {"model_type": "deepseek_v3"},

@@ -196,7 +196,7 @@ def test_activations_of_a_step() -> None:
     heads = 8 * ((128 + 64) + (512 + 64) + 512 + 128 + (128 + 128))
     attention = 1536 + 2 * (512 + 64) + heads
     experts = 384 + 8 * (3 * 2048 // 8 + 7168) + 3 * 2048 // 8
-    assert kimi.fixed["activations"] == 2 * 2048 * (2 * 7168 + attention + experts)
+    assert kimi.fixed["activations"] == 2 * 2048 * (3 * 7168 + attention + experts)
 
 
 def test_window_tokens_of_the_running_step_are_reserved() -> None:

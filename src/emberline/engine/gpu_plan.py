@@ -18,10 +18,10 @@ from emberline.engine.gpu_set import GPUSet
 from emberline.engine.group_choice import choose_groups, max_planned_tokens
 from emberline.engine.step_sizes import StepSizes
 from emberline.kv.layer_groups import LayerGroups
+from emberline.models.config_outline import add_mtp_head, read_outline, select_planned_text
 from emberline.models.fields import ConfigFields
 from emberline.models.kv_groups import KVGroup, group_layers
 from emberline.models.outline import ModelOutline
-from emberline.models.outline_families import add_mtp_head, read_outline, select_planned_text
 from emberline.models.weight_dtype import check_requested_dtype
 from emberline.models.weight_formats import WeightFormat, read_weight_formats
 from emberline.models.weight_parts import WeightKind, WeightPart, list_weight_parts

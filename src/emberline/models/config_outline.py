@@ -1,21 +1,61 @@
-"""outline_of: the outline of a model that the engine runs, from its checked config.
+"""outline_of, read_outline: the outline of a model, from its checked config or from config.json.
 
 This module does not import torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from emberline.core.errors import UnsupportedModel
 from emberline.models.attention_parts import LatentConfig
-from emberline.models.config import ModelConfig
+from emberline.models.config import MAX_LAYERS, ModelConfig
 from emberline.models.expertsconfig import ExpertsConfig
-from emberline.models.outline import ExpertSizes, LatentSizes, LayerOutline, ModelOutline
+from emberline.models.fields import ConfigFields
+from emberline.models.outline import AttentionKind, ExpertSizes, LatentSizes, LayerOutline, ModelOutline
 from emberline.models.parts import LLAMA_PARTS
+from emberline.models.registry import ARCHITECTURES
+from emberline.models.textmodel import TEXT_MODEL_TYPES, select_text_config
 
 NORMS_PER_LAYER = {"pre": 2, "post": 2, "both": 4, "shared": 1}  # of the hidden size, by placement
 
 
+def read_outline(config: Mapping[str, Any]) -> ModelOutline:
+    """Return the outline of a config.json, also of one with quantised weights. Raises UnsupportedModel."""
+    text = select_planned_text(config)
+    model_type = ConfigFields(text, "config.json").text("model_type")
+    if model_type not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"config.json: a model of model_type {model_type[:80]!r} cannot be planned",
+            hint=f"known model types: {' '.join(sorted({*ARCHITECTURES, *TEXT_MODEL_TYPES}))}",
+        )
+    plain = {name: value for name, value in text.items() if name != "quantization_config"}
+    return outline_of(ModelConfig.from_hf(plain))
+
+
+def add_mtp_head(outline: ModelOutline, config: Mapping[str, Any]) -> ModelOutline:
+    """Return the outline with a head for multi-token prediction. Raises UnsupportedModel if config.json has none."""
+    given = {name: value for name, value in select_planned_text(config).items() if value is not None}
+    fields = ConfigFields({**ARCHITECTURES[outline.model_type].defaults, **given}, "config.json")
+    names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    if not any(fields.size(name, 0, minimum=0, maximum=MAX_LAYERS) for name in names):
+        message = f"a model of model_type {outline.model_type!r} has no head for multi-token prediction"
+        raise UnsupportedModel(f"config.json: {message}", hint=f"config.json must have a field {names[0]} above 0")
+    return outline.with_mtp_head()
+
+
+def select_planned_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the language model, which is `config` itself unless that has a text_config."""
+    fields = ConfigFields(config, "config.json")
+    model_type = fields.text("model_type")
+    if model_type not in TEXT_MODEL_TYPES or not fields.has_field("text_config"):
+        return {**config, "model_type": TEXT_MODEL_TYPES.get(model_type, model_type)}
+    return select_text_config(config)
+
+
 def outline_of(config: ModelConfig) -> ModelOutline:
-    """Return the outline of a model of a family that the engine runs."""
+    """Return the outline of a model, which describes its sizes."""
     experts, q, kv = config.experts, config.heads * config.head_dim, config.kv_heads * config.head_dim
     norm_heads = 2 if config.parts.qk_norm_kind == "head" else config.heads + config.kv_heads
     ropes = {config.layer_rope(layer) for layer in range(config.layers)}
@@ -27,7 +67,7 @@ def outline_of(config: ModelConfig) -> ModelOutline:
         hidden=config.hidden,
         layers=tuple(
             LayerOutline(
-                "state" if layer in attention.state_layers else "window" if window else "full",
+                _attention_kind(config, layer),
                 window,
                 experts is not None and experts.layers[layer],
             )
@@ -55,6 +95,17 @@ def outline_of(config: ModelConfig) -> ModelOutline:
         state_copies=2 if config.parts == LLAMA_PARTS else 3,
         experts=None if experts is None else _expert_sizes(experts),
     )
+
+
+def _attention_kind(config: ModelConfig, layer: int) -> AttentionKind:
+    attention = config.parts.attention
+    if layer in attention.state_layers:
+        return "state"
+    if attention.latent is not None:
+        return "latent"
+    if not config.windows[layer]:
+        return "full"
+    return "chunk" if attention.chunked_windows else "window"
 
 
 def _latent_sizes(latent: LatentConfig) -> LatentSizes:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from emberline.core.errors import InvalidRequest, ModelFileError
+from emberline.models.config_outline import read_outline
 from emberline.models.outline import AttentionKind, ModelOutline
-from emberline.models.outline_families import read_outline
 
 KV_DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float8": 1}
 STATE_MATRIX_BYTES = 4  # per number: states accumulate over the whole sequence, so they are float32

@@ -1,7 +1,5 @@
 """ModelOutline: the sizes of a model of any family, from which the memory of its weights and KV cache follows.
 
-An outline also describes families that the engine does not run yet (see outline_families.py).
-
 This module does not import torch.
 """
 
