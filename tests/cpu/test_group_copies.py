@@ -40,7 +40,8 @@ def write_checkpoint(directory: Path, family: str) -> Path:
     if family in random_checkpoints.CASES:
         random_checkpoints.write(directory, family, **changes)
     else:
-        config = tiny_families.CONFIGS[family] | changes
+        # With a tied head, a tiny Gemma repeats its last token, whatever it attends to.
+        config = tiny_families.CONFIGS[family] | changes | {"tie_word_embeddings": False}
         tiny.write_tensors(directory, config, tiny_families.tensors(config))
     return directory
 

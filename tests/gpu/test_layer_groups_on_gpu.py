@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 LENGTHS = (3, 130, 700, 64, 65, 257, 1)
 SIZES = tiny.GPU_SIZES | {"num_hidden_layers": 4}
 CONFIGS = {
-    "gemma3": tiny_families.gemma3(**(SIZES | {"num_hidden_layers": 6}), sliding_window=100),
+    # With a tied head, a tiny Gemma repeats its last token, whatever it attends to.
+    "gemma3": tiny_families.gemma3(**(SIZES | {"num_hidden_layers": 6}), sliding_window=100, tie_word_embeddings=False),
     "cohere2": tiny_families.cohere(
         "cohere2", **(SIZES | {"hidden_size": 512, "head_dim": None}), sliding_window=90, sliding_window_pattern=2
     ),
@@ -182,7 +183,7 @@ def test_a_draft_model_uses_the_blocks_of_the_first_group(
     engine.scheduler.drafter = drafter
     assert run(engine, submissions(**sampling), 1) == run(one_group, submissions(**sampling))
     assert drafter.drafted_tokens > 100
-    assert temperature > 0.0 or drafter.accepted_tokens == drafter.drafted_tokens
+    assert (drafter.accepted_tokens == drafter.drafted_tokens) == (temperature == 0.0)
 
 
 def test_passed_blocks_are_free_for_others(checkpoint: Path) -> None:
