@@ -64,10 +64,7 @@ def random_case(
 def make_planner(case: AttentionCase, max_queries: int = 4) -> AttentionPlanner:
     layer, keys = case.inputs.layer, case.inputs.keys
     heads = layer.q_heads, layer.kv_heads, layer.head_dim
-    portable = layer.needs_portable_kernel
-    return AttentionPlanner(
-        heads, keys[None], case.inputs.qkv.dtype, len(case.lengths), max_queries=max_queries, portable=portable
-    )
+    return AttentionPlanner(heads, keys[None], case.inputs.qkv.dtype, len(case.lengths), max_queries=max_queries)
 
 
 def make_plan(planner: AttentionPlanner, lengths: Lengths, decode_rows: int, **padding: int) -> AttentionPlan:

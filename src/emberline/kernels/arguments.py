@@ -60,11 +60,6 @@ class AttentionLayer:
         return self.q_heads + (1 if self.latent_dim else 2) * self.kv_heads
 
     @property
-    def needs_portable_kernel(self) -> bool:
-        """Whether, on a GPU, only Triton kernels compute this attention, whatever its head size."""
-        return self.latent_dim > 0
-
-    @property
     def is_plain(self) -> bool:
         """Whether the layer has no capped scores, sinks, chunks or latents."""
         return not (self.softcap > 0 or self.chunked or self.sinks is not None or self.latent_dim > 0)

@@ -117,7 +117,7 @@ class AttentionPlanner:
         Decode rows are planned for their length rounded up to a multiple of `length_grain`: a larger one lets more
         consecutive passes share a plan, which costs some balance between the multiprocessors.
         `fixed_cuts`: the keys of a decode row, at most `max_length`, are cut at fixed positions.
-        `portable`: whether only Triton kernels compute the attention: see AttentionLayer.needs_portable_kernel.
+        `portable`: whether only Triton kernels compute the attention, as that on latents.
         """
         self._fixed_cuts, self._max_length = fixed_cuts, max_length
         self._heads, self._device, self._key_bytes = heads, keys.device, keys.element_size()

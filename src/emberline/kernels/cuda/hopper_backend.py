@@ -158,13 +158,9 @@ class HopperBackend(OpBackend):
         if layer.latent_dim:
             raise NotImplementedError("attention on latents is part of latent_attention on a GPU")
         out = qkv.new_empty(len(qkv), layer.q_heads * layer.head_dim)
-        uses_cuda_prefill = plan.has_prefill_kernel and not layer.needs_portable_kernel
+        uses_cuda_prefill = plan.has_prefill_kernel
         row_heads = layer.q_heads // layer.kv_heads * plan.max_queries
-        uses_cuda_decode = (
-            plan.has_decode_kernel
-            and not layer.needs_portable_kernel
-            and row_heads <= worklist.max_row_heads(layer.head_dim)
-        )
+        uses_cuda_decode = plan.has_decode_kernel and row_heads <= worklist.max_row_heads(layer.head_dim)
         has_prefill = plan.prefill_tiles is not None and len(plan.prefill_tiles) > 0
         overlaps = has_prefill and uses_cuda_prefill and uses_cuda_decode and plan.prefill_sms is not None
         if has_prefill and plan.prefill_tiles is not None:  # prefill first: decode then uses the SMs that are left
