@@ -21,7 +21,7 @@ from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu import boot
 from emberline.engine.gpu.swap import SleepManager, SwappedEngine, usable_model_bytes
-from emberline.engine.memory import RESERVE_BYTES, USABLE_FRACTION, plan_memory
+from emberline.engine.memory import DEFAULT_UTILIZATION, RESERVE_BYTES, plan_memory
 from emberline.kernels import backend, reference
 from emberline.models.sleep import iter_instances, put_to_sleep
 
@@ -185,7 +185,7 @@ def test_model_memory_matches_the_plans() -> None:
         usable_model_bytes(total) - block
         < model.nbytes
         <= usable_model_bytes(total)
-        == int(total * USABLE_FRACTION) - RESERVE_BYTES
+        == int(total * DEFAULT_UTILIZATION) - RESERVE_BYTES
     )
     assert model.idle
 

@@ -133,7 +133,7 @@ def test_model_that_does_not_fit_fails_with_numbers(run: Run, tmp_path: Path) ->
     model = write_model(tmp_path / "m")
     code, output = run("--model", model, "--gpu-memory", "16G")
     assert code == 1
-    assert re.search(r"!!  gpu memory +the model does not fit .* 15.20 of 16.00 GiB .* weights 14.96", output)
+    assert re.search(r"!!  gpu memory +the model does not fit .* 15.68 of 16.00 GiB .* weights 14.96", output)
     assert "hint: use a smaller model" in output
     code, output = run("--model", model, "--gpu-memory", "24G", "--max-batch-tokens", 65536)
     assert code == 1 and "hint: lower --max-batch-tokens" in output

@@ -66,11 +66,11 @@ def test_parts_add_up_and_blocks_are_whole(total: int, **changes: int) -> None:
     found = make_plan(total=total, **changes)
     assert sum(size for _, size in found.named_sizes()) == total
     assert all(size > 0 for _, size in found.named_sizes())
-    assert found.fixed_bytes + found.kv_bytes <= total * 0.95
+    assert found.fixed_bytes + found.kv_bytes <= total * 0.98
     block = kv_token_bytes(LLAMA_8B, changes["kv_dtype_bytes"]) * found.block_size
     assert found.kv_bytes == found.kv_blocks * block
     assert found.kv_tokens == found.kv_blocks * found.block_size
-    assert found.fixed_bytes + found.kv_bytes + block > int(total * 0.95)  # one more would not fit
+    assert found.fixed_bytes + found.kv_bytes + block > int(total * 0.98)  # one more would not fit
 
 
 def test_larger_settings_reduce_the_kv_cache() -> None:

@@ -16,7 +16,6 @@ from emberline.core.errors import ModelError
 from emberline.core.jsonfile import read_object
 from emberline.engine.gpu_plan import plan_gpus
 from emberline.engine.gpu_set import GPUSet
-from emberline.engine.memory import USABLE_FRACTION
 
 GIB = 1 << 30
 SMALL_STEPS: dict[str, Any] = {"max_running": 64, "max_batch_tokens": 2048}
@@ -31,9 +30,8 @@ class PlanCase:
 
 
 CASES = (
-    PlanCase("scout_2xh200", "llama-4-scout-17b-16e.json", "2xH200", SMALL_STEPS),
-    PlanCase("scout_2xh200_large_steps", "llama-4-scout-17b-16e.json", "2xH200"),
-    PlanCase("scout_2xh200_packed", "llama-4-scout-17b-16e.json", "2xH200", {**SMALL_STEPS, "weights": "packed"}),
+    PlanCase("scout_2xh200", "llama-4-scout-17b-16e.json", "2xH200"),
+    PlanCase("scout_2xh200_packed", "llama-4-scout-17b-16e.json", "2xH200", {"weights": "packed"}),
     PlanCase("kimi_8xh100_large_steps", "kimi-k2.5.json", "8xH100"),
     PlanCase("kimi_8xh100", "kimi-k2.5.json", "8xH100", SMALL_STEPS),
     PlanCase("kimi_8xh100_packed", "kimi-k2.5.json", "8xH100", {**SMALL_STEPS, "weights": "packed"}),
@@ -45,7 +43,7 @@ def add_case(report: reports.BenchReport, case: PlanCase, configs: Path) -> None
     settings = EngineConfig.build("", **case.settings).with_gpu_defaults()
     gpus = GPUSet.parse(case.gpus)
     report.config[case.name] = {"config": case.config_file, "gpus": case.gpus, "settings": case.settings}
-    unplanned = gpus.count * gpus.memory_bytes * (1 - USABLE_FRACTION) / GIB
+    unplanned = gpus.count * gpus.memory_bytes * (1 - settings.gpu.gpu_memory_utilization) / GIB
     report.add(f"{case.name}_margin_gib", unplanned, "GiB")
     try:
         plan = plan_gpus(read_object(configs / case.config_file), gpus, settings)

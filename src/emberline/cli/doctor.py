@@ -41,14 +41,8 @@ CPU_FEATURES = (
     "asimd",
 )
 PLAN_SETTINGS = (
-    "dtype",
-    "weights",
-    "kv_dtype",
-    "kv_memory",
-    "block_size",
-    "max_context",
-    "max_batch_tokens",
-    "max_running",
+    *("dtype", "weights", "gpu_memory_utilization", "kv_dtype", "kv_memory", "block_size"),
+    *("max_context", "max_batch_tokens", "max_running"),
 )
 SUPPORTED_CAPABILITY = (9, 0)  # the kernels use instructions that only Hopper has
 CAPABILITY_MAJOR_ATTRIBUTE, CAPABILITY_MINOR_ATTRIBUTE = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*

@@ -23,7 +23,7 @@ SPLIT_NOTES = (
     "weights are divided evenly, the vocabulary in multiples of 64 rows; norms and routers are on every GPU",
     "every GPU has the logits of all tokens; buffers of collectives are part of the reserve",
 )
-MARGIN_NOTE = "spare is mostly the 5 % of a GPU's memory that is left to fragmentation and other processes"
+MARGIN_NOTE = "spare is mostly what --gpu-memory-utilization leaves to other processes and fragmentation"
 DRAFT_NOTE = "layers for multi-token prediction are not counted without --mtp"
 FORMATS_NOTE = "the engine keeps quantised weights as bf16: {} in memory is a calculation"
 BLOCKS_NOTE = "the layers form {groups} groups; a KV block has keys and values of {layers} layers (ungrouped: of all)"

@@ -81,11 +81,19 @@ class GPUConfig:
         "On a GPU, compute the same bits for a token whatever else is in the batch, so that --speculate never changes"
         " the output; slower. Excepted: output that is computed again as a prompt. On a CPU this always holds.",
     )
+    gpu_memory_utilization: float = option(
+        0.98, "Part of a GPU's memory that the engine may use; the rest is for other processes and fragmentation."
+    )
     graphs: bool = True  # run steps as captured CUDA graphs where possible
     overlap: bool = True  # plan and launch a step while the one before it runs
 
     def __post_init__(self) -> None:
         _check_choice(self, "weights", WEIGHT_FORMATS)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise InvalidRequest(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1",
+                param="gpu_memory_utilization",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,8 @@ def plan_time_sharing(
             for name, w in weighed.items()
         }
 
-    planned, space = plan_all_models(), usable_model_bytes(device_bytes)
+    planned = plan_all_models()
+    space = usable_model_bytes(device_bytes, min(s.gpu.gpu_memory_utilization for s in settings.values()))
     if all(s.kv_cache.kv_memory is None for s in settings.values()):
         part = equal_kv_share(planned.values(), space)
         if part is not None:

@@ -257,7 +257,8 @@ def _plan_one(
         "weights": sum(share.num_bytes for share in shares),
         **memory.step_bytes(StepSizes.of(part, outline.vocab), limits, block_bytes // num_tables, mtp_width),
     }
-    available = int(gpus.memory_bytes * memory.USABLE_FRACTION) - sum(fixed.values())
+    usable = int(gpus.memory_bytes * settings.gpu.gpu_memory_utilization)
+    available = usable - sum(fixed.values())
     step_kv, needed = 0, memory.MIN_KV_BLOCKS * block_bytes
     if tables is None:
         step_kv = scheduler.max_batch_tokens * sum(group.bytes_per_token for group in local if group.kind == "window")
@@ -268,7 +269,7 @@ def _plan_one(
         blocks = tokens // scheduler.block_size if num_tables > 1 else -(-tokens // scheduler.block_size)
         needed = max(needed, blocks * block_bytes)
     if available < needed:
-        raise memory.does_not_fit_error(fixed, gpus.memory_bytes, needed)
+        raise memory.does_not_fit_error(fixed, usable, gpus.memory_bytes, needed)
     kv_bytes = available if settings.kv_cache.kv_memory is None else needed
     if tables is not None:
         kv_bytes = kv_bytes // block_bytes * block_bytes

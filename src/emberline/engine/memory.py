@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emberline.core.engine_config import EngineConfig
+from emberline.core.engine_config import EngineConfig, GPUConfig
 from emberline.core.errors import InvalidRequest, ModelError
 from emberline.engine.expert_limits import reject_unsupported_experts
 from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, max_step_rows
@@ -23,7 +23,7 @@ from emberline.models.config_outline import outline_of
 from emberline.models.weight_dtype import default_kv_dtype
 from emberline.models.weight_parts import WeightPart, list_weight_parts
 
-USABLE_FRACTION = 0.95  # part of the device's memory that is used; the rest is for fragmentation and other processes
+DEFAULT_UTILIZATION = GPUConfig().gpu_memory_utilization
 RESERVE_BYTES = 2 << 30  # CUDA context, libraries, compiled kernels, workspaces of cuBLAS and of split products
 GRAPH_BYTES = 8 << 20  # one captured graph: a few hundred nodes and their arguments; all share activations
 LOGIT_COPIES = 2  # the logits, and the sampler's working copy
@@ -112,6 +112,7 @@ def plan_engine_memory(
         transfer=settings.transfer is not None,
         draft=draft,
         max_new_tokens=settings.speculation.max_new_tokens,
+        utilization=settings.gpu.gpu_memory_utilization,
     )
 
 
@@ -175,13 +176,15 @@ def plan_memory(
     transfer: bool = False,
     draft: DraftMemory = NO_DRAFT_MODEL,
     max_new_tokens: int = 1,
+    utilization: float = DEFAULT_UTILIZATION,
 ) -> MemoryPlan:
     """Return how an engine uses `total_bytes` of GPU memory. Raises ModelError if the model does not fit.
 
     `groups`: layers that share block tables; None: all share one.
     `kv_tokens`: the size of the KV cache in tokens; None: as many as fit. `both`: weights are kept plain and
     packed. `tiers`, `transfer`: reserve buffers for KV blocks that move to other tiers or engines. `max_new_tokens`: of
-    a request in a step, with its draft. The CUDA graphs of all step shapes are included."""
+    a request in a step, with its draft. `utilization`: part of the memory that may be used. The CUDA graphs of all step
+    shapes are included."""
     groups = groups or LayerGroups.single(config.layers)
     tables, formats = len(groups.windows), (dtype_bytes, kv_dtype_bytes, block_size)
     sizes = max_running, max_batch_tokens, max_context, max_new_tokens
@@ -192,11 +195,12 @@ def plan_memory(
         "weights": weight_bytes(config, dtype_bytes, packed=packed, both=both) + draft.weight_bytes,
         **step_bytes(StepSizes.of(outline_of(config), config.vocab), limits, block_bytes, draft.state_values),
     }
-    available = int(total_bytes * USABLE_FRACTION) - sum(fixed.values())
+    usable = int(total_bytes * utilization)
+    available = usable - sum(fixed.values())
     blocks = max(0, available) // (block_bytes * tables)  # of each group, if requests are short
     needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     if blocks < needed:
-        raise does_not_fit_error(fixed, total_bytes, needed * tables * block_bytes)
+        raise does_not_fit_error(fixed, usable, total_bytes, needed * tables * block_bytes)
     blocks = blocks if kv_tokens is None else needed
     return MemoryPlan(
         total=total_bytes,
@@ -342,9 +346,10 @@ def _unpacked_bytes(sizes: StepSizes) -> int:
     return DTYPE_BYTES["bfloat16"] * (2 * sizes.widest_matrix + head)
 
 
-def does_not_fit_error(fixed_bytes: dict[str, int], total_bytes: int, needed_kv_bytes: int) -> ModelError:
+def does_not_fit_error(
+    fixed_bytes: dict[str, int], usable: int, total_bytes: int, needed_kv_bytes: int
+) -> ModelError:
     """Return the error for a KV cache that does not fit beside the other parts of a GPU's memory."""
-    usable = int(total_bytes * USABLE_FRACTION)
     left = usable - sum(fixed_bytes.values())
     parts = ", ".join(f"{name} {format_gib(size)}" for name, size in fixed_bytes.items())
     remainder = (

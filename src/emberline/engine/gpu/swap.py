@@ -17,7 +17,7 @@ from emberline.core.clock import Clock, SystemClock
 from emberline.core.errors import ModelError, ModelNotFound, Overloaded
 from emberline.core.events import SleepStats
 from emberline.engine.engine import Engine
-from emberline.engine.memory import RESERVE_BYTES, USABLE_FRACTION, format_gib
+from emberline.engine.memory import DEFAULT_UTILIZATION, RESERVE_BYTES, format_gib
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.kv.manager import KVManager
 
@@ -195,12 +195,12 @@ class SwappedEngine:
         self._gpu_engine, self._sleeping_memory, self._is_awake = None, None, False
 
 
-def usable_model_bytes(device_bytes: int) -> int:
+def usable_model_bytes(device_bytes: int, utilization: float = DEFAULT_UTILIZATION) -> int:
     """Return how many of a device's `device_bytes` may be used by models that are awake.
 
     The rest is a reserve. It also holds what sleeping models leave on the device: compiled kernels and workspaces of
     libraries."""
-    return int(device_bytes * USABLE_FRACTION) - RESERVE_BYTES
+    return int(device_bytes * utilization) - RESERVE_BYTES
 
 
 def equal_kv_share(plans: Collection[MemoryPlan], available_bytes: int) -> int | None:
