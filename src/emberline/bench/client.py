@@ -66,13 +66,13 @@ class CompletionClient:
 
     async def complete(
         self,
-        prompt: list[int],
+        prompt: list[int] | str,
         max_tokens: int,
         disconnect_after_events: int | None = None,
         *,
         trace_to_fill: RequestTrace | None = None,
     ) -> RequestTrace:
-        """Stream one completion and return its trace.
+        """Stream one completion and return its trace. A prompt that is text is sent as it is, and may end early.
 
         With `disconnect_after_events`, the client closes the connection after this many events with text.
         `trace_to_fill` is a trace that the caller can read while the stream is running; by default a new one is
@@ -118,15 +118,17 @@ class CompletionClient:
         while self._free:
             self._free.pop().close()
 
-    def _encode_request(self, prompt: list[int], max_tokens: int) -> bytes:
+    def _encode_request(self, prompt: list[int] | str, max_tokens: int) -> bytes:
         body: dict[str, Any] = {"model": self._model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         body["stream_options"] = {"include_usage": True}
-        text = " ".join(str(token) for token in prompt[: max(1, len(prompt) // 3)])  # a number is about three tokens
+        is_text = isinstance(prompt, str)
+        words = prompt[: max(1, len(prompt) // 3)]  # a number is about three tokens
+        text = prompt if isinstance(prompt, str) else " ".join(str(token) for token in words)
         if self._chat:
             body["messages"] = [{"role": "user", "content": text}]
         else:
-            body["prompt"] = text if self._plain else prompt
-        if not self._plain:
+            body["prompt"] = text if self._plain or is_text else prompt
+        if not self._plain and not is_text:
             body["ignore_eos"] = True
         return msgspec.json.encode(body)
 

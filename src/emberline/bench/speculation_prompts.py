@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import emberline
+from emberline.core.errors import InvalidRequest
 
 MIN_LINES, MAX_LINES = 15, 45  # of a piece of code that is edited
 QUESTIONS = (
@@ -30,6 +31,46 @@ QUESTIONS = (
     "How can I learn to sleep earlier?",
     "What happened at the Battle of Hastings?",
     "Explain what a black hole is, in simple words.",
+    "How is glass made from sand?",
+    "Write a short speech for the opening of a village library.",
+    "What do I need to know before I adopt an old dog?",
+    "Explain the difference between weather and climate.",
+    "How do airplanes stay in the air?",
+    "Tell me a joke about a programmer and explain it.",
+    "Which plants grow well on a shady balcony?",
+    "Describe a day in the life of a medieval baker.",
+    "What are the pros and cons of working from home?",
+    "How does a refrigerator keep food cold?",
+    "Write an invitation to a garden party in June.",
+    "Why do cats purr?",
+    "Explain the idea of supply and demand with apples.",
+    "How do I repair a flat bicycle tyre?",
+    "What is the plot of Romeo and Juliet?",
+    "Give me a packing list for a week of hiking.",
+    "How did the Roman Empire come to an end?",
+    "What makes bread rise?",
+    "Write a short review of an imaginary film about the sea.",
+    "How do I prepare for a job interview?",
+    "Explain photosynthesis in five sentences.",
+    "Which novels are set on an island?",
+    "What is the difference between an acid and a base?",
+    "How does a lock on a canal work?",
+    "Write a dialogue between the sun and the moon.",
+    "What should be in a first aid kit?",
+    "How are diamonds formed?",
+    "Explain how a bill becomes a law in a parliament.",
+    "What can I cook with rice, eggs and spinach?",
+    "Why do we have leap years?",
+    "Describe the sound of a forest at night.",
+    "How can a town reduce its traffic?",
+    "What did Marie Curie discover?",
+    "Explain the offside rule in football.",
+    "How do bees find their way home?",
+    "Write a short fairy tale about a clock that runs backwards.",
+    "What is inflation, and what does it do to savings?",
+    "How do I remove a coffee stain from a shirt?",
+    "Which languages are spoken in Switzerland, and where?",
+    "Explain how a camera makes a picture.",
 )
 
 
@@ -44,7 +85,10 @@ def make_edits(count: int) -> list[str]:
 
 
 def make_questions(count: int) -> list[str]:
-    return [QUESTIONS[i % len(QUESTIONS)] for i in range(count)]
+    """Return questions that all differ: a repeated one could be drafted from its earlier answer."""
+    if count > len(QUESTIONS):
+        raise InvalidRequest(f"prompts is {count}; there are {len(QUESTIONS)} questions", param="prompts")
+    return list(QUESTIONS[:count])
 
 
 def _iter_pieces() -> Iterator[tuple[str, str]]:

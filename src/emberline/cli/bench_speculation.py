@@ -24,15 +24,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=60, help="Number of prompts of each set.")
     parser.add_argument("--max-tokens", type=int, default=400, help="Maximum output of a request in tokens.")
     parser.add_argument("--max-draft", type=int, default=8, help="Maximum guessed tokens of a request in one step.")
+    parser.add_argument("--http", action="store_true", help="Start servers, and measure what a client sees.")
     add_rounds_option(parser, 2)
     reports.add_report_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from emberline.bench import speculation
+    from emberline.bench import speculation, speculation_http
 
     plan = speculation.SpeculationPlan(
         args.sets, args.methods, args.streams, args.prompts, args.max_tokens, args.max_draft, args.rounds
     )
-    speculation.bench(args.model, plan, device=args.device).print_and_save(args.json, args.commit)
+    if args.http:
+        report = speculation_http.bench(args.model, plan, args.device)
+    else:
+        report = speculation.bench(args.model, plan, device=args.device)
+    report.print_and_save(args.json, args.commit)
     return 0
