@@ -129,7 +129,7 @@ ONE_IMPORTER = {
     "hiredis": "gateway/redis_client.py",
     "asyncpg": "gateway/store/postgres.py",
     "mooncake": "kv/mooncake.py",
-    "re2": "gateway/routes/pattern.py",
+    "re2": "core/linear_regex.py",
     "gguf": "",
     "transformers": "",
 }
