@@ -21,7 +21,7 @@ from emberline.kernels.arguments import (
     PerHeadWeights,
     PositionShift,
 )
-from emberline.kernels.attention_plan import AttentionPlan, AttentionPlanner, max_prefill_tiles
+from emberline.kernels.attention_plan import AttentionPlan, AttentionPlanner, PlannerOptions, max_prefill_tiles
 from emberline.kernels.backend import (
     backend_of,
     current_backend,
@@ -60,6 +60,7 @@ __all__ = [
     "Mixture",
     "PackedWeight",
     "PerHeadWeights",
+    "PlannerOptions",
     "PositionShift",
     "ReferenceBackend",
     "SamplingTensors",
