@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,20 @@ def test_the_rule_in_torch() -> None:
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
     for kept, before in ((results[0][4], conv), (results[0][5], matrices)):
         assert torch.equal(kept[[1, 3]], before[[1, 3]]), "a slot that is not in the batch"
+
+
+def test_decays_have_the_same_bits_on_every_machine() -> None:
+    """A stream may move between x86 and Arm (`core/numerics.py`), so decays must not come from each machine's libm."""
+    if (native := ops.current_backend()).library is None:
+        pytest.skip("no native kernels")
+    times, rates = torch.arange(-512, 512) / 16, torch.arange(1, 1025) / 256
+    layer = ops.DeltaLayer(1, 1024, 1, 1, torch.zeros(4, 1026), rates, torch.zeros(1024))
+    starts, context = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    metadata = ops.AttentionMetadata(torch.empty(0), torch.empty(0), starts, context, torch.empty(0))
+    states = ops.LayerStates(torch.empty(0), torch.ones(1, 1024, 1, 1), torch.zeros(1, dtype=torch.int32), metadata)
+    gates = ops.DeltaGates(torch.zeros(1, 1024), times[None])
+    native.compute_delta_rule(torch.zeros(1, 1026), gates, layer, states)  # keys are 0: the states are the decays
+    decays = states.matrices.flatten()
+    exact = torch.exp(-rates.double() * torch.nn.functional.softplus(times.double(), threshold=100.0))
+    torch.testing.assert_close(decays, exact.clamp_min(torch.e**-87).float(), rtol=2e-5, atol=0.0)
+    assert zlib.crc32(decays.numpy().tobytes()) == 2855455886

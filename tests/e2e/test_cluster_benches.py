@@ -43,7 +43,7 @@ def test_split_bench_hands_over_long_prompts(model: Path, tmp_path: Path) -> Non
 
 def test_churn_bench_reports_no_errors(model: Path, tmp_path: Path) -> None:
     """With a load that one of the two can bear alone, however long the other takes to come back."""
-    plan = ("--minutes", "0.2", "--calibration", "1", "--pause", "0.5", "1", "--cases", "4", "--kv-memory", "4M")
+    plan = ("--minutes", "0.12", "--calibration", "1", "--pause", "0.5", "1", "--cases", "4", "--kv-memory", "4M")
     told = measure("churn", str(model), *plan, "--load", "0.4", "--decode", "2", "--logs", str(tmp_path))
     results = {name: result["value"] for name, result in told["results"].items()}
     assert results["restarts"] == len(told["config"]["restarts"]) >= 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton_cases import BF16, F32, FP8, AttentionCase
 
 from emberline.kernels.arguments import AttentionInputs, AttentionMetadata
-from emberline.kernels.attention_plan import AttentionPlan, AttentionPlanner
+from emberline.kernels.attention_plan import AttentionPlan, AttentionPlanner, PlannerOptions
 from emberline.kernels.cuda.hopper_backend import HopperBackend
 from emberline.kernels.reference import ReferenceBackend
 
@@ -64,7 +64,8 @@ def random_case(
 def make_planner(case: AttentionCase, max_queries: int = 4) -> AttentionPlanner:
     layer, keys = case.inputs.layer, case.inputs.keys
     heads = layer.q_heads, layer.kv_heads, layer.head_dim
-    return AttentionPlanner(heads, keys[None], case.inputs.qkv.dtype, len(case.lengths), max_queries=max_queries)
+    options = PlannerOptions(max_queries=max_queries)
+    return AttentionPlanner(heads, keys[None], case.inputs.qkv.dtype, len(case.lengths), options)
 
 
 def make_plan(planner: AttentionPlanner, lengths: Lengths, decode_rows: int, **padding: int) -> AttentionPlan:

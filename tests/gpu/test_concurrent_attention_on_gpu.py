@@ -55,9 +55,9 @@ class Step:
         cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
         self.layer = ops.AttentionLayer(Q, KV, DIM, scale=DIM**-0.5, cos_sin=cos_sin, window=self.window)
         self.cutter = ops.AttentionPlanner(
-            (Q, KV, DIM), self.keys[None], torch.bfloat16, int(counts.sum()), max_widened_blocks=self.widened,
-            max_queries=self.max_queries,
-        )  # fmt: skip
+            *((Q, KV, DIM), self.keys[None], torch.bfloat16, int(counts.sum())),
+            ops.PlannerOptions(max_widened_blocks=self.widened, max_queries=self.max_queries),
+        )
         self.qkv = torch.empty(len(positions), (Q + 2 * KV) * DIM, device="cuda", dtype=torch.bfloat16)
         self.weight = ops.pack_linear(torch.randn(self.qkv.shape[1], WIDTH, device="cuda").mul_(0.25).bfloat16())
         self.tiles = self.cut_drafted_rows() if self.drafted else self.cut(self.singles)
@@ -165,7 +165,8 @@ def test_float8_is_widened_for_prefill(case: str, window: int) -> None:
     chunks = -(-(step.counts + step.before)[step.singles :] // BLOCK)
     for blocks in (1, int(chunks[0])) if len(chunks) > 1 else (1,):  # memory for no chunk, and for the first
         step.cutter = ops.AttentionPlanner(
-            (Q, KV, DIM), step.keys[None], torch.bfloat16, len(step.counts), max_widened_blocks=blocks
+            *((Q, KV, DIM), step.keys[None], torch.bfloat16, len(step.counts)),
+            ops.PlannerOptions(max_widened_blocks=blocks),
         )
         general = step.cut(step.singles)
         assert general.unwidened_tiles is not None, "the memory must not suffice for all of these"

@@ -81,16 +81,6 @@ def test_odd_sizes(sizes: Sizes, dtype: torch.dtype, cache: torch.dtype) -> None
     case.check(is_captured=True)
 
 
-def test_products_of_each_head() -> None:
-    layer = LatentCase.make(LITE, [(1, 1)], [], BF16, BF16, "cuda").inputs.layer
-    for weights in (layer.products.keys, layer.products.values):
-        heads, n, k = weights.weight.shape
-        x, out = (torch.randn(5, heads, size, device="cuda", dtype=BF16) for size in (k, n))
-        wanted = torch.einsum("thk,hnk->thn", x.double(), weights.weight.double())
-        assert ops.linear_by_head(x, weights, out) is out
-        assert (out.double() - wanted).abs().max() < 0.01 * wanted.abs().max()
-
-
 @pytest.fixture
 def reference() -> Iterator[None]:
     ops.start_backend(native=False)

@@ -259,6 +259,19 @@ def test_partly_quantised_kind_is_refused() -> None:
         make_plan(config, "8xB200")
 
 
+def test_pattern_of_a_config_takes_linear_time() -> None:
+    """With backtracking, the first pattern would need 2^30 steps and more for each name."""
+    config = load("kimi-k2.5")
+    ignored = config["text_config"]["quantization_config"]["ignore"]
+    plan = make_plan(config, "8xB200")
+    ignored.append(r"re:(\w+\.?)+!")
+    assert make_plan(config, "8xB200") == plan
+    for pattern, reason in ((r"re:(?!lm_head).*", "RE2 reports"), ("re:" + "a" * 600, "has 603 characters")):
+        ignored[-1] = pattern
+        with pytest.raises(ModelFileError, match=reason):
+            make_plan(config, "8xB200")
+
+
 @pytest.mark.parametrize("text", ["2xA10", "0xH100", "x", "H100x2", "", "2000xH100"])
 def test_unknown_gpus_list_the_known_ones(text: str) -> None:
     with pytest.raises(InvalidRequest) as refused:

@@ -268,6 +268,35 @@ def test_hashes_of_blocks_in_tiers() -> None:
     assert LayerGroups.for_windows([512] * 5 + [0]).name == "1x0+512+512+512+512+512-3d49073b790bfce1"
 
 
+def test_a_waiting_request_asks_tiers_once_and_again_when_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is planned in every step; what tiers have when it starts counts, not what they had when it began to wait."""
+    host, asked = HostTier(SIZE, 64 * 4096), 0
+    kv = KVManager(40, SIZE, "t", tiers=TierStack(host), windows=[6], max_step_tokens=STEP)
+    memory, first = Memory(kv, (0, 6)), make_request("a", list(range(25)))
+    assert kv.admit(first) and all(memory.compute(first, 5) for _ in range(5))
+    kv.free_request(first)
+    memory.copy_blocks()
+    evict_idle_blocks(kv, (0, 6), 0)
+    lookup = TierStack.lookup
+
+    def count_lookup(tiers: TierStack, hashes: Sequence[bytes]) -> int:
+        nonlocal asked
+        asked += 1
+        return lookup(tiers, hashes)
+
+    monkeypatch.setattr(TierStack, "lookup", count_lookup)
+    other, waiting = make_request("b", list(range(100, 200))), make_request("c", list(range(25)))
+    assert kv.admit(other) and memory.compute(other, 5)
+    asked = 0
+    assert not kv.admit(waiting)
+    asked_once = asked
+    assert asked_once > 0 and not any(kv.admit(waiting) for _ in range(10)) and asked == asked_once
+    host.discard([group_block_hash(first.block_hashes[5], 1)])
+    kv.free_request(other)
+    assert kv.admit(waiting) and asked > asked_once
+    assert kv.update_loaded_prefix(waiting) and waiting.num_cached == 5 * SIZE
+
+
 class BrokenTier(LossyTier):
     """A tier that claims to hold every block and delivers none."""
 

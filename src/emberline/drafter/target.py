@@ -37,9 +37,9 @@ class TargetStates:
         shape = make_kv_shape(config, self._block, model.dtype)
         self._cache = KVCache(shape, blocks, str(self.device))
         heads = config.heads, config.kv_heads, config.head_dim
-        portable = config.parts.needs_portable_attention
+        options = ops.PlannerOptions(portable=config.parts.needs_portable_attention)
         planner = ops.LatentPlanner if config.parts.attention.latent else ops.AttentionPlanner
-        self._planner = planner(heads, self._cache.keys, model.dtype, blocks, portable=portable)
+        self._planner = planner(heads, self._cache.keys, model.dtype, blocks, options)
 
     def compute(self, sequences: Sequence[np.ndarray], logit_spans: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield hidden states [T, 3 hidden] and float32 logits [S, vocab] of as many sequences as fit one forward pass.

@@ -39,13 +39,13 @@ class StepSizes:
         """Return the sizes of a model or of one GPU's part; `vocab`: that of the whole model."""
         parts, latent = list_weight_parts(outline), outline.latent
         layers = set(outline.layers)
-        cached = 2 * outline.kv_heads * outline.head_dim if latent is None else latent.rank + latent.rope_dim
+        cached = 2 * outline.kv_heads * outline.head_dim if latent is None else latent.cached_dim
         return StepSizes(
             hidden=outline.hidden,
             state_copies=outline.state_copies,
             layer_values=max(_attention_values(outline, layer) + _ffn_values(outline, layer) for layer in layers),
             heads=outline.heads,
-            output_dim=outline.head_dim if latent is None else latent.rank,
+            output_dim=outline.head_dim if latent is None else latent.kv_rank,
             cached_values=cached,
             rope_values=outline.rope_values,
             vocab=vocab,
@@ -77,9 +77,9 @@ def _attention_values(outline: ModelOutline, layer: LayerOutline) -> int:
         return 2 * state.conv_channels + 2 * state.value_heads * state.value_dim + 2 * state.value_heads
     if outline.latent is not None:
         latent = outline.latent
-        head = latent.nope_dim + latent.rope_dim + (latent.rank + latent.rope_dim) + latent.rank + latent.value_dim
-        head += latent.nope_dim + latent.value_dim
-        return latent.query_rank + 2 * (latent.rank + latent.rope_dim) + outline.heads * head
+        head = latent.plain_dim + latent.rotary_dim + latent.cached_dim + latent.kv_rank + latent.value_dim
+        head += latent.plain_dim + latent.value_dim
+        return latent.q_rank + 2 * latent.cached_dim + outline.heads * head
     q, kv = outline.heads * outline.head_dim, outline.kv_heads * outline.head_dim
     return q * (1 + outline.has_query_gate) + 2 * kv + q
 

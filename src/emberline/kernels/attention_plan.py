@@ -94,6 +94,21 @@ class AttentionPlan:
         return self if self.widened is None else replace(self, widened=self.widened.with_block_tables())
 
 
+@dataclass(frozen=True, slots=True)
+class PlannerOptions:
+    max_widened_blocks: int = 0  # float8 blocks that can be copied as bf16 for prefill in one forward pass
+    max_queries: int = 1  # the largest value of `plan`'s parameter, up to `worklist.max_row_queries`
+    # Decode rows are planned for their length rounded up to a multiple of this: a larger one lets more consecutive
+    # passes share a plan, which costs some balance between the multiprocessors.
+    length_grain: int = TILE_KEYS
+    fixed_cuts: bool = False  # whether the keys of a decode row are cut at fixed positions
+    max_length: int = MAX_LENGTH  # keys of a decode row with fixed cuts
+    portable: bool = False  # whether only Triton kernels compute the attention, as that on latents
+
+
+DEFAULT_OPTIONS = PlannerOptions()
+
+
 class AttentionPlanner:
     def __init__(
         self,
@@ -101,48 +116,38 @@ class AttentionPlanner:
         keys: Tensor,
         dtype: torch.dtype,
         max_rows: int,
-        *,
-        max_widened_blocks: int = 0,
-        max_queries: int = 1,
-        length_grain: int = TILE_KEYS,
-        fixed_cuts: bool = False,
-        max_length: int = MAX_LENGTH,
-        portable: bool = False,
+        options: PlannerOptions = DEFAULT_OPTIONS,
     ) -> None:
         """Prepare to plan forward passes of at most `max_rows` sequences.
 
         `heads` is (query heads, KV heads, head size). `keys` is the key cache of all layers. `dtype` is the dtype of
-        the activations. `max_widened_blocks` limits how many float8 blocks can be copied as bf16 for prefill in one
-        forward pass. `max_queries` is the largest value of `plan`'s parameter, up to `worklist.max_row_queries`.
-        Decode rows are planned for their length rounded up to a multiple of `length_grain`: a larger one lets more
-        consecutive passes share a plan, which costs some balance between the multiprocessors.
-        `fixed_cuts`: the keys of a decode row, at most `max_length`, are cut at fixed positions.
-        `portable`: whether only Triton kernels compute the attention, as that on latents.
+        the activations.
         """
-        self._fixed_cuts, self._max_length = fixed_cuts, max_length
+        self._fixed_cuts, self._max_length = options.fixed_cuts, options.max_length
         self._heads, self._device, self._key_bytes = heads, keys.device, keys.element_size()
         self._maps = CacheTensorMaps()
         self._has_decode_kernel = self._has_prefill_kernel = False
         self._scratch: decode.DecodeScratch | None = None
         self._counters: Tensor | None = None
-        self._length_grain = length_grain
+        self._length_grain = options.length_grain
         self._work_lists: dict[tuple[int, int, bool], tuple[np.ndarray, WorkList]] = {}  # with the planned lengths
         self._widened: WidenedBlocks | None = None
         self._block = keys.shape[3]
         if keys.is_cuda:
             from emberline.kernels.cuda import decode, prefill
 
-            has_kernels = dtype is torch.bfloat16 and not portable
+            has_kernels = dtype is torch.bfloat16 and not options.portable
             self._has_decode_kernel = has_kernels and decode.supports_shape(*heads, keys.dtype, keys.shape[3])
             self._has_prefill_kernel = has_kernels and prefill.supports_cache(keys[0])
             self._sms = decode.count_sms(keys.device)
             self._counters = prefill.allocate_counters(keys.device)
             is_float8 = keys.dtype is torch.float8_e4m3fn
-            if max_widened_blocks and is_float8 and self._has_decode_kernel and prefill.supports_shape(*keys.shape[3:]):
-                self._widened, self._has_prefill_kernel = _allocate_widened_blocks(keys, max_widened_blocks), True
+            widened = options.max_widened_blocks
+            if widened and is_float8 and self._has_decode_kernel and prefill.supports_shape(*keys.shape[3:]):
+                self._widened, self._has_prefill_kernel = _allocate_widened_blocks(keys, widened), True
             capacity = self._work_item_capacity(max_rows)
-            if not portable:  # latents have scratch memory of their own
-                queries = self.limit_queries(max_queries)
+            if not options.portable:  # latents have scratch memory of their own
+                queries = self.limit_queries(options.max_queries)
                 self._scratch = decode.DecodeScratch(max_rows, capacity, *heads, keys.device, max_queries=queries)
 
     def limit_queries(self, max_queries: int) -> int:

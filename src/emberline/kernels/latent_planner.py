@@ -18,14 +18,16 @@ from torch import Tensor
 
 from emberline.kernels import work_limits, worklist
 from emberline.kernels.attention_plan import (
+    DEFAULT_OPTIONS,
     AttentionPlan,
     AttentionPlanner,
+    PlannerOptions,
     count_decode_keys,
     make_prefill_tiles,
     pad_tiles,
 )
 from emberline.kernels.latent_plan import ContextPass, LatentPlan, LatentScratch
-from emberline.kernels.worklist import TILE_KEYS, WorkList
+from emberline.kernels.worklist import WorkList
 
 if TYPE_CHECKING:
     from emberline.kernels.cuda import decode
@@ -43,24 +45,18 @@ class LatentPlanner(AttentionPlanner):
         keys: Tensor,
         dtype: torch.dtype,
         max_rows: int,
-        *,
-        max_widened_blocks: int = 0,
-        max_queries: int = 1,
-        length_grain: int = TILE_KEYS,
-        fixed_cuts: bool = False,
-        max_length: int = 0,
-        portable: bool = True,
+        options: PlannerOptions = DEFAULT_OPTIONS,
     ) -> None:
-        """Prepare to plan forward passes; the parameters are those of AttentionPlanner.
+        """Prepare to plan forward passes, as AttentionPlanner does.
 
         Latents are not widened, and fixed cuts are not supported.
         """
-        assert not fixed_cuts and heads[1] == 1
-        super().__init__(heads, keys, dtype, max_rows, portable=True, length_grain=length_grain)
+        assert not options.fixed_cuts and heads[1] == 1
+        super().__init__(heads, keys, dtype, max_rows, replace(options, portable=True))
         self._plans: dict[tuple[int, int], tuple[np.ndarray, WorkList]] = {}  # with the planned lengths
         self._latent_scratch: LatentScratch | None = None
         if keys.is_cuda:
-            results = work_limits.max_latent_places(max_rows, heads[0], self._sms) * max_queries * heads[0]
+            results = work_limits.max_latent_places(max_rows, heads[0], self._sms) * options.max_queries * heads[0]
             self._latent_scratch = LatentScratch(
                 torch.empty(results * heads[2], device=keys.device), torch.empty(results * 2, device=keys.device)
             )

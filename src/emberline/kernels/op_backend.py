@@ -18,7 +18,6 @@ from emberline.kernels.arguments import (
     LatentProducts,
     LinearLayer,
     LinearOutput,
-    PerHeadWeights,
     PositionShift,
 )
 from emberline.kernels.attention_plan import AttentionPlan
@@ -111,33 +110,13 @@ class OpBackend(ABC):
         """Return the products of a matrix [heads * (plain + values), rank]: rows of keys, then of values, by head."""
 
     @abstractmethod
-    def linear_by_head(self, x: Tensor, weights: PerHeadWeights, out: Tensor) -> Tensor:
-        """Write x[:, h] @ W[h]^T of each head h into out [T, heads, n] and return it; x is [T, heads, k]."""
-
     def latent_attention(
         self, inputs: LatentInputs, plan: AttentionPlan | None = None, rows: Tensor | None = None
     ) -> Tensor:
         """Cache the latents of the new tokens, and return the values [T, heads * values] that each attends to.
 
-        With `rows`, only those of these tokens are returned. GPU backends require `plan`; others ignore it. Instead of
-        computing keys, the matrix that gives keys is applied to the queries, and the matrix that gives values to the
-        latents that the queries attend to.
+        With `rows`, only those of these tokens are returned. GPU backends require `plan`; others ignore it.
         """
-        q, kv, layer, keys, metadata = inputs
-        (tokens, heads, _), rank, rotary = q.shape, layer.rank, layer.rotary_dim
-        parts = q.new_empty(tokens, heads + 1, rotary + rank)
-        self.linear_by_head(q[..., : layer.plain_dim], layer.products.keys, parts[:, :heads, rotary:])
-        parts[:, :heads, :rotary] = q[..., layer.plain_dim :]
-        parts[:, heads, :rotary] = kv[:, rank:]
-        self.rms_norm(kv[:, :rank], layer.norm, layer.eps, parts[:, heads, rotary:])
-        qkv, values = parts.flatten(1), keys[..., :0]
-        self.rope_and_cache(qkv, layer.attention, keys, values, metadata)
-        if rows is not None and not len(rows):
-            return qkv[:0, : heads * layer.value_dim]
-        mixed = self.paged_attention(AttentionInputs(qkv, layer.attention, keys, values, metadata), plan)
-        mixed = mixed if rows is None else mixed[rows]
-        out = q.new_empty(len(mixed), heads, layer.value_dim)
-        return self.linear_by_head(mixed.view(len(mixed), heads, rank), layer.products.values, out).flatten(1)
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:

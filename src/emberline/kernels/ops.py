@@ -21,7 +21,7 @@ from emberline.kernels.arguments import (
     PerHeadWeights,
     PositionShift,
 )
-from emberline.kernels.attention_plan import AttentionPlan, AttentionPlanner, max_prefill_tiles
+from emberline.kernels.attention_plan import AttentionPlan, AttentionPlanner, PlannerOptions, max_prefill_tiles
 from emberline.kernels.backend import (
     backend_of,
     current_backend,
@@ -60,6 +60,7 @@ __all__ = [
     "Mixture",
     "PackedWeight",
     "PerHeadWeights",
+    "PlannerOptions",
     "PositionShift",
     "ReferenceBackend",
     "SamplingTensors",
@@ -83,7 +84,6 @@ __all__ = [
     "latent_attention",
     "layer_norm",
     "linear",
-    "linear_by_head",
     "log_probs",
     "mark_progress",
     "max_latent_queries",
@@ -186,11 +186,6 @@ def paged_attention(
 def pack_latent_products(matrix: Tensor, heads: int, plain_dim: int) -> LatentProducts:
     """Return the products of a matrix [heads * (plain + values), rank]: rows of keys, then of values, by head."""
     return backend_of(matrix).pack_latent_products(matrix, heads, plain_dim)
-
-
-def linear_by_head(x: Tensor, weights: PerHeadWeights, out: Tensor) -> Tensor:
-    """Write x[:, h] @ W[h]^T of each head h into out [T, heads, n] and return it; x is [T, heads, k]."""
-    return backend_of(x).linear_by_head(x, weights, out)
 
 
 def latent_attention(inputs: LatentInputs, plan: AttentionPlan | None = None, rows: Tensor | None = None) -> Tensor:

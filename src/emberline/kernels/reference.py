@@ -21,6 +21,7 @@ from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
     AttentionMetadata,
+    LatentInputs,
     LatentProducts,
     LinearLayer,
     LinearOutput,
@@ -153,7 +154,32 @@ class ReferenceBackend(OpBackend):
         empty = matrix.new_empty(0)
         return LatentProducts(PerHeadWeights(empty, keys), PerHeadWeights(empty, values))
 
-    def linear_by_head(self, x: Tensor, weights: PerHeadWeights, out: Tensor) -> Tensor:
+    def latent_attention(
+        self, inputs: LatentInputs, plan: AttentionPlan | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        """Attend on the cached latents, without keys and values of each head.
+
+        Instead of computing keys, the matrix that gives keys is applied to the queries, and the matrix that gives
+        values to the latents that the queries attend to.
+        """
+        q, kv, layer, keys, metadata = inputs
+        (tokens, heads, _), rank, rotary = q.shape, layer.rank, layer.rotary_dim
+        parts = q.new_empty(tokens, heads + 1, rotary + rank)
+        self._multiply_by_head(q[..., : layer.plain_dim], layer.products.keys, parts[:, :heads, rotary:])
+        parts[:, :heads, :rotary] = q[..., layer.plain_dim :]
+        parts[:, heads, :rotary] = kv[:, rank:]
+        self.rms_norm(kv[:, :rank], layer.norm, layer.eps, parts[:, heads, rotary:])
+        qkv, values = parts.flatten(1), keys[..., :0]
+        self.rope_and_cache(qkv, layer.attention, keys, values, metadata)
+        if rows is not None and not len(rows):
+            return qkv[:0, : heads * layer.value_dim]
+        mixed = self.paged_attention(AttentionInputs(qkv, layer.attention, keys, values, metadata))
+        mixed = mixed if rows is None else mixed[rows]
+        out = q.new_empty(len(mixed), heads, layer.value_dim)
+        return self._multiply_by_head(mixed.view(len(mixed), heads, rank), layer.products.values, out).flatten(1)
+
+    def _multiply_by_head(self, x: Tensor, weights: PerHeadWeights, out: Tensor) -> Tensor:
+        """Write x[:, h] @ W[h]^T of each head h into out [T, heads, n] and return it; x is [T, heads, k]."""
         for head, weight in enumerate(weights.packed):
             out[:, head] = self.linear(x[:, head].contiguous(), LinearLayer(weight), LinearOutput())
         return out

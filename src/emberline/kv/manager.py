@@ -121,6 +121,8 @@ class KVManager:
         idle = sum(1 for block in reused if self._pool.num_holders(block) == 0)
         if needed + later + reserved_blocks * self._num_tables > self._pool.num_available - idle:
             return False
+        if self._tier_loads is not None and self._tier_loads.drop_reused_lookup():
+            return self.admit(request, reserved_blocks)  # the tiers may have changed since the request waits
         holder = self._holders[request.id] = next(self._holder_numbers)
         for block in shared:
             self._pool.add_holder(block, holder)
@@ -155,8 +157,7 @@ class KVManager:
             if covered // self.block_size > cached:
                 return cached, windows.plan_pull(covered, num_tokens)
         elif (loads := self._tier_loads) is not None:
-            available = loads.count_available(request, hashes, num_shared)
-            wanted = max(cached, windows.longest_prefix(hashes[:available], loads.is_stored))
+            wanted = loads.count_available_in_windows(request, hashes, num_shared, cached, windows)
         return cached, windows.plan_admission(hashes[:wanted], num_tokens)
 
     def extend_block_table(self, request: Request, num_tokens: int, reserved_blocks: int = 0) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from emberline.core.clock import Clock
 from emberline.core.request import Request
 from emberline.kv.tiers.stack import FetchedBlock, TierFetch, TierStack
+from emberline.kv.window_tables import WindowTables
 from emberline.tokens.blockhash import group_block_hash
 
 BlockPlace = tuple[int, int]  # group of layers and index in its block table
@@ -34,6 +35,8 @@ class TierLoads:
         self._clock = clock
         self._timeout_s = timeout_s
         self._loads: dict[str, TierLoad] = {}  # by request
+        # The last lookup for windows: what its result depends on besides the tiers, the result, whether it was reused.
+        self._last_lookup: tuple[tuple[object, ...], int, bool] = (), 0, False
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._loads
@@ -45,6 +48,30 @@ class TierLoads:
             blocks, deadline = request.load_limit
             limit = min(limit, blocks) if self._clock.now() < deadline else 0
         return min(limit, num_cached + self._tiers.lookup(hashes[num_cached:limit]))
+
+    def count_available_in_windows(
+        self, request: Request, hashes: Sequence[bytes], num_shared: int, cached: int, windows: WindowTables
+    ) -> int:
+        """Return the leading blocks of a prefix for which all groups have what they need, cached or worth loading.
+
+        The first group has `num_shared` blocks cached, and all groups have what `cached` blocks need. A request that
+        waits for memory is planned in every step: the tiers are asked again only if these numbers have changed."""
+        limit = request.load_limit
+        is_late = limit is not None and self._clock.now() >= limit[1]
+        key = request.id, len(hashes), num_shared, cached, limit, is_late
+        if is_reused := self._last_lookup[0] == key:
+            count = self._last_lookup[1]
+        else:
+            available = self.count_available(request, hashes, num_shared)
+            count = max(cached, windows.longest_prefix(hashes[:available], self.is_stored))
+        self._last_lookup = key, count, is_reused
+        return count
+
+    def drop_reused_lookup(self) -> bool:
+        """Return whether the result of `count_available_in_windows` was an earlier one; if so, the next is not."""
+        is_reused = self._last_lookup[2]
+        self._last_lookup = (), 0, False
+        return is_reused
 
     def is_stored(self, block_hash: bytes) -> bool:
         return self._tiers.lookup([block_hash]) > 0

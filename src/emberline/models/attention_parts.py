@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from emberline.core.errors import UnsupportedModel
 from emberline.models.architecture import Architecture
 from emberline.models.fields import ConfigFields
-from emberline.models.outline import StateSizes
+from emberline.models.outline import LatentConfig, StateSizes
 
 # Larger sizes are rejected as damaged or malicious.
 MAX_LATENT_SIZE, MAX_STATE_HEADS, MAX_STATE_DIM, MAX_CONV_KERNEL = 1 << 16, 1 << 12, 1 << 10, 64
@@ -22,38 +22,6 @@ class QueryTemperature:
 
     interval: float  # in tokens
     strength: float
-
-
-@dataclass(frozen=True, slots=True)
-class LatentConfig:
-    """Sizes of multi-head latent attention (MLA), in which all heads share one compressed key and value per token."""
-
-    kv_rank: int  # elements of the latent, from which keys and values of all heads are computed
-    q_rank: int  # elements of the compressed queries; 0: queries are not compressed
-    rotary_dim: int  # elements of a head's queries and keys that are rotated; the keys' are shared by all heads
-    plain_dim: int  # elements of a head's queries and keys that are not rotated
-    value_dim: int  # of a head
-
-    @property
-    def cached_dim(self) -> int:
-        """The elements of a token in the KV cache of a layer: the rotated elements of the keys, then the latent."""
-        return self.rotary_dim + self.kv_rank
-
-    @staticmethod
-    def from_hf(fields: ConfigFields) -> LatentConfig:
-        def size(name: str) -> int:
-            return fields.size(name, maximum=MAX_LATENT_SIZE)
-
-        for name in ("qk_rope_head_dim", "kv_lora_rank"):
-            if size(name) % 2:
-                raise fields.invalid_error(name, "even")
-        return LatentConfig(
-            kv_rank=size("kv_lora_rank"),
-            q_rank=size("q_lora_rank") if fields.has_field("q_lora_rank") else 0,
-            rotary_dim=size("qk_rope_head_dim"),
-            plain_dim=size("qk_nope_head_dim"),
-            value_dim=size("v_head_dim"),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +50,7 @@ class AttentionParts:
             has_sinks=arch.attention_sinks,
             has_weightless_qk_norm=fields.flag(norm, False) if isinstance(norm, str) else norm,
             unrotated_temperature=_read_temperature(fields, arch),
-            latent=LatentConfig.from_hf(fields) if arch.latent_attention else None,
+            latent=read_latent_config(fields) if arch.latent_attention else None,
             has_output_gate=arch.output_gate,
             state=_read_state_sizes(fields) if state_layers else None,
             state_layers=state_layers,
@@ -109,6 +77,22 @@ def _read_state_layers(fields: ConfigFields) -> tuple[int, ...]:
     if "full_attention" not in kinds:
         raise UnsupportedModel("config.json: layer_types has no 'full_attention', without which there is no KV cache")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+
+
+def read_latent_config(fields: ConfigFields) -> LatentConfig:
+    def size(name: str) -> int:
+        return fields.size(name, maximum=MAX_LATENT_SIZE)
+
+    for name in ("qk_rope_head_dim", "kv_lora_rank"):
+        if size(name) % 2:
+            raise fields.invalid_error(name, "even")
+    return LatentConfig(
+        kv_rank=size("kv_lora_rank"),
+        q_rank=size("q_lora_rank") if fields.has_field("q_lora_rank") else 0,
+        rotary_dim=size("qk_rope_head_dim"),
+        plain_dim=size("qk_nope_head_dim"),
+        value_dim=size("v_head_dim"),
+    )
 
 
 def _read_state_sizes(fields: ConfigFields) -> StateSizes:

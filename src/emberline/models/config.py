@@ -12,7 +12,7 @@ from typing import Any
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.architecture import Architecture
-from emberline.models.attention_parts import LatentConfig
+from emberline.models.attention_parts import read_latent_config
 from emberline.models.endtokens import collect_end_tokens
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import ConfigFields
@@ -193,7 +193,7 @@ def _read_latent_heads(fields: ConfigFields, hidden: int) -> tuple[int, int, int
     heads = fields.size("num_attention_heads", maximum=MAX_HEADS)
     if fields.size("num_key_value_heads", heads, maximum=MAX_HEADS) != heads:
         raise fields.invalid_error("num_key_value_heads", f"num_attention_heads, {heads}, with latent attention")
-    return heads, 1, LatentConfig.from_hf(fields).cached_dim
+    return heads, 1, read_latent_config(fields).cached_dim
 
 
 def _read_window_sizes(fields: ConfigFields, arch: Architecture, layers: int) -> tuple[int, ...]:

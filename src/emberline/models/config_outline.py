@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from emberline.core.errors import UnsupportedModel
-from emberline.models.attention_parts import LatentConfig
 from emberline.models.config import MAX_LAYERS, ModelConfig
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import ConfigFields
-from emberline.models.outline import AttentionKind, ExpertSizes, LatentSizes, LayerOutline, ModelOutline
+from emberline.models.outline import AttentionKind, ExpertSizes, LayerOutline, ModelOutline
 from emberline.models.parts import LLAMA_PARTS
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.textmodel import TEXT_MODEL_TYPES, select_text_config
@@ -60,8 +59,8 @@ def outline_of(config: ModelConfig) -> ModelOutline:
     norm_heads = 2 if config.parts.qk_norm_kind == "head" else config.heads + config.kv_heads
     ropes = {config.layer_rope(layer) for layer in range(config.layers)}
     attention = config.parts.attention
-    latent = None if attention.latent is None else _latent_sizes(attention.latent)
-    compressed = 0 if latent is None else latent.query_rank + latent.rank
+    latent = attention.latent
+    compressed = 0 if latent is None else latent.q_rank + latent.kv_rank
     return ModelOutline(
         model_type=config.model_type,
         hidden=config.hidden,
@@ -106,10 +105,6 @@ def _attention_kind(config: ModelConfig, layer: int) -> AttentionKind:
     if not config.windows[layer]:
         return "full"
     return "chunk" if attention.chunked_windows else "window"
-
-
-def _latent_sizes(latent: LatentConfig) -> LatentSizes:
-    return LatentSizes(latent.kv_rank, latent.rotary_dim, latent.plain_dim, latent.value_dim, latent.q_rank)
 
 
 def _expert_sizes(experts: ExpertsConfig) -> ExpertSizes:

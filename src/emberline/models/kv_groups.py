@@ -90,7 +90,7 @@ def _make_group(
         return KVGroup(kind, layers, heads, kv_dtype, block_size, 0, bytes_per_sequence=size * len(layers))
     if kind == "latent":
         assert outline.latent is not None
-        values, heads = outline.latent.rank + outline.latent.rope_dim, 1
+        values, heads = outline.latent.cached_dim, 1
     else:
         values, heads = 2 * outline.kv_heads * outline.head_dim, outline.kv_heads
     return KVGroup(kind, layers, heads, kv_dtype, block_size, values * width * len(layers), span)

@@ -22,19 +22,19 @@ class LayerOutline:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentSizes:
-    """Multi-head latent attention: what is cached is a vector that all heads share, and one rotated key."""
+class LatentConfig:
+    """Sizes of multi-head latent attention (MLA), in which all heads share one compressed key and value per token."""
 
-    rank: int  # numbers of the cached vector
-    rope_dim: int  # numbers of the rotated key
-    nope_dim: int  # numbers of a head's key that are not rotated
-    value_dim: int
-    query_rank: int  # width between the two query projections; 0: there is one projection
-    down_parts: int = 1  # GPUs among which the rows of the down projections are divided
+    kv_rank: int  # elements of the latent, from which keys and values of all heads are computed
+    q_rank: int  # elements of the compressed queries; 0: queries are not compressed
+    rotary_dim: int  # elements of a head's queries and keys that are rotated; the keys' are shared by all heads
+    plain_dim: int  # elements of a head's queries and keys that are not rotated
+    value_dim: int  # of a head
 
     @property
-    def down_rows(self) -> int:
-        return -(-(self.query_rank + self.rank + self.rope_dim) // self.down_parts)
+    def cached_dim(self) -> int:
+        """The elements of a token in the KV cache of a layer: the rotated elements of the keys, then the latent."""
+        return self.rotary_dim + self.kv_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,8 @@ class ModelOutline:
     ffn_vectors: int = 0  # biases of a dense layer's feed-forward network
     has_query_gate: bool = False  # whether the query projection has a second half that gates the output
     state_copies: int = 2  # copies of the hidden state in a step
-    latent: LatentSizes | None = None
+    latent: LatentConfig | None = None
+    latent_down_parts: int = 1  # GPUs among which the rows of the down projections of latents are divided
     state: StateSizes | None = None
     experts: ExpertSizes | None = None
     has_mtp_head: bool = False  # whether the last layer is that of a head for multi-token prediction
@@ -121,7 +122,7 @@ class ModelOutline:
             divided,
             heads=_divide(self.heads, num_gpus, "attention heads"),
             kv_heads=-(-self.kv_heads // num_gpus),
-            latent=None if self.latent is None else replace(self.latent, down_parts=num_gpus),
+            latent_down_parts=num_gpus,
             state=None if self.state is None else _divide_state(self.state, num_gpus),
         )
 

@@ -5,13 +5,13 @@ This module does not import torch.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.core.linear_regex import MAX_PATTERN_CHARS, compile_linear_regex
 from emberline.models.fields import ConfigFields
 from emberline.models.outline import ModelOutline
 from emberline.models.weight_parts import WeightKind
@@ -111,7 +111,8 @@ def _read_compressed_format(section: ConfigFields) -> WeightFormat:
 
 def _is_kept(kind: WeightKind, patterns: tuple[str, ...], outline: ModelOutline) -> bool:
     """Return whether the patterns except all matrices of this kind from quantisation."""
-    results = {any(_matches(pattern, name) for pattern in patterns) for name in _module_names(kind, outline)}
+    matchers = [_make_matcher(pattern) for pattern in patterns]
+    results = {any(matches(name) for matches in matchers) for name in _module_names(kind, outline)}
     if len(results) > 1:
         raise UnsupportedModel(
             f"config.json: quantization_config excepts some matrices of the kind {kind!r} and not others,"
@@ -139,10 +140,18 @@ def _module_names(kind: WeightKind, outline: ModelOutline) -> Iterator[str]:
                 yield f"model.layers.{index}.{module}"
 
 
-def _matches(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], name) is not None
-        except re.error as e:
-            raise ModelFileError(f"config.json: quantization_config ignores {pattern[:80]!r}: {e}") from e
-    return name == pattern or name.startswith(pattern + ".") or fnmatchcase(name, pattern) or f".{pattern}." in name
+def _make_matcher(pattern: str) -> Callable[[str], bool]:
+    """Return a function that tells whether a module's name matches a pattern of the config.
+
+    Regular expressions are compiled by RE2, because a pattern that backtracks could take years."""
+    if not pattern.startswith("re:"):
+        return lambda name: (
+            name == pattern or name.startswith(pattern + ".") or fnmatchcase(name, pattern) or f".{pattern}." in name
+        )
+    try:
+        if len(pattern) > MAX_PATTERN_CHARS:
+            raise ValueError(f"it has {len(pattern)} characters, more than {MAX_PATTERN_CHARS}")
+        compiled = compile_linear_regex(pattern[3:])
+    except ValueError as e:
+        raise ModelFileError(f"config.json: quantization_config ignores {pattern[:80]!r}: {e}") from e
+    return lambda name: compiled.match(name) is not None

@@ -54,10 +54,10 @@ def _attention_parts(outline: ModelOutline) -> Iterator[WeightPart]:
         yield WeightPart("attention", q * (1 + outline.has_query_gate) + 2 * kv, hidden)
         yield WeightPart("attention", hidden, q)
         return
-    yield WeightPart("attention", latent.down_rows, hidden)
-    yield WeightPart("attention", outline.heads * (latent.nope_dim + latent.rope_dim), latent.query_rank or hidden)
-    both = outline.heads * (latent.nope_dim + latent.value_dim)
-    yield WeightPart("attention", both, latent.rank, is_always_plain=True)
+    yield WeightPart("attention", -(-(latent.q_rank + latent.cached_dim) // outline.latent_down_parts), hidden)
+    yield WeightPart("attention", outline.heads * (latent.plain_dim + latent.rotary_dim), latent.q_rank or hidden)
+    both = outline.heads * (latent.plain_dim + latent.value_dim)
+    yield WeightPart("attention", both, latent.kv_rank, is_always_plain=True)
     yield WeightPart("attention", hidden, outline.heads * latent.value_dim)
 
 

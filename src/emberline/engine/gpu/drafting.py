@@ -75,9 +75,8 @@ class DeviceDrafting:
         self._shares_plans = heads == target_heads and not is_portable
         max_rows = max(max_step_rows(2 * max_running), 2 * pad_row_count(max_running))
         planner = ops.LatentPlanner if model.config.parts.attention.latent else ops.AttentionPlanner
-        self._planner = planner(
-            heads, cache.keys, dtype, max_rows, max_queries=max_queries, length_grain=LENGTH_GRAIN, portable=is_portable
-        )
+        options = ops.PlannerOptions(max_queries=max_queries, length_grain=LENGTH_GRAIN, portable=is_portable)
+        self._planner = planner(heads, cache.keys, dtype, max_rows, options)
         self._max_queries = max_queries
         self._query_start = torch.arange(2 * max_rows + 1, dtype=torch.int32, device=device.torch_device)
         self._draft_offsets = torch.arange(rows.max_draft, device=device.torch_device)

@@ -77,14 +77,14 @@ class GPURunner:
         self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
         planner = ops.LatentPlanner if model.config.parts.attention.latent else ops.AttentionPlanner
-        self._attention_planner = planner(
-            *(heads, cache.keys, model.dtype, max_step_rows(running)),
+        options = ops.PlannerOptions(
             max_widened_blocks=max_widened_blocks(self._block_size, max_context, limits.max_batch_tokens),
             max_queries=max_queries,
             fixed_cuts=settings.gpu.exact,
             max_length=width * self._block_size + MAX_LENGTH_ROUNDING,
             portable=model.config.parts.needs_portable_attention,
         )
+        self._attention_planner = planner(heads, cache.keys, model.dtype, max_step_rows(running), options)
         self._max_queries = self._attention_planner.limit_queries(max_queries)
         self._has_decode_kernel = cache.keys.is_cuda and self._attention_planner.limit_queries(2) > 1
         self.exact = settings.gpu.exact  # whether a token's logits have the same bits in any batch

@@ -1,8 +1,5 @@
 r"""Pattern: a regular expression of a route, compiled by RE2.
 
-RE2 does not backtrack: the time of a search is at most proportional to the length of the text times the size of the
-compiled pattern. For that reason RE2 supports neither backreferences nor lookaround.
-
 RE2's \d, \w and \s are ASCII only. They are translated to Unicode classes with the same meaning as in Python's `re`.
 """
 
@@ -13,9 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-MAX_PATTERN_CHARS = 512
+from emberline.core.linear_regex import MAX_PATTERN_CHARS, compile_linear_regex
+
 MAX_TEXT_CHARS = 16_384  # the rest of a text is not searched
-MAX_PATTERN_MEMORY_BYTES = 8 << 20  # of the compiled pattern and of the states that RE2 caches; \w{256} fits
 
 # A replacement inside brackets begins and ends with \p{..} or a range, so that a - beside it cannot form a new range.
 _POSITIVE_CLASSES = {
@@ -40,26 +37,14 @@ class Pattern:
 
 def compile_pattern(pattern: str) -> Pattern:
     """Compile a regular expression. Raise ValueError with the reason if it is unsupported or too large."""
-    import re2  # takes 5 ms, and most gateways have no $regex
-
     if len(pattern) > MAX_PATTERN_CHARS:
         raise ValueError(f"the pattern must have at most {MAX_PATTERN_CHARS} characters, not {len(pattern)}")
     translated = _translate_to_re2(pattern)
-    options = re2.Options()
-    options.log_errors = False
-    options.never_capture = True  # groups are not read, and a search without them is faster
-    options.max_mem = MAX_PATTERN_MEMORY_BYTES
     try:
-        return Pattern(re2.compile(translated, options=options))
-    except UnicodeEncodeError:
-        raise ValueError("the pattern contains half of a surrogate pair") from None
-    except re2.error as e:
-        error = e
-    try:
-        re2.compile(pattern, options=options)
-    except re2.error as e:
-        error = e  # quotes the pattern as it was written, not its translation
-    raise ValueError(f"RE2 reports {error.args[0].decode(errors='replace')!r}")
+        return Pattern(compile_linear_regex(translated))
+    except ValueError:
+        compile_linear_regex(pattern)  # whose error quotes the pattern as it was written, not its translation
+        raise
 
 
 def _encode_text(text: str) -> bytes:

@@ -16,7 +16,6 @@ constexpr int kTokenGroup = 4;       // fewer tokens are not worth a thread
 constexpr int kChannelBlock = 512;   // sums of so many channels stay in the first-level cache
 constexpr int kColumnVecs = 8;       // columns of a state that are computed at once, in vectors: independent chains of sums
 constexpr float kNormEps = 1e-6f;    // of the lengths of queries and keys
-constexpr float kLinearAbove = 20.0f;  // softplus(x) is x above
 
 template <class F>
 void for_tokens(int count, const F& body) {
@@ -110,8 +109,7 @@ void prepare_token(const DeltaRule& rule, int t) {
     const float *step = rule.steps + long(t) * rule.gate_stride, *time = rule.times + long(t) * rule.gate_stride;
     float* gates = rule.gates + 2l * t * heads;
     for (int h = 0; h < heads; h++) {
-        float x = time[h] + rule.time_bias[h], softplus = x > kLinearAbove ? x : std::log1p(std::exp(x));
-        gates[2 * h] = std::exp(-rule.rates[h] * softplus);
+        gates[2 * h] = exp_negative(-rule.rates[h] * softplus(time[h] + rule.time_bias[h]));
         gates[2 * h + 1] = sigmoid(step[h]);
     }
 }

@@ -1,4 +1,5 @@
-// The exponential, for softmax and the sigmoid, and the hyperbolic tangent.
+// The exponential, for softmax and the sigmoid, and functions made of it. They give the same bits on every machine, which those of
+// libm need not.
 #pragma once
 #include "isa.h"
 
@@ -27,6 +28,14 @@ inline float sigmoid(float x) {
 inline float silu(float x) {
     float e = exp_negative(-std::fabs(x));
     return x * (x < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+
+// log(1 + e^x) within 5 ulp, from e = e^-|x|, which cannot overflow: log(1 + e) = 2 atanh(s) with s = e / (2 + e) <= 1/3, by its
+// series.
+inline float softplus(float x) {
+    float e = exp_negative(-std::fabs(x)), s = e / (2.0f + e), s2 = s * s, terms = 1.0f / 15;
+    for (int n = 13; n > 0; n -= 2) terms = fma(terms, s2, 1.0f / float(n));
+    return (x < 0.0f ? 0.0f : x) + 2.0f * s * terms;
 }
 
 // tanh(x) within 5 ulp: a Taylor polynomial near 0, where 1 - e^-2|x| would cancel; without a branch, so that loops vectorise.

@@ -183,9 +183,6 @@ class HopperBackend(OpBackend):
         whole = PackedWeight(matrix, n, k, matrix.dtype, WeightLayout.ROWS, ptr=matrix.data_ptr())
         return LatentProducts(PerHeadWeights(keys), PerHeadWeights(values), LinearLayer(whole))
 
-    def linear_by_head(self, x: Tensor, weights: PerHeadWeights, out: Tensor) -> Tensor:
-        return out.copy_(torch.bmm(x.transpose(0, 1), weights.weight.transpose(1, 2)).transpose(0, 1))
-
     def latent_attention(
         self, inputs: LatentInputs, plan: AttentionPlan | None = None, rows: Tensor | None = None
     ) -> Tensor:
