@@ -66,7 +66,7 @@ def make_engine(
     c, eos, shape = model.config, frozenset({EOS}), make_state_shape(model.config)
     assert shape is not None
     groups = LayerGroups.with_states(c.layers, c.parts.attention.state_layers)
-    states = StateCache(shape, slots, MAX_RUNNING, MAX_DRAFT)
+    states = StateCache(shape, slots, num_places=MAX_RUNNING, max_draft=MAX_DRAFT)
     for memory in (states.conv, states.matrices, states.draft_conv, states.draft_rule):
         memory.fill_(float("nan"))  # what a request did not write, it must not read
     config = SchedulerConfig(
@@ -81,7 +81,7 @@ def make_engine(
     return Engine(config, TorchRunner(model, cache, eos, compiler, groups=groups, states=states), drafter=drafter)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(CASES),
     chosen=st.lists(st.tuples(st.sampled_from(sorted(SETTINGS)), st.integers(1, 60)), min_size=1, max_size=4),
@@ -110,7 +110,7 @@ def test_tokens_equal_those_without_drafts(
 
     The second round finds the prompts and outputs of the first one in the cache."""
     submissions = [
-        Submission(f"r{i}", encode(f"{setting} {'x' * length}"), make_params(setting, max_tokens=24, seed=seed))
+        Submission(f"r{i}", encode(f"{setting} {'x' * length}"), make_params(setting, max_tokens=18, seed=seed))
         for i, (setting, length) in enumerate(chosen)
     ]
     make = partial(make_engine, models[name], tokenizer=directories[name] / "tokenizer.json")
@@ -127,7 +127,7 @@ def test_right_drafts_are_accepted_with_every_setting(
 ) -> None:
     make = partial(make_engine, models["next"], tokenizer=directories["next"] / "tokenizer.json")
     for name in SETTINGS:
-        submission = Submission("r", encode("some text"), make_params(name, max_tokens=40, seed=1))
+        submission = Submission("r", encode("some text"), make_params(name, max_tokens=20, seed=1))
         expected = run(make(None), [submission])
         drafter = Drafter([DraftOracle(outputs_of(expected))], 3, adaptive=False)
         assert run(make(drafter), [submission]) == expected
@@ -146,7 +146,7 @@ def test_the_next_turn_of_a_chat_starts_behind_an_answer_with_drafts(
     answer = expected["r", 0][0]
     follow_up = Submission("next", [*prompt, *answer, 7, 8, 9], params)
     alone = run(make(None, prefix_cache=False), [follow_up])
-    for right in ([True], [True, True, False], [True, False, False, True, True], [False]):
+    for right in ([True], [True, True, False, True]):
         e = make(Drafter([DraftOracle(outputs_of(expected | alone), right, VOCAB_SIZE)], 5, adaptive=False))
         assert run(e, [Submission("r", prompt, params)]) == expected
         hits = e.kv.hit_tokens

@@ -111,7 +111,7 @@ def run(engine: Engine, seed: int) -> dict[tuple[str, int], list[int]]:
     return tokens
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     blocks=st.integers(24, 90),

@@ -45,7 +45,7 @@ def allocate_states(
         return None
     max_draft = speculation.max_new_tokens - 1
     slots = count_state_slots(shape, memory_bytes, max_running, max_draft)
-    return StateCache(shape, slots, min(slots, max_running), max_draft)
+    return StateCache(shape, slots, num_places=min(slots, max_running), max_draft=max_draft)
 
 
 def without_unsupported_settings(config: EngineConfig, model: ModelConfig) -> EngineConfig:

@@ -103,7 +103,7 @@ class StateCache:
 
     For speculative decoding, `num_places` sequences have rows of up to `max_draft` drafted tokens each."""
 
-    def __init__(self, shape: StateShape, num_slots: int, num_places: int = 0, max_draft: int = 0) -> None:
+    def __init__(self, shape: StateShape, num_slots: int, *, num_places: int = 0, max_draft: int = 0) -> None:
         self.shape, self.num_slots = shape, num_slots
         conv = shape.layers, num_slots, shape.conv_rows, shape.conv_channels
         matrices = shape.layers, num_slots, shape.heads, shape.key_dim, shape.value_dim

@@ -65,7 +65,8 @@ class StateKVManager(KVManager):
         slot, source, target = self.states.slot_of(request.id), self.states.take_load(request.id), None
         boundaries = self._boundaries[request.id]
         is_boundary = saved % self.block_size == 0 and saved > item.start - accepted and self._can_share_blocks(request)
-        if is_boundary and saved <= len(request.tokens):  # else the newest token is not known yet, nor the hash
+        is_known = not item.max_shift and saved <= len(request.tokens)  # else the position or the hash is not known yet
+        if is_boundary and is_known:
             in_prompt = bool(boundaries) and saved == boundaries[-1]
             if in_prompt or saved > request.submitted_len:
                 digest = self._block_hashes(request, saved // self.block_size)[-1]
