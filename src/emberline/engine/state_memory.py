@@ -32,7 +32,7 @@ def count_state_slots(shape: StateShape, memory_bytes: int, max_running: int, ma
         raise ModelError(
             f"the KV cache has {memory_bytes} bytes, and recurrent states of {shape.slot_bytes} bytes each get half of "
             f"it; {slots} fit, but at least {MIN_SLOTS} are needed",
-            hint="raise --kv-memory",
+            hint="raise --kv-memory, or lower --max-draft" if max_draft else "raise --kv-memory",
         )
     return slots
 
