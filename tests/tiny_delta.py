@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,71 +75,17 @@ def write(directory: Path, name: str, **changes: Any) -> Any:
     return model
 
 
-@contextmanager
-def exact_rule(model: Any) -> Iterator[None]:
-    """Let transformers compute states token by token: its rule for chunks has larger rounding errors."""
+def compute_logits(model: Any, tokens: list[list[int]]) -> list[torch.Tensor]:
+    """Return the logits of transformers, computed token by token: its rule for chunks has larger rounding errors."""
     module = sys.modules[type(model).__module__]
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(module, "torch_chunk_gated_delta_rule", module.torch_recurrent_gated_delta_rule)
-        yield
-
-
-def compute_logits(model: Any, tokens: list[list[int]]) -> list[torch.Tensor]:
-    """Return the logits of transformers."""
-    with exact_rule(model):
         return [model(torch.tensor([ids])).logits[0] for ids in tokens]
 
 
-class GatedHead:
-    """A random head for multi-token prediction of Qwen3-Next or Qwen3.5, whose layer is one of transformers."""
-
-    def __init__(self, model: Any, seed: int = 7) -> None:
-        """`model`: the target model, with which it shares embedding and output head."""
-        self.model, text = model, model.model
-        self.layer = copy.deepcopy(text.layers[model.config.layer_types.index(FULL)])
-        randomize(self.layer, seed)
-        hidden, random = model.config.hidden_size, torch.Generator().manual_seed(seed)
-        self.tensors = {"mtp.fc.weight": torch.randn(hidden, 2 * hidden, generator=random) / hidden**0.5}
-        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-            self.tensors[f"mtp.{name}.weight"] = 0.2 * torch.randn(hidden, generator=random)
-        self.tensors |= {f"mtp.layers.0.{name}": tensor for name, tensor in self.layer.state_dict().items()}
-
-    def split_experts(self) -> dict[str, torch.Tensor]:
-        """Return its tensors with names for each expert, as Qwen3-Next checkpoints have them."""
-        at, split = "mtp.layers.0.mlp.experts", dict(self.tensors)
-        both, down = split.pop(f"{at}.gate_up_proj"), split.pop(f"{at}.down_proj")
-        for i in range(len(down)):
-            gate, up = both[i].chunk(2)
-            for name, tensor in (("gate", gate), ("up", up), ("down", down[i])):
-                split[f"{at}.{i}.{name}_proj.weight"] = tensor.clone()
-        return split
-
-    def draft(self, states: torch.Tensor, following: list[int], length: int) -> list[int]:
-        """Return a draft; every pass computes all positions again.
-
-        `states`: the target's normed hidden states of all positions. `following`: the token after each."""
-        text, hidden, tokens, draft = self.model.model, states, list(following), []
-        for _ in range(length):
-            embedded = self._norm(text.embed_tokens.weight[tokens], "pre_fc_norm_embedding")
-            both = torch.cat([embedded, self._norm(hidden, "pre_fc_norm_hidden")], -1)
-            x, places = (both @ self.tensors["mtp.fc.weight"].T)[None], torch.arange(len(tokens))[None]
-            mask = torch.full((1, 1, len(tokens), len(tokens)), -torch.inf).triu(1)
-            out = self.layer(x, position_embeddings=text.rotary_emb(x, places), attention_mask=mask)
-            last = self._norm((out[0] if isinstance(out, tuple) else out).view(len(tokens), -1)[-1:], "norm")
-            draft.append(int(self.model.lm_head(last).argmax()))
-            tokens.append(draft[-1])
-            hidden = torch.cat([hidden, last])
-        return draft
-
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
-        normed: torch.Tensor = x * scale * (1 + self.tensors[f"mtp.{name}.weight"])
-        return normed
-
-
-def randomize(model: Any, seed: int = 1) -> None:
-    """Set all weights of a model of transformers, or of a part of one."""
-    random = torch.Generator().manual_seed(seed)
+def randomize(model: Any) -> None:
+    """Set all weights of a model of transformers."""
+    random = torch.Generator().manual_seed(1)
     for part, tensor in model.state_dict().items():
         values = torch.randn(tensor.shape, generator=random)
         if "A_log" in part or "dt_bias" in part:
