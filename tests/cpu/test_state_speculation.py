@@ -202,7 +202,7 @@ def test_rows_of_drafts_are_part_of_the_memory(models: dict[str, DecoderModel]) 
     rows = states.draft_conv.nbytes + states.draft_rule.nbytes
     assert rows == 10 * shape.draft_bytes and states.num_bytes == 3 * shape.slot_bytes + rows
     for running, memory in ((4, 1 << 20), (40, 1 << 20), (400, 1 << 20)):
-        slots = count_state_slots(shape, memory, running, max_draft=8)
+        slots = count_state_slots(shape.slot_bytes, memory, running, draft_bytes=8 * shape.draft_bytes)
         used = slots * shape.slot_bytes + min(slots, running) * 8 * shape.draft_bytes
         assert used <= memory // 2 and (
             slots == 3 * running or used + shape.slot_bytes + 8 * shape.draft_bytes > memory // 2

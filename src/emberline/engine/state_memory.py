@@ -9,7 +9,7 @@ from emberline.core.engine_config import EngineConfig, SpeculationConfig
 from emberline.core.errors import ModelError
 from emberline.engine.kv_shape import make_state_shape
 from emberline.engine.model_support import reject_states
-from emberline.kv.cache import StateCache, StateShape
+from emberline.kv.cache import StateCache
 from emberline.models.config import ModelConfig
 
 SLOTS_PER_REQUEST = 3  # of a running request, at most: its states, and two snapshots of prefixes
@@ -18,21 +18,21 @@ MIN_SLOTS = 2  # for one running request and one snapshot
 log = logging.getLogger("emberline.engine")
 
 
-def count_state_slots(shape: StateShape, memory_bytes: int, max_running: int, max_draft: int = 0) -> int:
+def count_state_slots(slot_bytes: int, memory_bytes: int, max_running: int, *, draft_bytes: int = 0) -> int:
     """Return how many slots for states are allocated: at most half of the memory of the KV cache.
 
-    That half also holds the rows of up to `max_draft` drafted tokens of each running request. Fewer slots than
-    `max_running` limit the number of requests that run together. Raises ModelError if too few fit."""
-    available, draft_bytes = memory_bytes // 2, max_draft * shape.draft_bytes
-    slots = (available - max_running * draft_bytes) // shape.slot_bytes
+    Fewer slots than `max_running` limit the number of requests that run together. `draft_bytes`: what each running
+    request needs for drafted tokens, in the same half. Raises ModelError if too few fit."""
+    available = memory_bytes // 2
+    slots = (available - max_running * draft_bytes) // slot_bytes
     if slots < max_running:  # each slot may be that of a running request
-        slots = available // (shape.slot_bytes + draft_bytes)
+        slots = available // (slot_bytes + draft_bytes)
     slots = min(max(SLOTS_PER_REQUEST * max_running, MIN_SLOTS), slots)
     if slots < MIN_SLOTS:
         raise ModelError(
-            f"the KV cache has {memory_bytes} bytes, and recurrent states of {shape.slot_bytes} bytes each get half of "
+            f"the KV cache has {memory_bytes} bytes, and recurrent states of {slot_bytes} bytes each get half of "
             f"it; {slots} fit, but at least {MIN_SLOTS} are needed",
-            hint="raise --kv-memory, or lower --max-draft" if max_draft else "raise --kv-memory",
+            hint="raise --kv-memory, or lower --max-draft" if draft_bytes else "raise --kv-memory",
         )
     return slots
 
@@ -44,7 +44,8 @@ def allocate_states(
     if (shape := make_state_shape(config)) is None:
         return None
     max_draft = speculation.max_new_tokens - 1
-    slots = count_state_slots(shape, memory_bytes, max_running, max_draft)
+    draft_bytes = max_draft * shape.draft_bytes
+    slots = count_state_slots(shape.slot_bytes, memory_bytes, max_running, draft_bytes=draft_bytes)
     return StateCache(shape, slots, num_places=min(slots, max_running), max_draft=max_draft)
 
 
