@@ -74,7 +74,7 @@ class StateKVManager(KVManager):
         while boundaries and boundaries[-1] <= num_tokens:
             boundaries.pop()
         request.chunk_end = boundaries[-1] if boundaries else 0
-        return StateWork(slot, source, target, saved, accepted, place)
+        return StateWork(slot, source, target, save_end=saved, num_accepted=accepted, draft_place=place)
 
     def index_full_blocks(self, request: Request) -> None:
         super().index_full_blocks(request)
