@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import tiny
 import tiny_delta
 import torch
 from paged_model import Cache, assert_close, prompts
+from torch import Tensor
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import ModelError, UnsupportedModel
@@ -123,6 +126,72 @@ def test_a_gpu_is_refused(kind: str) -> None:
     config = ModelConfig.from_hf(tiny_delta.make_config("next") | {"layer_types": [kind, *["full_attention"] * 3]})
     with pytest.raises(UnsupportedModel, match="recurrent layers" if kind == "linear_attention" else "output gate"):
         plan_engine_memory(config, EngineConfig.build("").with_gpu_defaults(), 1 << 40, "bfloat16")
+
+
+@pytest.mark.parametrize("kernel", [4, 1])
+@pytest.mark.parametrize("native", [True, False])
+def test_states_advance_over_accepted_drafts_only(native: bool, kernel: int) -> None:
+    """The same outputs and states as without drafts, and saved states after any row; native kernels: the same bits."""
+    if (current := ops.current_backend()).library is None and native:
+        pytest.skip("no native kernels")
+    backend = current if native else ops.ReferenceBackend()
+    random, chooser = torch.Generator().manual_seed(5), Random(kernel)
+    sizes = {"key_heads": 2, "value_heads": 4, "key_dim": 9, "value_dim": 70}
+    layer = ops.DeltaLayer(
+        **sizes,
+        conv_weight=torch.randn(kernel, 316, generator=random),
+        rates=torch.rand(4, generator=random),
+        time_bias=torch.randn(4, generator=random),
+    )
+    length, count = 40, 2
+    inputs = torch.randn(count, length, layer.channels + 8, generator=random)
+
+    def compute(counts: list[int], starts: list[int], rows: Tensor, states: ops.LayerStates) -> Tensor:
+        edges, context = (torch.tensor(each, dtype=torch.int32) for each in ([0, *accumulate(counts)], starts))
+        states = states._replace(metadata=ops.AttentionMetadata(empty, empty, edges, context, empty))
+        x, steps, times = rows.split([layer.channels, 4, 4], dim=1)
+        return backend.compute_delta_rule(
+            backend.convolve(x, layer, states), ops.DeltaGates(steps, times), layer, states
+        )
+
+    empty, slots = torch.empty(0), torch.tensor([3, 1], dtype=torch.int32)
+    metadata = ops.AttentionMetadata(empty, empty, empty, empty, empty)
+    states = ops.LayerStates(
+        torch.full((5, kernel - 1, 316), torch.nan), torch.full((5, 4, 9, 70), torch.nan), slots, metadata
+    )
+    expected, after = [], []  # by sequence: its outputs, and its states after each row
+    for b in range(count):
+        alone, outputs, kept = states._replace(slots=slots[:1]), [], []
+        for position in range(length):
+            outputs.append(compute([1], [position], inputs[b, position : position + 1], alone))
+            kept.append((alone.conv[3].clone(), alone.matrices[3].clone()))
+        expected.append(torch.cat(outputs))
+        after.append(kept)
+    done, accepted = [0, 0], [0, 0]
+    drafted_rows = torch.full((3, 3, 316), torch.nan), torch.full((3, 3, layer.draft_width), torch.nan)
+    while min(done) < length - 8:
+        known = [chooser.randint(1, 2) if done[b] else 2 for b in range(count)]
+        drafts = [chooser.randint(0, 3) if done[b] else 0 for b in range(count)]
+        right = [chooser.randint(0, each) for each in drafts]
+        rows = []
+        for b in range(count):
+            wrong = torch.randn(drafts[b] - right[b], layer.channels + 8, generator=random)
+            rows.append(torch.cat([inputs[b, done[b] : done[b] + known[b] + right[b]], wrong]))
+        saved = [chooser.randint(0, accepted[b] + known[b]) for b in range(count)]
+        places, *numbers = (torch.tensor(each, dtype=torch.int32) for each in ([2, 0], accepted, drafts, [0, 4], saved))
+        step = states._replace(
+            drafts=ops.StateDrafts(*drafted_rows, places, *numbers[:2]), saves=ops.StateSaves(*numbers[2:])
+        )
+        outputs = compute([len(each) for each in rows], done, torch.cat(rows), step).split([len(each) for each in rows])
+        for b in range(count):
+            begin, end = done[b], done[b] + known[b]
+            pairs = [(outputs[b][: known[b] + right[b]], expected[b][begin : end + right[b]])]
+            for slot, last in ((int(slots[b]), end), ((0, 4)[b], begin - accepted[b] + saved[b])):
+                if slot in (3, 1) or saved[b]:
+                    pairs += zip((states.conv[slot], states.matrices[slot]), after[b][last - 1], strict=True)
+            for found, wanted in pairs:
+                torch.testing.assert_close(found, wanted, rtol=0 if native else 1e-4, atol=0 if native else 1e-5)
+            done[b], accepted[b] = end + right[b], right[b]
 
 
 def test_fields_of_recurrent_layers_are_unknown_elsewhere() -> None:

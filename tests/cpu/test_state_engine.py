@@ -214,8 +214,7 @@ def test_a_booted_engine_keeps_states_within_its_memory(directory: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"speculate": "ngram"}, "qwen3_next has recurrent layers, which --speculate ngram does not support"),
-        ({"kv_host_memory": 1 << 20}, "--kv-host-memory"),
+        ({"kv_host_memory": 1 << 20}, "qwen3_next has recurrent layers, which --kv-host-memory does not support"),
         ({"kv_disk": "/nowhere", "kv_disk_size": 1 << 20}, "--kv-disk"),
         ({"kv_store": "127.0.0.1:1"}, "--kv-store"),
         ({"transfer": TransferConfig("w")}, "a prefill or decode worker"),

@@ -306,10 +306,10 @@ def _describe_mtp_head(checkpoint: Checkpoint, config: ModelConfig) -> str:
     """Return what the checkpoint has for `--speculate mtp`; an empty string: its config.json declares no head."""
     if not config.mtp_layers:
         return ""
-    prefix = f"model.layers.{config.layers}."
+    prefix = config.mtp_tensor_prefix
     sizes = [tensor.nbytes for name, tensor in checkpoint.tensors.items() if name.startswith(prefix)]
     if not sizes:
-        return f"declared in config.json, but the files have no tensors '{prefix}*': --speculate mtp is refused"
+        return f"the model type has one, but the files have no tensors '{prefix}*': --speculate mtp is refused"
     return f"{sum(sizes) / 1e6:.0f} MB in {len(sizes)} tensors, loaded with --speculate mtp"
 
 

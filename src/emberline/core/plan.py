@@ -31,7 +31,12 @@ class StateWork:
 
     slot: int
     load_from: int | None = None  # slot whose states are copied to `slot` before the step
-    save_to: int | None = None  # slot to which those of `slot` are copied after it
+    save_to: int | None = None  # slot to which the states after `save_end` tokens are copied
+    save_end: int = 0
+    # The states in `slot` are those before the drafted tokens of the request's previous step. They first advance over
+    # so many of these, whose rows are at `draft_place`. The rows of this step's draft replace them.
+    num_accepted: int = 0
+    draft_place: int = 0
 
 
 # Not frozen, like SampledToken: one is made for every token, and a frozen one takes three times as long to make.
@@ -59,6 +64,10 @@ class WorkItem:
     # Block tables of layers with an attention window, one for each group of them. Released blocks have the entry 0.
     window_blocks: Sequence[Sequence[int]] = ()
     state: StateWork | None = None  # of a model with recurrent layers
+
+    @property
+    def saves_states(self) -> bool:
+        return self.state is not None and self.state.save_to is not None
 
 
 @dataclass(frozen=True, slots=True)

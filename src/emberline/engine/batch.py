@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from emberline.core.plan import WorkItem
-from emberline.kernels.ops import AttentionMetadata
+from emberline.kernels import ops
 from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.forward import ForwardBatch
@@ -28,13 +28,13 @@ def build_forward_batch(
     owner = np.repeat(np.arange(len(work)), counts)  # which request each token belongs to
     positions = np.arange(total, dtype=np.int32) - np.repeat(query_start[:-1] - starts, counts)
 
-    def make_metadata(blocks: Sequence[Sequence[int]]) -> AttentionMetadata:
+    def make_metadata(blocks: Sequence[Sequence[int]]) -> ops.AttentionMetadata:
         """Return the metadata of layers with these block tables, one for each request."""
         tables = np.zeros((len(work), max(map(len, blocks))), np.int32)
         for row, table in enumerate(blocks):
             tables[row, : len(table)] = table
         slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
-        return AttentionMetadata(
+        return ops.AttentionMetadata(
             positions=torch.from_numpy(positions),
             slots=torch.from_numpy(slots),
             query_start=torch.from_numpy(query_start),
@@ -48,6 +48,7 @@ def build_forward_batch(
         if w.samples or w.prompt_logprobs
     ]
     tokens = np.fromiter((t for w in work for t in w.tokens), np.int64, total)
+    saves, drafts = (None, None) if states is None else build_state_changes(work, states)
     return ForwardBatch(
         tokens=torch.from_numpy(tokens),
         attention=make_metadata([w.blocks for w in work]),
@@ -61,4 +62,23 @@ def build_forward_batch(
         conv_states=None if states is None else states.conv,
         matrix_states=None if states is None else states.matrices,
         state_slots=torch.tensor([w.state.slot for w in work if w.state is not None], dtype=torch.int32),
+        state_saves=saves,
+        state_drafts=drafts,
     )
+
+
+def build_state_changes(
+    work: Sequence[WorkItem], states: StateCache
+) -> tuple[ops.StateSaves | None, ops.StateDrafts | None]:
+    """Return the copies of states that a step makes, and the rows of its drafts; None if it has none."""
+    rows = np.zeros((5, len(work)), np.int32)
+    for i, w in enumerate(work):
+        assert w.state is not None
+        if w.state.save_to is not None:
+            rows[:2, i] = w.state.save_to, w.state.save_end - w.start + w.state.num_accepted
+        rows[2:, i] = w.state.draft_place, w.state.num_accepted, w.num_draft
+    columns = torch.from_numpy(rows)
+    saves = ops.StateSaves(columns[0], columns[1]) if rows[1].any() else None
+    if not rows[3:].any():
+        return saves, None
+    return saves, ops.StateDrafts(states.draft_conv, states.draft_rule, *columns[2:])

@@ -171,7 +171,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     chosen_bytes = config.kv_cache.kv_memory or default_kv_bytes
     chosen_bytes = chosen_bytes or (free_memory() - config.tiers.kv_host_memory) // 2
     memory_bytes = share_cache_memory(chosen_bytes, model.config, draft_model, groups)
-    states = allocate_states(model.config, memory_bytes, scheduler.max_running)
+    states = allocate_states(model.config, memory_bytes, scheduler.max_running, config.speculation)
     cache = allocate_cache(
         model,
         groups=groups,

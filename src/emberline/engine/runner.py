@@ -76,7 +76,6 @@ class TorchRunner:
         self._load_states(work)
         batch = build_forward_batch(work, self.cache, self.groups, self.states)
         logits = self.model.forward(replace(batch, capture=capture))
-        self._save_states(work)
         prompt_logprobs, logits = self._score_prompts(work, logits)
         sampled, lost = self._sampler.sample([w for w in work if w.samples], logits) if len(logits) else ({}, {})
         forced = self._sampler.forced_tokens(sampled) if plan.reports_forced else {}
@@ -88,11 +87,6 @@ class TorchRunner:
         for w in work:
             if self.states is not None and w.state is not None and w.state.load_from is not None:
                 self.states.copy_slot(w.state.load_from, w.state.slot)
-
-    def _save_states(self, work: list[WorkItem]) -> None:
-        for w in work:
-            if self.states is not None and w.state is not None and w.state.save_to is not None:
-                self.states.copy_slot(w.state.slot, w.state.save_to)
 
     def _score_prompts(
         self, work: list[WorkItem], logits: torch.Tensor

@@ -204,7 +204,7 @@ class Scheduler:
             self.prompt_tokens += min(computed, request.prompt_len) - work.start
         if work.prompt_logprobs:
             self._prompt_logprobs.setdefault(request.id, []).extend(result.prompt_logprobs[work.id])
-        if len(work.tokens) > 1 or computed % self.config.block_size == 0:  # else no block became full
+        if len(work.tokens) > 1 or computed % self.config.block_size == 0 or work.saves_states:  # else nothing is new
             self.kv.index_full_blocks(request)
         if request.publish and self.publisher is not None:
             self.publisher.publish_and_output_ticket(request, self._outputs)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from emberline.core.engine_config import EngineConfig
+from emberline.core.engine_config import EngineConfig, SpeculationConfig
 from emberline.core.errors import ModelError
 from emberline.engine.kv_shape import make_state_shape
 from emberline.engine.model_support import reject_states
-from emberline.kv.cache import StateCache, StateShape
+from emberline.kv.cache import StateCache
 from emberline.models.config import ModelConfig
 
 SLOTS_PER_REQUEST = 3  # of a running request, at most: its states, and two snapshots of prefixes
@@ -18,24 +18,35 @@ MIN_SLOTS = 2  # for one running request and one snapshot
 log = logging.getLogger("emberline.engine")
 
 
-def count_state_slots(shape: StateShape, memory_bytes: int, max_running: int) -> int:
+def count_state_slots(slot_bytes: int, memory_bytes: int, max_running: int, *, draft_bytes: int = 0) -> int:
     """Return how many slots for states are allocated: at most half of the memory of the KV cache.
 
-    Fewer slots than `max_running` limit the number of requests that run together. Raises ModelError if too few fit."""
-    slots = min(max(SLOTS_PER_REQUEST * max_running, MIN_SLOTS), memory_bytes // 2 // shape.slot_bytes)
+    Fewer slots than `max_running` limit the number of requests that run together. `draft_bytes`: what each running
+    request needs for drafted tokens, in the same half. Raises ModelError if too few fit."""
+    available = memory_bytes // 2
+    slots = (available - max_running * draft_bytes) // slot_bytes
+    if slots < max_running:  # each slot may be that of a running request
+        slots = available // (slot_bytes + draft_bytes)
+    slots = min(max(SLOTS_PER_REQUEST * max_running, MIN_SLOTS), slots)
     if slots < MIN_SLOTS:
         raise ModelError(
-            f"the KV cache has {memory_bytes} bytes, and recurrent states of {shape.slot_bytes} bytes each get half of "
+            f"the KV cache has {memory_bytes} bytes, and recurrent states of {slot_bytes} bytes each get half of "
             f"it; {slots} fit, but at least {MIN_SLOTS} are needed",
-            hint="raise --kv-memory",
+            hint="raise --kv-memory, or lower --max-draft" if draft_bytes else "raise --kv-memory",
         )
     return slots
 
 
-def allocate_states(config: ModelConfig, memory_bytes: int, max_running: int) -> StateCache | None:
+def allocate_states(
+    config: ModelConfig, memory_bytes: int, max_running: int, speculation: SpeculationConfig
+) -> StateCache | None:
     """Return the memory of a model's states; None if it has no recurrent layers. Raises ModelError."""
-    shape = make_state_shape(config)
-    return None if shape is None else StateCache(shape, count_state_slots(shape, memory_bytes, max_running))
+    if (shape := make_state_shape(config)) is None:
+        return None
+    max_draft = speculation.max_new_tokens - 1
+    draft_bytes = max_draft * shape.draft_bytes
+    slots = count_state_slots(shape.slot_bytes, memory_bytes, max_running, draft_bytes=draft_bytes)
+    return StateCache(shape, slots, num_places=min(slots, max_running), max_draft=max_draft)
 
 
 def without_unsupported_settings(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -44,8 +55,6 @@ def without_unsupported_settings(config: EngineConfig, model: ModelConfig) -> En
     Raises UnsupportedModel for a setting that the user chose and that states do not support."""
     if model.parts.attention.state is None:
         return config
-    if config.speculation.speculate != "off":
-        reject_states(model, f"--speculate {config.speculation.speculate}", "drop it: states cannot be rolled back")
     tiers = {"kv_host_memory": config.tiers.kv_host_memory, "kv_disk": config.tiers.kv_disk}
     for name, value in (tiers | {"kv_store": config.tiers.kv_store}).items():
         if value:

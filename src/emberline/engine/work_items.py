@@ -33,7 +33,7 @@ def make_work(
             item.window_blocks = kv.window_tables(request)
     if isinstance(kv, StateKVManager):
         for item, (request, _) in zip(work, planned, strict=True):
-            item.state = kv.plan_states(request, item.start + len(item.tokens))
+            item.state = kv.plan_states(request, item)
     return work
 
 

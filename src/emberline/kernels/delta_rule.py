@@ -7,10 +7,15 @@ query q, the decay d and the step size s:
 
 Queries, keys and values come out of a causal convolution over the tokens of a sequence, of each channel by itself. A
 sequence starts with zeros: what its slots contain is not read while it has no tokens before these.
+
+The last tokens of a sequence may be drafted, and a state cannot go back. So states do not advance over drafted tokens:
+their rows are kept, each 3 % of the size of a state in Qwen3-Next, and the next step first advances the states over
+those that were accepted. So a step reads and writes a state once, as without drafts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +50,32 @@ class DeltaLayer:
     def channels(self) -> int:
         return 2 * self.keys + self.values
 
+    @property
+    def draft_width(self) -> int:
+        """The numbers that the delta rule keeps of a drafted token."""
+        return self.channels + 2 * self.value_heads
+
+
+class StateSaves(NamedTuple):
+    """Copies of states that a step makes. A sequence's rows are its accepted drafts, then its tokens in the step."""
+
+    slots: Tensor  # [B] int32: the slot to which the states of the sequence are copied
+    after: Tensor  # [B] int32: the number of its rows after which that is done; 0: there is no copy
+
+
+class StateDrafts(NamedTuple):
+    """The kept rows of drafted tokens, which ops overwrite, and the drafts of the sequences of a step."""
+
+    conv: Tensor  # [places, max_draft, channels] float32: inputs of the convolution
+    rule: Tensor  # [places, max_draft, draft_width] float32: queries, keys, values; decay and step size of each head
+    places: Tensor  # [B] int32: where the rows of the sequence are kept
+    accepted: Tensor  # [B] int32: rows there over which the states advance before this step's tokens
+    counts: Tensor  # [B] int32: drafted tokens at the end of the sequence, whose rows replace the others
+
+    def of_layer(self, index: int) -> StateDrafts:
+        """Return the rows of one layer, where the rows of all layers have a dimension for these first."""
+        return self._replace(conv=self.conv[index], rule=self.rule[index])
+
 
 class LayerStates(NamedTuple):
     """The states of one layer, which ops overwrite, and the slots of the sequences of a step."""
@@ -53,6 +84,8 @@ class LayerStates(NamedTuple):
     matrices: Tensor  # [slots, value_heads, key_dim, value_dim] float32
     slots: Tensor  # [B] int32: all different
     metadata: AttentionMetadata  # of which query_start and context are used
+    saves: StateSaves | None = None
+    drafts: StateDrafts | None = None  # None: no sequence has drafted tokens, nor had any in its previous step
 
 
 class DeltaGates(NamedTuple):
@@ -63,35 +96,56 @@ class DeltaGates(NamedTuple):
 
 
 def convolve(x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:
-    kernel = len(layer.conv_weight)
-    y = torch.empty(len(x), layer.channels)
-    for slot, begin, end, is_new in _iter_sequences(states):
-        before = states.conv[slot]
-        rows = torch.cat([torch.zeros_like(before) if is_new else before, x[begin:end]])
-        y[begin:end] = sum(weight * rows[at : at + end - begin] for at, weight in enumerate(layer.conv_weight))
-        states.conv[slot] = rows[len(rows) - kernel + 1 :]
+    kernel, y = len(layer.conv_weight), torch.empty(len(x), layer.channels)
+    for each in _iter_sequences(states):
+        before = torch.zeros_like(states.conv[each.slot]) if each.is_new else states.conv[each.slot]
+        rows = torch.cat([before, each.accepted_rows(states.drafts and states.drafts.conv), x[each.begin : each.end]])
+        first, count = each.accepted, each.end - each.begin
+        weighted = [weight * rows[first + at : first + at + count] for at, weight in enumerate(layer.conv_weight)]
+        y[each.begin : each.end] = sum(weighted)
+        for slot, num_rows in each.writes:
+            states.conv[slot] = rows[num_rows : num_rows + kernel - 1]
+        if states.drafts is not None:
+            states.drafts.conv[each.place, : each.drafted] = x[each.end - each.drafted : each.end]
     return F.silu(y)
 
 
 def compute_delta_rule(mixed: Tensor, gates: DeltaGates, layer: DeltaLayer, states: LayerStates) -> Tensor:
-    queries, keys, values = mixed.split([layer.keys, layer.keys, layer.values], dim=1)
-    repeats = layer.value_heads // layer.key_heads
-    q, k = (
-        _divide_by_length(part.reshape(len(mixed), layer.key_heads, layer.key_dim)).repeat_interleave(repeats, dim=1)
-        for part in (queries, keys)
-    )
-    q, v = q * layer.key_dim**-0.5, values.reshape(len(mixed), layer.value_heads, layer.value_dim)
-    decays = (-layer.rates * F.softplus(gates.times + layer.time_bias)).exp()
-    steps, out = gates.steps.sigmoid(), torch.empty(len(mixed), layer.value_heads, layer.value_dim)
-    for slot, begin, end, is_new in _iter_sequences(states):
-        state = torch.zeros_like(states.matrices[slot]) if is_new else states.matrices[slot].clone()
-        for t in range(begin, end):
-            state *= decays[t, :, None, None]
-            found = (state * k[t, :, :, None]).sum(1)
-            state += k[t, :, :, None] * (steps[t, :, None] * (v[t] - found))[:, None]
-            out[t] = (state * q[t, :, :, None]).sum(1)
-        states.matrices[slot] = state
+    rows, out = _prepare_rows(mixed, gates, layer), torch.empty(len(mixed), layer.value_heads, layer.value_dim)
+    for each in _iter_sequences(states):
+        state = torch.zeros_like(states.matrices[each.slot]) if each.is_new else states.matrices[each.slot].clone()
+        accepted = each.accepted_rows(states.drafts and states.drafts.rule)
+        for done, row in enumerate([*accepted, *rows[each.begin : each.end]], 1):
+            output = _advance(state, row, layer)
+            if done > each.accepted:
+                out[each.begin + done - each.accepted - 1] = output
+            for slot, num_rows in each.writes:
+                if num_rows == done:
+                    states.matrices[slot] = state
+        if states.drafts is not None:
+            states.drafts.rule[each.place, : each.drafted] = rows[each.end - each.drafted : each.end]
     return out.flatten(1)
+
+
+def _prepare_rows(mixed: Tensor, gates: DeltaGates, layer: DeltaLayer) -> Tensor:
+    """Return the queries, keys and values of each token, and the decay and step size of each head."""
+    parts = mixed.split([layer.keys, layer.keys, layer.values], dim=1)
+    q, k = (_divide_by_length(part.unflatten(1, (layer.key_heads, layer.key_dim))).flatten(1) for part in parts[:2])
+    decays = (-layer.rates * F.softplus(gates.times + layer.time_bias)).exp()
+    factors = torch.stack([decays, gates.steps.sigmoid()], dim=2).flatten(1)
+    return torch.cat([q * layer.key_dim**-0.5, k, parts[2], factors], dim=1)
+
+
+def _advance(state: Tensor, row: Tensor, layer: DeltaLayer) -> Tensor:
+    """Advance the matrices of a sequence over a row in place, and return the output of each value head."""
+    *pair, values, factors = row.split([layer.keys, layer.keys, layer.values, 2 * layer.value_heads])
+    repeats, heads = layer.value_heads // layer.key_heads, (layer.key_heads, layer.key_dim)
+    q, k = (part.view(heads).repeat_interleave(repeats, dim=0)[..., None] for part in pair)
+    decay, step = factors.view(-1, 2).unbind(1)
+    state *= decay[:, None, None]
+    found = (state * k).sum(1)
+    state += k * (step[:, None] * (values.view(found.shape) - found))[:, None]
+    return (state * q).sum(1)
 
 
 def norm_and_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -104,8 +158,30 @@ def _divide_by_length(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + LENGTH_EPS)
 
 
-def _iter_sequences(states: LayerStates) -> list[tuple[int, int, int, bool]]:
-    """Return for each sequence its slot, its rows [begin, end), and whether it has no tokens before these."""
+class _Sequence(NamedTuple):
+    slot: int
+    begin: int  # its tokens are the rows [begin, end) of the step
+    end: int
+    is_new: bool  # it has no tokens before these
+    writes: list[tuple[int, int]]  # slots to write its states to, each with the number of rows after which that is done
+    place: int = 0
+    accepted: int = 0
+    drafted: int = 0
+
+    def accepted_rows(self, drafts: Tensor | None) -> Tensor:
+        return torch.empty(0) if drafts is None else drafts[self.place, : self.accepted]
+
+
+def _iter_sequences(states: LayerStates) -> Iterator[_Sequence]:
     starts, context = states.metadata.query_start.tolist(), states.metadata.context.tolist()
-    slots = states.slots.tolist()
-    return [(slot, starts[b], starts[b + 1], not context[b]) for b, slot in enumerate(slots)]
+    saves = [(0, 0)] * len(context) if states.saves is None else _zip_tensors(*states.saves)
+    drafts = [(0, 0, 0)] * len(context) if states.drafts is None else _zip_tensors(*states.drafts[2:])
+    for b, slot in enumerate(states.slots.tolist()):
+        _, accepted, drafted = drafts[b]
+        own = slot, accepted + starts[b + 1] - starts[b] - drafted
+        writes = [saves[b], own] if saves[b][1] else [own]
+        yield _Sequence(slot, starts[b], starts[b + 1], not context[b], writes, *drafts[b])
+
+
+def _zip_tensors(*tensors: Tensor) -> list[tuple[int, ...]]:
+    return list(zip(*(tensor.tolist() for tensor in tensors), strict=True))

@@ -139,7 +139,8 @@ class OpBackend(ABC):
     def convolve(self, x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:
         """Return the silu of the causal convolution of the rows of x with the inputs before them.
 
-        The rows of x may be parts of longer rows. The last inputs of each sequence are kept in its slot.
+        The rows of x may be parts of longer rows. The last inputs of each sequence are kept in its slot. Saves and
+        drafts: see delta_rule.py.
         """
         raise NotImplementedError(f"{type(self).__name__} has no kernels for recurrent layers")
 

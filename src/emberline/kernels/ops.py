@@ -30,7 +30,7 @@ from emberline.kernels.backend import (
     set_threads,
     start_backend,
 )
-from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
+from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates, StateDrafts, StateSaves
 from emberline.kernels.dense_stack import DenseLayer, DenseStack
 from emberline.kernels.latent_planner import LatentPlanner
 from emberline.kernels.mixture import Mixture
@@ -64,6 +64,8 @@ __all__ = [
     "PositionShift",
     "ReferenceBackend",
     "SamplingTensors",
+    "StateDrafts",
+    "StateSaves",
     "WeightUnpacker",
     "add_packed_copy",
     "apply_bitmask",

@@ -87,21 +87,34 @@ class StateShape:
         values = self.conv_rows * self.conv_channels + self.heads * self.key_dim * self.value_dim
         return self.layers * values * torch.float32.itemsize
 
+    @property
+    def draft_width(self) -> int:
+        """The numbers that the delta rule of a layer keeps of a drafted token: DeltaLayer.draft_width."""
+        return self.conv_channels + 2 * self.heads
+
+    @property
+    def draft_bytes(self) -> int:
+        """The bytes that all layers keep of a drafted token."""
+        return self.layers * (self.conv_channels + self.draft_width) * torch.float32.itemsize
+
 
 class StateCache:
-    """The memory of the states of recurrent layers. A slot holds the states of one sequence in all layers."""
+    """The memory of the states of recurrent layers. A slot holds the states of one sequence in all layers.
 
-    def __init__(self, shape: StateShape, num_slots: int) -> None:
+    For speculative decoding, `num_places` sequences have rows of up to `max_draft` drafted tokens each."""
+
+    def __init__(self, shape: StateShape, num_slots: int, *, num_places: int = 0, max_draft: int = 0) -> None:
         self.shape, self.num_slots = shape, num_slots
         conv = shape.layers, num_slots, shape.conv_rows, shape.conv_channels
         matrices = shape.layers, num_slots, shape.heads, shape.key_dim, shape.value_dim
-        # A convolution over one token keeps nothing.
-        self.conv = _zeroed_tensor(conv, torch.float32, "cpu") if shape.conv_rows else torch.zeros(conv)
-        self.matrices = _zeroed_tensor(matrices, torch.float32, "cpu")
+        drafts = shape.layers, num_places, max_draft
+        self.conv, self.matrices = (_zeroed_tensor(dims, torch.float32, "cpu") for dims in (conv, matrices))
+        self.draft_conv = _zeroed_tensor((*drafts, shape.conv_channels), torch.float32, "cpu")
+        self.draft_rule = _zeroed_tensor((*drafts, shape.draft_width), torch.float32, "cpu")
 
     @property
     def num_bytes(self) -> int:
-        return self.num_slots * self.shape.slot_bytes
+        return self.num_slots * self.shape.slot_bytes + self.draft_conv.nbytes + self.draft_rule.nbytes
 
     def copy_slot(self, source: int, target: int) -> None:
         self.conv[:, target] = self.conv[:, source]
@@ -113,7 +126,7 @@ def _zeroed_tensor(dims: tuple[int, ...], dtype: torch.dtype, device: str) -> Te
 
     On a CPU the memory comes from mmap, so that pages that were never written use no physical memory.
     """
-    if device != "cpu":
+    if device != "cpu" or not math.prod(dims):
         return torch.zeros(dims, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(dims) * dtype.itemsize)
     return torch.frombuffer(pages, dtype=dtype).view(dims)

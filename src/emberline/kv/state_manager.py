@@ -11,8 +11,9 @@ are made
 from __future__ import annotations
 
 from emberline.core.clock import Clock
-from emberline.core.plan import StateWork
+from emberline.core.plan import StateWork, WorkItem
 from emberline.core.request import Request
+from emberline.kv.drafted_rows import DraftedRows
 from emberline.kv.manager import KVManager
 from emberline.kv.state_slots import StateSlots
 
@@ -32,6 +33,7 @@ class StateKVManager(KVManager):
     ) -> None:
         super().__init__(total_blocks, block_size, layout, prefix_cache=prefix_cache, clock=clock)
         self.states = states
+        self._drafted_rows = DraftedRows()
         self._boundaries: dict[str, list[int]] = {}  # by request: where its prompt gets snapshots, the next one last
 
     def admit(self, request: Request, reserved_blocks: int = 0) -> bool:
@@ -54,20 +56,25 @@ class StateKVManager(KVManager):
         self._boundaries[request.id] = chosen[::-1]
         request.chunk_end = chosen[0] if chosen else 0
 
-    def plan_states(self, request: Request, num_tokens: int) -> StateWork:
-        """Return where the states of a request are in a step after which `num_tokens` of its tokens are computed."""
+    def plan_states(self, request: Request, item: WorkItem) -> StateWork:
+        """Return where the states of a request are in a step. They advance over its known tokens, not over a draft."""
+        num_tokens = item.start + len(item.tokens) - item.num_draft
+        place, accepted = self._drafted_rows.plan_step(item)
+        # Accepted drafts may pass a boundary. Otherwise the step has to end there, as not all kernels can stop within.
+        saved = num_tokens // self.block_size * self.block_size if accepted else num_tokens
         slot, source, target = self.states.slot_of(request.id), self.states.take_load(request.id), None
         boundaries = self._boundaries[request.id]
-        is_boundary = num_tokens % self.block_size == 0 and self._can_share_blocks(request)
-        if is_boundary and num_tokens <= len(request.tokens):  # else the newest token is not known yet, nor the hash
-            in_prompt = bool(boundaries) and num_tokens == boundaries[-1]
-            if in_prompt or num_tokens > request.submitted_len:
-                digest = self._block_hashes(request, num_tokens // self.block_size)[-1]
-                target = self.states.plan_snapshot(request.id, digest, num_tokens, replaces=not in_prompt)
+        is_boundary = saved % self.block_size == 0 and saved > item.start - accepted and self._can_share_blocks(request)
+        is_known = not item.max_shift and saved <= len(request.tokens)  # else the position or the hash is not known yet
+        if is_boundary and is_known:
+            in_prompt = bool(boundaries) and saved == boundaries[-1]
+            if in_prompt or saved > request.submitted_len:
+                digest = self._block_hashes(request, saved // self.block_size)[-1]
+                target = self.states.plan_snapshot(request.id, digest, saved, replaces=not in_prompt)
         while boundaries and boundaries[-1] <= num_tokens:
             boundaries.pop()
         request.chunk_end = boundaries[-1] if boundaries else 0
-        return StateWork(slot, source, target)
+        return StateWork(slot, source, target, save_end=saved, num_accepted=accepted, draft_place=place)
 
     def index_full_blocks(self, request: Request) -> None:
         super().index_full_blocks(request)
@@ -76,6 +83,7 @@ class StateKVManager(KVManager):
     def free_request(self, request: Request) -> None:
         super().free_request(request)
         self.states.free(request.id)
+        self._drafted_rows.free(request.id)
         del self._boundaries[request.id]
         request.chunk_end = 0
 

@@ -56,6 +56,7 @@ class Architecture:
 
     ffn_field: str = "intermediate_size"
     mtp_layers_field: str = ""  # field with the number of layers for multi-token prediction
+    mtp_module: str = ""  # tensors of the head for multi-token prediction; empty: those of a layer after the last
     activation_field: str = "hidden_act"
 
     # Windows and rotary embedding.

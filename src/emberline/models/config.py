@@ -75,6 +75,12 @@ class ModelConfig:
         return self.parts.local_rope or self.rope if self.windows[layer] else self.rope
 
     @property
+    def mtp_tensor_prefix(self) -> str:
+        """How the names of the tensors of a head for multi-token prediction begin: see mtp.py."""
+        module = ARCHITECTURES[self.model_type].mtp_module
+        return f"{module}." if module else f"model.layers.{self.layers}."
+
+    @property
     def is_default_context_cut(self) -> bool:
         """Whether the default context is shorter than the model's because of MAX_DEFAULT_CONTEXT_TOKENS."""
         return self.max_context == MAX_DEFAULT_CONTEXT_TOKENS < self.longest_context

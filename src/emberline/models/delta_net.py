@@ -66,7 +66,8 @@ class DeltaNet:
         """
         sequences = len(batch.attention.query_start) - 1
         assert batch.state_slots is not None and len(batch.state_slots) == sequences, "a sequence has no states"
-        states, layer = ops.LayerStates(keys, values, batch.state_slots, batch.attention), self.layer
+        layer, saves, drafts = self.layer, batch.state_saves, batch.state_drafts
+        states = ops.LayerStates(keys, values, batch.state_slots, batch.attention, saves=saves, drafts=drafts)
         projected = ops.linear(x, self.qkv, unpacker=batch.unpacker)
         qkv, gate, steps, times = projected.split(
             [layer.channels, layer.values, layer.value_heads, layer.value_heads], dim=1

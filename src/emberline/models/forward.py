@@ -46,6 +46,8 @@ class ForwardBatch:
     conv_states: Tensor | None = None  # [layers, slots, kernel - 1, channels] float32
     matrix_states: Tensor | None = None  # [layers, slots, heads, key size, value size] float32
     state_slots: Tensor | None = None  # [B] int32; without states, [0]
+    state_saves: ops.StateSaves | None = None
+    state_drafts: ops.StateDrafts | None = None  # its rows have a first dimension more, which are the recurrent layers
 
     def layer_views(self, layers: int) -> Iterator[tuple[ForwardBatch, Tensor, Tensor]]:
         """Yield for each layer the batch with its block tables, and its keys and values in the cache, or its states."""
@@ -57,6 +59,8 @@ class ForwardBatch:
         for group, index in self.places:
             if group == STATE_GROUP:
                 assert self.conv_states is not None and self.matrix_states is not None
-                yield self, self.conv_states[index], self.matrix_states[index]
+                drafts = self.state_drafts and self.state_drafts.of_layer(index)
+                batch = self if drafts is None else replace(self, state_drafts=drafts)
+                yield batch, self.conv_states[index], self.matrix_states[index]
             else:
                 yield groups[group], keys[index], values[index]

@@ -29,7 +29,12 @@ class GatedAttention:
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int, tables: PositionTables) -> GatedAttention:
-        at, dim, offset = f"model.layers.{layer}", config.head_dim, config.parts.norm_offset
+        return GatedAttention.load_from(config, weights, layer, tables, f"model.layers.{layer}")
+
+    @staticmethod
+    def load_from(config: ModelConfig, weights: Weights, layer: int, tables: PositionTables, at: str) -> GatedAttention:
+        """Load the attention of a layer. `at`: how the names of the layer's tensors begin."""
+        dim, offset = config.head_dim, config.parts.norm_offset
         q, kv = config.heads * dim, config.kv_heads * dim
         norm = weights.load_vector(f"{at}.input_layernorm.weight", config.hidden, offset=offset)
         names = [(f"{at}.self_attn.{name}", rows) for name, rows in (("q_proj", 2 * q), ("k_proj", kv), ("v_proj", kv))]

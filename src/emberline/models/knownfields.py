@@ -105,7 +105,7 @@ def _family_fields() -> set[str]:
     others |= STATE_FIELDS - WINDOW_FIELDS
     plain = {"attention_bias", "mlp_bias", "use_sliding_window", "intermediate_size", "hidden_act", "rms_norm_eps"}
     plain |= {"layer_norm_eps", "rope_theta", "hidden_activation", "sliding_window_pattern"}
-    plain |= {"qkv_bias", "num_nextn_predict_layers", "moe_intermediate_size"}
+    plain |= {"qkv_bias", "num_nextn_predict_layers", "mtp_num_hidden_layers", "moe_intermediate_size"}
     return set().union(*(arch.read_fields() for arch in strict)) - plain | others
 
 

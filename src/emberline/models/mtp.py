@@ -1,11 +1,13 @@
-"""MTPHead: the layer for multi-token prediction (MTP) of DeepSeek V3 and GLM-4.5 checkpoints, as a draft model.
+"""MTPHead: the layer for multi-token prediction (MTP) of DeepSeek V3, GLM-4.5, Qwen3-Next and Qwen3.5 checkpoints.
 
-At position i it gets the embedding of token i + 1 and the target model's hidden state of position i after its final
-norm, and predicts token i + 2. In later passes its own output, after its own norm, replaces the target's state: the
-layer is trained on normed states. If a checkpoint has several such layers, the first drafts all tokens."""
+It is a draft model. At position i it gets the embedding of token i + 1 and the target model's hidden state of position
+i after its final norm, and predicts token i + 2. In later passes its own output, after its own norm, replaces the
+target's state: the layer is trained on normed states. If a checkpoint has several such layers, the first drafts all
+tokens. The layer has attention also where most layers of the target model are recurrent."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,14 +15,17 @@ from torch import Tensor
 
 from emberline.core.errors import UnsupportedModel
 from emberline.kernels import ops
-from emberline.models.attention import Attention, PositionTables
+from emberline.models.attention import PositionTables
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import EMBEDDING_NAME, HEAD_NAME, DecoderLayer, DecoderModel, ParallelLayer
+from emberline.models.delta_net import DeltaNet
+from emberline.models.ffn import FeedForward
 from emberline.models.forward import ForwardBatch
-from emberline.models.latent_attention import LatentAttention
+from emberline.models.gated_attention import GatedAttention
 from emberline.models.layers import load_linear
+from emberline.models.moe import SparseFeedForward
 from emberline.models.registry import ARCHITECTURES
-from emberline.models.tensor_names import IGNORABLE_TENSORS, load_or_list_missing
+from emberline.models.tensor_names import load_or_list_missing
 from emberline.models.weights import Weights
 
 
@@ -41,31 +46,29 @@ class MTPHead:
     @staticmethod
     def load(weights: Weights, target: DecoderModel) -> MTPHead:
         """Load the head from the checkpoint of the target model."""
-        config, hidden, index = target.config, target.config.hidden, target.config.layers
-        at = f"model.layers.{index}"
+        config, hidden, names = target.config, target.config.hidden, name_head_tensors(target.config)
         assert target.head.norm is not None
-        attention = target.layers[-1].attention
-        assert isinstance(attention, Attention | LatentAttention), "no other attention has a head"
-        tables = PositionTables(attention.layer.cos_sin)
         head_name = HEAD_NAME if weights.has_tensor(HEAD_NAME) else EMBEDDING_NAME
-        is_shared = _is_shared(weights, f"{at}.shared_head.head.weight", head_name, config)
+        is_shared = _is_shared(weights, names.head, head_name, config)
+
+        def load_norm(name: str) -> Tensor:
+            return weights.load_vector(f"{name}.weight", hidden, offset=config.parts.norm_offset)
+
         return MTPHead(
             config=_select_layer(config, has_experts=_has_experts(config)),
-            captured_layers=(index,),
+            captured_layers=(config.layers,),
             weight_bytes=0,
             target_norm=target.head.norm,
             embedding=target.embedding
-            if _is_shared(weights, f"{at}.embed_tokens.weight", EMBEDDING_NAME, config)
-            else weights.load_embedding_table(f"{at}.embed_tokens.weight", config.vocab, hidden),
-            embedding_norm=weights.load_vector(f"{at}.enorm.weight", hidden),
-            hidden_norm=weights.load_vector(f"{at}.hnorm.weight", hidden),
-            projection=load_linear(weights, [(f"{at}.eh_proj", hidden)], 2 * hidden),
-            layer=DecoderLayer.load(_with_layer(config), weights, index, tables),
-            norm=weights.load_vector(f"{at}.shared_head.norm.weight", hidden),
+            if _is_shared(weights, names.embedding, EMBEDDING_NAME, config)
+            else weights.load_embedding_table(names.embedding, config.vocab, hidden),
+            embedding_norm=load_norm(names.embedding_norm),
+            hidden_norm=load_norm(names.hidden_norm),
+            projection=load_linear(weights, [(names.projection, hidden)], 2 * hidden),
+            layer=_load_layer(weights, target, names.layer),
+            norm=load_norm(names.norm),
             head=ops.LinearLayer(
-                target.head.weight
-                if is_shared
-                else weights.linear([(f"{at}.shared_head.head.weight", config.vocab)], hidden)
+                target.head.weight if is_shared else weights.linear([(names.head, config.vocab)], hidden)
             ),
         )
 
@@ -86,13 +89,34 @@ class MTPHead:
         return ops.linear(normed, self.head, float32_output=True).argmax(dim=-1), normed
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTensorNames:
+    """The names of a head's tensors; those of norms and of the projection without `.weight`."""
+
+    layer: str  # how the names of its layer's tensors begin
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+    embedding: str
+    head: str
+
+
+def name_head_tensors(config: ModelConfig) -> HeadTensorNames:
+    at = config.mtp_tensor_prefix
+    if ARCHITECTURES[config.model_type].mtp_module:
+        names = [f"{at}{name}" for name in ("layers.0", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")]
+        return HeadTensorNames(*names, f"{at}embed_tokens.weight", f"{at}lm_head.weight")
+    names = [f"{at}{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
+    return HeadTensorNames(at[:-1], *names, f"{at}embed_tokens.weight", f"{at}shared_head.head.weight")
+
+
 def load_mtp_head(weights: Weights, target: DecoderModel) -> MTPHead:
     """Load the head for multi-token prediction that the checkpoint of the target model has.
 
     Raise UnsupportedModel if it has none, ModelFileError if tensors of the head are missing or damaged."""
-    layer = target.config.layers
     _check_has_head(weights, target.config)
-    ignorable = rf"(?!model\.layers\.{layer}\.).*|{IGNORABLE_TENSORS}"
+    ignorable = rf"(?!{re.escape(target.config.mtp_tensor_prefix)}).*|.*\.rotary_emb\.inv_freq"
     head = load_or_list_missing(lambda source: MTPHead.load(source, target), weights, ignorable)
     weights.finish(ignorable)
     return replace(head, weight_bytes=weights.loaded_bytes)
@@ -108,7 +132,7 @@ def _check_has_head(weights: Weights, config: ModelConfig) -> None:
     if not config.mtp_layers:
         message = f"speculate is mtp, but {field} is 0 or missing in config.json of {directory}"
         raise UnsupportedModel(message, hint=hint)
-    prefix = f"model.layers.{config.layers}."
+    prefix = config.mtp_tensor_prefix
     if not any(name.startswith(prefix) for name in weights.checkpoint.tensor_names()):
         raise UnsupportedModel(
             f"speculate is mtp, but {directory} has no tensors '{prefix}*', although {field} is {config.mtp_layers}",
@@ -119,6 +143,21 @@ def _check_has_head(weights: Weights, config: ModelConfig) -> None:
 def _is_shared(weights: Weights, name: str, original: str, config: ModelConfig) -> bool:
     """Return whether the head uses the target model's matrix, because it has none of its own or an equal copy."""
     return not weights.has_tensor(name) or weights.drop_duplicate(name, original, config.vocab, config.hidden)
+
+
+def _load_layer(weights: Weights, target: DecoderModel, at: str) -> DecoderLayer | ParallelLayer:
+    """Load the layer of the head. `at`: how the names of its tensors begin."""
+    config, index = _with_layer(target.config), target.config.layers
+    attention = next(each for layer in reversed(target.layers) if not isinstance(each := layer.attention, DeltaNet))
+    if not isinstance(attention, GatedAttention):
+        return DecoderLayer.load(config, weights, index, PositionTables(attention.layer.cos_sin))
+    tables, spec = PositionTables(attention.attention.layer.cos_sin), ARCHITECTURES[config.model_type].experts
+    return DecoderLayer(
+        GatedAttention.load_from(config, weights, index, tables, at),
+        SparseFeedForward.load_from(config, spec, weights, at)
+        if spec is not None and _has_experts(config)
+        else FeedForward.load_from(config, weights, at),
+    )
 
 
 def _has_experts(config: ModelConfig) -> bool:
@@ -136,4 +175,6 @@ def _with_layer(config: ModelConfig) -> ModelConfig:
 def _select_layer(config: ModelConfig, *, has_experts: bool) -> ModelConfig:
     """Return the config of a model that has the head's layer only."""
     experts = None if config.experts is None or not has_experts else replace(config.experts, layers=(True,))
-    return replace(config, layers=1, windows=(0,), experts=experts, mtp_layers=0)
+    attention = replace(config.parts.attention, state=None, state_layers=())
+    parts = replace(config.parts, attention=attention)
+    return replace(config, layers=1, windows=(0,), experts=experts, mtp_layers=0, parts=parts)

@@ -146,12 +146,10 @@ GATED_DELTA: dict[str, Any] = {
     "norm_offset": 1.0,
     "partial_rotary": True,
     "output_gate": True,
-    # Positions of images (mrope) are not used. Layers for multi-token prediction are not loaded.
-    "ignored_fields": (
-        "mrope_section", "mrope_interleaved", "mamba_ssm_dtype", "mtp_num_hidden_layers",
-        "mtp_use_dedicated_embeddings",
-    ),
-}  # fmt: skip
+    "mtp_module": "mtp",
+    # Positions of images (mrope) are not used.
+    "ignored_fields": ("mrope_section", "mrope_interleaved", "mamba_ssm_dtype", "mtp_use_dedicated_embeddings"),
+}
 GATED_DELTA_DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
@@ -338,18 +336,29 @@ ARCHITECTURES = {
     "qwen3_next": Architecture(
         **GATED_DELTA,
         delta_tensors="grouped",
+        mtp_layers_field="num_nextn_predict_layers",  # published configs lack it
         fixed_fields=GATE_FIELD,
         experts=experts_spec.QWEN2_MOE,
         defaults=GATED_DELTA_DEFAULTS
         | GATED_DELTA_EXPERTS
-        | {"intermediate_size": 5632, "num_experts_per_tok": 10, "norm_topk_prob": True},
+        | {
+            "intermediate_size": 5632,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+            "num_nextn_predict_layers": 1,
+        },
     ),
     "qwen3_5_text": Architecture(
-        **GATED_DELTA, delta_tensors="separate", fixed_fields=GATE_FIELD, defaults=GATED_DELTA_DEFAULTS
+        **GATED_DELTA,
+        delta_tensors="separate",
+        mtp_layers_field="mtp_num_hidden_layers",
+        fixed_fields=GATE_FIELD,
+        defaults=GATED_DELTA_DEFAULTS,
     ),
     "qwen3_5_moe_text": Architecture(
         **GATED_DELTA,
         delta_tensors="separate",
+        mtp_layers_field="mtp_num_hidden_layers",
         fixed_fields=GATE_FIELD | {"norm_topk_prob": True, "decoder_sparse_step": 1},
         experts=experts_spec.QWEN3_5_MOE,
         ffn_field="moe_intermediate_size",  # no layer is dense

@@ -13,17 +13,19 @@ from emberline.hub.checkpoint import MissingTensor, format_names
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
+from emberline.models.registry import ARCHITECTURES
 from emberline.models.weights import Weights
 
 Model = TypeVar("Model")
-# Of older checkpoints: the rotary frequencies, which are computed from config.json. Of Qwen3-Next and Qwen3.5: layers
+# Of older checkpoints: the rotary frequencies, which are computed from config.json. Of Qwen3-Next and Qwen3.5: the head
 # for multi-token prediction.
 IGNORABLE_TENSORS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq|mtp\..*"
 
 
 def ignorable_tensors(config: ModelConfig) -> str:
     """Return a pattern of the tensors that the model does not use: also of layers for multi-token prediction."""
-    layers = "|".join(str(config.layers + index) for index in range(config.mtp_layers))
+    in_layers = config.mtp_layers and not ARCHITECTURES[config.model_type].mtp_module
+    layers = "|".join(str(config.layers + index) for index in range(config.mtp_layers)) if in_layers else ""
     return rf"{IGNORABLE_TENSORS}|model\.layers\.(?:{layers})\..*" if layers else IGNORABLE_TENSORS
 
 

@@ -211,7 +211,7 @@ class CPUBackend(ReferenceBackend):
         y = torch.empty(len(x), layer.channels)
         arguments = NativeConvolution(
             *_sequences(states), x.data_ptr(), layer.conv_weight.data_ptr(), states.conv.data_ptr(), y.data_ptr(),
-            x.stride(0), len(layer.conv_weight), layer.channels,
+            _address(states.drafts and states.drafts.conv), x.stride(0), len(layer.conv_weight), layer.channels,
         )  # fmt: skip
         self.library.ember_convolution(ctypes.byref(arguments))
         return y
@@ -223,7 +223,8 @@ class CPUBackend(ReferenceBackend):
         out, scratch = torch.empty(len(mixed), layer.values), torch.empty(len(mixed), 2 * layer.value_heads)
         arguments = NativeDeltaRule(
             *_sequences(states), mixed.data_ptr(), steps.data_ptr(), times.data_ptr(), layer.rates.data_ptr(),
-            layer.time_bias.data_ptr(), states.matrices.data_ptr(), scratch.data_ptr(), out.data_ptr(), steps.stride(0),
+            layer.time_bias.data_ptr(), states.matrices.data_ptr(), scratch.data_ptr(), out.data_ptr(),
+            _address(states.drafts and states.drafts.rule), steps.stride(0),
             layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim,
         )  # fmt: skip
         self.library.ember_delta_rule(ctypes.byref(arguments))
@@ -281,11 +282,16 @@ def _check_or_allocate_output(out: Tensor | None, rows: int, columns: int) -> Te
     return out
 
 
-def _sequences(states: LayerStates) -> tuple[int, int, int, int]:
+def _sequences(states: LayerStates) -> tuple[int | None, ...]:
     """Return the fields of the C struct `Sequences`."""
-    starts, context, slots = states.metadata.query_start, states.metadata.context, states.slots
-    assert starts.dtype == context.dtype == slots.dtype == torch.int32
-    return starts.data_ptr(), context.data_ptr(), slots.data_ptr(), len(slots)
+    saves, drafts = states.saves or (None, None), states.drafts
+    places, max_draft = (None, None, None) if drafts is None else drafts[2:], 0
+    if drafts is not None:
+        assert drafts.conv.is_contiguous() and drafts.rule.is_contiguous()
+        max_draft = drafts.conv.shape[1]
+    tensors = states.metadata.query_start, states.metadata.context, states.slots, *saves, *places
+    assert all(tensor is None or (tensor.dtype == torch.int32 and tensor.is_contiguous()) for tensor in tensors)
+    return *map(_address, tensors), len(states.slots), max_draft
 
 
 def _address(tensor: Tensor | None) -> int | None:

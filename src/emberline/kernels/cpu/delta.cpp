@@ -37,28 +37,34 @@ V load_as(const float* p) {
 void store_as(float* p, float v) { *p = v; }
 void store_as(float* p, Vec v) { store(p, v); }
 
-// One value head of one sequence. `state` is its matrix [key_dim][value_dim].
+// One value head of one sequence. `state` is its matrix [key_dim][value_dim]. Its rows are accepted drafts, then its tokens.
 struct Head {
     const DeltaRule& rule;
-    float* state;
-    int first, tokens, head;
-    bool is_new;  // whether the state before the first token is zero
+    float *state, *saved;  // saved: the matrix of the slot to which it is copied after `saved_after` rows
+    const float* drafts;   // the accepted rows
+    int first, tokens, head, accepted, committed, saved_after;  // committed: rows that advance the state
+    bool is_new;           // whether the state before the first row is zero
 };
 
-// Computes `N` vectors of columns from `column` on for all tokens. Between tokens the columns are in `kept`.
+long mixed_width(const DeltaRule& rule) { return 2l * rule.key_heads * rule.key_dim + long(rule.value_heads) * rule.value_dim; }
+long draft_width(const DeltaRule& rule) { return mixed_width(rule) + 2l * rule.value_heads; }
+
+// Computes `N` vectors of columns from `column` on for all rows. Between rows the columns are in `kept`.
 template <class V, int N>
 void scan_columns(const Head& in, int column, float* kept) {
     constexpr int kStep = int(sizeof(V) / sizeof(float)), kWidth = N * kStep;
     const DeltaRule& rule = in.rule;
     int keys = rule.key_dim, key_head = in.head / (rule.value_heads / rule.key_heads);
-    long outputs = long(rule.value_heads) * rule.value_dim, channels = 2l * rule.key_heads * keys + outputs;
+    long outputs = long(rule.value_heads) * rule.value_dim, channels = mixed_width(rule);
     if (in.is_new) std::fill_n(kept, long(keys) * kWidth, 0.0f);
-    for (int i = 0; i < in.tokens; i++) {
-        long t = in.first + i;
-        const float *q = rule.mixed + t * channels + key_head * keys, *k = q + long(rule.key_heads) * keys;
-        const float* v = rule.mixed + t * channels + 2l * rule.key_heads * keys + long(in.head) * rule.value_dim + column;
-        const float* gates = rule.gates + (t * rule.value_heads + in.head) * 2;
-        bool is_kept = i || in.is_new, is_last = i + 1 == in.tokens;
+    for (int i = 0; i < in.accepted + in.tokens; i++) {
+        bool is_draft = i < in.accepted;  // of the step before: it has no output
+        long t = in.first + i - in.accepted;
+        const float* row = is_draft ? in.drafts + i * draft_width(rule) : rule.mixed + t * channels;
+        const float *q = row + key_head * keys, *k = q + long(rule.key_heads) * keys;
+        const float* v = row + 2l * rule.key_heads * keys + long(in.head) * rule.value_dim + column;
+        const float* gates = (is_draft ? row + channels : rule.gates + t * rule.value_heads * 2) + in.head * 2;
+        bool is_kept = (i || in.is_new) && i != in.committed, is_last = i + 1 == in.committed;
         const float* from = is_kept ? kept : in.state + column;
         float* to = is_last ? in.state + column : kept;
         long from_stride = is_kept ? kWidth : rule.value_dim, to_stride = is_last ? rule.value_dim : kWidth;
@@ -81,6 +87,9 @@ void scan_columns(const Head& in, int column, float* kept) {
                 out[n] = ember::fma(value, query, out[n]);
             }
         }
+        if (i + 1 == in.saved_after)
+            for (int j = 0; j < keys; j++) std::copy_n(to + j * to_stride, kWidth, in.saved + long(j) * rule.value_dim + column);
+        if (is_draft) continue;
         float* result = rule.out + t * outputs + long(in.head) * rule.value_dim + column;
         for (int n = 0; n < N; n++) store_as(result + n * kStep, out[n]);
     }
@@ -103,7 +112,7 @@ void normalize(float* x, int n, float factor) {
 // Norms the queries and keys of a token, and computes the factor of the state and the step size of each value head.
 void prepare_token(const DeltaRule& rule, int t) {
     int keys = rule.key_dim, heads = rule.value_heads;
-    float* mixed = rule.mixed + long(t) * (2l * rule.key_heads * keys + long(heads) * rule.value_dim);
+    float* mixed = rule.mixed + long(t) * mixed_width(rule);
     float query_factor = 1.0f / std::sqrt(float(keys));
     for (int h = 0; h < 2 * rule.key_heads; h++) normalize(mixed + h * keys, keys, h < rule.key_heads ? query_factor : 1.0f);
     const float *step = rule.steps + long(t) * rule.gate_stride, *time = rule.times + long(t) * rule.gate_stride;
@@ -111,6 +120,18 @@ void prepare_token(const DeltaRule& rule, int t) {
     for (int h = 0; h < heads; h++) {
         gates[2 * h] = exp_negative(-rule.rates[h] * softplus(time[h] + rule.time_bias[h]));
         gates[2 * h + 1] = sigmoid(step[h]);
+    }
+}
+
+// Keeps the rows of a sequence's drafted tokens.
+void keep_drafts(const DeltaRule& rule, int sequence) {
+    const Sequences& in = rule.in;
+    int drafted = in.num_drafted(sequence), end = in.query_start[sequence + 1];
+    long channels = mixed_width(rule), gates = 2l * rule.value_heads;
+    float* to = rule.drafts + in.first_draft_row(sequence) * draft_width(rule);
+    for (long t = end - drafted; t < end; t++) {
+        to = std::copy_n(rule.mixed + t * channels, channels, to);
+        to = std::copy_n(rule.gates + t * gates, gates, to);
     }
 }
 
@@ -122,9 +143,12 @@ struct ConvolutionInputs {
     const float* row(int sequence, int index) const {  // index: from the first new token, which has 0
         if (index >= 0) return op.x + (op.in.query_start[sequence] + index) * op.stride;
         if (!op.in.context[sequence]) return zeros;
-        return state(sequence) + long(op.kernel - 1 + index) * op.channels;
+        int row = op.in.num_accepted(sequence) + index;
+        if (row >= 0) return drafts(sequence) + long(row) * op.channels;
+        return state(op.in.slots[sequence]) + long(op.kernel - 1 + row) * op.channels;
     }
-    float* state(int sequence) const { return op.states + long(op.in.slots[sequence]) * (op.kernel - 1) * op.channels; }
+    float* state(int slot) const { return op.states + long(slot) * (op.kernel - 1) * op.channels; }
+    float* drafts(int sequence) const { return op.drafts + op.in.first_draft_row(sequence) * op.channels; }
 };
 
 void convolve_token(const ConvolutionInputs& inputs, int t) {
@@ -142,15 +166,26 @@ void convolve_token(const ConvolutionInputs& inputs, int t) {
     }
 }
 
-// Keeps the last inputs of a sequence. Rows move to lower indices only, so that none is overwritten before it is read.
-void keep_inputs(const ConvolutionInputs& inputs, int sequence) {
+// Copies the last inputs of a sequence before the index `end` to a slot. Rows move to lower indices only, so that none is
+// overwritten before it is read.
+void copy_inputs(const ConvolutionInputs& inputs, int sequence, int end, int slot) {
     const Convolution& op = inputs.op;
-    int tokens = op.in.query_start[sequence + 1] - op.in.query_start[sequence];
     for (int j = 0; j < op.kernel - 1; j++) {
-        const float* from = inputs.row(sequence, tokens + j - op.kernel + 1);
-        float* to = inputs.state(sequence) + long(j) * op.channels;
+        const float* from = inputs.row(sequence, end + j - op.kernel + 1);
+        float* to = inputs.state(slot) + long(j) * op.channels;
         if (from != to) std::copy_n(from, op.channels, to);
     }
+}
+
+// Keeps the last inputs of a sequence, and the inputs of its drafted tokens.
+void keep_inputs(const ConvolutionInputs& inputs, int sequence) {
+    const Convolution& op = inputs.op;
+    const Sequences& in = op.in;
+    int end = in.num_tokens(sequence) - in.num_drafted(sequence), after = in.saved_after(sequence);
+    if (after) copy_inputs(inputs, sequence, after - in.num_accepted(sequence), in.save_slots[sequence]);
+    copy_inputs(inputs, sequence, end, in.slots[sequence]);
+    for (int i = 0; i < in.num_drafted(sequence); i++)
+        std::copy_n(inputs.row(sequence, end + i), op.channels, inputs.drafts(sequence) + long(i) * op.channels);
 }
 
 }  // namespace
@@ -171,16 +206,21 @@ extern "C" void ember_delta_rule(const DeltaRule* delta_rule) {
     for_tokens(in.query_start[in.count], [&](int t) { prepare_token(rule, t); });
     constexpr int kWidth = kColumnVecs * kLanes;
     int slices = (rule.value_dim + kWidth - 1) / kWidth, heads = rule.value_heads;
+    auto matrix = [&](int slot, int head) { return rule.states + (long(slot) * heads + head) * rule.key_dim * rule.value_dim; };
     parallel(in.count * heads * slices, [&](long begin, long end) {
         for (long item = begin; item < end; item++) {
             int slice = int(item % slices), head = int(item / slices % heads), sequence = int(item / slices / heads);
-            int first = in.query_start[sequence], column = slice * kWidth;
-            long matrix = long(in.slots[sequence]) * heads + head;
-            float* state = rule.states + matrix * rule.key_dim * rule.value_dim;
-            Head work{rule, state, first, in.query_start[sequence + 1] - first, head, in.context[sequence] == 0};
+            int tokens = in.num_tokens(sequence), accepted = in.num_accepted(sequence), after = in.saved_after(sequence);
+            Head work{rule, matrix(in.slots[sequence], head), after ? matrix(in.save_slots[sequence], head) : nullptr,
+                      accepted ? rule.drafts + in.first_draft_row(sequence) * draft_width(rule) : nullptr,
+                      in.query_start[sequence], tokens, head, accepted, accepted + tokens - in.num_drafted(sequence), after,
+                      in.context[sequence] == 0};
+            int column = slice * kWidth;
             scan_slice(work, column, std::min(kWidth, rule.value_dim - column));
         }
     });
+    for (int sequence = 0; sequence < in.count; sequence++)
+        if (in.num_drafted(sequence)) keep_drafts(rule, sequence);
 }
 
 // Norms groups of `k` columns of x, and multiplies them by the silu of the gate.

@@ -42,13 +42,25 @@ struct Step {
 // The sequences of a step in a recurrent layer: their tokens, the tokens before, and the slots with their states.
 struct Sequences {
     const int *query_start, *context, *slots;
-    long count;
+    // States are also copied to `save_slots` after so many rows, 0: not at all. Null: those of no sequence.
+    const int *save_slots, *save_after;
+    // The last `drafted` tokens of a sequence do not advance its states. Their rows are kept at its place. The states first
+    // advance over the first `accepted` of the rows that are there. Null: no sequence has such tokens.
+    const int *places, *accepted, *drafted;
+    long count, max_draft;  // max_draft: rows of a place
+
+    int num_tokens(long sequence) const { return query_start[sequence + 1] - query_start[sequence]; }
+    int num_accepted(long sequence) const { return accepted ? accepted[sequence] : 0; }
+    int num_drafted(long sequence) const { return drafted ? drafted[sequence] : 0; }
+    int saved_after(long sequence) const { return save_after ? save_after[sequence] : 0; }
+    long first_draft_row(long sequence) const { return places ? places[sequence] * max_draft : 0; }
 };
 
 struct Convolution {
     Sequences in;
     const float *x, *weight;  // weight: [kernel][channels]
     float *states, *y;        // states: [slots][kernel - 1][channels]
+    float* drafts;            // kept rows of x: [places][max_draft][channels]
     long stride;              // of x
     int kernel, channels;
 };
@@ -58,6 +70,7 @@ struct DeltaRule {
     float* mixed;  // queries, keys and values of each token; queries and keys are overwritten
     const float *steps, *times, *rates, *time_bias;
     float *states, *gates, *out;  // gates: memory for 2 numbers for each token and value head
+    float* drafts;                // kept rows of `mixed`, each followed by its gates: [places][max_draft][..]
     long gate_stride;             // of steps and times
     int key_heads, value_heads, key_dim, value_dim;
 };

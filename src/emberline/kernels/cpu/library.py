@@ -56,25 +56,31 @@ class NativeMixture(ctypes.Structure):
     )
 
 
+SEQUENCES_FIELDS = (
+    *((name, POINTER) for name in ("query_start", "context", "slots", "save_slots", "save_after")),
+    *((name, POINTER) for name in ("places", "accepted", "drafted")),
+    *((name, LONG) for name in ("count", "max_draft")),
+)
+
+
 class NativeConvolution(ctypes.Structure):
-    """The C struct `Convolution` of entries.h; its first four fields are those of `Sequences`."""
+    """The C struct `Convolution` of entries.h; it begins with the fields of `Sequences`."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("query_start", "context", "slots")),
-        ("count", LONG),
-        *((name, POINTER) for name in ("x", "weight", "states", "y")),
+        *SEQUENCES_FIELDS,
+        *((name, POINTER) for name in ("x", "weight", "states", "y", "drafts")),
         ("stride", LONG),
         *((name, INT) for name in ("kernel", "channels")),
     )
 
 
 class NativeDeltaRule(ctypes.Structure):
-    """The C struct `DeltaRule` of entries.h; its first four fields are those of `Sequences`."""
+    """The C struct `DeltaRule` of entries.h; it begins with the fields of `Sequences`."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("query_start", "context", "slots")),
-        ("count", LONG),
+        *SEQUENCES_FIELDS,
         *((name, POINTER) for name in ("mixed", "steps", "times", "rates", "time_bias", "states", "gates", "out")),
+        ("drafts", POINTER),
         ("gate_stride", LONG),
         *((name, INT) for name in ("key_heads", "value_heads", "key_dim", "value_dim")),
     )
