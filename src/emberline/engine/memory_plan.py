@@ -24,10 +24,12 @@ class MemoryPlan:
     max_context: int
     groups: LayerGroups  # layers that share block tables
     max_planned_tokens: int  # of a request, in steps whose results are not known
+    states: int = 0  # recurrent states, with a slot for padding
+    state_slots: int = 0  # slots for the states of requests and for snapshots
 
     @property
     def fixed_bytes(self) -> int:
-        return self.weights + self.activations + self.scratch + self.logits + self.graphs + self.reserve
+        return self.weights + self.activations + self.scratch + self.logits + self.graphs + self.reserve + self.states
 
     @property
     def spare_bytes(self) -> int:
@@ -58,6 +60,7 @@ class MemoryPlan:
         parts = ("weights", "activations", "scratch", "logits", "graphs", "reserve")
         return [
             *((name, getattr(self, name)) for name in parts),
+            *([("states", self.states)] if self.states else []),
             ("kv cache", self.kv_bytes),
             ("spare", self.spare_bytes),
         ]

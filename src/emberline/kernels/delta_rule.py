@@ -51,8 +51,9 @@ class LayerStates(NamedTuple):
 
     conv: Tensor  # [slots, kernel - 1, channels] float32: the last inputs of the convolution
     matrices: Tensor  # [slots, value_heads, key_dim, value_dim] float32
-    slots: Tensor  # [B] int32: all different
+    slots: Tensor  # [B] int32: all different, except for padding, which shares a slot that no request has
     metadata: AttentionMetadata  # of which query_start and context are used
+    few_token_rows: int = 0  # leading sequences with one new token, or few, for kernels that compute these differently
 
 
 class DeltaGates(NamedTuple):
@@ -105,7 +106,9 @@ def _divide_by_length(x: Tensor) -> Tensor:
 
 
 def _iter_sequences(states: LayerStates) -> list[tuple[int, int, int, bool]]:
-    """Return for each sequence its slot, its rows [begin, end), and whether it has no tokens before these."""
+    """Return for each sequence its slot, its rows [begin, end), and whether it has no tokens before these.
+
+    Padding, which has no rows, is left out."""
     starts, context = states.metadata.query_start.tolist(), states.metadata.context.tolist()
-    slots = states.slots.tolist()
-    return [(slot, starts[b], starts[b + 1], not context[b]) for b, slot in enumerate(slots)]
+    spans = zip(states.slots.tolist(), starts[:-1], starts[1:], context, strict=True)
+    return [(slot, begin, end, not before) for slot, begin, end, before in spans if begin < end]

@@ -91,17 +91,26 @@ class StateShape:
 class StateCache:
     """The memory of the states of recurrent layers. A slot holds the states of one sequence in all layers."""
 
-    def __init__(self, shape: StateShape, num_slots: int) -> None:
+    def __init__(
+        self, shape: StateShape, num_slots: int, device: str = "cpu", *, has_padding_slot: bool = False
+    ) -> None:
+        """`has_padding_slot`: allocate one more slot, which padding of captured steps overwrites."""
         self.shape, self.num_slots = shape, num_slots
-        conv = shape.layers, num_slots, shape.conv_rows, shape.conv_channels
-        matrices = shape.layers, num_slots, shape.heads, shape.key_dim, shape.value_dim
+        slots = num_slots + has_padding_slot
+        conv = shape.layers, slots, shape.conv_rows, shape.conv_channels
+        matrices = shape.layers, slots, shape.heads, shape.key_dim, shape.value_dim
         # A convolution over one token keeps nothing.
-        self.conv = _zeroed_tensor(conv, torch.float32, "cpu") if shape.conv_rows else torch.zeros(conv)
-        self.matrices = _zeroed_tensor(matrices, torch.float32, "cpu")
+        self.conv = _zeroed_tensor(conv, torch.float32, device) if shape.conv_rows else torch.zeros(conv, device=device)
+        self.matrices = _zeroed_tensor(matrices, torch.float32, device)
 
     @property
     def num_bytes(self) -> int:
-        return self.num_slots * self.shape.slot_bytes
+        return self.matrices.shape[1] * self.shape.slot_bytes
+
+    @property
+    def padding_slot(self) -> int:
+        assert self.matrices.shape[1] > self.num_slots, "there is no slot for padding"
+        return self.num_slots
 
     def copy_slot(self, source: int, target: int) -> None:
         self.conv[:, target] = self.conv[:, source]
