@@ -1,6 +1,7 @@
-"""compute_delta_rule: the gated delta rule of recurrent layers, token by token; see kernels/delta_rule.py.
+"""compute_delta_rule: the gated delta rule of recurrent layers; see kernels/delta_rule.py.
 
-A program has some columns of the state of one value head in registers, reads them once and writes them once.
+Sequences with few tokens are computed token by token: a program has some columns of the state of one value head in
+registers, reads them once and writes them once. Chunks of prompts are computed by `delta_chunks.py`.
 """
 
 from __future__ import annotations
@@ -11,21 +12,11 @@ from torch import Tensor
 from triton.language import constexpr, tensor
 
 from emberline.kernels.delta_rule import LENGTH_EPS, DeltaGates, DeltaLayer, LayerStates
-from emberline.kernels.triton.jit import jit, jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
+from emberline.kernels.triton.delta_chunks import scan_chunks
+from emberline.kernels.triton.delta_gates import load_decay_and_step
+from emberline.kernels.triton.jit import jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
 
 COLUMNS = 32  # of a state in one program: 128 bytes of each row
-LINEAR_ABOVE: constexpr = constexpr(20.0)  # softplus(x) is x above
-
-
-@jit
-def load_decay_and_step(
-    times: tensor, steps: tensor, rates: tensor, time_bias: tensor, head: tensor, at: tensor, inside: tensor
-) -> tuple[tensor, tensor]:
-    """Return the logarithm of the decay and the step size of tokens, whose gates are at the offset `at`."""
-    time = tl.load(times + at, inside, 0.0).to(tl.float32) + tl.load(time_bias + head)
-    softplus = tl.where(time > LINEAR_ABOVE, time, tl.log(1.0 + tl.exp(tl.minimum(time, LINEAR_ABOVE))))
-    step = 1.0 / (1.0 + tl.exp(-tl.load(steps + at, inside, 0.0).to(tl.float32)))
-    return -tl.load(rates + head) * softplus, step
 
 
 @jit_without_specializing("first_row")
@@ -75,12 +66,21 @@ def compute_delta_rule(
     assert mixed.is_contiguous() and mixed.shape[1] == layer.channels and states.matrices.is_contiguous()
     assert steps.stride() == times.stride() and steps.stride(1) == 1
     out = torch.empty((len(mixed), layer.values), dtype=mixed.dtype, device=mixed.device)
+    if few := states.few_token_rows:
+        scan_tokens(mixed, gates, layer, states, out, range(few), pdl=pdl)
+    if few < len(states.slots) and len(mixed):
+        scan_chunks(mixed, gates, layer, states, out, pdl=pdl)
+    return out
+
+
+def scan_tokens(
+    mixed: Tensor, gates: DeltaGates, layer: DeltaLayer, states: LayerStates, out: Tensor, rows: range, *, pdl: bool
+) -> None:
+    """Compute the outputs of some sequences, one token after the other."""
     columns = min(COLUMNS, next_power_of_two(layer.value_dim))
-    grid = -(-layer.value_dim // columns), layer.value_heads, len(states.slots)
-    _scan_tokens[grid](
-        mixed, steps, times, layer.rates, layer.time_bias, states.matrices, out,
-        states.metadata.query_start, states.metadata.context, states.slots, 0, steps.stride(0), layer.key_dim**-0.5,
-        LENGTH_EPS, layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim,
+    _scan_tokens[(-(-layer.value_dim // columns), layer.value_heads, len(rows))](
+        mixed, gates.steps, gates.times, layer.rates, layer.time_bias, states.matrices, out,
+        states.metadata.query_start, states.metadata.context, states.slots, rows.start, gates.steps.stride(0),
+        layer.key_dim**-0.5, LENGTH_EPS, layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim,
         next_power_of_two(layer.key_dim), columns, pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
-    return out
