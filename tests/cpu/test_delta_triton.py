@@ -9,13 +9,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from delta_cases import DeltaCase, Row, Sizes  # noqa: E402
-from test_triton import compiled, compiled_kernels, interpreted, rounding, run_in_interpreter  # noqa: E402, F401
-from triton_cases import BF16, F32  # noqa: E402
+from delta_cases import DeltaCase, Row, Sizes
+from test_triton import compiled, compiled_kernels, interpreted, rounding, run_in_interpreter  # noqa: F401
+from triton_cases import BF16, F32
 
-from emberline.kernels.triton.convolution import convolve  # noqa: E402
-from emberline.kernels.triton.delta import compute_delta_rule  # noqa: E402
-from emberline.kernels.triton.output_gate import apply_sigmoid_gate, norm_and_gate  # noqa: E402
+from emberline.kernels.triton.convolution import convolve
+from emberline.kernels.triton.delta import compute_delta_rule
+from emberline.kernels.triton.output_gate import apply_sigmoid_gate, norm_and_gate
 
 CPU, QWEN3_NEXT = "cpu", Sizes(16, 32, 128, 128)
 

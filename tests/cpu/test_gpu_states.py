@@ -8,12 +8,14 @@ import pytest
 import tiny_delta
 import torch
 from gpu_settings import gpu_config
+from host_engine import simulate_gpu
 from test_state_engine import BLOCK, CONTEXT, make_submissions, run, states_of
 from test_state_engine import make_engine as make_cpu_engine
 
-from emberline.core.engine_config import SchedulerConfig
+from emberline.core.engine_config import EngineConfig, SchedulerConfig, TransferConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
+from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.boot import SyncRunner, warm_up
 from emberline.engine.gpu.device import HostDevice
@@ -128,3 +130,21 @@ def test_states_remain_usable_after_sleep_and_warm_up(model: DecoderModel) -> No
     assert any(buffer is e.runner.states.matrices for buffer in e.runner.device_buffers())
     reset_prefix_cache(e)
     assert states_of(e).states.num_snapshots == 0 and run(e, make_submissions()) == expected
+
+
+def test_a_booted_engine_has_slots_beside_its_blocks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    simulate_gpu(monkeypatch)
+    tiny_delta.write_random(tmp_path, tiny_delta.make_config("dense"))
+    transfer = TransferConfig("w", required=False)
+    settings = {"device": "cuda", "max_running": 4, "kv_memory": 1 << 23, "transfer": transfer}
+    loaded = boot(EngineConfig.build(str(tmp_path), **settings))
+    runner = loaded.engine.runner
+    assert isinstance(runner, GPURunner) and runner.states is not None
+    assert states_of(loaded.engine).states.total == runner.num_state_slots == 12
+    assert runner.states.num_bytes == 13 * runner.states.shape.slot_bytes
+    assert 0.95 * (1 << 23) < loaded.kv_bytes <= 1 << 23
+    assert loaded.engine.transfer_endpoint is None and "KV transfer is off" in caplog.text
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    assert len(run(loaded.engine, [Submission("r", list(range(3, 90)), params)])["r", 0]) == 4

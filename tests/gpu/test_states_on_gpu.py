@@ -127,7 +127,8 @@ def score_prompts(engine: Engine) -> torch.Tensor:
 def test_logits_equal_those_of_the_cpu(checkpoint: Path, dtype: torch.dtype, bound: float) -> None:
     """In bfloat16 the mean error is checked, since rounding has large effects in a tiny model."""
     name = str(dtype).removeprefix("torch.")
-    theirs = score_prompts(boot(EngineConfig.build(str(checkpoint), device="cpu", kv_memory=1 << 26, dtype=name)).engine)
+    on_cpu = EngineConfig.build(str(checkpoint), device="cpu", kv_memory=1 << 26, dtype=name)
+    theirs = score_prompts(boot(on_cpu).engine)
     ours = score_prompts(make_engine(checkpoint, dtype))
     error = (ours - theirs).abs()
     print(f"{checkpoint.name} {name} mean {float(error.mean()):.2e} max {float(error.max()):.2e}")

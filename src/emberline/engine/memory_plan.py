@@ -72,8 +72,9 @@ class MemoryPlan:
     def describe_kv_tokens(self) -> str:
         """Return how many tokens the KV cache holds, in words."""
         contexts = f"{self.full_contexts:.1f} full contexts"
-        if self.groups.is_single:
-            return f"{self.kv_tokens} tokens, {contexts}"
+        if len(self.groups.windows) == 1:
+            slots = f", {self.state_slots} slots for states" * bool(self.state_slots)
+            return f"{self.kv_tokens} tokens, {contexts}{slots}"
         tables = f"{self.kv_blocks} blocks in {len(self.groups.windows)} groups of layers"
         tokens = f"{self.kv_tokens} tokens of short requests or {self.max_request_tokens} of one long request"
         return f"{tables}, {tokens}, {contexts}"

@@ -1,4 +1,4 @@
-"""How many slots for recurrent states an engine has, and how much memory they take. This module does not import torch."""
+"""How many slots for recurrent states an engine has, and their memory. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ are made
 
 from __future__ import annotations
 
+from functools import partial
+
 from emberline.core.clock import Clock
 from emberline.core.plan import StateWork
 from emberline.core.request import Request
@@ -59,10 +61,11 @@ class StateKVManager(KVManager):
         slot, source, target = self.states.slot_of(request.id), self.states.take_load(request.id), None
         boundaries = self._boundaries[request.id]
         is_boundary = num_tokens % self.block_size == 0 and self._can_share_blocks(request)
-        if is_boundary and num_tokens <= len(request.tokens):  # else the newest token is not known yet, nor the hash
+        if is_boundary:
             in_prompt = bool(boundaries) and num_tokens == boundaries[-1]
             if in_prompt or num_tokens > request.submitted_len:
-                digest = self._block_hashes(request, num_tokens // self.block_size)[-1]
+                # A step that is planned ahead of results computes a token that is not known yet.
+                digest = self._find_digest(request, num_tokens) if num_tokens <= len(request.tokens) else None
                 target = self.states.plan_snapshot(request.id, digest, num_tokens, replaces=not in_prompt)
         while boundaries and boundaries[-1] <= num_tokens:
             boundaries.pop()
@@ -71,7 +74,10 @@ class StateKVManager(KVManager):
 
     def index_full_blocks(self, request: Request) -> None:
         super().index_full_blocks(request)
-        self.states.commit_snapshot(request.id, request.num_computed)
+        self.states.commit_snapshot(request.id, request.num_computed, partial(self._find_digest, request))
+
+    def _find_digest(self, request: Request, num_tokens: int) -> bytes:
+        return self._block_hashes(request, num_tokens // self.block_size)[-1]
 
     def free_request(self, request: Request) -> None:
         super().free_request(request)

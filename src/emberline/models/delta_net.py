@@ -35,8 +35,8 @@ class DeltaNet:
         norm = f"model.layers.{layer}.input_layernorm.weight"
         is_grouped = config.parts.attention.has_grouped_delta_tensors
         matrix = (_load_grouped if is_grouped else _load_separate)(weights, at, sizes, hidden)
-        stored_shape, kernel_shape = (sizes.conv_channels, 1, sizes.conv_kernel), (sizes.conv_kernel, sizes.conv_channels)
-        kernel = StackPart(f"{at}.conv1d.weight", stored_shape, lambda whole: whole.T[:, None])
+        taps, channels = sizes.conv_kernel, sizes.conv_channels
+        kernel = StackPart(f"{at}.conv1d.weight", (channels, 1, taps), lambda whole: whole.T[:, None])
         return DeltaNet(
             qkv=ops.LinearLayer(
                 weights.pack(matrix),
@@ -51,7 +51,7 @@ class DeltaNet:
                 value_heads=sizes.value_heads,
                 key_dim=sizes.key_dim,
                 value_dim=sizes.value_dim,
-                conv_weight=weights.stack_experts(kernel_shape, [kernel], torch.float32),
+                conv_weight=weights.stack_experts((taps, channels), [kernel], torch.float32),
                 rates=weights.transform(weights.load_vector(f"{at}.A_log", sizes.value_heads), torch.exp),
                 time_bias=weights.load_vector(f"{at}.dt_bias", sizes.value_heads),
             ),

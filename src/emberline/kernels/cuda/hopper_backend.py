@@ -39,13 +39,24 @@ from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, pr
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
+from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
-from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
-from emberline.kernels.triton import activation, attention, cache_slots, experts, norm, rope, token_gather, widen
-from emberline.kernels.triton import convolution, delta, output_gate
+from emberline.kernels.triton import (
+    activation,
+    attention,
+    cache_slots,
+    convolution,
+    delta,
+    experts,
+    norm,
+    output_gate,
+    rope,
+    token_gather,
+    widen,
+)
 from emberline.kernels.triton import decode as split_decode
 from emberline.kernels.weight_unpacker import WeightUnpacker
 

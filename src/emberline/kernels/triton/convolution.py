@@ -37,7 +37,7 @@ def _convolve_rows(
     state = conv + tl.load(slots + row).to(tl.int64) * ((KERNEL - 1) * CHANNELS) + channel
     first = x + begin * x_stride + channel
     if COMPUTES:
-        for t in range(0, count):
+        for t in range(count):
             total = tl.zeros((BLOCK,), tl.float32)
             for j in tl.static_range(KERNEL):
                 at = t + j - (KERNEL - 1)

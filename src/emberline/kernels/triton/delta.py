@@ -40,7 +40,7 @@ def _scan_tokens(
     keys, channels = KEY_HEADS * KEY_DIM, 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     q_at = mixed + begin * channels + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + k
     v_at = mixed + begin * channels + 2 * keys + head * VALUE_DIM + v
-    for t in range(0, count):
+    for t in range(count):
         query = tl.load(q_at, has_k, 0.0).to(tl.float32)
         key = tl.load(q_at + keys, has_k, 0.0).to(tl.float32)
         value = tl.load(v_at, has_v, 0.0).to(tl.float32)
