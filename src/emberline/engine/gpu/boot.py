@@ -197,8 +197,7 @@ def boot_from_checkpoint(
     expert_limits.reject_unsupported_experts(config, settings)
     settings = without_unsupported_settings(settings, config)
     context = memory.choose_max_context(config, settings)
-    name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-    used = choose_weight_dtype(checkpoint, name, on_gpu=True)
+    used = choose_weight_dtype(checkpoint, "auto" if dtype is None else str(dtype).removeprefix("torch."), on_gpu=True)
     packed = memory.uses_packed_weights(checkpoint, settings, used, config)
     opened = time.perf_counter()
     with ThreadPoolExecutor(1, "codec") as other:
