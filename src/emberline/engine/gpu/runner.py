@@ -81,15 +81,7 @@ class GPURunner:
         max_queries = min(settings.speculation.max_new_tokens, max_row_queries(model.config, draft_model))
         self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
-        planner = ops.LatentPlanner if model.config.parts.attention.latent else ops.AttentionPlanner
-        self._attention_planner = planner(
-            *(heads, cache.keys, model.dtype, max_step_rows(running)),
-            max_widened_blocks=max_widened_blocks(self._block_size, max_context, limits.max_batch_tokens),
-            max_queries=max_queries,
-            fixed_cuts=settings.gpu.exact,
-            max_length=width * self._block_size + MAX_LENGTH_ROUNDING,
-            portable=model.config.parts.needs_portable_attention,
-        )
+        self._attention_planner = _make_attention_planner(model, cache, settings, max_context, max_queries)
         self._max_queries = self._attention_planner.limit_queries(max_queries)
         self._has_decode_kernel = cache.keys.is_cuda and self._attention_planner.limit_queries(2) > 1
         self.exact = settings.gpu.exact  # whether a token's logits have the same bits in any batch
@@ -391,3 +383,18 @@ class GPURunner:
         capture = None if self._drafting is None else self._drafting.capture
         batch = build_step_batch(inputs, self._rows, self.cache, self.groups, capture, self.states)
         return self.model.forward(batch, out=out)
+
+
+def _make_attention_planner(
+    model: DecoderModel, cache: KVCache, settings: EngineConfig, max_context: int, max_queries: int
+) -> ops.AttentionPlanner:
+    config, limits, size = model.config, settings.scheduler, cache.shape.block_size
+    heads = config.heads, config.kv_heads, config.head_dim
+    return (ops.LatentPlanner if config.parts.attention.latent else ops.AttentionPlanner)(
+        *(heads, cache.keys, model.dtype, max_step_rows(limits.max_running)),
+        max_widened_blocks=max_widened_blocks(size, max_context, limits.max_batch_tokens),
+        max_queries=max_queries,
+        fixed_cuts=settings.gpu.exact,
+        max_length=-(-max_context // size) * size + MAX_LENGTH_ROUNDING,
+        portable=config.parts.needs_portable_attention,
+    )
