@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 
 BASE: dict[str, Any] = {
@@ -75,6 +77,62 @@ def write(directory: Path, name: str, **changes: Any) -> Any:
     return model
 
 
+def write_random(directory: Path, config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Path:
+    """Write a checkpoint of a config.json, without transformers."""
+    random = torch.Generator().manual_seed(1)
+    drawn = {name: torch.randn(shape, generator=random) for name, shape in list_shapes(config).items()}
+    tensors = {name: scale_values(name, values).to(dtype) for name, values in drawn.items()}
+    return tiny.write_tensors(directory, config, tensors)
+
+
+def list_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of a config, whose layers all have experts or none has."""
+    hidden, heads, dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    kv, key_heads = config["num_key_value_heads"] * dim, config["linear_num_key_heads"]
+    value_heads, value_dim = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    values, keys = value_heads * value_dim, key_heads * config["linear_key_head_dim"]
+    channels, vocabulary = 2 * keys + values, (config["vocab_size"], hidden)
+    grouped = config["model_type"] == "qwen3_next"
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocabulary, "model.norm.weight": (hidden,)}
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = vocabulary
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        norms = {f"{at}.input_layernorm.weight": (hidden,), f"{at}.post_attention_layernorm.weight": (hidden,)}
+        if (layer + 1) % 4:
+            at += ".linear_attn."
+            inputs = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": value_heads, "in_proj_a": value_heads}
+            if grouped:
+                inputs = {"in_proj_qkvz": channels + values, "in_proj_ba": 2 * value_heads}
+            mixer = {f"{at}{name}.weight": (rows, hidden) for name, rows in inputs.items()}
+            mixer |= {f"{at}conv1d.weight": (channels, 1, config.get("linear_conv_kernel_dim", 4))}
+            mixer |= {f"{at}A_log": (value_heads,), f"{at}dt_bias": (value_heads,), f"{at}norm.weight": (value_dim,)}
+            mixer |= {f"{at}out_proj.weight": (hidden, values)}
+        else:
+            rows = {"q_proj": 2 * heads * dim, "k_proj": kv, "v_proj": kv}
+            mixer = {f"{at}.self_attn.{name}.weight": (count, hidden) for name, count in rows.items()}
+            mixer |= {f"{at}.self_attn.{name}.weight": (dim,) for name in ("q_norm", "k_norm")}
+            mixer |= {f"{at}.self_attn.o_proj.weight": (hidden, heads * dim)}
+        shapes |= norms | mixer | _list_ffn_shapes(config, f"model.layers.{layer}.mlp")
+    return shapes
+
+
+def _list_ffn_shapes(config: Mapping[str, Any], at: str) -> dict[str, tuple[int, ...]]:
+    hidden = config["hidden_size"]
+
+    def gated(prefix: str, ffn: int) -> dict[str, tuple[int, ...]]:
+        shapes = {f"{prefix}.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+        return shapes | {f"{prefix}.down_proj.weight": (hidden, ffn)}
+
+    if not (count := config.get("num_experts", 0)):
+        return gated(at, config["intermediate_size"])
+    shapes = gated(f"{at}.shared_expert", config["shared_expert_intermediate_size"])
+    shapes |= {f"{at}.gate.weight": (count, hidden), f"{at}.shared_expert_gate.weight": (1, hidden)}
+    for expert in range(count):
+        shapes |= gated(f"{at}.experts.{expert}", config["moe_intermediate_size"])
+    return shapes
+
+
 def compute_logits(model: Any, tokens: list[list[int]]) -> list[torch.Tensor]:
     """Return the logits of transformers, computed token by token: its rule for chunks has larger rounding errors."""
     module = sys.modules[type(model).__module__]
@@ -87,13 +145,16 @@ def randomize(model: Any) -> None:
     """Set all weights of a model of transformers."""
     random = torch.Generator().manual_seed(1)
     for part, tensor in model.state_dict().items():
-        values = torch.randn(tensor.shape, generator=random)
-        if "A_log" in part or "dt_bias" in part:
-            tensor.copy_(values)
-        elif "norm" in part:
-            tensor.copy_(values * 0.2 + ("linear_attn.norm" in part))
-        else:
-            tensor.copy_(values * 2.0 / tensor.shape[-1] ** 0.5)
+        tensor.copy_(scale_values(part, torch.randn(tensor.shape, generator=random)))
+
+
+def scale_values(name: str, values: torch.Tensor) -> torch.Tensor:
+    """Return random values in the range that a tensor of this name has."""
+    if "A_log" in name or "dt_bias" in name:
+        return values
+    if "norm" in name:
+        return values * 0.2 + ("linear_attn.norm" in name)
+    return values * 2.0 / values.shape[-1] ** 0.5
 
 
 def write_with_images(directory: Path, name: str) -> Any:

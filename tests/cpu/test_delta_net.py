@@ -23,6 +23,7 @@ from emberline.engine.gpu_plan import plan_gpus
 from emberline.engine.gpu_set import GPUSet
 from emberline.engine.kv_shape import make_state_shape
 from emberline.engine.memory import plan_engine_memory
+from emberline.engine.memory_plan import MemoryPlan
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import StateCache
@@ -120,12 +121,39 @@ def test_bad_configs(changes: dict[str, Any], words: str) -> None:
         ModelConfig.from_hf(config)
 
 
-@pytest.mark.parametrize("kind", ["linear_attention", "full_attention"])
-def test_a_gpu_is_refused(kind: str) -> None:
-    """Also without recurrent layers: no GPU kernel multiplies by the output gate."""
-    config = ModelConfig.from_hf(tiny_delta.make_config("next") | {"layer_types": [kind, *["full_attention"] * 3]})
-    with pytest.raises(UnsupportedModel, match="recurrent layers" if kind == "linear_attention" else "output gate"):
-        plan_engine_memory(config, EngineConfig.build("").with_gpu_defaults(), 1 << 40, "bfloat16")
+def test_states_in_the_plan_of_a_gpu() -> None:
+    config, limits = ModelConfig.from_hf(tiny_delta.make_config("next")), {"max_running": 8, "block_size": 16}
+    slot, block = 8928, 2 * 16 * 2 * 16 * 2  # one layer has keys and values
+
+    def plan(total: int = 8 << 30, **settings: Any) -> MemoryPlan:
+        settings = limits | settings
+        return plan_engine_memory(config, EngineConfig.build("", **settings).with_gpu_defaults(), total, "bfloat16")
+
+    planned = plan()
+    assert planned.state_slots == 24 and planned.states == 25 * slot
+    assert planned.spare_bytes >= 0 and ("states", planned.states) in planned.named_sizes()
+    assert planned.kv_bytes + planned.states <= 0.95 * planned.total - (planned.fixed_bytes - planned.states)
+    small = plan(kv_memory=20 * slot)  # half of it is for states, of which one is for padding
+    assert small.state_slots == 9 and small.kv_bytes == 10 * slot // block * block
+    assert plan(kv_tokens=4096).kv_tokens == 4096
+    with pytest.raises(ModelError, match=r"35712 bytes, and recurrent states of 8928 bytes each get half of it; 1 fit"):
+        plan(kv_memory=4 * slot)
+    full = ModelConfig.from_hf(tiny_delta.make_config("next") | {"layer_types": ["full_attention"] * 4})
+    assert not plan_engine_memory(full, EngineConfig.build("").with_gpu_defaults(), 8 << 30, "bfloat16").states
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"exact": True}, "which --exact on a GPU does not support"),
+        ({"weights": "packed"}, "which --weights packed does not support"),
+        ({"speculate": "ngram"}, "which --speculate ngram on a GPU does not support"),
+    ],
+)
+def test_settings_of_a_gpu_that_are_refused(settings: dict[str, Any], words: str) -> None:
+    config = ModelConfig.from_hf(tiny_delta.make_config("dense"))
+    with pytest.raises(UnsupportedModel, match=words):
+        plan_engine_memory(config, EngineConfig.build("", **settings).with_gpu_defaults(), 1 << 40, "bfloat16")
 
 
 @pytest.mark.parametrize("kernel", [4, 1])

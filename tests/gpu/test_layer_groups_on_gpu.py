@@ -80,7 +80,7 @@ def make_engine(
     chosen = {"max_running": 8, "max_batch_tokens": 256, "max_context": 2048, "kv_tokens": 16 * 1024} | settings
     with pytest.MonkeyPatch.context() as patch:
         if not grouped:
-            single = lambda windows, context: LayerGroups.single(len(windows))  # noqa: E731
+            single = lambda windows, *_: LayerGroups.single(len(windows))  # noqa: E731
             patch.setattr("emberline.engine.memory.choose_groups", single)
         engine = boot_from_checkpoint(checkpoint, gpu_config(**chosen), dtype=dtype).engine
     assert engine.kv.has_windows == grouped

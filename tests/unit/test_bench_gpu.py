@@ -200,6 +200,9 @@ def test_shapes_with_experts_are_chosen_by_name() -> None:
     assert one.with_experts(config, 8).weight_bytes == one.weight_bytes
     assert one.with_experts(config, 128).weight_bytes - one.weight_bytes == 2 * 120 * expert
     assert ModelConfig.from_hf(engine.shape_of({"shape": "deepseek-v2-lite"}).hf_config).experts is not None
+    recurrent = engine.compute_token_cost({"shape": "qwen3.5-35b-a3b"})
+    assert recurrent.kv_bytes == 10 * 2 * 2 * 256 * 2 and recurrent.state_bytes == 30 * 4 * (32 * 128 * 128 + 3 * 8192)
+    assert recurrent.weight_bytes == pytest.approx(2 * 2.9e9, rel=0.02)
     with pytest.raises(InvalidRequest, match="shape is 'qwen'"):
         engine.shape_of({"shape": "qwen"})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from emberline.core.clock import ManualClock
 from emberline.core.engine_config import SchedulerConfig
 from emberline.core.params import SamplingParams
-from emberline.core.plan import StepPlan, StepResult
+from emberline.core.plan import PENDING_TOKEN, StepPlan, StepResult
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakeRunner
@@ -41,7 +41,12 @@ class FakeStateRunner(FakeRunner):
             tokens = known[work.id]
             assert len(before) == work.start, "not the state after the tokens before"
             assert before[: len(tokens)] == tokens[: work.start]
-            self._states[state.slot] = [*before, *work.tokens]
+            for position, token in enumerate(before):
+                block, offset = divmod(position, BLOCK)
+                assert self._memory[work.blocks[block] * BLOCK + offset] == token, "the state of other tokens"
+            newest = self._newest_tokens.get(work.id, PENDING_TOKEN)
+            after = [newest if token == PENDING_TOKEN else token for token in work.tokens]
+            self._states[state.slot] = [*before, *after]
         for _, state in items:
             if state.save_to is not None:
                 assert state.save_to not in {other.slot for _, other in items}
@@ -49,11 +54,22 @@ class FakeStateRunner(FakeRunner):
         return super().run(plan)
 
 
-def make_engine(blocks: int, slots: int, *, budget: int = 64, prefix_cache: bool = True) -> Engine:
+class PipelinedStateRunner(FakeStateRunner):
+    """Runs steps in the order in which they are planned, as a device does, but returns results later."""
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        result = self.run(plan)
+        return lambda: result
+
+
+def make_engine(
+    blocks: int, slots: int, *, budget: int = 64, prefix_cache: bool = True, pipelined: bool = False
+) -> Engine:
     config = SchedulerConfig(
         block_size=BLOCK, max_batch_tokens=budget, max_running=6, max_context=400, prefix_cache=prefix_cache
     )
-    return Engine(config, FakeStateRunner(blocks, slots), ManualClock())
+    runner = PipelinedStateRunner(blocks, slots) if pipelined else FakeStateRunner(blocks, slots)
+    return Engine(config, runner, ManualClock())
 
 
 def slots_of(engine: Engine) -> StateSlots:
@@ -87,11 +103,17 @@ REQUESTS = st.lists(
     slots=st.integers(1, 14),
     budget=st.sampled_from([16, 64, 300]),
     prefix_cache=st.booleans(),
+    pipelined=st.booleans(),
 )
 def test_every_slot_is_free_or_held_or_a_snapshot(
-    requests: Sequence[tuple[int, int, int, int, int, bool]], blocks: int, slots: int, budget: int, prefix_cache: bool
+    requests: Sequence[tuple[int, int, int, int, int, bool]],
+    blocks: int,
+    slots: int,
+    budget: int,
+    prefix_cache: bool,
+    pipelined: bool,
 ) -> None:
-    engine = make_engine(blocks, slots, budget=budget, prefix_cache=prefix_cache)
+    engine = make_engine(blocks, slots, budget=budget, prefix_cache=prefix_cache, pipelined=pipelined)
     finished: dict[str, int] = {}
 
     def step() -> None:
@@ -144,8 +166,9 @@ def test_a_snapshot_without_its_blocks_is_dropped() -> None:
     assert slots_of(engine).num_free + slots_of(engine).num_snapshots == 8
 
 
-def test_outputs_keep_one_snapshot_each() -> None:
-    engine = make_engine(100, 8)
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_outputs_keep_one_snapshot_each(pipelined: bool) -> None:
+    engine = make_engine(100, 8, pipelined=pipelined)
     run(engine, "a", list(range(30)), max_tokens=100)
     assert slots_of(engine).num_snapshots == 1
     run(engine, "b", [500 + i for i in range(100)], max_tokens=30)

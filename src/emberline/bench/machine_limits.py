@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from emberline.bench.job import BenchJob
 from emberline.bench.machine import NATIVE_BF16, describe_hardware, last_level_cache_bytes
+from emberline.engine.state_plan import state_slot_bytes
 from emberline.models.config import ModelConfig
 
 MIN_BUFFER_BYTES = 256 << 20
@@ -48,6 +49,7 @@ class TokenCost:
     kv_bytes: int
     width: float  # bytes of a parameter
     other_experts: int = 0  # parameters of experts that a step reads besides those of one token
+    state_bytes: int = 0  # of recurrent states, which a step reads and writes for each request
 
     @staticmethod
     def from_config(config: ModelConfig, bytes_per_parameter: int = 2) -> TokenCost:
@@ -56,12 +58,19 @@ class TokenCost:
         if (e := config.experts) is not None:
             used = sum(n * k for n, k in e.weight_shapes(config.hidden, e.chosen)[0]) // config.hidden
             ffns = [used if sparse else 3 * config.ffn for sparse in e.layers]
+        parts = config.parts.attention
+        full = config.layers - len(parts.state_layers)
+        rows = full * ((3 if parts.has_output_gate else 2) * q + 2 * kv)
+        if (state := parts.state) is not None:
+            values = state.value_heads * state.value_dim
+            rows += len(parts.state_layers) * (state.conv_channels + 2 * values + 2 * state.value_heads)
         return TokenCost(
-            layers=config.hidden * (config.layers * (2 * q + 2 * kv) + sum(ffns)),
+            layers=config.hidden * (rows + sum(ffns)),
             head=config.vocab * config.hidden,
-            attention=config.layers * 2 * q,
-            kv_bytes=config.layers * 2 * kv * bytes_per_parameter,
+            attention=full * 2 * q,
+            kv_bytes=full * 2 * kv * bytes_per_parameter,
             width=bytes_per_parameter,
+            state_bytes=state_slot_bytes(config),
         )
 
     @property
@@ -81,7 +90,7 @@ class TokenCost:
         return tokens / max(work / limits.flops, self.weight_bytes / limits.bandwidth)
 
     def max_decode_rate(self, limits: MachineLimits, batch: int, context_tokens: int) -> float:
-        read = self.weight_bytes + batch * context_tokens * self.kv_bytes
+        read = self.weight_bytes + batch * (context_tokens * self.kv_bytes + 2 * self.state_bytes)
         work = batch * self._count_flops(context_tokens, context_tokens + 1, 1)
         return batch / max(work / limits.flops, read / limits.bandwidth)
 

@@ -342,7 +342,6 @@ def _check_gpu_memory(
     """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses."""
     from emberline.engine import memory
     from emberline.engine.group_choice import choose_groups
-    from emberline.engine.model_support import reject_on_gpu
     from emberline.models.config_outline import outline_of
     from emberline.models.kv_groups import group_layers
     from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
@@ -366,12 +365,10 @@ def _check_gpu_memory(
     if state_bytes := sum(g.bytes_per_sequence for g in group_layers(outline_of(config), "float32", size)):
         each = f"{state_bytes / 1e6:.2f} MB for each running request and each snapshot of a prefix"
         yield DoctorFinding("  states", f"{each}, at most half of the KV cache's memory (float32)")
-    if gpu_bytes is not None:
-        reject_on_gpu(config)
-    else:
+    if gpu_bytes is None:
         memory.reject_packed_weights(settings.gpu.weights)
         return
-    packed = memory.uses_packed_weights(checkpoint, settings, dtype, has_experts=config.experts is not None)
+    packed = memory.uses_packed_weights(checkpoint, settings, dtype, config)
     plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, packed=packed)
     form = "packed" if packed else "both plain and packed" if settings.gpu.weights == "both" else "plain"
     rounded = " (rounded from float16)" * (dtype == "bfloat16" and stored_weight_dtype(checkpoint) == "float16")

@@ -136,7 +136,7 @@ def to_loaded_engine(booted: BootedGPUEngine) -> LoadedEngine:
         max_context=booted.engine.max_context,
         kv_tokens=booted.plan.kv_tokens,
         weight_bytes=booted.runner.model.weight_bytes,
-        kv_bytes=booted.plan.kv_bytes,
+        kv_bytes=booted.plan.kv_bytes + booted.plan.states,
         kernels=f"cuda ({torch.cuda.get_device_name()})",
         seconds=dict(booted.seconds),
         device="cuda",

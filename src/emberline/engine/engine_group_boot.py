@@ -71,8 +71,7 @@ class WeightEstimate:
         checkpoint = Checkpoint.open(Path(config.model))
         model = ModelConfig.from_checkpoint(checkpoint)
         dtype = choose_weight_dtype(checkpoint, config.dtype, on_gpu=runs_on_gpu(config))
-        has_experts = model.experts is not None
-        packed = runs_on_gpu(config) and memory.uses_packed_weights(checkpoint, config, dtype, has_experts=has_experts)
+        packed = runs_on_gpu(config) and memory.uses_packed_weights(checkpoint, config, dtype, model)
         both = runs_on_gpu(config) and config.gpu.weights == "both"
         size = memory.weight_bytes(model, DTYPE_BYTES[dtype], packed=packed, both=both)
         return WeightEstimate(model, dtype, size, packed)

@@ -13,8 +13,9 @@ from emberline.engine.expert_limits import reject_unsupported_experts
 from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, max_step_rows
 from emberline.engine.group_choice import choose_groups, max_planned_tokens
 from emberline.engine.memory_plan import MemoryPlan
-from emberline.engine.model_support import reject_on_gpu
+from emberline.engine.model_support import reject_unsupported_on_gpu
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
+from emberline.engine.state_plan import device_state_bytes, plan_state_slots
 from emberline.engine.step_sizes import StepSizes
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kv.layer_groups import LayerGroups
@@ -87,13 +88,15 @@ def plan_engine_memory(
     """Return the plan of an engine with these settings and weights of this dtype. `draft`: of its draft model.
 
     Raises ModelError if the model does not fit, UnsupportedModel if the GPU cannot run it."""
-    reject_on_gpu(config)
+    reject_unsupported_on_gpu(config, settings)
     reject_unsupported_experts(config, settings)
     kv_bytes, context = DTYPE_BYTES[kv_dtype(settings, dtype)], choose_max_context(config, settings)
-    groups, size = choose_groups(config.windows, context), settings.scheduler.block_size
-    tokens = settings.kv_cache.kv_tokens
-    if settings.kv_cache.kv_memory is not None:
-        tokens = settings.kv_cache.kv_memory // kv_token_bytes(config, kv_bytes, groups.num_places)
+    groups = choose_groups(config.windows, context, config.parts.attention.state_layers)
+    size, tokens, state_slots = settings.scheduler.block_size, settings.kv_cache.kv_tokens, None
+    if (memory := settings.kv_cache.kv_memory) is not None:
+        state_slots = plan_state_slots(config, memory, settings.scheduler.max_running)
+        memory -= device_state_bytes(config, state_slots)
+        tokens = memory // kv_token_bytes(config, kv_bytes, groups.num_places)
         tokens = tokens if groups.is_single else tokens // size * size
     return plan_memory(
         config,
@@ -106,6 +109,7 @@ def plan_engine_memory(
         max_context=context,
         groups=groups,
         kv_tokens=tokens,
+        state_slots=state_slots,
         packed=packed and dtype == "bfloat16",
         both=settings.gpu.weights == "both" and dtype == "bfloat16",
         tiers=settings.tiers.has_tiers,
@@ -117,9 +121,11 @@ def plan_engine_memory(
 
 
 def uses_packed_weights(
-    checkpoint: Checkpoint, settings: EngineConfig, dtype: str, *, has_experts: bool = False
+    checkpoint: Checkpoint, settings: EngineConfig, dtype: str, model: ModelConfig | None = None
 ) -> bool:
-    """Return whether weights of this dtype are kept packed, in 12 bits each: not by default if there are experts.
+    """Return whether weights of this dtype are kept packed, in 12 bits each.
+
+    By default they are not if the model has experts or recurrent layers.
 
     Raises InvalidRequest if the settings require packed weights and the dtype cannot be packed."""
     if settings.gpu.weights in ("packed", "both") and dtype != "bfloat16":
@@ -127,7 +133,8 @@ def uses_packed_weights(
         message = f"weights is {settings.gpu.weights}; only bfloat16 can be packed, and the model has {dtype}"
         raise InvalidRequest(message, param="weights", hint=hint)
     coded = any(tensor.packing is not None for tensor in checkpoint.tensors.values())
-    is_useful = coded and dtype == "bfloat16" and not has_experts
+    can_pack = model is None or (model.experts is None and model.parts.attention.state is None)
+    is_useful = coded and dtype == "bfloat16" and can_pack
     return settings.gpu.weights == "packed" or (settings.gpu.weights == "auto" and is_useful)
 
 
@@ -170,6 +177,7 @@ def plan_memory(
     max_context: int,
     groups: LayerGroups | None = None,
     kv_tokens: int | None = None,
+    state_slots: int | None = None,
     packed: bool = False,
     both: bool = False,
     tiers: bool = False,
@@ -181,10 +189,10 @@ def plan_memory(
     """Return how an engine uses `total_bytes` of GPU memory. Raises ModelError if the model does not fit.
 
     `groups`: layers that share block tables; None: all share one.
-    `kv_tokens`: the size of the KV cache in tokens; None: as many as fit. `both`: weights are kept plain and
-    packed. `tiers`, `transfer`: reserve buffers for KV blocks that move to other tiers or engines. `max_new_tokens`: of
-    a request in a step, with its draft. `utilization`: part of the memory that may be used. The CUDA graphs of all step
-    shapes are included."""
+    `kv_tokens`: the size of the KV cache in tokens; None: as many as fit. `state_slots`: slots for recurrent states;
+    None: as many as are useful and fit. `both`: weights are kept plain and packed. `tiers`, `transfer`: reserve buffers
+    for KV blocks that move to other tiers or engines. `max_new_tokens`: of a request in a step, with its draft.
+    `utilization`: part of the memory that may be used. The CUDA graphs of all step shapes are included."""
     groups = groups or LayerGroups.single(config.layers)
     tables, formats = len(groups.windows), (dtype_bytes, kv_dtype_bytes, block_size)
     sizes = max_running, max_batch_tokens, max_context, max_new_tokens
@@ -197,10 +205,12 @@ def plan_memory(
     }
     usable = int(total_bytes * utilization)
     available = usable - sum(fixed.values())
+    slots = plan_state_slots(config, max(0, available), max_running) if state_slots is None else state_slots
+    available -= (states := device_state_bytes(config, slots))
     blocks = max(0, available) // (block_bytes * tables)  # of each group, if requests are short
     needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     if blocks < needed:
-        raise does_not_fit_error(fixed, usable, total_bytes, needed * tables * block_bytes)
+        raise does_not_fit_error(fixed | {"states": states}, usable, total_bytes, needed * tables * block_bytes)
     blocks = blocks if kv_tokens is None else needed
     return MemoryPlan(
         total=total_bytes,
@@ -211,6 +221,8 @@ def plan_memory(
         max_context=max_context,
         groups=groups,
         max_planned_tokens=max_planned_tokens(max_batch_tokens, is_pipelined=True),
+        states=states,
+        state_slots=slots,
     )
 
 
@@ -346,9 +358,7 @@ def _unpacked_bytes(sizes: StepSizes) -> int:
     return DTYPE_BYTES["bfloat16"] * (2 * sizes.widest_matrix + head)
 
 
-def does_not_fit_error(
-    fixed_bytes: dict[str, int], usable: int, total_bytes: int, needed_kv_bytes: int
-) -> ModelError:
+def does_not_fit_error(fixed_bytes: dict[str, int], usable: int, total_bytes: int, needed_kv_bytes: int) -> ModelError:
     """Return the error for a KV cache that does not fit beside the other parts of a GPU's memory."""
     left = usable - sum(fixed_bytes.values())
     parts = ", ".join(f"{name} {format_gib(size)}" for name, size in fixed_bytes.items())

@@ -24,10 +24,12 @@ class MemoryPlan:
     max_context: int
     groups: LayerGroups  # layers that share block tables
     max_planned_tokens: int  # of a request, in steps whose results are not known
+    states: int = 0  # recurrent states, with a slot for padding
+    state_slots: int = 0  # slots for the states of requests and for snapshots
 
     @property
     def fixed_bytes(self) -> int:
-        return self.weights + self.activations + self.scratch + self.logits + self.graphs + self.reserve
+        return self.weights + self.activations + self.scratch + self.logits + self.graphs + self.reserve + self.states
 
     @property
     def spare_bytes(self) -> int:
@@ -58,6 +60,7 @@ class MemoryPlan:
         parts = ("weights", "activations", "scratch", "logits", "graphs", "reserve")
         return [
             *((name, getattr(self, name)) for name in parts),
+            *([("states", self.states)] if self.states else []),
             ("kv cache", self.kv_bytes),
             ("spare", self.spare_bytes),
         ]
@@ -69,8 +72,9 @@ class MemoryPlan:
     def describe_kv_tokens(self) -> str:
         """Return how many tokens the KV cache holds, in words."""
         contexts = f"{self.full_contexts:.1f} full contexts"
-        if self.groups.is_single:
-            return f"{self.kv_tokens} tokens, {contexts}"
+        if len(self.groups.windows) == 1:
+            slots = f", {self.state_slots} slots for states" * bool(self.state_slots)
+            return f"{self.kv_tokens} tokens, {contexts}{slots}"
         tables = f"{self.kv_blocks} blocks in {len(self.groups.windows)} groups of layers"
         tokens = f"{self.kv_tokens} tokens of short requests or {self.max_request_tokens} of one long request"
         return f"{tables}, {tokens}, {contexts}"

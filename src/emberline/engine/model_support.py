@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import UnsupportedModel
 from emberline.models.config import ModelConfig
 
@@ -12,9 +13,11 @@ def reject_states(config: ModelConfig, what: str, hint: str) -> None:
         raise UnsupportedModel(f"{config.model_type} has recurrent layers, which {what} does not support", hint=hint)
 
 
-def reject_on_gpu(config: ModelConfig) -> None:
-    """Raise UnsupportedModel for a model with layers that no GPU kernel computes."""
-    reject_states(config, "a GPU", "use --device cpu")
-    if config.parts.attention.has_output_gate:
-        message = f"{config.model_type} has attention with an output gate, which is only supported on the CPU"
-        raise UnsupportedModel(message, hint="use --device cpu")
+def reject_unsupported_on_gpu(config: ModelConfig, settings: EngineConfig) -> None:
+    """Raise UnsupportedModel for settings of a GPU that recurrent layers do not support."""
+    if settings.speculation.speculate != "off":
+        reject_states(config, f"--speculate {settings.speculation.speculate} on a GPU", "drop it")
+    if settings.gpu.exact:
+        reject_states(config, "--exact on a GPU", "drop it: how a prompt is cut into chunks changes its states")
+    if settings.gpu.weights in ("packed", "both"):
+        reject_states(config, f"--weights {settings.gpu.weights}", "use --weights plain")

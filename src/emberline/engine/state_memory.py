@@ -1,4 +1,4 @@
-"""The memory of recurrent states on a CPU, and the settings that cannot be combined with states."""
+"""The memory of recurrent states, and the settings that cannot be combined with states."""
 
 from __future__ import annotations
 
@@ -6,35 +6,13 @@ import logging
 from dataclasses import replace
 
 from emberline.core.engine_config import EngineConfig, SpeculationConfig
-from emberline.core.errors import ModelError
 from emberline.engine.kv_shape import make_state_shape
 from emberline.engine.model_support import reject_states
+from emberline.engine.state_plan import count_state_slots
 from emberline.kv.cache import StateCache
 from emberline.models.config import ModelConfig
 
-SLOTS_PER_REQUEST = 3  # of a running request, at most: its states, and two snapshots of prefixes
-MIN_SLOTS = 2  # for one running request and one snapshot
-
 log = logging.getLogger("emberline.engine")
-
-
-def count_state_slots(slot_bytes: int, memory_bytes: int, max_running: int, *, draft_bytes: int = 0) -> int:
-    """Return how many slots for states are allocated: at most half of the memory of the KV cache.
-
-    Fewer slots than `max_running` limit the number of requests that run together. `draft_bytes`: what each running
-    request needs for drafted tokens, in the same half. Raises ModelError if too few fit."""
-    available = memory_bytes // 2
-    slots = (available - max_running * draft_bytes) // slot_bytes
-    if slots < max_running:  # each slot may be that of a running request
-        slots = available // (slot_bytes + draft_bytes)
-    slots = min(max(SLOTS_PER_REQUEST * max_running, MIN_SLOTS), slots)
-    if slots < MIN_SLOTS:
-        raise ModelError(
-            f"the KV cache has {memory_bytes} bytes, and recurrent states of {slot_bytes} bytes each get half of "
-            f"it; {slots} fit, but at least {MIN_SLOTS} are needed",
-            hint="raise --kv-memory, or lower --max-draft" if draft_bytes else "raise --kv-memory",
-        )
-    return slots
 
 
 def allocate_states(
@@ -47,6 +25,12 @@ def allocate_states(
     draft_bytes = max_draft * shape.draft_bytes
     slots = count_state_slots(shape.slot_bytes, memory_bytes, max_running, draft_bytes=draft_bytes)
     return StateCache(shape, slots, num_places=min(slots, max_running), max_draft=max_draft)
+
+
+def allocate_device_states(config: ModelConfig, num_slots: int, device: str) -> StateCache | None:
+    """Return the memory of a model's states on a device, with a slot for padding; None if it has no such layers."""
+    shape = make_state_shape(config)
+    return None if shape is None else StateCache(shape, num_slots, device, has_padding_slot=True)
 
 
 def without_unsupported_settings(config: EngineConfig, model: ModelConfig) -> EngineConfig:

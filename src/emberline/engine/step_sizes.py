@@ -69,12 +69,13 @@ def _attention_values(outline: ModelOutline, layer: LayerOutline) -> int:
 
     Latent attention has compressed queries and keys, queries, queries in the space of the latents, and outputs in
     that space and of the heads; for chunks of prompts also what is cached, and keys and values of each head. Recurrent
-    layers have projections before and after the convolution, gates and outputs.
+    layers have projections before and after the convolution, gates, outputs, and for chunks of prompts a key and a
+    value of each value head.
     """
     if layer.attention == "state":
         assert outline.state is not None
         state = outline.state
-        return 2 * state.conv_channels + 2 * state.value_heads * state.value_dim + 2 * state.value_heads
+        return 2 * state.conv_channels + state.value_heads * (state.key_dim + 3 * state.value_dim + 2)
     if outline.latent is not None:
         latent = outline.latent
         head = latent.plain_dim + latent.rotary_dim + latent.cached_dim + latent.kv_rank + latent.value_dim

@@ -82,10 +82,11 @@ class LayerStates(NamedTuple):
 
     conv: Tensor  # [slots, kernel - 1, channels] float32: the last inputs of the convolution
     matrices: Tensor  # [slots, value_heads, key_dim, value_dim] float32
-    slots: Tensor  # [B] int32: all different
+    slots: Tensor  # [B] int32: all different, except for padding, which shares a slot that no request has
     metadata: AttentionMetadata  # of which query_start and context are used
     saves: StateSaves | None = None
     drafts: StateDrafts | None = None  # None: no sequence has drafted tokens, nor had any in its previous step
+    few_token_rows: int = 0  # leading sequences with one new token, or few, for kernels that compute these differently
 
 
 class DeltaGates(NamedTuple):
@@ -173,10 +174,13 @@ class _Sequence(NamedTuple):
 
 
 def _iter_sequences(states: LayerStates) -> Iterator[_Sequence]:
+    """Yield the sequences of a step, without padding, which has no rows."""
     starts, context = states.metadata.query_start.tolist(), states.metadata.context.tolist()
     saves = [(0, 0)] * len(context) if states.saves is None else _zip_tensors(*states.saves)
     drafts = [(0, 0, 0)] * len(context) if states.drafts is None else _zip_tensors(*states.drafts[2:])
     for b, slot in enumerate(states.slots.tolist()):
+        if starts[b] == starts[b + 1]:
+            continue
         _, accepted, drafted = drafts[b]
         own = slot, accepted + starts[b + 1] - starts[b] - drafted
         writes = [saves[b], own] if saves[b][1] else [own]

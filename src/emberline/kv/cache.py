@@ -103,18 +103,34 @@ class StateCache:
 
     For speculative decoding, `num_places` sequences have rows of up to `max_draft` drafted tokens each."""
 
-    def __init__(self, shape: StateShape, num_slots: int, *, num_places: int = 0, max_draft: int = 0) -> None:
+    def __init__(
+        self,
+        shape: StateShape,
+        num_slots: int,
+        device: str = "cpu",
+        *,
+        has_padding_slot: bool = False,
+        num_places: int = 0,
+        max_draft: int = 0,
+    ) -> None:
+        """`has_padding_slot`: allocate one more slot, which padding of captured steps overwrites."""
         self.shape, self.num_slots = shape, num_slots
-        conv = shape.layers, num_slots, shape.conv_rows, shape.conv_channels
-        matrices = shape.layers, num_slots, shape.heads, shape.key_dim, shape.value_dim
+        slots = num_slots + has_padding_slot
+        conv = shape.layers, slots, shape.conv_rows, shape.conv_channels
+        matrices = shape.layers, slots, shape.heads, shape.key_dim, shape.value_dim
         drafts = shape.layers, num_places, max_draft
-        self.conv, self.matrices = (_zeroed_tensor(dims, torch.float32, "cpu") for dims in (conv, matrices))
-        self.draft_conv = _zeroed_tensor((*drafts, shape.conv_channels), torch.float32, "cpu")
-        self.draft_rule = _zeroed_tensor((*drafts, shape.draft_width), torch.float32, "cpu")
+        self.conv, self.matrices = (_zeroed_tensor(dims, torch.float32, device) for dims in (conv, matrices))
+        self.draft_conv = _zeroed_tensor((*drafts, shape.conv_channels), torch.float32, device)
+        self.draft_rule = _zeroed_tensor((*drafts, shape.draft_width), torch.float32, device)
 
     @property
     def num_bytes(self) -> int:
-        return self.num_slots * self.shape.slot_bytes + self.draft_conv.nbytes + self.draft_rule.nbytes
+        return self.matrices.shape[1] * self.shape.slot_bytes + self.draft_conv.nbytes + self.draft_rule.nbytes
+
+    @property
+    def padding_slot(self) -> int:
+        assert self.matrices.shape[1] > self.num_slots, "there is no slot for padding"
+        return self.num_slots
 
     def copy_slot(self, source: int, target: int) -> None:
         self.conv[:, target] = self.conv[:, source]

@@ -10,6 +10,8 @@ are made
 
 from __future__ import annotations
 
+from functools import partial
+
 from emberline.core.clock import Clock
 from emberline.core.plan import StateWork, WorkItem
 from emberline.core.request import Request
@@ -65,11 +67,11 @@ class StateKVManager(KVManager):
         slot, source, target = self.states.slot_of(request.id), self.states.take_load(request.id), None
         boundaries = self._boundaries[request.id]
         is_boundary = saved % self.block_size == 0 and saved > item.start - accepted and self._can_share_blocks(request)
-        is_known = not item.max_shift and saved <= len(request.tokens)  # else the position or the hash is not known yet
-        if is_boundary and is_known:
+        if is_boundary and not item.max_shift:  # else the position is not known yet
             in_prompt = bool(boundaries) and saved == boundaries[-1]
             if in_prompt or saved > request.submitted_len:
-                digest = self._block_hashes(request, saved // self.block_size)[-1]
+                # A step that is planned ahead of results computes a token that is not known yet.
+                digest = self._find_digest(request, saved) if saved <= len(request.tokens) else None
                 target = self.states.plan_snapshot(request.id, digest, saved, replaces=not in_prompt)
         while boundaries and boundaries[-1] <= num_tokens:
             boundaries.pop()
@@ -78,7 +80,10 @@ class StateKVManager(KVManager):
 
     def index_full_blocks(self, request: Request) -> None:
         super().index_full_blocks(request)
-        self.states.commit_snapshot(request.id, request.num_computed)
+        self.states.commit_snapshot(request.id, request.num_computed, partial(self._find_digest, request))
+
+    def _find_digest(self, request: Request, num_tokens: int) -> bytes:
+        return self._block_hashes(request, num_tokens // self.block_size)[-1]
 
     def free_request(self, request: Request) -> None:
         super().free_request(request)

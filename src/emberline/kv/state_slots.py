@@ -10,7 +10,7 @@ This module does not import torch; runners copy the states as work items say."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -18,9 +18,10 @@ from dataclasses import dataclass
 class PlannedSnapshot:
     """A snapshot that a step makes, which can be used once the result of the step is known."""
 
-    digest: bytes
+    digest: bytes | None  # None: the last token of the prefix is not known yet
     slot: int
     num_tokens: int  # of the prefix
+    replaces: bool  # whether the request's next snapshot of this kind replaces it
 
 
 class StateSlots:
@@ -71,11 +72,12 @@ class StateSlots:
         digest = self._loads.pop(request_id, None)
         return None if digest is None else self._snapshots[digest]
 
-    def plan_snapshot(self, request_id: str, digest: bytes, num_tokens: int, *, replaces: bool) -> int | None:
+    def plan_snapshot(self, request_id: str, digest: bytes | None, num_tokens: int, *, replaces: bool) -> int | None:
         """Return the slot to which a step copies the states of the request, or None if no copy is worth it.
 
-        `replaces`: the snapshot replaces the request's previous one that was made with `replaces`."""
-        if digest in self._snapshots:
+        `digest`: None if it is only known when the snapshot is committed. `replaces`: the snapshot replaces the
+        request's previous one that was made with `replaces`."""
+        if digest is not None and digest in self._snapshots:
             self._snapshots.move_to_end(digest)
             return None
         if request_id in self._planned:
@@ -84,22 +86,29 @@ class StateSlots:
             self.forget_prefix(previous)
         if (slot := self._allocate()) is None:
             return None
-        self._planned[request_id] = PlannedSnapshot(digest, slot, num_tokens)
-        if replaces:
-            self._newest[request_id] = digest
+        self._planned[request_id] = PlannedSnapshot(digest, slot, num_tokens, replaces)
         return slot
 
-    def commit_snapshot(self, request_id: str, num_computed: int) -> None:
-        """Make the planned snapshot of a request usable if all its tokens are computed."""
+    def commit_snapshot(
+        self, request_id: str, num_computed: int, find_digest: Callable[[int], bytes] | None = None
+    ) -> None:
+        """Make the planned snapshot of a request usable if all its tokens are computed.
+
+        `find_digest`: returns the digest of a prefix of so many tokens, if it was not known before."""
         planned = self._planned.get(request_id)
         if planned is None or planned.num_tokens > num_computed:
             return
         del self._planned[request_id]
-        if planned.digest in self._snapshots:  # of another request with the same prefix
+        digest = planned.digest
+        if digest is None:
+            assert find_digest is not None
+            digest = find_digest(planned.num_tokens)
+        if digest in self._snapshots:  # of another request with the same prefix
             self._free.append(planned.slot)
-            self._newest.pop(request_id, None)
-        else:
-            self._snapshots[planned.digest] = planned.slot
+            return
+        self._snapshots[digest] = planned.slot
+        if planned.replaces:
+            self._newest[request_id] = digest
 
     def free(self, request_id: str) -> None:
         """Free the slot of a request. Its snapshots stay, except for one that is not made yet."""

@@ -17,7 +17,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.forward import ForwardBatch
 from emberline.models.layers import add_output, load_linear
 from emberline.models.outline import StateSizes
-from emberline.models.weights import Weights
+from emberline.models.weights import StackPart, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class DeltaNet:
         norm = f"model.layers.{layer}.input_layernorm.weight"
         is_grouped = config.parts.attention.has_grouped_delta_tensors
         matrix = (_load_grouped if is_grouped else _load_separate)(weights, at, sizes, hidden)
-        kernel = weights.load_vector(f"{at}.conv1d.weight", sizes.conv_channels, 1, sizes.conv_kernel)
+        taps, channels = sizes.conv_kernel, sizes.conv_channels
+        kernel = StackPart(f"{at}.conv1d.weight", (channels, 1, taps), lambda whole: whole.T[:, None])
         return DeltaNet(
             qkv=ops.LinearLayer(
                 weights.pack(matrix),
@@ -50,8 +51,8 @@ class DeltaNet:
                 value_heads=sizes.value_heads,
                 key_dim=sizes.key_dim,
                 value_dim=sizes.value_dim,
-                conv_weight=kernel[:, 0].T.contiguous(),
-                rates=weights.load_vector(f"{at}.A_log", sizes.value_heads).exp(),
+                conv_weight=weights.stack_experts((taps, channels), [kernel], torch.float32),
+                rates=weights.transform(weights.load_vector(f"{at}.A_log", sizes.value_heads), torch.exp),
                 time_bias=weights.load_vector(f"{at}.dt_bias", sizes.value_heads),
             ),
         )
@@ -66,8 +67,9 @@ class DeltaNet:
         """
         sequences = len(batch.attention.query_start) - 1
         assert batch.state_slots is not None and len(batch.state_slots) == sequences, "a sequence has no states"
-        layer, saves, drafts = self.layer, batch.state_saves, batch.state_drafts
-        states = ops.LayerStates(keys, values, batch.state_slots, batch.attention, saves=saves, drafts=drafts)
+        few, layer = 0 if batch.plan is None else batch.plan.decode_rows, self.layer
+        saves, drafts = batch.state_saves, batch.state_drafts
+        states = ops.LayerStates(keys, values, batch.state_slots, batch.attention, saves, drafts, few)
         projected = ops.linear(x, self.qkv, unpacker=batch.unpacker)
         qkv, gate, steps, times = projected.split(
             [layer.channels, layer.values, layer.value_heads, layer.value_heads], dim=1
@@ -98,7 +100,10 @@ def _load_grouped(weights: Weights, at: str, sizes: StateSizes, hidden: int) -> 
     large = [sizes.key_dim, sizes.key_dim, values, values]
     names = [(f"{at}.in_proj_qkvz.weight", sizes.key_heads * sum(large))]
     names.append((f"{at}.in_proj_ba.weight", 2 * sizes.value_heads))
-    matrix = weights.stack(names, hidden)
-    wide, narrow = (part.view(sizes.key_heads, -1, hidden) for part in matrix.split([rows for _, rows in names]))
-    parts = [*wide.split(large, dim=1), *narrow.split(per_key, dim=1)]
-    return torch.cat([part.reshape(-1, hidden) for part in parts])
+
+    def reorder(matrix: Tensor) -> Tensor:
+        wide, narrow = (part.view(sizes.key_heads, -1, hidden) for part in matrix.split([rows for _, rows in names]))
+        parts = [*wide.split(large, dim=1), *narrow.split(per_key, dim=1)]
+        return torch.cat([part.reshape(-1, hidden) for part in parts])
+
+    return weights.transform(weights.stack(names, hidden), reorder)

@@ -12,7 +12,7 @@ plain matrices exist at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -86,6 +86,7 @@ class DeviceWeights(Weights):
         self.packed = packed
         self._reader = reader
         self._loads: list[TensorLoad] = []
+        self._transforms: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []  # what `finish` replaces in place
         self._quantised: list[tuple[str, Tensor | MatrixPart]] = []  # tensors that `finish` dequantises on the host
 
     def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
@@ -141,6 +142,10 @@ class DeviceWeights(Weights):
             self._queue_load(name, part_shape, select(whole))
         return whole
 
+    def transform(self, tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        self._transforms.append((tensor, function))
+        return tensor
+
     def load_embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
         return self.linear([(name, rows)], columns) if self.packed else self.load_matrix(name, rows, columns)
 
@@ -152,6 +157,9 @@ class DeviceWeights(Weights):
             self._files.clear()
             self._reader = self._reader or FileReader.start(weight_file_paths(self.checkpoint), read_ahead_bytes=0)
             self.load_times = self._fill_tensors(self._reader)
+            for tensor, function in self._transforms:
+                tensor.copy_(function(tensor))
+            self._transforms.clear()
         finally:
             if self._reader is not None:
                 self._reader.close()

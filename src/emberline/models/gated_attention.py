@@ -38,25 +38,32 @@ class GatedAttention:
         q, kv = config.heads * dim, config.kv_heads * dim
         norm = weights.load_vector(f"{at}.input_layernorm.weight", config.hidden, offset=offset)
         names = [(f"{at}.self_attn.{name}", rows) for name, rows in (("q_proj", 2 * q), ("k_proj", kv), ("v_proj", kv))]
-        matrix = weights.stack([(f"{name}.weight", rows) for name, rows in names], config.hidden)
-        bias = weights.stack_vectors([(f"{name}.bias", rows) for name, rows in names]) if config.qkv_bias else None
 
-        def make_linear(rows: Tensor) -> ops.LinearLayer:
+        def reorder(rows: Tensor) -> Tensor:
+            """Return the rows of queries, keys and values, then those of gates."""
+            both = rows[: 2 * q].unflatten(0, (config.heads, 2, dim))
+            return torch.cat([both[:, 0].flatten(0, 1), rows[2 * q :], both[:, 1].flatten(0, 1)])
+
+        matrix = weights.stack([(f"{name}.weight", rows) for name, rows in names], config.hidden)
+        matrix, bias = weights.transform(matrix, reorder), None
+        if config.qkv_bias:
+            bias = weights.stack_vectors([(f"{name}.bias", rows) for name, rows in names])
+            bias = weights.transform(bias, reorder)
+
+        def make_linear(rows: slice) -> ops.LinearLayer:
             return ops.LinearLayer(
                 weights.pack(matrix[rows]), None if bias is None else bias[rows], norm, config.norm_eps
             )
 
-        heads = torch.arange(2 * q, device=matrix.device).view(config.heads, 2, dim)
-        rest = torch.arange(2 * q, len(matrix), device=matrix.device)
         q_norm, k_norm = (
             weights.load_vector(f"{at}.self_attn.{name}.weight", dim, offset=offset) for name in ("q_norm", "k_norm")
         )
         attention = Attention(
-            qkv=make_linear(torch.cat([heads[:, 0].flatten(), rest])),
+            qkv=make_linear(slice(0, q + 2 * kv)),
             o=load_linear(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q, bias=config.o_bias),
             layer=replace(make_attention_layer(config, layer, tables.cos_sin), q_norm=q_norm, k_norm=k_norm),
         )
-        return GatedAttention(attention, make_linear(heads[:, 1].flatten()))
+        return GatedAttention(attention, make_linear(slice(q + 2 * kv, None)))
 
     def __call__(
         self, x: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: Tensor | None = None

@@ -146,6 +146,10 @@ class Weights:
             destination.copy_(self._mark_used(name, self._view_tensor(name, part_shape)).reshape(destination.shape))
         return whole
 
+    def transform(self, tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return a function of a loaded tensor, which keeps its shape. The tensor itself must not be used any more."""
+        return function(tensor)
+
     def pack(self, matrix: Tensor) -> ops.PackedWeight:
         """Return a matrix that was computed from loaded ones, packed for the kernels of this device."""
         return ops.pack_linear(matrix.contiguous())

@@ -74,6 +74,36 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
     "eos_token_id": 100001,
 }
 
+QWEN3_5_35B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": 248320,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 248044,
+    "eos_token_id": 248044,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class BenchShape:
@@ -126,6 +156,7 @@ SHAPES = {
             "prefill_8192_ms": 102.0,
         },
     ),
+    "qwen3.5-35b-a3b": BenchShape(QWEN3_5_35B_A3B, 100_000),
 }
 
 

@@ -55,6 +55,7 @@ class DeviceBatch:
     # [groups, T or T + 1] int64: the slots in each group of layers with an attention window; None: there are none. Each
     # group's begin at a multiple of 16 bytes: for other addresses, Triton compiles kernels again.
     window_slots: np.ndarray | None = None
+    state_slots: np.ndarray | None = None  # [B] int32: slot of each row's recurrent states; None: there are none
 
     @staticmethod
     def split(
@@ -135,16 +136,17 @@ class DeviceBatch:
         return DeviceBatch(
             *(len(work), num_rows, num_tokens, index, starts, counts, tokens, positions, slots, newest_index),
             *(token_shifts, row_shifts, max_starts, logit_rows, wanted, window_slots),
+            state_slots=_find_state_slots(work, rows),
         )
 
-    def pad_to(self, shape: StepShape, padding_row: int) -> DeviceBatch:
-        """Return the batch padded to the shape of a captured step.
+    def pad_to(self, shape: StepShape, padding_row: int, padding_state: int | None = None) -> DeviceBatch:
+        """Return the batch padded to the shape of a captured step. `padding_state`: see DeviceRows.
 
         Padding rows are added after the singles and after the chunks, padding tokens after all other tokens. Padding
         uses the row `padding_row` of DeviceRows and writes nothing to the KV cache. In a step without chunks and
         drafts, each padding row has one token and attends to one key; in other steps, it has none."""
         s, chunks, total = self.singles, len(self.rows) - self.singles, shape.singles + shape.tokens
-        count = self.single_tokens
+        count, states = self.single_tokens, self.state_slots
         scored = self.logit_rows[count:]
         has_no_chunks = shape.chunks == 0
 
@@ -186,6 +188,7 @@ class DeviceBatch:
             logit_rows,
             wanted,
             window_slots,
+            None if states is None or padding_state is None else pad_rows(states, padding_state, padding_state),
         )
 
     @property
@@ -193,6 +196,14 @@ class DeviceBatch:
         ends = np.zeros(len(self.counts) + 1, np.int32)
         np.cumsum(self.counts, out=ends[1:])
         return ends
+
+
+def _find_state_slots(work: Sequence[WorkItem], rows: DeviceRows) -> np.ndarray | None:
+    """Return `DeviceBatch.state_slots`. Test requests, which have no slot, use that of padding."""
+    if (padding := rows.padding_state) is None:
+        return None
+    assert not any(w.num_draft for w in work), "drafts of models with recurrent layers run on a CPU only"
+    return np.array([padding if w.state is None else w.state.slot for w in work], np.int32)
 
 
 def _token_array(tokens: Sequence[int]) -> np.ndarray:

@@ -22,7 +22,7 @@ from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.plan import PENDING_TOKEN, Admission, StepPlan, StepResult, WorkItem
 from emberline.core.request import Submission
-from emberline.engine import expert_limits, kv_shape, memory, model_support
+from emberline.engine import expert_limits, kv_shape, memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.attention_log import log_portable_attention
 from emberline.engine.gpu.device import CudaDevice, Device
@@ -35,6 +35,7 @@ from emberline.engine.gpu.zero_weights import make_zero_weight_model
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.make_drafter import make_drafter
+from emberline.engine.state_memory import allocate_device_states, without_unsupported_settings
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
@@ -83,7 +84,7 @@ class SyncRunner:
     def __init__(self, runner: GPURunner) -> None:
         self.num_blocks, self.vocab_size = runner.num_blocks, runner.vocab_size
         self.eos, self.layout, self.prepare = runner.eos, runner.layout, runner.prepare
-        self.groups = runner.groups
+        self.groups, self.num_state_slots = runner.groups, runner.num_state_slots
         self._runner = runner
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -110,7 +111,6 @@ def boot_gpu(
     `load_draft`: loads the draft model, if the settings name one."""
     assert (build_tiers is not None) == settings.tiers.has_tiers
     assert (build_endpoint is not None) == (settings.transfer is not None)
-    model_support.reject_on_gpu(config)
     began = time.perf_counter()
     device = device or CudaDevice()
     model = load_model(config, weights, context)
@@ -123,10 +123,11 @@ def boot_gpu(
     if exact := settings.gpu.exact:
         require_fixed_order(model, shape)
     tuned = 0.0 if exact else _tune_matrix_products(model, settings)  # before the cache fills the memory
-    cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
+    cache = KVCache(shape, plan.kv_blocks, where := str(device.torch_device))
+    recurrent = allocate_device_states(config, plan.state_slots, where)
     planned = time.perf_counter()
     make_state = SamplingStateFactory(eos := frozenset(config.eos), make_compiler)
-    runner = GPURunner(model, cache, eos, make_state, settings, device, context, draft, plan.groups)
+    runner = GPURunner(model, cache, eos, make_state, settings, device, context, draft, plan.groups, recurrent)
     log_portable_attention(model, shape)
     seconds = {"plan": planned - began - tuned, "tune": tuned, "runner": time.perf_counter() - planned}
     weight_format, spent = _fill_and_identify(weights, runner, settings, plan, compute_fingerprint)
@@ -135,10 +136,10 @@ def boot_gpu(
     begun = time.perf_counter()
     below = make_tiers(runner, build_tiers) if build_tiers is not None else None
     seconds["tiers"] = time.perf_counter() - begun
-    overlap = settings.gpu.overlap
     shared = build_endpoint(make_region(runner, device)) if build_endpoint is not None else None
-    steps = runner if overlap else SyncRunner(runner)
-    drafter = make_drafter(settings.speculation, find_library, scheduler.max_running, continues_on_device=overlap)
+    steps = runner if settings.gpu.overlap else SyncRunner(runner)
+    continues = settings.gpu.overlap
+    drafter = make_drafter(settings.speculation, find_library, scheduler.max_running, continues_on_device=continues)
     engine = Engine(scheduler, steps, tiers=below, transfer_endpoint=shared, drafter=drafter)
     seconds["capture"] = _capture_first_shapes(runner, scheduler)
     gc.freeze()  # excludes half a million objects of imported libraries, which take 0.1 s in each collection
@@ -194,10 +195,10 @@ def boot_from_checkpoint(
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_checkpoint(checkpoint)
     expert_limits.reject_unsupported_experts(config, settings)
+    settings = without_unsupported_settings(settings, config)
     context = memory.choose_max_context(config, settings)
-    name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-    used = choose_weight_dtype(checkpoint, name, on_gpu=True)
-    packed = memory.uses_packed_weights(checkpoint, settings, used, has_experts=config.experts is not None)
+    used = choose_weight_dtype(checkpoint, "auto" if dtype is None else str(dtype).removeprefix("torch."), on_gpu=True)
+    packed = memory.uses_packed_weights(checkpoint, settings, used, config)
     opened = time.perf_counter()
     with ThreadPoolExecutor(1, "codec") as other:
         codec = other.submit(_load_codec, checkpoint)
@@ -206,18 +207,17 @@ def boot_from_checkpoint(
     codec.result()
     initialized = time.perf_counter()
     weights = DeviceWeights(checkpoint, dtype, device.torch_device, reader, packed=packed)
-    identity = partial(compute_fingerprint, checkpoint, config, used, context)
     grammars = None if make_compiler is None else partial(make_compiler, directory, config)
     booted = boot_gpu(
         config,
         weights,
         context=context,
         settings=settings,
-        compute_fingerprint=identity,
+        compute_fingerprint=partial(compute_fingerprint, checkpoint, config, used, context),
         make_compiler=grammars,
         device=device,
         build_tiers=build_tiers,
-        build_endpoint=build_endpoint,
+        build_endpoint=None if settings.transfer is None else build_endpoint,
         load_draft=lambda target: load_on_device(settings.speculation, target, directory, device, packed=packed),
     )
     seconds = {"config": opened - began, "device": initialized - opened, **booted.seconds}

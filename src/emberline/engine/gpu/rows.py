@@ -44,13 +44,21 @@ class RequestRow:
 
 class DeviceRows:
     def __init__(
-        self, capacity: int, width: int, device: torch.device, max_draft: int = 0, num_tables: int = 1
+        self,
+        capacity: int,
+        width: int,
+        device: torch.device,
+        max_draft: int = 0,
+        num_tables: int = 1,
+        padding_state: int | None = None,
     ) -> None:
         """`width`: blocks of the longest block table. `max_draft`: tokens that a draft model proposes, at most.
 
-        `num_tables`: block tables of a request, one for each group of layers."""
+        `num_tables`: block tables of a request, one for each group of layers. `padding_state`: the slot with the
+        recurrent states of padding; None: the model has no recurrent layers."""
         self.max_draft = max_draft
         self.padding_row = capacity
+        self.padding_state = padding_state
         self.num_tables = num_tables
         # Tables after the first begin at a multiple of 16 bytes: for other addresses, Triton compiles kernels again.
         self.table_width = width if num_tables == 1 else -(-width // 4) * 4

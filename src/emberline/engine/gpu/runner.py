@@ -36,7 +36,7 @@ from emberline.engine.gpu.step_batch import build_step_batch
 from emberline.engine.memory import max_widened_blocks, shape_grid_for
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.kernels import ops
-from emberline.kv.cache import KVCache
+from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
@@ -57,34 +57,31 @@ class GPURunner:
         max_context: int,
         draft_model: DraftModel | None = None,
         groups: LayerGroups | None = None,
+        states: StateCache | None = None,
     ) -> None:
-        """`groups`: layers that share block tables; None: all share one."""
+        """`groups`: layers that share block tables; None: all share one.
+
+        `states`: memory of recurrent layers, with a slot for padding; None: the model has none."""
         limits = settings.scheduler
         self.model = model
         self.cache = cache
         self.num_blocks, self._block_size = cache.num_blocks, cache.shape.block_size
         self.groups = groups or LayerGroups.single(model.config.layers)
+        self.states, self.num_state_slots = states, 0 if states is None else states.num_slots
         self.vocab_size = model.config.vocab
         self.eos = eos
         self._make_state, self.prepare = make_state, make_state.prepare
         max_draft = 0 if draft_model is None else settings.speculation.max_draft_tokens
         width = -(-max_context // self._block_size)
         tables = len(self.groups.windows)
-        self._rows = DeviceRows(limits.max_running, width, device.torch_device, max_draft, tables)
+        padding_state = None if states is None else states.padding_slot
+        self._rows = DeviceRows(limits.max_running, width, device.torch_device, max_draft, tables, padding_state)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         running = limits.max_running
         max_queries = min(settings.speculation.max_new_tokens, max_row_queries(model.config, draft_model))
         self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
-        planner = ops.LatentPlanner if model.config.parts.attention.latent else ops.AttentionPlanner
-        options = ops.PlannerOptions(
-            max_widened_blocks=max_widened_blocks(self._block_size, max_context, limits.max_batch_tokens),
-            max_queries=max_queries,
-            fixed_cuts=settings.gpu.exact,
-            max_length=width * self._block_size + MAX_LENGTH_ROUNDING,
-            portable=model.config.parts.needs_portable_attention,
-        )
-        self._attention_planner = planner(heads, cache.keys, model.dtype, max_step_rows(running), options)
+        self._attention_planner = _make_attention_planner(model, cache, settings, max_context, max_queries)
         self._max_queries = self._attention_planner.limit_queries(max_queries)
         self._has_decode_kernel = cache.keys.is_cuda and self._attention_planner.limit_queries(2) > 1
         self.exact = settings.gpu.exact  # whether a token's logits have the same bits in any batch
@@ -160,7 +157,8 @@ class GPURunner:
         staged = [staging.device for staging in (self._extra_inputs, self._table_inputs, self._graphs.inputs)]
         copying = self.copier.device_buffers() if self.copier is not None else []
         drafting = self._drafting.device_buffers() if self._drafting is not None else []
-        return [*state, *staged, *self._attention_planner.scratch_buffers(), *copying, *drafting]
+        recurrent = [] if self.states is None else [self.states.conv, self.states.matrices]
+        return [*state, *recurrent, *staged, *self._attention_planner.scratch_buffers(), *copying, *drafting]
 
     def _launch_copies(self, plan: StepPlan) -> Callable[[], None]:
         if not plan.saves and not plan.loads:
@@ -180,7 +178,9 @@ class GPURunner:
         assert queries > 1 or not (has_drafts and self._has_decode_kernel), "drafts need EngineConfig.speculation"
         shape = self._choose_captured_shape(batch.single_tokens, chunks, queries)
         model_step = self._prepare_model_step(batch, shape, queries)
+        self._copy_states([(w.state.load_from, w.state.slot) for w in work if w.state is not None])
         logits = self._run_model_step(model_step)
+        self._copy_states([(w.state.slot, w.state.save_to) for w in work if w.state is not None])
         sampled = StepSampling([*singles, *(w for w in chunks if w.samples)], self._rows, self._penalties)
         waits = sampled.waits_for_tokens()
         staged = self._extra_inputs.new_inputs()
@@ -226,6 +226,14 @@ class GPURunner:
             staged.send()
             self._rows.tables.view(-1).index_copy_(0, device_indexes, device_blocks)
 
+    def _copy_states(self, copies: Sequence[tuple[int | None, int | None]]) -> None:
+        """Queue copies of recurrent states between slots, for pairs of which neither slot is None.
+
+        Plans may reuse a slot before the steps that use it have run: all steps and copies run in the order of plans."""
+        for source, target in copies:
+            if self.states is not None and source is not None and target is not None:
+                self.states.copy_slot(source, target)
+
     def _sample_waiting_step(self) -> None:
         """If the newest step waits for the tokens that were just read, sample it now."""
         step, self._unsampled = self._unsampled, None
@@ -247,7 +255,7 @@ class GPURunner:
         """Queue the copy of the model's inputs to the device, and return the step to run."""
         graphs = self._graphs
         if shape is not None:
-            batch = batch.pad_to(shape, self._rows.padding_row)
+            batch = batch.pad_to(shape, self._rows.padding_row, self._rows.padding_state)
         staged = graphs.inputs.new_inputs()
         inputs = self._stage_inputs(batch, shape, staged, graphs.weight_unpacker, queries)
         is_contiguous = len(batch.used_logit_rows) == 0 or len(batch.used_logit_rows) == batch.used_logit_rows[-1] + 1
@@ -306,7 +314,9 @@ class GPURunner:
 
     def _padding_inputs(self, shape: StepShape) -> StepInputs:
         """Return inputs of a step that is only padding. The step writes only logits, which are not used."""
-        batch = DeviceBatch.from_work([], [], self._rows, self._block_size).pad_to(shape, self._rows.padding_row)
+        rows = self._rows
+        empty = DeviceBatch.from_work([], [], rows, self._block_size)
+        batch = empty.pad_to(shape, rows.padding_row, rows.padding_state)
         staged = self._graphs.inputs.new_inputs()
         inputs = self._stage_inputs(batch, shape, staged, self._graphs.weight_unpacker, shape.queries)
         staged.send()
@@ -366,8 +376,26 @@ class GPURunner:
             logit_rows=staged.put(batch.logit_rows) if shape is None or shape.chunks else None,
             weight_unpacker=weight_unpacker,
             window_slots=None if batch.window_slots is None else staged.put(batch.window_slots),
+            state_slots=None if batch.state_slots is None else staged.put(batch.state_slots),
         )
 
     def _run_model(self, inputs: StepInputs, out: Tensor | None) -> Tensor:
         capture = None if self._drafting is None else self._drafting.capture
-        return self.model.forward(build_step_batch(inputs, self._rows, self.cache, self.groups, capture), out=out)
+        batch = build_step_batch(inputs, self._rows, self.cache, self.groups, capture, self.states)
+        return self.model.forward(batch, out=out)
+
+
+def _make_attention_planner(
+    model: DecoderModel, cache: KVCache, settings: EngineConfig, max_context: int, max_queries: int
+) -> ops.AttentionPlanner:
+    config, limits, size = model.config, settings.scheduler, cache.shape.block_size
+    heads = config.heads, config.kv_heads, config.head_dim
+    options = ops.PlannerOptions(
+        max_widened_blocks=max_widened_blocks(size, max_context, limits.max_batch_tokens),
+        max_queries=max_queries,
+        fixed_cuts=settings.gpu.exact,
+        max_length=-(-max_context // size) * size + MAX_LENGTH_ROUNDING,
+        portable=config.parts.needs_portable_attention,
+    )
+    planner = ops.LatentPlanner if config.parts.attention.latent else ops.AttentionPlanner
+    return planner(heads, cache.keys, model.dtype, max_step_rows(limits.max_running), options)

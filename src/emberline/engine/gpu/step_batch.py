@@ -7,13 +7,18 @@ from torch import Tensor
 from emberline.engine.gpu.graphs import StepInputs
 from emberline.engine.gpu.rows import DeviceRows
 from emberline.kernels import ops
-from emberline.kv.cache import KVCache
+from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.forward import ForwardBatch, HiddenCapture
 
 
 def build_step_batch(
-    inputs: StepInputs, rows: DeviceRows, cache: KVCache, groups: LayerGroups, capture: HiddenCapture | None
+    inputs: StepInputs,
+    rows: DeviceRows,
+    cache: KVCache,
+    groups: LayerGroups,
+    capture: HiddenCapture | None,
+    states: StateCache | None = None,
 ) -> ForwardBatch:
     """Queue what prepares a forward pass, and return its batch.
 
@@ -51,5 +56,8 @@ def build_step_batch(
         unpacker=inputs.weight_unpacker.begin_step(),
         capture=capture,
         window_attention=windows,
-        places=groups.places if windows else (),
+        places=() if groups.is_single else groups.places,
+        conv_states=None if states is None else states.conv,
+        matrix_states=None if states is None else states.matrices,
+        state_slots=inputs.state_slots,
     )

@@ -39,11 +39,24 @@ from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, pr
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
+from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
-from emberline.kernels.triton import activation, attention, cache_slots, experts, norm, rope, token_gather, widen
+from emberline.kernels.triton import (
+    activation,
+    attention,
+    cache_slots,
+    convolution,
+    delta,
+    experts,
+    norm,
+    output_gate,
+    rope,
+    token_gather,
+    widen,
+)
 from emberline.kernels.triton import decode as split_decode
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
@@ -188,6 +201,18 @@ class HopperBackend(OpBackend):
     ) -> Tensor:
         assert plan is not None, "attention on a GPU needs a plan"
         return latent.latent_attention(inputs, plan, rows, lambda x, layer: self.linear(x, layer, LinearOutput()))
+
+    def convolve(self, x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:
+        return convolution.convolve(x, layer, states, pdl=True)
+
+    def compute_delta_rule(self, mixed: Tensor, gates: DeltaGates, layer: DeltaLayer, states: LayerStates) -> Tensor:
+        return delta.compute_delta_rule(mixed, gates, layer, states, pdl=True)
+
+    def norm_and_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return output_gate.norm_and_gate(x, gate, weight, eps, pdl=True)
+
+    def apply_sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return output_gate.apply_sigmoid_gate(x, gate, pdl=True)
 
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
         routing, shared = mixture.routing, mixture.shared

@@ -1,0 +1,175 @@
+"""Models with recurrent layers on a GPU: kernels, logits of our CPU engine, and the same tokens however computed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_delta
+import torch
+from gpu_settings import gpu_config
+
+pytest.importorskip("triton")
+
+from delta_cases import DeltaCase, Row, Sizes
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.events import Output
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.engine.boot import boot
+from emberline.engine.engine import Engine
+from emberline.kv.state_manager import StateKVManager
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+GPU, BF16, F32 = "cuda", torch.bfloat16, torch.float32
+QWEN3_NEXT = Sizes(16, 32, 128, 128)
+# The sizes of heads that published models have, for which the attention has CUDA kernels.
+WIDE = {
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 1024,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "num_experts": 8, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "next": tiny_delta.make_config("next") | {"max_position_embeddings": 1024},
+    "dense": tiny_delta.make_config("dense") | {"max_position_embeddings": 1024},
+    "moe": tiny_delta.make_config("moe") | {"max_position_embeddings": 1024},
+    "wide": tiny_delta.make_config("next") | WIDE | {"max_position_embeddings": 1024},
+}
+LENGTHS = (3, 130, 400, 64, 65, 257, 1)
+SEEDED = {"temperature": 1.0, "top_k": 40, "seed": 12}
+VARIANTS: dict[str, tuple[int, dict[str, object]]] = {  # steps between requests, and settings
+    "captured": (1, {}),
+    "small chunks": (2, {"max_batch_tokens": 48}),
+    "not captured, plain loop": (0, {"graphs": False, "overlap": False}),
+}
+Tokens = dict[tuple[str, int], list[int]]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(
+    ("sizes", "few", "chunks"),
+    [
+        (QWEN3_NEXT, [(70, 1), (0, 1), (9, 3), (0, 0)], []),
+        (QWEN3_NEXT, [(5, 1)], [(0, 200), (64, 64), (0, 0), (7, 1), (0, 65)]),
+        (Sizes(1, 3, 17, 134, 6), [(5, 1)], [(0, 40), (8, 3), (0, 130)]),
+        (Sizes(2, 2, 64, 32, 1), [], [(0, 5), (4, 77)]),
+    ],
+)
+def test_kernels(sizes: Sizes, few: list[Row], chunks: list[Row], dtype: torch.dtype) -> None:
+    DeltaCase(sizes, few, chunks, GPU, dtype).check(pdl=True)
+
+
+@pytest.fixture(autouse=True)
+def short_starts() -> Iterator[None]:
+    """Capture only a few shapes at the start: the others are captured at their first use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("emberline.engine.gpu.boot.CAPTURE_BUDGET_S", 0.2)
+        yield
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_delta.write_random(tmp_path_factory.mktemp(request.param), CONFIGS[request.param])
+
+
+def make_engine(checkpoint: Path, dtype: torch.dtype = F32, **settings: object) -> Engine:
+    from emberline.engine.gpu.boot import boot_from_checkpoint
+
+    chosen = {"max_running": 8, "max_batch_tokens": 256, "kv_tokens": 16 * 1024, "block_size": 16} | settings
+    engine = boot_from_checkpoint(checkpoint, gpu_config(**chosen), dtype=dtype).engine
+    assert isinstance(engine.kv, StateKVManager)
+    return engine
+
+
+def submissions(**params: object) -> list[Submission]:
+    rng = random.Random(5)
+    shared = [rng.randrange(3, 131) for _ in range(128)]
+    prompts = [(shared + [rng.randrange(3, 131) for _ in range(n)])[:n] for n in LENGTHS]
+    chosen = SamplingParams(**({"max_tokens": 40, "temperature": 0.0, "ignore_eos": True} | params))  # type: ignore[arg-type]
+    return [Submission(f"r{i}", prompt, chosen) for i, prompt in enumerate(prompts)]
+
+
+def run_outputs(engine: Engine, pending: list[Submission], steps_between: int = 0) -> list[Output]:
+    outputs: list[Output] = []
+    for submission in pending:
+        engine.add(submission)
+        for _ in range(steps_between):
+            outputs += engine.step()
+    for _ in range(5000):
+        if engine.idle:
+            break
+        outputs += engine.step()
+    assert engine.idle and not any(output.error for output in outputs)
+    engine.kv.check_invariants()
+    return outputs
+
+
+def run(engine: Engine, pending: list[Submission], steps_between: int = 0) -> Tokens:
+    tokens: Tokens = {}
+    for output in run_outputs(engine, pending, steps_between):
+        tokens.setdefault((output.id, output.index), []).extend(output.tokens)
+    return tokens
+
+
+def score_prompts(engine: Engine) -> torch.Tensor:
+    """Return the log-probability of each token of all prompts."""
+    outputs = run_outputs(engine, submissions(max_tokens=2, prompt_logprobs=0))
+    found = {o.id: [each.logprob for each in o.prompt_logprobs] for o in outputs if o.prompt_logprobs is not None}
+    return torch.tensor([value for name in sorted(found) for value in found[name]])
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(F32, 2e-3), (BF16, 0.25)], ids=str)
+def test_logits_equal_those_of_the_cpu(checkpoint: Path, dtype: torch.dtype, bound: float) -> None:
+    """In bfloat16 the mean error is checked, since rounding has large effects in a tiny model."""
+    name = str(dtype).removeprefix("torch.")
+    on_cpu = EngineConfig.build(str(checkpoint), device="cpu", kv_memory=1 << 26, dtype=name)
+    theirs = score_prompts(boot(on_cpu).engine)
+    ours = score_prompts(make_engine(checkpoint, dtype))
+    error = (ours - theirs).abs()
+    print(f"{checkpoint.name} {name} mean {float(error.mean()):.2e} max {float(error.max()):.2e}")
+    assert len(ours) == sum(LENGTHS) - len(LENGTHS)
+    assert float(error.max() if dtype is F32 else error.mean()) < bound
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Tokens:
+    """The tokens of requests that are computed one after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("emberline.engine.gpu.boot.CAPTURE_BUDGET_S", 0.2)
+        engine = make_engine(checkpoint, graphs=False, overlap=False, prefix_cache=False, max_running=1)
+    return {key: tokens for s in submissions(**SEEDED) for key, tokens in run(engine, [s]).items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_however_they_are_computed(checkpoint: Path, expected: Tokens, variant: str) -> None:
+    """In float32, in which rounding errors are smaller than the differences between logits here."""
+    between, settings = VARIANTS[variant]
+    engine = make_engine(checkpoint, **settings)
+    assert run(engine, submissions(**SEEDED), between) == expected
+    hits = engine.kv.hit_tokens
+    again = [Submission(f"again-{s.id}", s.prompt, s.params) for s in submissions(**SEEDED)]
+    found = {(key[0].removeprefix("again-"), key[1]): value for key, value in run(engine, again).items()}
+    assert found == expected, "with states from snapshots"
+    assert engine.kv.hit_tokens > hits + 700
+
+
+def test_tokens_after_preemptions(checkpoint: Path) -> None:
+    params = SamplingParams(max_tokens=120, temperature=1.0, top_k=40, seed=4, ignore_eos=True)
+    pending = [Submission(f"r{i}", [3 + i, *range(60, 90)], params) for i in range(8)]
+    tokens = run(make_engine(checkpoint, max_batch_tokens=64), pending)
+    tight = make_engine(checkpoint, kv_tokens=512, max_batch_tokens=64)
+    assert run(tight, pending) == tokens
+    assert tight.scheduler.preemptions > 0, "the cache was meant to be too small"
+
+
+def test_choices_start_from_a_snapshot_of_the_prompt(checkpoint: Path) -> None:
+    params = {"n": 3, "temperature": 1.0, "top_k": 40, "seed": 2, "max_tokens": 20}
+    engine = make_engine(checkpoint)
+    tokens = run(engine, submissions(**params))
+    assert engine.kv.hit_tokens > 2 * 500
+    assert tokens == run(make_engine(checkpoint, graphs=False, max_batch_tokens=64), submissions(**params))
