@@ -81,7 +81,7 @@ def make_engine(
     return Engine(config, TorchRunner(model, cache, eos, compiler, groups=groups, states=states), drafter=drafter)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(CASES),
     chosen=st.lists(st.tuples(st.sampled_from(sorted(SETTINGS)), st.integers(1, 60)), min_size=1, max_size=4),

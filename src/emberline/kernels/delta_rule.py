@@ -146,7 +146,8 @@ def _advance(state: Tensor, row: Tensor, layer: DeltaLayer) -> Tensor:
     state *= decay[:, None, None]
     found = (state * k).sum(1)
     state += k * (step[:, None] * (values.view(found.shape) - found))[:, None]
-    return (state * q).sum(1)
+    output: Tensor = (state * q).sum(1)
+    return output
 
 
 def norm_and_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

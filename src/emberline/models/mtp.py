@@ -105,10 +105,24 @@ class HeadTensorNames:
 def name_head_tensors(config: ModelConfig) -> HeadTensorNames:
     at = config.mtp_tensor_prefix
     if ARCHITECTURES[config.model_type].mtp_module:
-        names = [f"{at}{name}" for name in ("layers.0", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")]
-        return HeadTensorNames(*names, f"{at}embed_tokens.weight", f"{at}lm_head.weight")
-    names = [f"{at}{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
-    return HeadTensorNames(at[:-1], *names, f"{at}embed_tokens.weight", f"{at}shared_head.head.weight")
+        return HeadTensorNames(
+            layer=f"{at}layers.0",
+            embedding_norm=f"{at}pre_fc_norm_embedding",
+            hidden_norm=f"{at}pre_fc_norm_hidden",
+            projection=f"{at}fc",
+            norm=f"{at}norm",
+            embedding=f"{at}embed_tokens.weight",
+            head=f"{at}lm_head.weight",
+        )
+    return HeadTensorNames(
+        layer=at[:-1],
+        embedding_norm=f"{at}enorm",
+        hidden_norm=f"{at}hnorm",
+        projection=f"{at}eh_proj",
+        norm=f"{at}shared_head.norm",
+        embedding=f"{at}embed_tokens.weight",
+        head=f"{at}shared_head.head.weight",
+    )
 
 
 def load_mtp_head(weights: Weights, target: DecoderModel) -> MTPHead:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer, LinearOutput
 from emberline.kernels.attention_plan import AttentionPlan
-from emberline.kernels.cpu.library import NativeConvolution, NativeDeltaRule, NativeStep
+from emberline.kernels.cpu.library import NativeConvolution, NativeDeltaRule, NativeSequences, NativeStep
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.mixture import Mixture, StackedExperts
@@ -210,7 +210,7 @@ class CPUBackend(ReferenceBackend):
         assert x.stride(1) == 1 and x.dtype == states.conv.dtype == torch.float32 and states.conv.is_contiguous()
         y = torch.empty(len(x), layer.channels)
         arguments = NativeConvolution(
-            *_sequences(states), x.data_ptr(), layer.conv_weight.data_ptr(), states.conv.data_ptr(), y.data_ptr(),
+            _sequences(states), x.data_ptr(), layer.conv_weight.data_ptr(), states.conv.data_ptr(), y.data_ptr(),
             _address(states.drafts and states.drafts.conv), x.stride(0), len(layer.conv_weight), layer.channels,
         )  # fmt: skip
         self.library.ember_convolution(ctypes.byref(arguments))
@@ -222,7 +222,7 @@ class CPUBackend(ReferenceBackend):
         assert steps.stride() == times.stride() and steps.stride(1) == 1
         out, scratch = torch.empty(len(mixed), layer.values), torch.empty(len(mixed), 2 * layer.value_heads)
         arguments = NativeDeltaRule(
-            *_sequences(states), mixed.data_ptr(), steps.data_ptr(), times.data_ptr(), layer.rates.data_ptr(),
+            _sequences(states), mixed.data_ptr(), steps.data_ptr(), times.data_ptr(), layer.rates.data_ptr(),
             layer.time_bias.data_ptr(), states.matrices.data_ptr(), scratch.data_ptr(), out.data_ptr(),
             _address(states.drafts and states.drafts.rule), steps.stride(0),
             layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim,
@@ -282,8 +282,7 @@ def _check_or_allocate_output(out: Tensor | None, rows: int, columns: int) -> Te
     return out
 
 
-def _sequences(states: LayerStates) -> tuple[int | None, ...]:
-    """Return the fields of the C struct `Sequences`."""
+def _sequences(states: LayerStates) -> NativeSequences:
     saves, drafts = states.saves or (None, None), states.drafts
     places, max_draft = (None, None, None) if drafts is None else drafts[2:], 0
     if drafts is not None:
@@ -291,7 +290,7 @@ def _sequences(states: LayerStates) -> tuple[int | None, ...]:
         max_draft = drafts.conv.shape[1]
     tensors = states.metadata.query_start, states.metadata.context, states.slots, *saves, *places
     assert all(tensor is None or (tensor.dtype == torch.int32 and tensor.is_contiguous()) for tensor in tensors)
-    return *map(_address, tensors), len(states.slots), max_draft
+    return NativeSequences(*map(_address, tensors), len(states.slots), max_draft)
 
 
 def _address(tensor: Tensor | None) -> int | None:

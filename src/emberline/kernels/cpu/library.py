@@ -56,18 +56,21 @@ class NativeMixture(ctypes.Structure):
     )
 
 
-SEQUENCES_FIELDS = (
-    *((name, POINTER) for name in ("query_start", "context", "slots", "save_slots", "save_after")),
-    *((name, POINTER) for name in ("places", "accepted", "drafted")),
-    *((name, LONG) for name in ("count", "max_draft")),
-)
+class NativeSequences(ctypes.Structure):
+    """The C struct `Sequences` of entries.h, with the fields of a delta_rule.LayerStates."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("query_start", "context", "slots", "save_slots", "save_after")),
+        *((name, POINTER) for name in ("places", "accepted", "drafted")),
+        *((name, LONG) for name in ("count", "max_draft")),
+    )
 
 
 class NativeConvolution(ctypes.Structure):
-    """The C struct `Convolution` of entries.h; it begins with the fields of `Sequences`."""
+    """The C struct `Convolution` of entries.h."""
 
     _fields_ = (
-        *SEQUENCES_FIELDS,
+        ("sequences", NativeSequences),
         *((name, POINTER) for name in ("x", "weight", "states", "y", "drafts")),
         ("stride", LONG),
         *((name, INT) for name in ("kernel", "channels")),
@@ -75,10 +78,10 @@ class NativeConvolution(ctypes.Structure):
 
 
 class NativeDeltaRule(ctypes.Structure):
-    """The C struct `DeltaRule` of entries.h; it begins with the fields of `Sequences`."""
+    """The C struct `DeltaRule` of entries.h."""
 
     _fields_ = (
-        *SEQUENCES_FIELDS,
+        ("sequences", NativeSequences),
         *((name, POINTER) for name in ("mixed", "steps", "times", "rates", "time_bias", "states", "gates", "out")),
         ("drafts", POINTER),
         ("gate_stride", LONG),
