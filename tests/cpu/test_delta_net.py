@@ -132,7 +132,7 @@ def test_states_in_the_plan_of_a_gpu() -> None:
     planned = plan()
     assert planned.state_slots == 24 and planned.states == 25 * slot
     assert planned.spare_bytes >= 0 and ("states", planned.states) in planned.named_sizes()
-    assert planned.kv_bytes + planned.states <= 0.95 * planned.total - (planned.fixed_bytes - planned.states)
+    assert planned.kv_bytes + planned.states <= 0.98 * planned.total - (planned.fixed_bytes - planned.states)
     small = plan(kv_memory=20 * slot)  # half of it is for states, of which one is for padding
     assert small.state_slots == 9 and small.kv_bytes == 10 * slot // block * block
     assert plan(kv_tokens=4096).kv_tokens == 4096
