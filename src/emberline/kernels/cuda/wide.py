@@ -3,8 +3,8 @@
 In this range reading the weights takes about as long as the arithmetic, or longer. `wide.cu` has the kernel.
 
 A row's result does not depend, bit for bit, on its index. It depends on the number of rows only through the range in
-which that number is: up to 32, 64, 96, 128, 160, 192 or 256. Plain and packed weights give the same result if k is split
-into the same number of parts.
+which that number is: up to 32, 64, 96, 128, 160, 192 or 256. Plain and packed weights give the same result if k is
+split into the same number of parts.
 """
 
 from __future__ import annotations
