@@ -1,4 +1,4 @@
-"""Measures kernel plans of `cuda.wide` for compressed weights (64 to 256 rows) and for plain ones (96, 160 to 256 rows).
+"""Measures kernel plans of `cuda.wide` for compressed (64 to 256 rows) and plain weights (96 and 160 to 256 rows).
 
 It prints a JSON line for each plan, then the best plan of each shape as Python dictionaries to paste into
 `wide.MEASURED_PACKED` and `wide.MEASURED`. Run it with `python -m emberline.bench.gpu.wide_sweep [--seconds S]`.
