@@ -372,7 +372,8 @@ def test_numbers_of_drafted_tokens_are_multiples_of_the_grain() -> None:
 def test_steps_that_wait_for_a_capture_are_not_measured() -> None:
     drafter = Drafter([], 4, uses_draft_model=True)
     work = WorkItem("a", 5, [1], [0], samples=True)
-    for num_prepared, seconds in ((0, 1.0), (0, 1.0), (3, 50.0), (3, 1.0)):
+    # The capture is for the third step, which is launched before the second result is read.
+    for num_prepared, seconds in ((0, 1.0), (3, 2.0), (3, 50.0), (3, 1.0), (3, 1.0)):
         result = StepResult(0, {"a": SampledToken(2)}, seconds=seconds, num_prepared=num_prepared)
         drafter.record_step(StepPlan(0, (), (work,), ()), result, 0.0, {"a"})
     assert drafter._cost.estimate(1, 1).tolist() == [1.0]

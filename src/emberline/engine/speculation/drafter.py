@@ -66,7 +66,7 @@ class Drafter:
         self._num_propose = max_draft  # tokens that the draft model proposes for each request
         self._drafted: dict[str, Sequence[int]] = {}  # by request: tokens that the draft model proposed
         self._last_result_at = -math.inf
-        self._num_prepared = 0  # StepResult.num_prepared of the last result
+        self._num_prepared = [0, 0]  # StepResult.num_prepared of the last two results
 
     def is_on(self, num_requests: int) -> bool:
         """Return whether a step with this number of requests should have drafts."""
@@ -97,10 +97,11 @@ class Drafter:
     def _choose_num_propose(self, proposals: Mapping[str, Proposal], lengths: Mapping[str, int]) -> None:
         """Let the draft model propose as many tokens as are worth verifying, also if this step has fewer.
 
-        Requests that end soon have no say: their drafts are short for another reason."""
-        full = [n for name, n in lengths.items() if proposals[name].is_full_model_draft(self._max_draft)]
-        if self._adaptive and full:
-            self._num_propose = max(full)
+        The number is the mean, rounded up: a pass of the model takes as long for one request as for all. Requests
+        that end soon have no say: their drafts are short for another reason."""
+        full = [lengths.get(name, 0) for name, found in proposals.items() if found.is_full_model_draft(self._max_draft)]
+        if self._adaptive and any(full):
+            self._num_propose = -(-sum(full) // len(full))
 
     def plan_proposals(
         self, planned: Sequence[tuple[Request, int]], drafts: Mapping[str, Sequence[int]], kv: KVManager
@@ -180,8 +181,8 @@ class Drafter:
 
         The duration is the time between the previous result and this one, so it includes planning, which without
         drafts overlaps the previous step. After an idle period, the step's own time is used. Steps with prompt chunks
-        are not recorded, nor those during which the runner prepared a kind of step. `now`: time of this result in
-        seconds. `open_ids`: ids of the requests that have not ended."""
+        are not recorded, nor those during which the runner prepared a kind of step, or just before which. `now`: time
+        of this result in seconds. `open_ids`: ids of the requests that have not ended."""
         for proposed in (self._forced, self._drafted):
             if proposed:
                 for work in plan.work:
@@ -191,7 +192,9 @@ class Drafter:
         self._model_acceptance.end_step()
         interval, self._last_result_at = now - self._last_result_at, now
         seconds = max(result.seconds, interval) if interval < MAX_GAP * result.seconds else result.seconds
-        was_prepared, self._num_prepared = result.num_prepared == self._num_prepared, result.num_prepared
+        # A step is launched before the previous result is read, so a capture delays both.
+        was_prepared = self._num_prepared == [result.num_prepared] * 2
+        self._num_prepared = [self._num_prepared[1], result.num_prepared]
         if seconds > 0 and was_prepared and plan.work and all(len(w.tokens) - w.num_draft == 1 for w in plan.work):
             self._cost.record(plan.num_tokens, seconds)
             num_tokens = len(plan.work) + sum(len(one.further) for one in result.sampled.values())
