@@ -19,7 +19,7 @@ from emberline.kernels.cuda.wide import TileConfig, linear, make_plan
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 BF16, F32 = torch.bfloat16, torch.float32
-ROWS = (33, 40, 48, 63, 64, 65, 100, 128, 129, 150, 160, 161, 192, 200, 256)
+ROWS = (33, 40, 48, 63, 64, 65, 96, 100, 128, 129, 150, 160, 161, 192, 200, 256)
 # (k, n): the layers of Llama 3.1 8B, narrower; of Qwen and SmolLM2; one unit of k; more tiles than CTAs; ragged tails
 SHAPES = [(4096, 6144), (4096, 4096), (14336, 1024), (896, 1152), (576, 960), (1536, 576), (64, 64), (320, 192)]
 SHAPES += [(192, 40000), (960, 2624)]

@@ -20,7 +20,7 @@ from emberline.kernels.cuda.wide import TileConfig, linear, make_plan
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 BF16, F32 = torch.bfloat16, torch.float32
-ROWS = (17, 32, 33, 64, 65, 100, 128, 129, 150, 160, 161, 192, 200, 256)
+ROWS = (17, 32, 33, 64, 65, 96, 100, 128, 129, 150, 160, 161, 192, 200, 256)
 # (k, n): layers of Llama 3.1 8B, narrower; one unit of k; more tiles than CTAs; ragged tails; more than 64 units per
 # part
 SHAPES = [(4096, 6144), (14336, 1024), (896, 1152), (64, 64), (320, 192), (192, 40000), (960, 2624)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.bench.exact import ModeResult, add_results, compare_outputs
+from emberline.bench.exact import ModeResult, RequestOutput, add_results, compare_outputs, cut_unfinished
 from emberline.bench.report import BenchReport
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest
@@ -100,9 +100,22 @@ def test_outputs_are_compared_up_to_the_first_mismatch() -> None:
 
 def test_report() -> None:
     report = BenchReport("exact")
-    normal = ModeResult(50_000, 2, 100, 40, {1: [4.0, 4.2], 8: [5.0, 5.0]}, "cuda")
-    exact = ModeResult(60_000, 0, 100, 40, {1: [4.4, 4.2], 8: [6.0, 6.0]}, "cuda")
-    add_results(report, normal, exact)
+    normal = ModeResult(50_000, 2, 9, 100, 40, {1: [4.0, 4.2], 8: [5.0, 5.0]}, "cuda")
+    exact = ModeResult(60_000, 0, 9, 100, 40, {1: [4.4, 4.2], 8: [6.0, 6.0]}, "cuda")
+    add_results(report, {"normal": normal, "exact": exact})
     results = {name: result.value for name, result in report.results.items()}
     assert results["spec_mismatch_per_100k"] == 4.0 and results["spec_exact_mismatches"] == 0
-    assert results["exact_step_ratio_b8"] == 1.2
+    assert results["exact_step_ratio_b8"] == 1.2 and results["exact_step_b1"] == pytest.approx(4.3)
+
+
+def test_report_of_one_mode_if_the_other_failed() -> None:
+    report = BenchReport("exact")
+    add_results(report, {"exact": ModeResult(60_000, 0, 9, 100, 40, {8: [6.0]}, "cuda")})
+    assert report.results["spec_exact_tokens"].value == 60_000 and "spec_tokens" not in report.results
+
+
+def test_requests_that_the_time_cut_short_are_compared_as_far_as_both_runs_went() -> None:
+    done, cut = RequestOutput([1, 2, 3], True), RequestOutput([1, 2])
+    assert cut_unfinished([done, done], [cut]) == ([[1, 2]], [[1, 2]])
+    assert cut_unfinished([cut], [RequestOutput([1, 9, 3], True)]) == ([[1, 2]], [[1, 9]])
+    assert cut_unfinished([done], [RequestOutput([1, 2], True)]) == ([[1, 2, 3]], [[1, 2]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -273,22 +274,55 @@ def test_acceptance_differs_by_place_in_the_draft() -> None:
     assert estimate.probabilities("a", 160, [0.7] * 12)[-1] > 0.5
 
 
-def test_a_draft_model_proposes_one_token_more_than_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = Drafter([], 4, uses_draft_model=True)
-    monkeypatch.setattr(drafter, "is_on", lambda rows: True)
-    kv = SimpleNamespace(extend_block_table=lambda *args, **kwargs: True)
-    request = SimpleNamespace(
-        id="a", can_draft=True, allows_drafts=True, num_planned=9, prompt_len=5, num_known=10, num_draft=0, max_len=99,
-        num_pending=0, num_proposing=0, can_continue_on_device=False, prediction=(), params=SamplingParams(),
+def make_request_of_model_drafts(name: str, max_len: int = 99) -> Any:
+    return SimpleNamespace(
+        id=name, can_draft=True, allows_drafts=True, num_planned=9, prompt_len=5, num_known=10, num_draft=0,
+        max_len=max_len, num_pending=0, num_proposing=0, can_continue_on_device=False, prediction=(),
+        params=SamplingParams(), num_drafted=0, num_accepted=0,
     )  # fmt: skip
 
-    def plan(chosen: int) -> int:
-        drafter._drafted["a"] = [1, 2, 3, 4]
-        monkeypatch.setattr(drafter, "_choose_lengths", lambda *args: {"a": chosen})
-        drafts = drafter.plan_drafts([request], 9, kv)  # type: ignore[arg-type,list-item]
-        return drafter.plan_proposals([(request, 1 + chosen)], drafts, kv)["a"]  # type: ignore[arg-type,list-item]
 
-    assert [plan(chosen) for chosen in (4, 2, 1, 3)] == [4, 3, 2, 4]
+def plan_model_drafts(drafter: Drafter, request: Any, proposed: int) -> tuple[int, int]:
+    """Return how many of the proposed tokens a step verifies, and how many the draft model proposes behind it."""
+    kv: Any = SimpleNamespace(extend_block_table=lambda *args, **kwargs: True)
+    drafter._drafted[request.id] = list(range(proposed))
+    drafts = drafter.plan_drafts([request], 9, kv)
+    num_draft = len(drafts.get(request.id, ()))
+    return num_draft, drafter.plan_proposals([(request, 1 + num_draft)], drafts, kv)[request.id]
+
+
+def make_model_drafter(monkeypatch: pytest.MonkeyPatch) -> Drafter:
+    """Return a drafter for which each verified token takes a tenth of a step."""
+    drafter = Drafter([], 4, uses_draft_model=True)
+    monkeypatch.setattr(drafter, "is_on", lambda rows: True)
+    for tokens in range(1, 6):
+        drafter._cost.record(tokens, 0.9 + 0.1 * tokens)
+    return drafter
+
+
+def test_a_draft_model_proposes_as_many_tokens_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two tokens of each draft are right, the others never; other requests benefit from what one showed."""
+    drafter = make_model_drafter(monkeypatch)
+    assert plan_model_drafts(drafter, make_request_of_model_drafts("first"), 4) == (4, 4)
+    for i in range(12):
+        request = make_request_of_model_drafts(f"r{i}")
+        num_draft, _ = plan_model_drafts(drafter, request, 4)
+        work = WorkItem(request.id, 9, [1, *range(num_draft)], [0], samples=True, num_draft=num_draft)
+        drafter.record_result(request, work, SampledToken(0, further=[SampledToken(1), SampledToken(77)]), 3)
+        drafter.forget(request)
+    new = make_request_of_model_drafts("new")
+    assert plan_model_drafts(drafter, new, 4) == (2, 2)
+    assert plan_model_drafts(drafter, new, 1) == (1, 2)  # two are worth verifying, but one was proposed
+    for _ in range(400):  # steps in which no third token is tried
+        drafter.record_step(StepPlan(0, (), (), ()), StepResult(0, {}), 0.0, ())
+    assert plan_model_drafts(drafter, new, 2) == (2, 4)
+
+
+def test_a_request_that_ends_soon_does_not_shorten_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = make_model_drafter(monkeypatch)
+    assert plan_model_drafts(drafter, make_request_of_model_drafts("a", max_len=12), 4) == (1, 1)
+    assert plan_model_drafts(drafter, make_request_of_model_drafts("b"), 4) == (4, 4)
+    assert drafter._num_propose == 4
 
 
 def test_step_cost_interpolates_and_tries_larger_steps() -> None:
@@ -338,7 +372,8 @@ def test_numbers_of_drafted_tokens_are_multiples_of_the_grain() -> None:
 def test_steps_that_wait_for_a_capture_are_not_measured() -> None:
     drafter = Drafter([], 4, uses_draft_model=True)
     work = WorkItem("a", 5, [1], [0], samples=True)
-    for num_prepared, seconds in ((0, 1.0), (0, 1.0), (3, 50.0), (3, 1.0)):
+    # The capture is for the third step, which is launched before the second result is read.
+    for num_prepared, seconds in ((0, 1.0), (3, 2.0), (3, 50.0), (3, 1.0), (3, 1.0)):
         result = StepResult(0, {"a": SampledToken(2)}, seconds=seconds, num_prepared=num_prepared)
         drafter.record_step(StepPlan(0, (), (work,), ()), result, 0.0, {"a"})
     assert drafter._cost.estimate(1, 1).tolist() == [1.0]
@@ -381,6 +416,6 @@ def test_drafts_of_a_model_are_tried_after_steps_without_them() -> None:
 def test_cost_of_a_step_includes_the_time_to_plan_it() -> None:
     drafter = Drafter([], 4)
     plan = StepPlan(1, (), [WorkItem("a", 5, [7], [0], samples=True)], ())
-    for now in (10.0, 10.3, 10.6, 99.0):  # then the engine was idle
+    for now in (10.3, 10.6, 10.9, 99.0):  # then the engine was idle
         drafter.record_step(plan, StepResult(1, {}, seconds=0.2), now, {"r"})
-    assert list(drafter._cost._samples[1]) == pytest.approx([0.2, 0.3, 0.3, 0.2])
+    assert list(drafter._cost._samples[1]) == pytest.approx([0.3, 0.3, 0.2])

@@ -1,4 +1,4 @@
-"""Measures kernel plans of `cuda.wide` for compressed weights (64 to 256 rows) and for plain weights (160 to 256 rows).
+"""Measures kernel plans of `cuda.wide` for compressed (64 to 256 rows) and plain weights (96 and 160 to 256 rows).
 
 It prints a JSON line for each plan, then the best plan of each shape as Python dictionaries to paste into
 `wide.MEASURED_PACKED` and `wide.MEASURED`. Run it with `python -m emberline.bench.gpu.wide_sweep [--seconds S]`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import product
@@ -28,7 +28,10 @@ from emberline.kernels.cuda.uw12 import UW12Weight, pack
 from emberline.kernels.triton import activation
 
 # Rows of x, and whether weights are packed.
-SWEEP_CASES = ((64, True), (128, True), (160, True), (192, True), (256, True), (160, False), (192, False), (256, False))
+SWEEP_CASES = (
+    *((rows, True) for rows in (64, 96, 128, 160, 192, 256)),
+    *((rows, False) for rows in (96, 160, 192, 256)),
+)
 SPLITS = range(1, 9)
 MAX_CLUSTER_CTAS = 8
 SWEEP_SECONDS = 70.0
@@ -46,7 +49,7 @@ def sweep(seconds: float = SWEEP_SECONDS, row_counts: Sequence[int] = ()) -> Non
     `row_counts`: only these numbers of rows of x; none: all of SWEEP_CASES."""
     cases = [case for case in SWEEP_CASES if not row_counts or case[0] in row_counts]
     end = time.monotonic() + seconds
-    compile_all_variants()
+    compile_variants([rows for rows, _ in cases])
     best: dict[bool, dict[tuple[int, int, int], wide.TileConfig | None]] = {True: {}, False: {}}
     shapes = list(SHAPES.items())
     for i, (name, (k, n)) in enumerate(shapes):
@@ -178,10 +181,11 @@ def make_weights(n: int, k: int) -> tuple[list[BF16Weight], list[UW12Weight]]:
     return plain, [packed, *copies]
 
 
-def compile_all_variants() -> None:
-    """Compile all variants of the kernel in parallel threads; the compiler releases the GIL."""
+def compile_variants(columns: Collection[int]) -> None:
+    """Compile the kernels for these tiles in parallel threads; the compiler releases the GIL."""
+    variants = [variant for variant in wide.VARIANTS if any(variant.endswith(f", {count}>") for count in columns)]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda variant: nvrtc.compile_cached(wide.FILE, [variant]), wide.VARIANTS))
+        list(pool.map(lambda variant: nvrtc.compile_cached(wide.FILE, [variant]), variants))
 
 
 def _print_json_line(labels: dict[str, object], **values: object) -> None:

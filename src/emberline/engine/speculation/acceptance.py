@@ -1,7 +1,8 @@
 """AcceptanceEstimate: the probability that drafted tokens of a request are accepted, from its recent drafts.
 
 Each place of a draft has counts of its own: a draft model's later tokens are accepted less often than its first, given
-that those before them are."""
+that those before them are. ModelAcceptance counts the same for the drafts of all requests together, from which the
+estimate of a new request begins."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 PRIOR_WEIGHT = 4.0  # tried tokens that count as much as the proposer's own confidence
 PLACE_WEIGHT = 2.0  # tokens tried at one place of drafts that count as much as the estimate for all places
 MAX_PLACES = 8  # places of a draft with counts of their own; the last one's are for all further places too
+DECAY_PER_STEP = 0.99  # of the weight of a result in ModelAcceptance with each later step
 DECAY_PER_TOKEN = 0.97  # of the weight of a result with each later token of the request: half after 23 tokens
 
 
@@ -41,10 +43,13 @@ class AcceptanceEstimate:
         if num_accepted < num_draft:
             counts.tried[min(num_accepted, MAX_PLACES - 1)] += 1.0
 
-    def probabilities(self, request_id: str, position: int, confidence: Sequence[float]) -> list[float]:
+    def probabilities(
+        self, request_id: str, position: int, confidence: Sequence[float], *, by_place: bool = False
+    ) -> list[float]:
         """Return for each drafted token the probability that it and all before it are accepted.
 
-        `confidence`: the proposer's estimate for each token, given that those before it are accepted."""
+        `confidence`: the proposer's estimate for each token, given that those before it are accepted. `by_place`: it
+        was measured for each place, so results at other places say nothing about this one."""
         counts = self._counts.get(request_id)
         probability, found = 1.0, []
         if counts is None:
@@ -55,12 +60,43 @@ class AcceptanceEstimate:
         decay = DECAY_PER_TOKEN ** (position - counts.position)
         tried, accepted = sum(counts.tried) * decay, sum(counts.accepted) * decay
         for place, estimate in enumerate(confidence):
-            of_all = (accepted + PRIOR_WEIGHT * estimate) / (tried + PRIOR_WEIGHT)
             here = min(place, MAX_PLACES - 1)
             tried_here, accepted_here = counts.tried[here] * decay, counts.accepted[here] * decay
-            probability *= (accepted_here + PLACE_WEIGHT * of_all) / (tried_here + PLACE_WEIGHT)
+            if by_place:
+                probability *= (accepted_here + PRIOR_WEIGHT * estimate) / (tried_here + PRIOR_WEIGHT)
+            else:
+                of_all = (accepted + PRIOR_WEIGHT * estimate) / (tried + PRIOR_WEIGHT)
+                probability *= (accepted_here + PLACE_WEIGHT * of_all) / (tried_here + PLACE_WEIGHT)
             found.append(probability)
         return found
 
     def forget(self, request_id: str) -> None:
         self._counts.pop(request_id, None)
+
+
+class ModelAcceptance:
+    """How often the tokens of a draft model are accepted, for each place of its drafts, in all requests together."""
+
+    def __init__(self, max_draft: int, prior: float) -> None:
+        """`prior`: the probability before anything is known. Places that are not tried return to it slowly."""
+        self._prior = prior
+        self._tried = [0.0] * max_draft
+        self._accepted = [0.0] * max_draft
+
+    def record(self, num_draft: int, num_accepted: int) -> None:
+        """Record the result of one draft."""
+        for place in range(min(num_draft, num_accepted + 1)):
+            self._tried[place] += 1.0
+            self._accepted[place] += place < num_accepted
+
+    def end_step(self) -> None:
+        """Let all results so far count less."""
+        self._tried = [count * DECAY_PER_STEP for count in self._tried]
+        self._accepted = [count * DECAY_PER_STEP for count in self._accepted]
+
+    def confidence(self, count: int) -> list[float]:
+        """Return for each of the first places the probability that its token is right if those before it are."""
+        return [
+            (accepted + PRIOR_WEIGHT * self._prior) / (tried + PRIOR_WEIGHT)
+            for tried, accepted in zip(self._tried[:count], self._accepted[:count], strict=True)
+        ]

@@ -16,7 +16,7 @@ import numpy as np
 from emberline.core.events import SpeculationStats
 from emberline.core.plan import PENDING_TOKEN, SampledToken, StepPlan, StepResult, WorkItem
 from emberline.core.request import Request
-from emberline.engine.speculation.acceptance import AcceptanceEstimate
+from emberline.engine.speculation.acceptance import AcceptanceEstimate, ModelAcceptance
 from emberline.engine.speculation.draft_length import choose_lengths
 from emberline.engine.speculation.draft_switch import DraftSwitch
 from emberline.engine.speculation.proposer import EMPTY_PROPOSAL, Proposal, Proposer
@@ -24,7 +24,7 @@ from emberline.engine.speculation.step_cost import StepCost
 from emberline.kv.manager import KVManager
 
 FORCED_CONFIDENCE = 0.95  # that a model splits forced text into tokens as its tokenizer does
-MODEL_CONFIDENCE = 0.7  # that a draft model's token is accepted, before anything is known about the request
+MODEL_CONFIDENCE = 0.7  # that a draft model's token is accepted, before anything is known about the model
 MAX_GAP = 3.0  # a longer time between two results, as a multiple of the step's own, means that the engine was idle
 
 
@@ -61,11 +61,12 @@ class Drafter:
         self._forced: dict[str, Sequence[int]] = {}  # by request: tokens that its grammar forces next
         # Requests of the newest step. The device has the drafts of these only: others may have lost their memory there.
         self._newest_ids: set[str] = set()
-        self._model_confidence = [MODEL_CONFIDENCE] * max_draft
+        self._model_acceptance = ModelAcceptance(max_draft, MODEL_CONFIDENCE)
+        self._model_draft_ids: set[str] = set()  # requests whose newest draft is the draft model's
         self._num_propose = max_draft  # tokens that the draft model proposes for each request
         self._drafted: dict[str, Sequence[int]] = {}  # by request: tokens that the draft model proposed
         self._last_result_at = -math.inf
-        self._num_prepared = 0  # StepResult.num_prepared of the last result
+        self._num_prepared = [0, 0]  # StepResult.num_prepared of the last two results
 
     def is_on(self, num_requests: int) -> bool:
         """Return whether a step with this number of requests should have drafts."""
@@ -83,13 +84,24 @@ class Drafter:
         by_id = {r.id: r for r in requests if r.can_draft and r.num_planned >= r.prompt_len}
         proposals = {name: found for name, request in by_id.items() if (found := self._propose(request)).tokens}
         lengths = self._choose_lengths(by_id, proposals, len(requests), room)
-        if self._adaptive and lengths:  # one more, so that longer drafts are tried when they seem to pay
-            self._num_propose = min(self._max_draft, max(lengths.values()) + 1)
+        self._choose_num_propose(proposals, lengths)
         for name, count in lengths.items():
-            longest = by_id[name].num_known + by_id[name].num_draft + count
+            tokens = proposals[name].tokens[:count]
+            longest = by_id[name].num_known + by_id[name].num_draft + len(tokens)
             if kv.extend_block_table(by_id[name], longest, reserved_blocks=len(requests)):
-                drafts[name] = proposals[name].tokens[:count]
+                drafts[name] = tokens
+                mark = self._model_draft_ids.add if proposals[name].from_model else self._model_draft_ids.discard
+                mark(name)
         return drafts
+
+    def _choose_num_propose(self, proposals: Mapping[str, Proposal], lengths: Mapping[str, int]) -> None:
+        """Let the draft model propose as many tokens as are worth verifying, also if this step has fewer.
+
+        The number is the mean, rounded up: a pass of the model takes as long for one request as for all. Requests
+        that end soon have no say: their drafts are short for another reason."""
+        full = [lengths.get(name, 0) for name, found in proposals.items() if found.is_full_model_draft(self._max_draft)]
+        if self._adaptive and any(full):
+            self._num_propose = -(-sum(full) // len(full))
 
     def plan_proposals(
         self, planned: Sequence[tuple[Request, int]], drafts: Mapping[str, Sequence[int]], kv: KVManager
@@ -161,23 +173,28 @@ class Drafter:
             self._accepted_per_position[position] += 1
         num_known = work.start + len(work.tokens) - work.num_draft
         self._acceptance.record(request.id, num_known, work.num_draft, accepted)
+        if request.id in self._model_draft_ids:
+            self._model_acceptance.record(work.num_draft, accepted)
 
     def record_step(self, plan: StepPlan, result: StepResult, now: float, open_ids: Container[str]) -> None:
         """Keep the tokens that grammars force next as drafts, and record how long the step took.
 
         The duration is the time between the previous result and this one, so it includes planning, which without
         drafts overlaps the previous step. After an idle period, the step's own time is used. Steps with prompt chunks
-        are not recorded, nor those during which the runner prepared a kind of step. `now`: time of this result in
-        seconds. `open_ids`: ids of the requests that have not ended."""
+        are not recorded, nor those during which the runner prepared a kind of step, or just before which. `now`: time
+        of this result in seconds. `open_ids`: ids of the requests that have not ended."""
         for proposed in (self._forced, self._drafted):
             if proposed:
                 for work in plan.work:
                     proposed.pop(work.id, None)
         for proposed, found in ((self._forced, result.forced), (self._drafted, result.drafted)):
             proposed.update((name, tokens) for name, tokens in found.items() if name in open_ids)
+        self._model_acceptance.end_step()
         interval, self._last_result_at = now - self._last_result_at, now
         seconds = max(result.seconds, interval) if interval < MAX_GAP * result.seconds else result.seconds
-        was_prepared, self._num_prepared = result.num_prepared == self._num_prepared, result.num_prepared
+        # A step is launched before the previous result is read, so a capture delays both.
+        was_prepared = self._num_prepared == [result.num_prepared] * 2
+        self._num_prepared = [self._num_prepared[1], result.num_prepared]
         if seconds > 0 and was_prepared and plan.work and all(len(w.tokens) - w.num_draft == 1 for w in plan.work):
             self._cost.record(plan.num_tokens, seconds)
             num_tokens = len(plan.work) + sum(len(one.further) for one in result.sampled.values())
@@ -186,6 +203,7 @@ class Drafter:
     def forget(self, request: Request) -> None:
         """Drop the state of a request that has ended."""
         self._acceptance.forget(request.id)
+        self._model_draft_ids.discard(request.id)
         self._forced.pop(request.id, None)
         self._drafted.pop(request.id, None)
         for proposer in self._proposers:
@@ -200,7 +218,7 @@ class Drafter:
         limit = min(self._max_draft, request.max_len - request.num_known - request.num_draft - 1)
         if request.num_pending and request.can_continue_on_device:
             length = max(0, min(limit, request.num_proposing))
-            return Proposal([PENDING_TOKEN] * length, self._model_confidence[:length])
+            return self._make_model_proposal([PENDING_TOKEN] * length, limit)
         if limit > 0 and (forced := self._forced.get(request.id)):
             return Proposal(forced[:limit], [FORCED_CONFIDENCE] * min(limit, len(forced)))
         if limit > 0:
@@ -209,8 +227,13 @@ class Drafter:
                     return proposal
             drafted = self._drafted.get(request.id, ())
             if drafted and (drafted[0] != PENDING_TOKEN or request.id in self._newest_ids):
-                return Proposal(drafted[:limit], self._model_confidence[: min(limit, len(drafted))])
+                return self._make_model_proposal(drafted[:limit], limit)
         return EMPTY_PROPOSAL
+
+    def _make_model_proposal(self, tokens: Sequence[int], limit: int) -> Proposal:
+        """Return the draft model's tokens, with its confidence in up to `limit` tokens."""
+        count = limit if self._adaptive else len(tokens)
+        return Proposal(tokens, self._model_acceptance.confidence(max(0, count)), from_model=True)
 
     def _choose_lengths(
         self, requests: Mapping[str, Request], proposals: Mapping[str, Proposal], rows: int, room: int
@@ -219,7 +242,9 @@ class Drafter:
         if not self._adaptive and sum(len(proposal.tokens) for proposal in proposals.values()) <= limit:
             return {name: len(proposal.tokens) for name, proposal in proposals.items()}
         probabilities = {
-            name: self._acceptance.probabilities(name, requests[name].num_known, proposal.confidence)
+            name: self._acceptance.probabilities(
+                name, requests[name].num_known, proposal.confidence, by_place=proposal.from_model
+            )
             for name, proposal in proposals.items()
         }
         room = min(limit, sum(map(len, probabilities.values())))

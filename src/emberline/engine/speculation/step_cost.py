@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-SAMPLES = 5  # newest times of each number of tokens, of which the median counts
+SAMPLES = 3  # newest times of each number of tokens, of which the median counts: clocks change after a long prompt
 MAX_AGE_STEPS = 2000  # after which a number of tokens counts as unknown: contexts grow and the load changes
 # Assumed cost of one more token of each request, as a fraction of a step, beyond the largest known number of tokens. It
 # is low, so that larger drafts are tried once and then measured.

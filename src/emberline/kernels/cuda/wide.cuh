@@ -6,9 +6,11 @@
 
 enum Epilogue { STORE, STORE_F32, ADD, GATED };
 
-// Whether consumers take over registers from the producer warpgroup by setmaxnreg: if the sums take half of all
-// registers, a thread needs more than the launch gives to each. setmaxnreg works on whole warpgroups.
-constexpr bool trades_registers(int groups, int columns) { return groups * columns == 512; }
+// Whether consumers take over registers from the producer warpgroup by setmaxnreg: with four of them, or if the sums
+// take half of all registers, a thread needs more than the launch gives to each. setmaxnreg works on whole warpgroups.
+constexpr bool trades_registers(int groups, int columns) {
+  return groups * columns == 512 || (groups == 4 && columns == 96);
+}
 constexpr int count_threads(int groups, int columns) {
   return 128 * groups + (trades_registers(groups, columns) ? 128 : 32);
 }

@@ -3,8 +3,8 @@
 In this range reading the weights takes about as long as the arithmetic, or longer. `wide.cu` has the kernel.
 
 A row's result does not depend, bit for bit, on its index. It depends on the number of rows only through the range in
-which that number is: up to 32, 64, 128, 160, 192 or 256. Plain and packed weights give the same result if k is split
-into the same number of parts.
+which that number is: up to 32, 64, 96, 128, 160, 192 or 256. Plain and packed weights give the same result if k is
+split into the same number of parts.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ FILE = "wide.cu"
 MIN_ROWS, MAX_ROWS = 33, 256
 MIN_LARGE_ROWS = 225  # rows of x from which tiles of 256 columns may beat cuBLAS with plain weights
 GROUPS = (1, 2, 3, 4)  # warpgroups of a CTA, each with 64 rows of w
-SMALL_COLUMNS = (64, 128)  # columns of a tile: rows of x
+SMALL_COLUMNS = (64, 96, 128)  # columns of a tile: rows of x
 # Columns of large tiles, and for how many warpgroups registers suffice. CTAs of a cluster may share x.
 LARGE_GROUPS = {160: (2, 3), 192: (2, 3), 256: (2,)}
 COLUMNS = (*SMALL_COLUMNS, *LARGE_GROUPS)
 SHARES = (1, 2)  # CTAs that may share x, with large tiles
-REGISTER_TRADE_SIZE = (
-    512  # groups * columns from which a whole warpgroup only fetches and gives its registers to the others
-)
+# Tiles (groups, columns) for which a whole warpgroup only fetches and gives its registers to the others
+REGISTER_TRADES = frozenset({(2, 256), (4, 96), (4, 128)})
 # Tiles for 17 to 32 rows of x and packed weights: tall tiles read x less often. Used if w has enough rows for so many.
 FEW_COLUMNS, MIN_FEW_ROWS, TALL_GROUPS, MIN_TALL_TILES = 32, 17, 4, 112
 SPLITS = (1, 2, 3, 4)
@@ -83,6 +82,11 @@ MEASURED: dict[tuple[int, int, int], TileConfig | None] = {
     (128, 4096, 14336): TileConfig(1, 2),
     (64, 128256, 4096): TileConfig(2),
     (128, 128256, 4096): TileConfig(2),
+    (96, 6144, 4096): TileConfig(1),
+    (96, 4096, 4096): TileConfig(1, 2),
+    (96, 28672, 4096): TileConfig(2),
+    (96, 4096, 14336): TileConfig(1, 2),
+    (96, 128256, 4096): TileConfig(2),
     (160, 6144, 4096): None,
     (192, 6144, 4096): TileConfig(2, 2),
     (160, 4096, 4096): TileConfig(2, 3),
@@ -110,6 +114,13 @@ MEASURED_PACKED: dict[tuple[int, int, int], TileConfig] = {
     (128, 4096, 14336): TileConfig(3, 6, unclustered=True),
     (64, 128256, 4096): TileConfig(4),
     (128, 128256, 4096): TileConfig(4),
+    (96, 6144, 4096): TileConfig(1, 2, ctas_per_sm=2),
+    (96, 4096, 4096): TileConfig(1, 4, ctas_per_sm=2, unclustered=True),
+    (96, 28672, 4096): TileConfig(4),
+    (96, 4096, 14336): TileConfig(3, 6, unclustered=True),
+    (96, 128256, 4096): TileConfig(4),
+    (96, 6144, 8192): TileConfig(3, 4, unclustered=True),  # of an EAGLE-3 head, as the next
+    (96, 4096, 12288): TileConfig(1, 4, ctas_per_sm=2, unclustered=True),
     (160, 6144, 4096): TileConfig(3, 4, unclustered=True),
     (192, 6144, 4096): TileConfig(2, 2),
     (160, 4096, 4096): TileConfig(2, 4, unclustered=True),
@@ -147,7 +158,7 @@ class WidePlan:
 
     @property
     def threads(self) -> int:
-        return 128 * self.groups + (128 if self.groups * self.columns == REGISTER_TRADE_SIZE else 32)
+        return 128 * self.groups + (128 if (self.groups, self.columns) in REGISTER_TRADES else 32)
 
     @property
     def kernel_name(self) -> str:

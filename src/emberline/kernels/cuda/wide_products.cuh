@@ -12,6 +12,12 @@ DEVICE void wgmma(float (&d)[32], u64 w, u64 x, int accumulate) {
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, %32, %33, p, 1, 1, 0, 0; }"
       : FLOATS_32(d, 0) : "l"(w), "l"(x), "r"(accumulate));
 }
+DEVICE void wgmma(float (&d)[48], u64 w, u64 x, int accumulate) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, %50, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" REGISTERS_48 "}, %48, %49, p, 1, 1, 0, 0; }"
+      : FLOATS_32(d, 0), FLOATS_16(d, 32) : "l"(w), "l"(x), "r"(accumulate));
+}
 DEVICE void wgmma(float (&d)[64], u64 w, u64 x, int accumulate) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
@@ -48,6 +54,12 @@ DEVICE void wgmma(float (&d)[32], const u32 (&w)[4], u64 x, int accumulate) {
       "{ .reg .pred p;\n setp.ne.b32 p, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
       : FLOATS_32(d, 0) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(accumulate));
+}
+DEVICE void wgmma(float (&d)[48], const u32 (&w)[4], u64 x, int accumulate) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, %53, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" REGISTERS_48 "}, {%48, %49, %50, %51}, %52, p, 1, 1, 0; }"
+      : FLOATS_32(d, 0), FLOATS_16(d, 32) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(accumulate));
 }
 DEVICE void wgmma(float (&d)[64], const u32 (&w)[4], u64 x, int accumulate) {
   asm volatile(
