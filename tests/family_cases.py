@@ -81,7 +81,7 @@ UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 8}
 LLAMA4 = {"attention_chunk_size": 128, "intermediate_size_mlp": 512}
 MLA = tiny_deepseek.LITE_SIZES | {"hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16}
-MLA |= {"max_position_embeddings": 1024, "vocab_size": 1000}
+MLA |= {"max_position_embeddings": 1024, "vocab_size": 1000, "head_dim": 64}
 DELTA = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "vocab_size": 1000}
 DELTA |= {"max_position_embeddings": 1024, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 
@@ -104,7 +104,8 @@ WIDE_CONFIGS: dict[str, tuple[Any, tiny.Config]] = {
     "gemma3-256": (tiny_families, tiny_families.gemma3(**HEAD_256, **UNTIED, sliding_window=100)),
     "phi3-96": (tiny_families, tiny_families.phi3(**HEAD_64 | {"head_dim": 96}, sliding_window=150)),
     "olmo2-128": (tiny_families, tiny_families.config("olmo2", **HEAD_128)),
-    "olmo3-128": (tiny_families, tiny_families.config("olmo3", **HEAD_128, sliding_window=130)),
+    # transformers ignores another rope_theta than 500000 for layers with a window.
+    "olmo3-128": (tiny_families, tiny_families.config("olmo3", **HEAD_128, sliding_window=130, rope_theta=500000.0)),
     "granite-64": (tiny_families, tiny_families.granite("granite", **HEAD_64)),
     "smollm3-window-64": (
         tiny_families,

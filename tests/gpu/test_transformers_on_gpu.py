@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from emberline.engine.gpu.boot import BootedGPUEngine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-FLOAT32_LIMIT = 2e-4  # of the largest difference; a log-probability here is up to about 30
+FLOAT32_LIMIT = 5e-4  # of the largest difference; log-probabilities here are down to -20
 ROUNDING_FACTOR, ROUNDING_TERM = 2.0, 0.02  # of the distance that transformers has in bfloat16
 
 
@@ -73,7 +73,7 @@ def name_kernels(booted: BootedGPUEngine) -> str:
 
 def find_limit(dtype: torch.dtype, theirs: Distance) -> Distance:
     if dtype is torch.float32:
-        return Distance(FLOAT32_LIMIT, FLOAT32_LIMIT)
+        return Distance(FLOAT32_LIMIT, FLOAT32_LIMIT / 10)
     return Distance(
         ROUNDING_FACTOR * theirs.largest + ROUNDING_TERM, ROUNDING_FACTOR * theirs.mean + ROUNDING_TERM / 10
     )
