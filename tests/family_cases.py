@@ -138,4 +138,4 @@ WIDE_WRITERS: dict[str, Callable[[Path], object]] = {
     **{f"delta-{name}-128": saved(tiny_delta.write, name, **DELTA) for name in ("next", "dense")},
 }
 WIDE = {name: FamilyCase(write, WIDE_LENGTHS, WIDE_SETTINGS, is_wide=True) for name, write in WIDE_WRITERS.items()}
-CASES = {**SMALL, **WIDE}
+CASES = {**WIDE, **SMALL}

@@ -17,8 +17,6 @@ import torch
 from family_cases import CASES, FamilyCase
 from gpu_settings import gpu_config
 from transformers_distance import (
-    DECODE,
-    PREFILL,
     Distance,
     compute_with_transformers,
     make_prompts,
@@ -90,26 +88,23 @@ def test_log_probabilities_equal_those_of_transformers(
     case = CASES[name]
     config = write_checkpoint(case, tmp_path)
     booted = boot_from_checkpoint(tmp_path, gpu_config(**case.settings), dtype=dtype)
-    prompts, found = make_prompts(case.lengths, config.vocab), []
-    # Steps that score prompts are not captured, and others are; the tokens of both are predicted from all layers.
-    for scores_prompt in (True, False):
-        sequences = score_prompts(booted.engine, prompts, scores_prompt=scores_prompt)
-        exact = compute_with_transformers(tmp_path, sequences, torch.float32, "cuda")
-        same = dtype is torch.float32
-        theirs = exact if same else compute_with_transformers(tmp_path, sequences, dtype, "cuda")
-        found.append(measure_distances(sequences, exact, theirs))
+    prompts = make_prompts(case.lengths, config.vocab)
+    # Steps that score prompts are not captured. They come last, since they leave prompts in the cache.
+    sequences = [
+        each for scored in (False, True) for each in score_prompts(booted.engine, prompts, scores_prompt=scored)
+    ]
+    exact = compute_with_transformers(tmp_path, sequences, torch.float32, "cuda")
+    is_exact = dtype is torch.float32
+    theirs = exact if is_exact else compute_with_transformers(tmp_path, sequences, dtype, "cuda")
+    found = measure_distances(sequences, exact, theirs)
     kernels, over = name_kernels(booted), []
-    assert not case.is_wide or dtype is torch.float32 or kernels in ("hopper", "latent")
-    for phase in (PREFILL, DECODE):
-        ours = Distance(*(max(getattr(each[phase][0], part) for each in found) for part in ("largest", "mean")))
-        peer = Distance(*(max(getattr(each[phase][1], part) for each in found) for part in ("largest", "mean")))
+    assert not case.is_wide or is_exact or kernels in ("hopper", "latent")
+    for phase, (ours, peer) in found.items():
         limit = find_limit(dtype, peer)
         row = {"value": ours.largest, "limit": limit.largest, "mean": ours.mean, "mean_limit": limit.mean}
-        row |= {} if dtype is torch.float32 else {"peer": peer.largest, "peer_mean": peer.mean}
-        record_property("family", {"name": f"{name} {row_dtype(dtype)} {phase}", **row, "kernels": kernels})
-        over += [] if ours.largest <= limit.largest and ours.mean <= limit.mean else [(phase, row)]
+        row |= {} if is_exact else {"peer": peer.largest, "peer_mean": peer.mean}
+        dtype_name = str(dtype).removeprefix("torch.")
+        record_property("family", {"name": f"{name} {dtype_name} {phase}", **row, "kernels": kernels})
+        if ours.largest > limit.largest or ours.mean > limit.mean:
+            over.append((phase, row))
     assert not over
-
-
-def row_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
