@@ -44,6 +44,8 @@ KINDS: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((71, 1, 64), {}),
 ]
 IDS = ["-".join(["x".join(map(str, heads)), *kind]) for heads, kind in KINDS]
+WINDOWED = [each for each in KINDS if "window" in each[1]]
+WINDOWED_IDS = [name for name, each in zip(IDS, KINDS, strict=True) if "window" in each[1]]
 # Padding is behind all other rows of one token, as in an engine: the query of such a row is the token of its index.
 SINGLES: Lengths = [(0, 1), (1, 1), (63, 1), (64, 1), (2000, 1), (777, 1), (255, 1), (256, 1), (0, 0), (0, 0)]
 DRAFTED: Lengths = [(0, 1), (62, 3), (127, 4), (2000, 2), (0, 0), (254, 4), (256, 1), (1000, 3), (0, 0)]
@@ -130,6 +132,33 @@ def test_decode_over_long_contexts_with_many_parts(
 def test_steps_with_any_block_size(heads: tuple[int, int, int], kind: dict[str, Any], block: int) -> None:
     case = random_case(BF16, BF16, [*SINGLES, *CHUNKS], heads, block=block, **kind)
     case.check(compute(case, len(SINGLES)))
+
+
+def fill_foreign_blocks(case: AttentionCase) -> None:
+    """Let all entries of block tables that a request does not need name a block of NaN."""
+    tables, keys, values = case.inputs.metadata.block_tables, case.inputs.keys, case.inputs.values
+    used = torch.zeros(len(keys), dtype=torch.bool)
+    used[tables[tables != 1 << 30].long().cpu()] = True
+    foreign = (~used).nonzero().flatten().to(GPU)
+    for cache in (keys, values):
+        if cache.dtype == FP8:
+            cache.view(torch.uint8)[foreign] = 0x7F
+        else:
+            cache[foreign] = torch.nan
+    assert keys[foreign[0]].float().isnan().all()
+    tables[tables == 1 << 30] = foreign[0].int()
+
+
+@pytest.mark.parametrize(("heads", "kind"), WINDOWED, ids=WINDOWED_IDS)
+@pytest.mark.parametrize(("cache", "block"), [(BF16, 16), (BF16, 64), (BF16, 128), (FP8, 16)])
+def test_blocks_before_a_window_may_contain_nan(
+    heads: tuple[int, int, int], kind: dict[str, Any], cache: torch.dtype, block: int
+) -> None:
+    """They belong to other requests. A weight of 0 does not help: 0 * NaN is NaN."""
+    for decode in (SINGLES, DRAFTED if heads[0] // heads[1] <= 8 else SINGLES[:3]):
+        case = random_case(BF16, cache, [*decode, *CHUNKS], heads, block=block, **kind)
+        fill_foreign_blocks(case)
+        case.check(compute(case, len(decode)))
 
 
 @pytest.mark.parametrize(

@@ -219,14 +219,15 @@ DEVICE void fetch_units(Shared<S>& shared, const Maps& maps, const Arguments& ar
       shared.infos[iteration % INFO_SLOTS<S>] = info;
       barrier_arrive(shared_address(&shared.info_ready[iteration % INFO_SLOTS<S>]));
     }
-    if (!exists) info.row = info.tiles = length = 0, iteration--;
+    if (!exists) info.row = info.tiles = info.low = length = 0, iteration--;
     const int* table = args.tables + i64(info.row) * args.table_width;
-    int newest = length - 1 >> args.block_shift, entry = 0, block = 0;
+    // Entries before the first visible key may name any block, whose values may not be finite.
+    int oldest = info.low >> args.block_shift, newest = length - 1 >> args.block_shift, entry = 0, block = 0;
     for (int i = 0; i < info.tiles; i++, ring.advance()) {
       int key = info.begin + i * TILE, needed = key + TILE - 1 >> args.block_shift;
       if (i == 0 || needed - entry >= 32) {
         entry = key >> args.block_shift;
-        block = table[min(entry + lane, newest)];
+        block = table[min(max(entry + lane, oldest), newest)];
       }
       barrier_wait(shared_address(&shared.empty[ring.stage]), ring.phase ^ 1);
       if (!waited && key + TILE >= length - (S::SEVERAL ? MAX_NEW_TOKENS - 1 : 0))

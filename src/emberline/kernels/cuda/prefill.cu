@@ -138,13 +138,15 @@ DEVICE void fetch(u32 base, const TensorMap* q_map, const TensorMap* k_map, cons
         copy_tile(base + Offsets<D>::Q + panel * PANEL, q_map, x + panel * 64, item.token, barrier, l2_evict_first());
     }
     const int last = item.last_tile<D>(), first = item.first_tile<D, KINDS>(args);
+    const int first_block = max(args.first_key<KINDS>(item.position), 0) / size;
     // A block may have several tiles.
     const auto first_row = [&](int n) { return kv_head * size + (KEYS < 128 ? n * KEYS & size - 1 : 0); };
     int previous_block = 0;
     for (int n = last; n >= first; n--) {
-      // beyond the last key, the last block is read again: those keys are masked, and its values are finite
+      // Beyond the last key the last block is read again, and before the window its first block: those keys are
+      // masked, and the values of the request's own blocks are finite. Other entries may name any block.
       const int entry = KEYS < 128 ? (n * pieces + lane) * piece / size : n * pieces + lane;
-      const int block = lane < pieces ? table[min(entry, final_block)] : 0;
+      const int block = lane < pieces ? table[min(max(entry, first_block), final_block)] : 0;
       fetch_tile<D>(k_map, base + Offsets<D>::K, base + Offsets<D>::K_FULL, k, block, first_row(n), piece);
       if (n < last) fetch_tile<D>(v_map, base + Offsets<D>::V, base + Offsets<D>::V_FULL, v, previous_block,
                                   first_row(n + 1), piece);
