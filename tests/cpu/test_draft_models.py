@@ -18,19 +18,19 @@ from eagle3_head import draft_by_definition, write_eagle3_head
 from gpu_settings import gpu_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recorded_drafts import record_drafts
 from safetensors.torch import load_file, save_file
 from test_speculation_on_models import SETTINGS, make_params, run
 
 from emberline.core.engine_config import SchedulerConfig, SpeculationConfig
 from emberline.core.errors import ModelError, ModelFileError, UnsupportedModel
 from emberline.core.params import SamplingParams
-from emberline.core.plan import StepPlan, StepResult
+from emberline.core.plan import StepPlan
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.draft_boot import max_row_queries
 from emberline.engine.gpu.graphs import StepInputs
-from emberline.engine.gpu.rows import HostDrafts
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.runner import TorchRunner
@@ -200,35 +200,6 @@ def test_drafts_of_an_eagle3_head_are_what_its_definition_says(
                 continue
             wanted = draft_by_definition(head, embedding, joined[: known - 1], tokens[1:known], len(draft))
             assert draft == wanted, (name, known)
-
-
-def record_drafts(e: Engine, proposed: dict[str, dict[int, list[int]]]) -> None:
-    """Record all drafts of an engine's runner. Those that only the device has are read from it."""
-    scheduler, update, runner = e.scheduler, e.scheduler.update, e.runner
-    on_device: dict[tuple[int, str], tuple[HostDrafts, int]] = {}
-    if isinstance(runner, GPURunner):
-        launch, rows = runner.launch, runner._rows
-
-        def wrapped_launch(plan: StepPlan) -> Callable[[], StepResult]:
-            finish = launch(plan)
-            for w in plan.work:
-                if w.num_propose and (drafts := rows[w.id].drafts) is not None:
-                    on_device[plan.step, w.id] = drafts
-            return finish
-
-        runner.launch = wrapped_launch  # type: ignore[method-assign]
-
-    def wrapped_update(plan: StepPlan, result: StepResult) -> None:
-        update(plan, result)
-        for request_id, draft in result.drafted.items():
-            if (request := scheduler.requests.get(request_id)) is not None:
-                values = list(draft)
-                if values[0] < 0:
-                    drafts, at = on_device[plan.step, request_id]
-                    values = drafts.values[at][: len(values)]
-                proposed[request.submission_id][len(request.tokens)] = values
-
-    scheduler.update = wrapped_update  # type: ignore[method-assign]
 
 
 class PausedDrafter(Drafter):

@@ -17,11 +17,10 @@ from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
 from gpu_settings import gpu_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mtp_head import HeadByDefinition, add_tensors, head_tensors
+from mtp_head import HeadByDefinition, add_tensors, head_tensors, make_counting_tensors
+from recorded_drafts import record_drafts
 from safetensors.torch import load_file, save_file
-from test_draft_models import record_drafts
 from test_speculation_on_models import SETTINGS, make_params, run
-from torch import Tensor
 
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
@@ -42,13 +41,14 @@ from emberline.engine.speculation.draft_cache import make_draft_cache
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.drafter import Drafter
-from emberline.kernels import ops
+from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kv.cache import KVCache
 from emberline.models.config_outline import outline_of
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
 from emberline.models.loader import load_decoder
 from emberline.models.mtp import MTPHead
+from emberline.models.sleep import iter_instances
 from emberline.models.weight_parts import list_weight_parts
 from emberline.models.weights import Weights
 
@@ -186,33 +186,6 @@ def test_drafts_are_what_the_definition_says(cases: Cases, family: str, pipeline
                 assert draft == head.draft(states[: known - 1], tokens[1:known], len(draft)), (name, known)
 
 
-def make_counting_tensors(directory: Path, config: dict[str, Any], reads: str) -> dict[str, Tensor]:
-    """Return tensors of a model that always continues with the next token id, and of a head that predicts this.
-
-    No layer adds anything, so a hidden state is the embedding of its token. A rotation maps each embedding to that of
-    the next id. `reads`: whether the head continues from the token alone or from the hidden state alone."""
-    tensors = load_file(directory / "model.safetensors") | head_tensors(config)
-    vocab, hidden, at = config["vocab_size"], config["hidden_size"], f"model.layers.{config['num_hidden_layers']}"
-    turns = 1 + torch.randperm(vocab // 2 - 1, generator=torch.Generator().manual_seed(0))[: hidden // 2]
-    angles = 2 * torch.pi * turns / vocab
-    table = torch.polar(torch.tensor(2.0).sqrt(), torch.arange(vocab)[:, None] * angles)
-    embedding = torch.view_as_real(table).flatten(1).contiguous()
-    cos, sin = angles.cos(), angles.sin()
-    rotation = torch.block_diag(*torch.stack([cos, -sin, sin, cos], 1).view(-1, 2, 2))
-    zero = torch.zeros(hidden, hidden)
-    projection = [torch.eye(hidden), zero] if reads == "token" else [zero, rotation]
-    for name in tensors:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name] = torch.zeros_like(tensors[name])
-    for name in ("model.norm", f"{at}.enorm", f"{at}.hnorm", f"{at}.shared_head.norm"):
-        tensors[f"{name}.weight"] = torch.ones(hidden)
-    for name in ("model.embed_tokens", f"{at}.embed_tokens"):
-        tensors[f"{name}.weight"] = embedding.clone()
-    for name in ("lm_head", f"{at}.shared_head.head"):
-        tensors[f"{name}.weight"] = embedding.roll(1, 0)
-    return tensors | {f"{at}.eh_proj.weight": torch.cat(projection, 1)}
-
-
 @pytest.mark.parametrize("reads", ["token", "hidden state"])
 @pytest.mark.parametrize(("family", "pipelined"), [("glm", False), ("glm", True), ("deepseek", False)])
 def test_a_head_that_is_right_is_always_accepted(tmp_path: Path, family: str, pipelined: bool, reads: str) -> None:
@@ -314,10 +287,17 @@ def test_an_engine_counts_the_cache_of_the_head(cases: Cases, family: str) -> No
     assert stats is not None and stats.drafted_tokens > 0
 
 
-def test_a_gpu_refuses_heads_with_experts(cases: Cases, tmp_path: Path) -> None:
-    settings, device = SpeculationConfig("mtp"), HostDevice()
-    glm, dense = cases["glm"], cases["dense glm"]
-    with pytest.raises(UnsupportedModel, match="glm4_moe, and experts of draft models do not run on a GPU"):
-        load_on_device(settings, glm.model, glm.directory, device)
-    assert dense.model.stack is not None or ops.current_backend().library is None
-    assert isinstance(load_on_device(settings, dense.model, dense.directory, device), MTPHead)
+def test_a_gpu_loads_heads_with_experts_in_few_tensors(cases: Cases) -> None:
+    """All values of the head are those that a CPU loads."""
+    device = HostDevice()
+    for family in ("glm", "deepseek"):
+        case = cases[family]
+        head = load_on_device(SpeculationConfig("mtp"), case.model, case.directory, device)
+        assert isinstance(head, MTPHead) and head.weight_bytes == case.head.weight_bytes
+        (ours,), (theirs,) = (list(iter_instances(Mixture, one)) for one in (head, case.head))
+        assert isinstance(ours.experts, StackedExperts) and isinstance(theirs.experts, tuple)
+        by_name = HeadByDefinition(case.directory).weights
+        for number, (gate_up, down) in enumerate(zip(ours.experts.gate_up, ours.experts.down, strict=True)):
+            at = f"mlp.experts.{number}"
+            gate, up = (by_name[f"{at}.{name}_proj.weight"] for name in ("gate", "up"))
+            assert torch.equal(gate_up, torch.cat([gate, up])) and torch.equal(down, by_name[f"{at}.down_proj.weight"])
