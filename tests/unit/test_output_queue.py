@@ -28,9 +28,9 @@ def take_all(queue: OutputQueue, count: int) -> list[Output]:
 def test_waiting_outputs_merge() -> None:
     queue = OutputQueue(merges=True)
     queue.put(Output("a", tokens=[1], logprobs=[TokenLogprob(-1.0, 1, [])], cached_tokens=7, timing=Timing(1.0)))
-    queue.put(Output("a", tokens=[2], logprobs=[TokenLogprob(-2.0, 1, [])]))
+    queue.put(Output("a", tokens=[2], logprobs=[TokenLogprob(-2.0, 1, [])], drafted_tokens=4, accepted_tokens=1))
     last = Output("a", tokens=[3], finish=FinishReason.STOP, stop_token=3, timing=Timing(1.0, finished=2.0))
-    last.drafted_tokens, last.accepted_tokens = 9, 2
+    last.drafted_tokens, last.accepted_tokens = 5, 1
     queue.put(last)
     [whole] = take_all(queue, 1)
     assert whole.tokens == [1, 2, 3] and [p.logprob for p in whole.logprobs] == [-1.0, -2.0]
