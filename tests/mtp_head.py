@@ -52,10 +52,38 @@ def head_tensors(config: Mapping[str, Any], *, seed: int = 7) -> dict[str, Tenso
     return {f"{at}.{name}": one(name, shape) for name, shape in head_shapes(config).items()}
 
 
-def add_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Add tensors to a checkpoint, or replace those that it has."""
+def add_tensors(directory: Path, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> None:
+    """Add tensors to a checkpoint, or replace those that it has. `dtype`: of all tensors then; None: as they are."""
     file = directory / "model.safetensors"
-    save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
+    whole = {**load_file(file), **tensors}
+    save_file({name: tensor.to(dtype) for name, tensor in whole.items()}, file, metadata={"format": "pt"})
+
+
+def make_counting_tensors(directory: Path, config: dict[str, Any], reads: str) -> dict[str, Tensor]:
+    """Return tensors of a model that always continues with the next token id, and of a head that predicts this.
+
+    No layer adds anything, so a hidden state is the embedding of its token. A rotation maps each embedding to that of
+    the next id. `reads`: whether the head continues from the token alone or from the hidden state alone."""
+    tensors = load_file(directory / "model.safetensors") | head_tensors(config)
+    vocab, hidden, at = config["vocab_size"], config["hidden_size"], f"model.layers.{config['num_hidden_layers']}"
+    turns = 1 + torch.randperm(vocab // 2 - 1, generator=torch.Generator().manual_seed(0))[: hidden // 2]
+    angles = 2 * torch.pi * turns / vocab
+    table = torch.polar(torch.tensor(2.0).sqrt(), torch.arange(vocab)[:, None] * angles)
+    embedding = torch.view_as_real(table).flatten(1).contiguous()
+    cos, sin = angles.cos(), angles.sin()
+    rotation = torch.block_diag(*torch.stack([cos, -sin, sin, cos], 1).view(-1, 2, 2))
+    zero = torch.zeros(hidden, hidden)
+    projection = [torch.eye(hidden), zero] if reads == "token" else [zero, rotation]
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = torch.zeros_like(tensors[name])
+    for name in ("model.norm", f"{at}.enorm", f"{at}.hnorm", f"{at}.shared_head.norm"):
+        tensors[f"{name}.weight"] = torch.ones(hidden)
+    for name in ("model.embed_tokens", f"{at}.embed_tokens"):
+        tensors[f"{name}.weight"] = embedding.clone()
+    for name in ("lm_head", f"{at}.shared_head.head"):
+        tensors[f"{name}.weight"] = embedding.roll(1, 0)
+    return tensors | {f"{at}.eh_proj.weight": torch.cat(projection, 1)}
 
 
 class HeadByDefinition:

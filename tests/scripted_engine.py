@@ -60,6 +60,7 @@ class ScriptedEngine:
     ticket: dict[str, Any] | None = None
     drafted: int = 0  # drafted tokens that the last output of each completion reports
     accepted: int = 0
+    drafts_per_token: int = 0  # drafted tokens that each output reports for each of its tokens, one of them accepted
     on_stats: Any = None
     clock: float = 0.0
 
@@ -117,6 +118,8 @@ class ScriptedEngine:
             if finish is not None:
                 live.remove(i)
                 output.drafted_tokens, output.accepted_tokens = self.drafted, self.accepted
+            output.drafted_tokens += self.drafts_per_token * len(new)
+            output.accepted_tokens += min(1, self.drafts_per_token) * len(new)
             yield output
 
     def _prefill_outputs(self, s: Submission) -> Any:

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of DeepSeek models, which have latent attention. All layers are dense."""
+"""Tiny random checkpoints of DeepSeek models, which have latent attention. By default all layers are dense."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny
+import tiny_experts
 import torch
 
 MLA = {"kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "first_k_dense_replace": 3}
@@ -37,17 +38,11 @@ def write_deepseek(directory: Path, name: str, *, dtype: torch.dtype = torch.flo
     """Write a random checkpoint of a name in DEEPSEEK. `changes`: to its config."""
     c = {**tiny.BASE, **MLA, **DEEPSEEK[name], **changes}
     c["architectures"] = ["DeepseekV2ForCausalLM" if name.startswith("v2") else "DeepseekV3ForCausalLM"]
-    hidden, heads, ffn, compressed = (
-        c["hidden_size"],
-        c["num_attention_heads"],
-        c["intermediate_size"],
-        c["q_lora_rank"],
-    )
+    hidden, heads, compressed = c["hidden_size"], c["num_attention_heads"], c["q_lora_rank"]
     rank, rotary, plain, values = (c[field] for field in LITE_SIZES)
     layer = {"self_attn.kv_a_proj_with_mqa": (rank + rotary, hidden)}
     layer |= {"self_attn.kv_b_proj": (heads * (plain + values), rank)}
-    layer |= {"self_attn.o_proj": (hidden, heads * values), "mlp.down_proj": (hidden, ffn)}
-    layer |= {"mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "self_attn.kv_a_layernorm": (rank,)}
+    layer |= {"self_attn.o_proj": (hidden, heads * values), "self_attn.kv_a_layernorm": (rank,)}
     layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
     if compressed:
         layer |= {"self_attn.q_a_proj": (compressed, hidden)}
@@ -55,8 +50,10 @@ def write_deepseek(directory: Path, name: str, *, dtype: torch.dtype = torch.flo
         layer["self_attn.q_a_layernorm"] = (compressed,)
     else:
         layer["self_attn.q_proj"] = (heads * (plain + rotary), hidden)
-    layers, vocab = range(c["num_hidden_layers"]), c["vocab_size"]
+    layers, vocab, first_sparse = range(c["num_hidden_layers"]), c["vocab_size"], c["first_k_dense_replace"]
     shapes = {f"model.layers.{i}.{part}.weight": shape for i in layers for part, shape in layer.items()}
+    dense, sparse = tiny_experts.dense_shapes(c), tiny_experts.expert_shapes({**c, "model_type": "glm4_moe"})
+    shapes |= {f"model.layers.{i}.{p}": s for i in layers for p, s in (sparse if i >= first_sparse else dense).items()}
     shapes |= {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     shapes |= {} if c["tie_word_embeddings"] else {"lm_head.weight": (vocab, hidden)}
     random = torch.Generator().manual_seed(3)

@@ -18,19 +18,20 @@ from eagle3_head import draft_by_definition, write_eagle3_head
 from gpu_settings import gpu_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recorded_drafts import record_drafts
 from safetensors.torch import load_file, save_file
 from test_speculation_on_models import SETTINGS, make_params, run
 
 from emberline.core.engine_config import SchedulerConfig, SpeculationConfig
 from emberline.core.errors import ModelError, ModelFileError, UnsupportedModel
 from emberline.core.params import SamplingParams
-from emberline.core.plan import StepPlan, StepResult
+from emberline.core.plan import StepPlan
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.draft_boot import max_row_queries
+from emberline.engine.gpu.draft_inputs import DraftInputs
 from emberline.engine.gpu.graphs import StepInputs
-from emberline.engine.gpu.rows import HostDrafts
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.runner import TorchRunner
@@ -101,6 +102,7 @@ def make_engine(model: DecoderModel, directory: Path) -> MakeEngine:
         budget: int = 256,
         max_draft: int = 4,
         drafter: Drafter | None = None,
+        exact: bool = False,
     ) -> Engine:
         cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 8, torch.float32), blocks)
         config = SchedulerConfig(block_size=8, max_batch_tokens=budget, max_running=12, max_context=CONTEXT)
@@ -111,7 +113,7 @@ def make_engine(model: DecoderModel, directory: Path) -> MakeEngine:
         if not pipelined:
             draft_runner = None if draft is None else DraftRunner(draft, make_draft_cache(draft, cache))
             return Engine(config, TorchRunner(model, cache, eos, compiler, draft_runner), drafter=drafter)
-        gpu = gpu_config(max_running=12, max_batch_tokens=budget, graphs=graphs)
+        gpu = gpu_config(max_running=12, max_batch_tokens=budget, graphs=graphs, exact=exact)
         gpu = replace(gpu, speculation=SpeculationConfig("auto" if draft is None else "draft:model", max_draft))
         runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, compiler), gpu, HostDevice(), CONTEXT, draft)
         return Engine(config, runner, drafter=drafter)
@@ -202,35 +204,6 @@ def test_drafts_of_an_eagle3_head_are_what_its_definition_says(
             assert draft == wanted, (name, known)
 
 
-def record_drafts(e: Engine, proposed: dict[str, dict[int, list[int]]]) -> None:
-    """Record all drafts of an engine's runner. Those that only the device has are read from it."""
-    scheduler, update, runner = e.scheduler, e.scheduler.update, e.runner
-    on_device: dict[tuple[int, str], tuple[HostDrafts, int]] = {}
-    if isinstance(runner, GPURunner):
-        launch, rows = runner.launch, runner._rows
-
-        def wrapped_launch(plan: StepPlan) -> Callable[[], StepResult]:
-            finish = launch(plan)
-            for w in plan.work:
-                if w.num_propose and (drafts := rows[w.id].drafts) is not None:
-                    on_device[plan.step, w.id] = drafts
-            return finish
-
-        runner.launch = wrapped_launch  # type: ignore[method-assign]
-
-    def wrapped_update(plan: StepPlan, result: StepResult) -> None:
-        update(plan, result)
-        for request_id, draft in result.drafted.items():
-            if (request := scheduler.requests.get(request_id)) is not None:
-                values = list(draft)
-                if values[0] < 0:
-                    drafts, at = on_device[plan.step, request_id]
-                    values = drafts.values[at][: len(values)]
-                proposed[request.submission_id][len(request.tokens)] = values
-
-    scheduler.update = wrapped_update  # type: ignore[method-assign]
-
-
 class PausedDrafter(Drafter):
     """Has no drafts while it is paused, as if the steps without them were measured."""
 
@@ -303,6 +276,33 @@ def test_steps_captured_ahead_have_the_plans_of_their_shapes(
         assert e.runner.prepare_next()
         assert planned and set(planned) == {shape.queries}, shape
     assert {shape.queries for shape in e.runner.shapes} == {1, 5}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_drafted_tokens_read_no_key_before_it_is_written(
+    make_engine: MakeEngine,
+    model: DecoderModel,
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    exact: bool,
+) -> None:
+    """With --exact each drafted token is a row, which attends to keys that the same pass of the head writes."""
+    other_heads = write_eagle3_head(tmp_path, CONFIG, draft_vocab=100, num_attention_heads=4, num_key_value_heads=4)
+    e = make_engine(load(model, directory, f"eagle3:{other_heads}"), pipelined=True, exact=exact)
+    assert isinstance(e.runner, GPURunner) and e.runner._drafting is not None
+    drafting, plans, run_passes = e.runner._drafting, [], e.runner._drafting._run
+
+    def record(inputs: DraftInputs, step: StepInputs) -> None:
+        plans.append((inputs.step_plan, step.tiles, inputs.plan))
+        run_passes(inputs, step)
+
+    monkeypatch.setattr(drafting, "_run", record)
+    run(e, [Submission("a", encode("some text"), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))])
+    assert len(plans) > 5
+    for ours, target, chain in plans:
+        assert ours is not None and ours.reads_early == target.reads_early == (not exact)
+        assert chain.reads_early  # of passes with one token of each request
 
 
 @pytest.mark.parametrize(("heads", "head_dim", "queries"), [((32, 8), 128, 8), ((48, 2), 128, 2), ((8, 4), 256, 8)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,13 @@ import tiny_experts
 import torch
 from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
 from gpu_settings import gpu_config
+from host_engine import simulate_gpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mtp_head import HeadByDefinition, add_tensors, head_tensors
+from mtp_head import HeadByDefinition, add_tensors, head_tensors, make_counting_tensors
+from recorded_drafts import record_drafts
 from safetensors.torch import load_file, save_file
-from test_draft_models import record_drafts
 from test_speculation_on_models import SETTINGS, make_params, run
-from torch import Tensor
 
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
@@ -43,12 +44,15 @@ from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.drafter import Drafter
 from emberline.kernels import ops
+from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kv.cache import KVCache
 from emberline.models.config_outline import outline_of
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
 from emberline.models.loader import load_decoder
 from emberline.models.mtp import MTPHead
+from emberline.models.reader import FileReader
+from emberline.models.sleep import iter_instances
 from emberline.models.weight_parts import list_weight_parts
 from emberline.models.weights import Weights
 
@@ -186,33 +190,6 @@ def test_drafts_are_what_the_definition_says(cases: Cases, family: str, pipeline
                 assert draft == head.draft(states[: known - 1], tokens[1:known], len(draft)), (name, known)
 
 
-def make_counting_tensors(directory: Path, config: dict[str, Any], reads: str) -> dict[str, Tensor]:
-    """Return tensors of a model that always continues with the next token id, and of a head that predicts this.
-
-    No layer adds anything, so a hidden state is the embedding of its token. A rotation maps each embedding to that of
-    the next id. `reads`: whether the head continues from the token alone or from the hidden state alone."""
-    tensors = load_file(directory / "model.safetensors") | head_tensors(config)
-    vocab, hidden, at = config["vocab_size"], config["hidden_size"], f"model.layers.{config['num_hidden_layers']}"
-    turns = 1 + torch.randperm(vocab // 2 - 1, generator=torch.Generator().manual_seed(0))[: hidden // 2]
-    angles = 2 * torch.pi * turns / vocab
-    table = torch.polar(torch.tensor(2.0).sqrt(), torch.arange(vocab)[:, None] * angles)
-    embedding = torch.view_as_real(table).flatten(1).contiguous()
-    cos, sin = angles.cos(), angles.sin()
-    rotation = torch.block_diag(*torch.stack([cos, -sin, sin, cos], 1).view(-1, 2, 2))
-    zero = torch.zeros(hidden, hidden)
-    projection = [torch.eye(hidden), zero] if reads == "token" else [zero, rotation]
-    for name in tensors:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name] = torch.zeros_like(tensors[name])
-    for name in ("model.norm", f"{at}.enorm", f"{at}.hnorm", f"{at}.shared_head.norm"):
-        tensors[f"{name}.weight"] = torch.ones(hidden)
-    for name in ("model.embed_tokens", f"{at}.embed_tokens"):
-        tensors[f"{name}.weight"] = embedding.clone()
-    for name in ("lm_head", f"{at}.shared_head.head"):
-        tensors[f"{name}.weight"] = embedding.roll(1, 0)
-    return tensors | {f"{at}.eh_proj.weight": torch.cat(projection, 1)}
-
-
 @pytest.mark.parametrize("reads", ["token", "hidden state"])
 @pytest.mark.parametrize(("family", "pipelined"), [("glm", False), ("glm", True), ("deepseek", False)])
 def test_a_head_that_is_right_is_always_accepted(tmp_path: Path, family: str, pipelined: bool, reads: str) -> None:
@@ -314,10 +291,86 @@ def test_an_engine_counts_the_cache_of_the_head(cases: Cases, family: str) -> No
     assert stats is not None and stats.drafted_tokens > 0
 
 
-def test_a_gpu_refuses_heads_with_experts(cases: Cases, tmp_path: Path) -> None:
-    settings, device = SpeculationConfig("mtp"), HostDevice()
-    glm, dense = cases["glm"], cases["dense glm"]
-    with pytest.raises(UnsupportedModel, match="glm4_moe, and experts of draft models do not run on a GPU"):
-        load_on_device(settings, glm.model, glm.directory, device)
-    assert dense.model.stack is not None or ops.current_backend().library is None
-    assert isinstance(load_on_device(settings, dense.model, dense.directory, device), MTPHead)
+def test_a_gpu_loads_heads_with_experts_in_few_tensors(cases: Cases) -> None:
+    """All values of the head are those that a CPU loads."""
+    device = HostDevice()
+    for family in ("glm", "deepseek"):
+        case = cases[family]
+        head = load_on_device(SpeculationConfig("mtp"), case.model, case.directory, device)
+        assert isinstance(head, MTPHead) and head.weight_bytes == case.head.weight_bytes
+        (ours,), (theirs,) = (list(iter_instances(Mixture, one)) for one in (head, case.head))
+        assert isinstance(ours.experts, StackedExperts) and isinstance(theirs.experts, tuple)
+        by_name = HeadByDefinition(case.directory).weights
+        for number, (gate_up, down) in enumerate(zip(ours.experts.gate_up, ours.experts.down, strict=True)):
+            at = f"mlp.experts.{number}"
+            gate, up = (by_name[f"{at}.{name}_proj.weight"] for name in ("gate", "up"))
+            assert torch.equal(gate_up, torch.cat([gate, up])) and torch.equal(down, by_name[f"{at}.down_proj.weight"])
+
+
+def test_only_files_with_tensors_of_the_head_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_base(tmp_path, "glm")
+    base, head = load_file(tmp_path / "model.safetensors"), head_tensors(config)
+    parts = {"first.safetensors": base, "second.safetensors": head}
+    for name, tensors in parts.items():
+        save_file(tensors, tmp_path / name)
+    (tmp_path / "model.safetensors").unlink()
+    where = {tensor: name for name, tensors in parts.items() for tensor in tensors}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    model, started, start = load_decoder(tmp_path, "float32"), [], FileReader.start
+    monkeypatch.setattr(
+        FileReader, "start", lambda files, **given: started.append(list(files)) or start(files, **given)
+    )
+    head_on_device = load_on_device(SpeculationConfig("mtp"), model, tmp_path, HostDevice())
+    assert isinstance(head_on_device, MTPHead) and started == [[tmp_path / "second.safetensors"]]
+
+
+class StackingWeights(Weights):
+    stacks_experts = True
+
+
+@pytest.fixture
+def reference_backend() -> Iterator[None]:
+    before = ops.current_backend()
+    ops.start_backend(native=False)
+    yield
+    ops.start_backend(native=before.library is not None)
+
+
+@pytest.mark.parametrize("family", ["glm", "deepseek"])
+def test_stacked_experts_draft_the_same_tokens(cases: Cases, family: str, reference_backend: None) -> None:
+    """As a GPU has them, with captured chains of drafts."""
+    directory, found = cases[family].directory, []
+    for kind in (Weights, StackingWeights):
+        case = LoadedCase(directory)
+        head = load_draft_model(SpeculationConfig("mtp"), case.model, directory, partial(kind, dtype=torch.float32))
+        assert head is not None
+        case.head = head
+        e = case.make_engine(pipelined=True, graphs=True)
+        proposed: dict[str, dict[int, list[int]]] = {"a": {}, "b": {}}
+        record_drafts(e, proposed)
+        params = SamplingParams(max_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
+        texts = {"a": "some text", "b": "another one, of more than sixteen bytes"}
+        found.append((run(e, [Submission(name, encode(text), params) for name, text in texts.items()]), proposed))
+        assert isinstance(e.runner, GPURunner) and e.runner._drafting is not None and e.runner._drafting._replays
+    assert found[0] == found[1] and len(found[0][1]["b"]) > 5
+
+
+@pytest.mark.parametrize("family", ["deepseek", "glm"])
+def test_an_engine_for_a_gpu_counts_and_captures_the_head(
+    cases: Cases, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate_gpu(monkeypatch)
+    settings = {"device": "cuda", "block_size": 16, "kv_memory": 1 << 20, "max_running": 4, "max_batch_tokens": 64}
+    config = EngineConfig.build(str(cases[family].directory), **settings, max_context=CONTEXT, dtype="float32")
+    plain, loaded = boot(config), boot(config.with_settings(speculate="mtp", max_draft=3))
+    assert loaded.kv_bytes == plain.kv_bytes * 3 // 2  # keys and values of one more layer for as many tokens
+    runner = loaded.engine.runner
+    assert isinstance(runner, GPURunner) and runner._drafting is not None and runner.draft_model is not None
+    while runner.prepare_next():
+        pass
+    captured = set(runner._drafting._replays)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    run(loaded.engine, [Submission("r", encode("some text"), params)])
+    stats = loaded.engine.stats().speculation
+    assert stats is not None and stats.drafted_tokens > 0
+    assert captured and {key for key in runner._drafting._seen if key[2] == 3} <= captured

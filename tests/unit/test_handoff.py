@@ -14,7 +14,7 @@ from emberline.core.clock import ManualClock
 from emberline.core.engine_config import SchedulerConfig, TransferConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
-from emberline.core.handoff import Handoff, PrefillResult, TokenGroup
+from emberline.core.handoff import DraftCounts, Handoff, PrefillResult, TokenGroup
 from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Priority, Submission
 from emberline.engine.engine import Engine
@@ -31,13 +31,23 @@ from emberline.kv.transfer.ticket import Peer
 
 
 def test_handoff_json_round_trip() -> None:
-    handoff = Handoff((TokenGroup(1, (2, 3)), TokenGroup(0, (4,)), TokenGroup(1, (5,))), True, 7, {"id": "x"})
+    handoff = Handoff(
+        (TokenGroup(1, (2, 3)), TokenGroup(0, (4,)), TokenGroup(1, (5,))), True, 7, {"id": "x"}, DraftCounts(9, 4)
+    )
     assert Handoff.parse(json.loads(json.dumps(handoff.as_dict()))) == handoff
     assert handoff.tokens_by_choice(2) == ((4,), (2, 3, 5))
     assert Handoff.parse({}) == Handoff() and Handoff().tokens_by_choice(3) == ()
     with pytest.raises(InvalidRequest, match="choice 1"):
         handoff.tokens_by_choice(1)
-    for wrong in ([], {"said": [[0, [-1]]]}, {"said": [[0]]}, {"started": 1}, {"source": []}, {"cached_tokens": "1"}):
+    for wrong in (
+        [],
+        {"said": [[0, [-1]]]},
+        {"said": [[0]]},
+        {"started": 1},
+        {"source": []},
+        {"cached_tokens": "1"},
+        {"drafts": [1, -1]},
+    ):
         with pytest.raises(InvalidRequest, match="cannot be parsed"):
             Handoff.parse(wrong)
     note = PrefillResult((5,), True, 3, 0.5)

@@ -222,6 +222,27 @@ def _work(tokens: int) -> WorkItem:
     return WorkItem("a", 0, [1] * tokens, [0], samples=True)
 
 
+@pytest.mark.parametrize(("captured", "rows"), [(1, 128 + 64), (0, 2 * 128)])
+def test_scratch_memory_of_a_draft_model_is_counted(captured: int, rows: int) -> None:
+    """That of latent attention: for each work item and each row, partial results of up to two queries of 128 heads.
+
+    A draft model that reads tokens computes two rows for each request."""
+    latent = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    fields = {**bench_model.LLAMA_8B, **latent, "model_type": "deepseek_v2", "v_head_dim": 128}
+    fields |= {"num_attention_heads": 128, "num_key_value_heads": 128, "num_hidden_layers": 1}
+    fields |= {"n_routed_experts": 4, "num_experts_per_tok": 1, "first_k_dense_replace": 1, "rope_scaling": None}
+    config = ModelConfig.from_hf({name: value for name, value in fields.items() if name != "architectures"})
+    draft = memory.DraftMemory.of(10**9, config, captured)
+    changes = {"max_running": 128, "max_new_tokens": 5}
+    with_draft, without = make_plan(draft=draft, **changes), make_plan(**changes)
+    places = 2 * rows + 5 * 2 * 132 // 2  # the keys of long rows are cut, for two programs of 64 heads each
+    assert with_draft.scratch - without.scratch == places * 2 * 128 * (576 + 2) * 4
+    assert with_draft.weights - without.weights == 10**9
+    assert with_draft.logits - without.logits == 128 * LLAMA_8B.vocab * 4
+    states = with_draft.activations - without.activations
+    assert states == (2 * 2 * config.hidden * (8192 + 128 + 64) if captured else 0)
+
+
 def test_memory_of_other_processes_is_not_used() -> None:
     total, context = 141 << 30, 1 << 29
     assert memory.usable_bytes(total, total - context, 0) == total

@@ -86,6 +86,7 @@ def groups(answer: Answer) -> list[Group]:
 def test_stream_resumes_to_the_byte_after_any_cut(case: str) -> None:
     path, script, body = CASES[case]
     house = house_of(script)
+    house.engine.drafts_per_token = 2  # which the usage reports
     answer = house.post(path, body, x_emberline_track="1", x_emberline_seed="7")
     whole = groups(answer)
     assert answer.status == 200 and answer.ended and len(whole) > 5
@@ -98,6 +99,24 @@ def test_stream_resumes_to_the_byte_after_any_cut(case: str) -> None:
         if isinstance(body.get("prompt"), list):  # who of several comes first is a matter of chance
             again, rest = sorted(again, key=choice_of), sorted(rest, key=choice_of)
         assert [(group.said, group.events) for group in again] == [(group.said, group.events) for group in rest], cut
+
+
+def test_usage_has_the_drafts_of_all_workers() -> None:
+    path, script, body = CASES["several, with usage"]
+    house = house_of(script)
+    house.engine.drafts_per_token = 2
+    whole = groups(house.post(path, body, x_emberline_track="1"))
+    engine_drafts = []
+    for drafts_per_token in (2, 5, 0):  # of the worker that continues after half of the groups
+        house.engine.drafts_per_token = drafts_per_token
+        rest = house.post("/cluster/resume", envelope(path, body, whole[: len(whole) // 2], name_of(events_of(whole))))
+        usage = json.loads(rest.body.split(b"data: ")[-2])["usage"]
+        details = usage["completion_tokens_details"]
+        accepted, rejected = (details.get(f"{kind}_prediction_tokens", 0) for kind in ("accepted", "rejected"))
+        engine_drafts.append((accepted / usage["completion_tokens"], rejected / usage["completion_tokens"]))
+    assert engine_drafts[0] == (1, 1)
+    assert engine_drafts[1][0] == 1 and 1 < engine_drafts[1][1] < 4
+    assert 0 < engine_drafts[2][0] == engine_drafts[2][1] < 1
 
 
 def choice_of(group: Group) -> tuple[bool, int]:

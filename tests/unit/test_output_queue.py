@@ -28,9 +28,9 @@ def take_all(queue: OutputQueue, count: int) -> list[Output]:
 def test_waiting_outputs_merge() -> None:
     queue = OutputQueue(merges=True)
     queue.put(Output("a", tokens=[1], logprobs=[TokenLogprob(-1.0, 1, [])], cached_tokens=7, timing=Timing(1.0)))
-    queue.put(Output("a", tokens=[2], logprobs=[TokenLogprob(-2.0, 1, [])]))
+    queue.put(Output("a", tokens=[2], logprobs=[TokenLogprob(-2.0, 1, [])], drafted_tokens=4, accepted_tokens=1))
     last = Output("a", tokens=[3], finish=FinishReason.STOP, stop_token=3, timing=Timing(1.0, finished=2.0))
-    last.drafted_tokens, last.accepted_tokens = 9, 2
+    last.drafted_tokens, last.accepted_tokens = 5, 1
     queue.put(last)
     [whole] = take_all(queue, 1)
     assert whole.tokens == [1, 2, 3] and [p.logprob for p in whole.logprobs] == [-1.0, -2.0]
@@ -120,7 +120,7 @@ def test_compact_outputs_keep_their_order() -> None:
     outputs = [
         Output("a", 0, [1], timing=timing),
         Output("a", 0, [2]),
-        Output("b", 1, [3]),
+        Output("b", 1, [3], drafted_tokens=4, accepted_tokens=2),
         Output("b", 1, [4], [TokenLogprob(-1.0, 1)]),
         Output("a", 0, [5], finish=FinishReason.LENGTH),
         Output("c", ticket={"of": "c"}),
@@ -129,16 +129,18 @@ def test_compact_outputs_keep_their_order() -> None:
     assert [isinstance(each, tuple) for each in short] == [False, True, True, False, False, False]
     [message] = EngineMessageDecoder().feed(encode_message(EngineUpdate("m", short, Stats())))
     assert isinstance(message, EngineUpdate) and message.outputs == short
+    assert message.outputs[2] == ("b", 1, [3], 4, 2)
 
 
 def test_tokens_are_appended_only_to_an_open_output() -> None:
     async def run() -> list[Output]:
         queue = OutputQueue(merges=True)
-        queue.put_tokens("a", 0, [1])
-        queue.put_tokens("a", 0, [2])
+        queue.put_tokens("a", 0, [1], 4, 0)
+        queue.put_tokens("a", 0, [2], 3, 1)
         queue.put_tokens("a", 1, [3])
         queue.put(Output("a", 1, [4], finish=FinishReason.STOP))
         queue.put_tokens("a", 1, [5])
         return [item for _ in range(3) if isinstance(item := await queue.get(), Output)]
 
-    assert [(o.index, o.tokens) for o in asyncio.run(run())] == [(0, [1, 2]), (1, [3, 4]), (1, [5])]
+    found = [(o.index, o.tokens, o.drafted_tokens, o.accepted_tokens) for o in asyncio.run(run())]
+    assert found == [(0, [1, 2], 7, 1), (1, [3, 4], 0, 0), (1, [5], 0, 0)]

@@ -27,7 +27,7 @@ def test_only_complete_groups_pass(
     said = [TokenGroup(index, tokens, finish) for index, tokens, finish, _ in made]
     writes = [s.to_comment(len(events)) + events for s, (*_, events) in zip(said, made, strict=True)]
     if writes:
-        writes[0] = b": cached %d\n\n: odd\n\n" % cached + writes[0]
+        writes[0] = b": cached %d\n\n: odd\n\n: drafts 9 %d\n\n" % (cached, cached) + writes[0]
     stream = b"".join(writes)[:broken]
     track = StreamTracker()
     out = feed(track, stream, cuts)
@@ -39,6 +39,7 @@ def test_only_complete_groups_pass(
         handoff = track.build_handoff()
         assert handoff.groups == tuple(said[:whole]) and track.event_count == out.count(b"\n\n")
         assert handoff.started == bool(out) and handoff.cached_tokens == (cached if whole else None)
+        assert handoff.drafts == ((9, cached) if whole else (0, 0))
 
 
 @given(st.booleans(), st.data())

@@ -66,8 +66,8 @@ class Output:
     error: str | None = None
     timing: Timing | None = None  # with the first and the last output only
     ticket: dict[str, Any] | None = None  # where its published blocks can be read: once early, and with the last output
-    drafted_tokens: int = 0  # of the whole completion, by speculative decoding; with the last output only
-    accepted_tokens: int = 0  # drafted tokens that became output; with the last output only
+    drafted_tokens: int = 0  # verified by speculative decoding since the output before
+    accepted_tokens: int = 0  # drafted tokens that became output since then
 
 
 @dataclass(slots=True)

@@ -12,15 +12,16 @@ the group's tokens.
     ...                                             <size> bytes of events; 0 if no text can be sent yet
 
 `: cached <n>\n\n` precedes the first group and each group that changes n, the number of prompt tokens found in a
-cache. If requested, `: chain <hash> <blocks>\n\n` follows: the hash of the prompt's last full KV block, and the
-number of blocks. A router forwards all bytes of a group or none. All bytes of the stream belong to a group: the last
-group has no tokens and contains the end of the stream in the client's protocol."""
+cache. `: drafts <drafted> <accepted>\n\n` precedes each group that changes how many tokens of the reply speculative
+decoding has drafted and accepted. If requested, `: chain <hash> <blocks>\n\n` follows: the hash of the prompt's last
+full KV block, and the number of blocks. A router forwards all bytes of a group or none. All bytes of the stream belong
+to a group: the last group has no tokens and contains the end of the stream in the client's protocol."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from emberline.core.errors import InvalidRequest
 
@@ -46,12 +47,26 @@ class TokenGroup:
         return TokenGroup(int(index), ids, finish[0] if finish else "")
 
 
+class DraftCounts(NamedTuple):
+    """Numbers of tokens of a reply that speculative decoding has drafted and accepted."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, drafted: int, accepted: int) -> DraftCounts:
+        return DraftCounts(self.drafted + drafted, self.accepted + accepted)
+
+
+NO_DRAFTS = DraftCounts()
+
+
 @dataclass(frozen=True, slots=True)
 class Handoff:
     groups: tuple[TokenGroup, ...] = ()  # groups in the order in which they were sent
     started: bool = False  # the client has received the beginning of the reply
     cached_tokens: int | None = None  # cached prompt tokens to report to the client; None: the next worker counts them
     source: dict[str, Any] | None = None  # ticket (kv.transfer.ticket) of a peer that has blocks of the prompt
+    drafts: DraftCounts = NO_DRAFTS  # of all workers so far
 
     def tokens_by_choice(self, choice_count: int) -> tuple[tuple[int, ...], ...]:
         """Return the output tokens so far of each of the `choice_count` choices; () if there are none.
@@ -73,6 +88,7 @@ class Handoff:
             "started": self.started,
             "cached_tokens": self.cached_tokens,
             "source": self.source,
+            "drafts": list(self.drafts),
         }
 
     @staticmethod
@@ -83,7 +99,9 @@ class Handoff:
             started, cached, source = data.get("started", False), data.get("cached_tokens"), data.get("source")
             if type(started) is not bool or not (source is None or isinstance(source, dict)):
                 raise ValueError("started must be true or false, and source must be an object or null")
-            return Handoff(groups, started, None if cached is None else _parse_non_negative_int(cached), source)
+            drafts = DraftCounts(*map(_parse_non_negative_int, data.get("drafts", ())))
+            cached_tokens = None if cached is None else _parse_non_negative_int(cached)
+            return Handoff(groups, started, cached_tokens, source, drafts)
         except (AttributeError, TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"the handoff (state of a stream to continue) cannot be parsed: {error}", param="handoff"

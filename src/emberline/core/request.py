@@ -98,8 +98,8 @@ class Request:
     can_continue_on_device: bool = False  # whether the next step may be planned before these are known
     num_cached: int = 0
     chunk_end: int = 0  # position at which a chunk of known tokens must end, for a snapshot of states; 0: anywhere
-    num_drafted: int = 0  # drafted tokens that were verified so far
-    num_accepted: int = 0  # drafted tokens that became output
+    num_drafted: int = 0  # drafted tokens that were verified since the last Output
+    num_accepted: int = 0  # drafted tokens that became output since then
     admitted_at: float | None = None
     first_token_at: float | None = None
     preemptions: int = 0
@@ -110,6 +110,12 @@ class Request:
     def __post_init__(self) -> None:
         self.token_deadline = self.arrival + self.token_timeout
         self.needs_sync_steps = self.params.needs_sync_steps
+
+    def take_draft_counts(self) -> tuple[int, int]:
+        """Return the numbers of drafted and accepted tokens since the last call."""
+        counts = self.num_drafted, self.num_accepted
+        self.num_drafted = self.num_accepted = 0
+        return counts
 
     @property
     def num_known(self) -> int:

@@ -44,12 +44,13 @@ def make_timing(request: Request, finished: float | None) -> Timing:
 
 def make_last_output(request: Request, finish: FinishReason, error: str | None, now: float) -> Output:
     """Return the last Output of a request that ends without a new token."""
+    drafted, accepted = request.take_draft_counts()
     return Output(
         request.submission_id,
         request.index,
         finish=finish,
         error=error,
         timing=make_timing(request, now),
-        drafted_tokens=request.num_drafted,
-        accepted_tokens=request.num_accepted,
+        drafted_tokens=drafted,
+        accepted_tokens=accepted,
     )

@@ -252,10 +252,11 @@ def _plan_one(
         block_tables=num_tables,
     )
     block_bytes = num_tables * _block_bytes(local, tables)  # of all groups
-    mtp_width = outline.hidden if outline.has_mtp_head else 0
+    sizes = StepSizes.of(part, outline.vocab)
+    draft = memory.DraftMemory.of_steps(sizes, 1) if outline.has_mtp_head else memory.NO_DRAFT_MODEL
     fixed = {
         "weights": sum(share.num_bytes for share in shares),
-        **memory.step_bytes(StepSizes.of(part, outline.vocab), limits, block_bytes // num_tables, mtp_width),
+        **memory.step_bytes(sizes, limits, block_bytes // num_tables, draft),
     }
     usable = int(gpus.memory_bytes * settings.gpu.gpu_memory_utilization)
     available = usable - sum(fixed.values())

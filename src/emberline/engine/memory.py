@@ -5,12 +5,12 @@ memory. This module needs no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from emberline.core.engine_config import EngineConfig, GPUConfig
 from emberline.core.errors import InvalidRequest, ModelError
 from emberline.engine.expert_limits import reject_unsupported_experts
-from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, max_step_rows
+from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, max_draft_rows, max_step_rows
 from emberline.engine.group_choice import choose_groups, max_planned_tokens
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.model_support import reject_unsupported_on_gpu
@@ -49,11 +49,27 @@ class DraftMemory:
 
     weight_bytes: int = 0
     kv_token_values: int = 0  # numbers that its KV cache stores for each token
-    state_values: int = 0  # numbers of the target model's hidden states that it reads for each token
+    # Numbers of the target model's hidden states that it reads for each token, and of what it combines them to.
+    state_values: int = 0
+    sizes: StepSizes | None = None  # None: there is no draft model
 
     @staticmethod
     def of(weight_bytes: int, config: ModelConfig, num_captured_layers: int) -> DraftMemory:
-        return DraftMemory(weight_bytes, kv_token_bytes(config, 1), num_captured_layers * config.hidden)
+        of_steps = DraftMemory.of_steps(StepSizes.of(outline_of(config), config.vocab), num_captured_layers)
+        return replace(of_steps, weight_bytes=weight_bytes, kv_token_values=kv_token_bytes(config, 1))
+
+    @staticmethod
+    def of_steps(sizes: StepSizes, num_captured_layers: int) -> DraftMemory:
+        """Return what a draft model needs besides weights and KV cache."""
+        states = num_captured_layers + 1 if num_captured_layers else 0
+        return DraftMemory(state_values=states * sizes.hidden, sizes=sizes)
+
+    def scratch_bytes(self, running: int, max_new_tokens: int) -> int:
+        """Return the bytes of partial attention results, for which a draft model has memory of its own."""
+        if self.sizes is None:
+            return 0
+        rows = max_draft_rows(running, reads_states=self.state_values > 0)
+        return self.sizes.partial_result_bytes(running, max_new_tokens, rows)
 
 
 NO_DRAFT_MODEL = DraftMemory()
@@ -201,7 +217,7 @@ def plan_memory(
     block_bytes = token_bytes * block_size
     fixed = {
         "weights": weight_bytes(config, dtype_bytes, packed=packed, both=both) + draft.weight_bytes,
-        **step_bytes(StepSizes.of(outline_of(config), config.vocab), limits, block_bytes, draft.state_values),
+        **step_bytes(StepSizes.of(outline_of(config), config.vocab), limits, block_bytes, draft),
     }
     usable = int(total_bytes * utilization)
     available = usable - sum(fixed.values())
@@ -226,14 +242,16 @@ def plan_memory(
     )
 
 
-def step_bytes(sizes: StepSizes, limits: StepLimits, block_bytes: int, draft_state_values: int = 0) -> dict[str, int]:
+def step_bytes(
+    sizes: StepSizes, limits: StepLimits, block_bytes: int, draft: DraftMemory = NO_DRAFT_MODEL
+) -> dict[str, int]:
     """Return the bytes of everything on a GPU but weights and KV cache. `block_bytes`: of a KV block."""
     tokens, running = limits.max_batch_tokens, limits.max_running
     grid = ShapeGrid.for_model(sizes.layer_weights, tokens)
     shapes = captured_shapes(running, tokens, grid, queries=limits.max_new_tokens)
     chains = sum(not shape.chunks for shape in shapes) if limits.max_new_tokens > 1 else 0  # of a draft model
     graphs = len(shapes) + chains
-    scratch = _scratch_bytes(sizes, limits)
+    scratch = _scratch_bytes(sizes, limits) + draft.scratch_bytes(running, limits.max_new_tokens)
     scratch += _vocab_table_bytes(sizes.vocab, running) + limits.packed * _unpacked_bytes(sizes)
     has_widened = not sizes.has_latents and limits.kv_dtype_bytes == DTYPE_BYTES["float8"]
     if has_widened and limits.dtype_bytes == DTYPE_BYTES["bfloat16"]:
@@ -241,11 +259,12 @@ def step_bytes(sizes: StepSizes, limits: StepLimits, block_bytes: int, draft_sta
         scratch += wide * limits.block_size * max_widened_blocks(limits.block_size, limits.max_context, tokens)
     scratch += limits.tiers * COPY_PIECES * blocks_per_scratch_buffer(block_bytes) * block_bytes
     scratch += limits.transfer * 2 * TRANSFER_SLOTS * transfer_slot_bytes(sizes.cached_values * limits.kv_dtype_bytes)
+    draft_logits = 0 if draft.sizes is None else running  # in the memory of captured graphs
     return {
         "activations": _activation_bytes(sizes, limits.dtype_bytes, max(tokens, running))
-        + draft_state_values * limits.dtype_bytes * (grid.pad_token_count(tokens) + max_step_rows(running)),
+        + draft.state_values * limits.dtype_bytes * (grid.pad_token_count(tokens) + max_step_rows(running)),
         "scratch": scratch,
-        "logits": LOGIT_COPIES * F32_BYTES * (running + MAX_SCORED_TOKENS) * sizes.vocab,
+        "logits": F32_BYTES * sizes.vocab * (LOGIT_COPIES * (running + MAX_SCORED_TOKENS) + draft_logits),
         "graphs": graphs * GRAPH_BYTES
         + _activation_bytes(sizes, limits.dtype_bytes, grid.max_tokens + grid.coarse_grain),
         "reserve": RESERVE_BYTES,
@@ -339,7 +358,7 @@ def _activation_bytes(sizes: StepSizes, dtype_bytes: int, tokens: int) -> int:
 
 def _scratch_bytes(sizes: StepSizes, limits: StepLimits) -> int:
     running, context = limits.max_running, limits.max_context
-    partials = sizes.partial_result_bytes(running, limits.max_new_tokens)
+    partials = sizes.partial_result_bytes(running, limits.max_new_tokens, max_step_rows(running)) + sizes.expanded_bytes
     # int32; one is being copied while the other is used
     tables = 2 * running * limits.block_tables * -(-context // limits.block_size) * 4
     return partials + tables + context * sizes.rope_values * F32_BYTES

@@ -70,7 +70,8 @@ class Ready(msgspec.Struct, tag=True):
     models: dict[str, LoadedModelInfo]
 
 
-NewTokens = tuple[str, int, list[int]]  # short form of an Output with only tokens: id, index, tokens
+# Short form of an Output with tokens and drafts only: id, index, tokens, drafted and accepted tokens.
+NewTokens = tuple[str, int, list[int], int, int]
 
 
 class EngineUpdate(msgspec.Struct, tag=True):
@@ -80,9 +81,9 @@ class EngineUpdate(msgspec.Struct, tag=True):
 
 
 def compact_outputs(outputs: list[Output]) -> list[Output | NewTokens]:
-    """Return the outputs, and replace those that have only tokens by the short form NewTokens."""
+    """Return the outputs, and replace those that have only tokens and drafts by the short form NewTokens."""
     return [
-        (o.id, o.index, o.tokens)
+        (o.id, o.index, o.tokens, o.drafted_tokens, o.accepted_tokens)
         if o.timing is None and not o.logprobs and o.finish is None and o.ticket is None and o.prompt_logprobs is None
         else o
         for o in outputs

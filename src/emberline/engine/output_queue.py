@@ -28,14 +28,18 @@ class OutputQueue:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def put_tokens(self, submission_id: str, index: int, tokens: list[int]) -> None:
-        """Put an output that has only tokens."""
+    def put_tokens(
+        self, submission_id: str, index: int, tokens: list[int], drafted_tokens: int = 0, accepted_tokens: int = 0
+    ) -> None:
+        """Put an output that has only tokens, some of which may have been drafted."""
         if self._merges and self._items:
             last = self._items[-1]
             if isinstance(last, Output) and can_append_tokens(last, index):
                 last.tokens += tokens
+                last.drafted_tokens += drafted_tokens
+                last.accepted_tokens += accepted_tokens
                 return
-        self.put(Output(submission_id, index, tokens))
+        self.put(Output(submission_id, index, tokens, drafted_tokens=drafted_tokens, accepted_tokens=accepted_tokens))
 
     async def get(self) -> Output | EmberlineError:
         """Wait for the next output or error and return it. Only one task may wait at a time."""
@@ -55,7 +59,8 @@ def merge_outputs(earlier: Output | EmberlineError, later: Output) -> bool:
     earlier.logprobs += later.logprobs
     earlier.finish, earlier.stop_token = later.finish, later.stop_token
     earlier.timing = later.timing or earlier.timing
-    earlier.drafted_tokens, earlier.accepted_tokens = later.drafted_tokens, later.accepted_tokens
+    earlier.drafted_tokens += later.drafted_tokens
+    earlier.accepted_tokens += later.accepted_tokens
     return True
 
 

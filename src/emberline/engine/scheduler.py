@@ -20,7 +20,7 @@ from emberline.engine.endings import append_run, ends_with_stop_token, finish_re
 from emberline.engine.pacing import PromptPacer
 from emberline.engine.preemption import choose_victim
 from emberline.engine.publisher import BlockPublisher
-from emberline.engine.work_items import end_draft, make_work
+from emberline.engine.work_items import end_draft, make_run_output, make_work
 from emberline.kv.manager import KVManager
 
 if TYPE_CHECKING:  # needs numpy, and the memory plan, which imports this module, is made before that is loaded
@@ -196,7 +196,7 @@ class Scheduler:
             self._output_tokens(request, kept, finish, now)
         else:  # the usual case
             request.token_deadline = now + request.token_timeout
-            self._outputs.append(Output(request.submission_id, request.index, [one.token for one in kept]))
+            self._outputs.append(make_run_output(request, kept))
 
     def _record_computed_tokens(self, request: Request, work: WorkItem, result: StepResult, computed: int) -> None:
         request.num_computed = computed
@@ -349,9 +349,8 @@ class Scheduler:
             stop_token=tokens[-1] if finish is STOP and ends_with_stop_token(request, self.eos) else None,
             timing=make_timing(request, now if finish else None) if first or finish else None,
             ticket=ticket,
-            drafted_tokens=request.num_drafted if finish else 0,
-            accepted_tokens=request.num_accepted if finish else 0,
         )
+        output.drafted_tokens, output.accepted_tokens = request.take_draft_counts()
         self._outputs.append(output)
         if finish is not None:
             self._remove_request(request)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emberline.engine.gpu.shape import max_step_rows
 from emberline.kernels import work_limits
 from emberline.models.outline import LayerOutline, ModelOutline
 from emberline.models.weight_parts import list_weight_parts
@@ -54,14 +53,20 @@ class StepSizes:
             has_latents=latent is not None,
         )
 
-    def partial_result_bytes(self, running: int, max_new_tokens: int) -> int:
-        """Return the bytes of partial attention results: for each part of the keys a sum, maximum and denominator."""
+    def partial_result_bytes(self, running: int, max_new_tokens: int, max_rows: int) -> int:
+        """Return the bytes of partial attention results: for each part of the keys a sum, maximum and denominator.
+
+        `max_rows`: rows of a forward pass, with padding."""
         if not self.has_latents:
             return running * MAX_KEY_PARTS * self.heads * (self.output_dim + 2) * F32_BYTES
         queries = min(max_new_tokens, work_limits.max_latent_queries(self.heads))
-        places = work_limits.max_latent_places(max_step_rows(running), self.heads, MAX_SMS)
-        expanded = work_limits.MAX_EXPANDED_HEADS * EXPANDED_HEAD_BYTES  # of cached tokens, with their latents
-        return places * queries * self.heads * (self.cached_values + 2) * F32_BYTES + expanded
+        places = work_limits.max_latent_places(max_rows, self.heads, MAX_SMS)
+        return places * queries * self.heads * (self.cached_values + 2) * F32_BYTES
+
+    @property
+    def expanded_bytes(self) -> int:
+        """The bytes of keys and values that latent attention computes from cached latents, with the latents."""
+        return work_limits.MAX_EXPANDED_HEADS * EXPANDED_HEAD_BYTES if self.has_latents else 0
 
 
 def _attention_values(outline: ModelOutline, layer: LayerOutline) -> int:

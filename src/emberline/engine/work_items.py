@@ -1,11 +1,12 @@
-"""make_work: what each request computes in the next step."""
+"""make_work: what each request computes in the next step; make_run_output: what the step of a draft gave."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from emberline.core.plan import PENDING_TOKEN, WorkItem
+from emberline.core.events import Output
+from emberline.core.plan import PENDING_TOKEN, SampledToken, WorkItem
 from emberline.core.request import Request
 from emberline.kv.manager import KVManager
 from emberline.kv.state_manager import StateKVManager
@@ -79,3 +80,10 @@ def end_draft(request: Request, following: WorkItem | None, num_accepted: int) -
         request.num_draft = request.num_proposing = 0
     if following is not None:
         following.start, following.max_shift = following.start + num_accepted, 0
+
+
+def make_run_output(request: Request, sampled: Sequence[SampledToken]) -> Output:
+    """Return the Output of tokens that were sampled in one step, behind a draft, and do not end the request."""
+    drafted, accepted = request.take_draft_counts()
+    tokens = [one.token for one in sampled]
+    return Output(request.submission_id, request.index, tokens, drafted_tokens=drafted, accepted_tokens=accepted)

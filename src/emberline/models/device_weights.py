@@ -25,7 +25,7 @@ from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoad
 from emberline.models.quantised_tensors import QuantisedTensorInfo
-from emberline.models.reader import FileReader, ReadStats, weight_file_paths
+from emberline.models.reader import FileReader, ReadStats
 from emberline.models.shard import Shard
 from emberline.models.tensor_load import (
     MatrixPart,
@@ -155,7 +155,8 @@ class DeviceWeights(Weights):
             super().finish(ignorable_pattern)
             self._fill_quantised_tensors()
             self._files.clear()
-            self._reader = self._reader or FileReader.start(weight_file_paths(self.checkpoint), read_ahead_bytes=0)
+            files = sorted({load.file for load in self._loads})  # a head may be in few of a checkpoint's files
+            self._reader = self._reader or FileReader.start(files, read_ahead_bytes=0)
             self.load_times = self._fill_tensors(self._reader)
             for tensor, function in self._transforms:
                 tensor.copy_(function(tensor))

@@ -77,16 +77,20 @@ class MTPHead:
 
     def forward(self, batch: ForwardBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert hidden is not None
-        width, eps = self.config.hidden, self.config.norm_eps
-        inputs = hidden.new_empty(len(hidden), 2 * width)
-        ops.rms_norm(ops.embed(batch.tokens, self.embedding), self.embedding_norm, eps, inputs[:, :width])
-        ops.rms_norm(hidden, self.hidden_norm, eps, inputs[:, width:])
-        x = ops.linear(inputs, self.projection)
+        x = self._project_inputs(batch.tokens, hidden)
         x = self.layer(x, batch.keys[0], batch.values[0], batch, batch.logit_rows)
         if not len(x):
             return batch.tokens[:0], x
-        normed = ops.rms_norm(x, self.norm, eps, torch.empty_like(x))
+        normed = ops.rms_norm(x, self.norm, self.config.norm_eps, torch.empty_like(x))
         return ops.linear(normed, self.head, float32_output=True).argmax(dim=-1), normed
+
+    def _project_inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Return the input of the layer. What it is computed from is freed here, before the layer runs."""
+        width, eps = self.config.hidden, self.config.norm_eps
+        inputs = hidden.new_empty(len(hidden), 2 * width)
+        ops.rms_norm(ops.embed(tokens, self.embedding), self.embedding_norm, eps, inputs[:, :width])
+        ops.rms_norm(hidden, self.hidden_norm, eps, inputs[:, width:])
+        return ops.linear(inputs, self.projection)
 
 
 @dataclass(frozen=True, slots=True)

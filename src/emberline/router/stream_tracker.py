@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from emberline.core.handoff import Handoff, TokenGroup
+from emberline.core.handoff import NO_DRAFTS, DraftCounts, Handoff, TokenGroup
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.router.dialect import InvalidWorkerReply
 from emberline.router.prefix_block_map import BlockPosition
@@ -38,6 +38,7 @@ class StreamTracker:
         self.event_count = 0  # events passed on
         self.has_ended = False  # the protocol's final event was passed on
         self.cached_tokens: int | None = None  # cached prompt tokens, as the client's usage field shows them
+        self.drafts = NO_DRAFTS  # of the reply, as the worker counts them
         self.prompt_end: BlockPosition | None = None  # last block of the prompt
         self.first_chunk = self.last_chunk = b""  # first and last bytes passed on, each as one write
         # Comments of the groups passed on, a line each; parsed only when the stream is moved.
@@ -96,7 +97,7 @@ class StreamTracker:
             groups = tuple(TokenGroup.from_comment(bytes(line)) for line in self._group_comments.splitlines())
         except ValueError as e:
             raise InvalidWorkerReply(str(e)) from e
-        return Handoff(groups, self.has_output, self.cached_tokens)
+        return Handoff(groups, self.has_output, self.cached_tokens, drafts=self.drafts)
 
     def reply_id_and_created(self) -> tuple[str | None, int | None]:
         """Return the reply's id and creation time from its first event, or (None, None)."""
@@ -126,6 +127,7 @@ class StreamTracker:
         comments = bytearray()
         position = groups_end = 0  # [0, done) are complete groups, [done, at) comments before the next group
         cached = confirmed_cached = self.cached_tokens
+        drafts = confirmed_drafts = self.drafts
         self._missing_bytes = 1
         while (end := data.find(b"\n\n", position) + 2) > 1:
             line = data[position : end - 1]
@@ -136,9 +138,12 @@ class StreamTracker:
                     break
                 output.append(data[begin:end])
                 comments += line
-                confirmed_cached, groups_end = cached, end
+                confirmed_cached, confirmed_drafts, groups_end = cached, drafts, end
             elif line.startswith(b": cached "):
                 cached = _parse_number_field(line.split(b" "), 2)
+            elif line.startswith(b": drafts "):
+                fields = line.split(b" ")
+                drafts = DraftCounts(_parse_number_field(fields, 2), _parse_number_field(fields, 3))
             elif line.startswith(b": chain "):
                 self.prompt_end = parse_block_position(line[8:].decode("latin-1"))
             elif not line.startswith(b":"):
@@ -153,7 +158,7 @@ class StreamTracker:
         if groups_end < len(data):
             self._store_partial_group(data[groups_end:])
         self._group_comments += comments  # not earlier: when an error is raised, nothing of this data was passed on
-        self.cached_tokens = confirmed_cached
+        self.cached_tokens, self.drafts = confirmed_cached, confirmed_drafts
         return b"".join(output)
 
     def _store_partial_group(self, data: bytes) -> None:

@@ -45,7 +45,6 @@ class Choice:
         self.num_tokens = 0
         self.num_replayed_tokens = 0  # tokens that another worker had sent to the client
         self.reasoning_tokens = 0
-        self.drafted_tokens = self.accepted_tokens = 0  # by speculative decoding; known when the engine has finished
         self.is_finished = False
         self.finish_reason: EngineFinishReason | None = None
         self.needs_engine_abort = False  # a stop string ended the text, and the engine still generates
@@ -80,9 +79,6 @@ class Choice:
 
     def process_output(self, output: Output) -> list[Delta]:
         """Return the deltas for an engine output. If the output has an error, raise that error."""
-        if output.finish is not None:
-            self.drafted_tokens += output.drafted_tokens
-            self.accepted_tokens += output.accepted_tokens
         if self.is_finished:
             return []  # the engine had generated it before the stop string was found
         if output.error is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from emberline.api.call import ChatCall, CompletionCall
 from emberline.core.events import Output, Timing
-from emberline.core.handoff import TokenGroup
+from emberline.core.handoff import DraftCounts, TokenGroup
 from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Submission
 from emberline.engine.async_engine import AsyncEngine
@@ -40,6 +40,7 @@ class DeltaGroup:
     deltas: list[Delta]
     is_replayed: bool = False  # another worker has already sent them to the client
     cached_tokens: int | None = None  # prompt tokens found in a cache so far; None: as in the group before
+    drafts: DraftCounts | None = None  # of the whole reply so far; None: as in the group before
     chain: str = ""  # hash and number of the prompt's last full KV block, if the router asked for it
     index: int = 0  # of the choice
     output: Output | None = None  # the engine output; None for deltas that no engine output caused
@@ -86,6 +87,7 @@ class Generation:
         self._replays_start = handoff.started and not handoff.groups
         self._merges_outputs = not context.is_tracked  # a router that may move the stream needs one event per token
         self._cached_tokens = handoff.cached_tokens or 0
+        self._drafts = handoff.drafts
         self._counts_cached = handoff.cached_tokens is None or len(prompts) > 1
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._started_prompts: set[int] = set()  # first choices of the prompts that have output
@@ -116,14 +118,14 @@ class Generation:
         """Return the token counts so far: of the prompts, and of the output of all choices."""
         output = sum(choice.num_tokens for choice in self._choices)
         # Tokens after a stop string may have been accepted, but are not part of the output.
-        accepted = min(sum(choice.accepted_tokens for choice in self._choices), output)
+        accepted = min(self._drafts.accepted, output)
         usage = EngineUsage(
             input=self._num_prompt_tokens,
             cached_read=self._cached_tokens,
             output=output,
             reasoning=sum(choice.reasoning_tokens for choice in self._choices),
             accepted_drafts=accepted,
-            rejected_drafts=sum(choice.drafted_tokens for choice in self._choices) - accepted,
+            rejected_drafts=self._drafts.drafted - accepted,
         )
         return UsageUpdate(usage)
 
@@ -195,6 +197,8 @@ class Generation:
             group.index, group.output = choice.index, output
         finished_elsewhere = choice.is_finished and choice.num_replayed_tokens == choice.num_tokens
         pieces = choice.process_output(output)
+        if output.drafted_tokens:
+            group.drafts = self._drafts = self._drafts.add(output.drafted_tokens, output.accepted_tokens)
         if self._reports_running_usage and group.output:
             group.deltas.append(self._build_usage())
         group.deltas += pieces

@@ -175,5 +175,7 @@ async def _end_stream_at_shutdown(exchange: Exchange, writer: ReplyWriter) -> No
 
 def _build_router_comments(group: DeltaGroup, events: list[bytes]) -> list[bytes]:
     line = group.token_group.to_comment(sum(map(len, events)))
-    cached = [b": cached %d\n\n" % group.cached_tokens] if group.cached_tokens is not None else []
-    return [*cached, b": chain %s\n\n" % group.chain.encode(), line] if group.chain else [*cached, line]
+    counts = [b": cached %d\n\n" % group.cached_tokens] if group.cached_tokens is not None else []
+    if group.drafts is not None:
+        counts.append(b": drafts %d %d\n\n" % group.drafts)
+    return [*counts, b": chain %s\n\n" % group.chain.encode(), line] if group.chain else [*counts, line]

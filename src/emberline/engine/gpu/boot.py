@@ -349,7 +349,7 @@ def compile_kernels(runner: GPURunner) -> float:
         return 0.0
     from emberline.kernels.cuda import driver, nvrtc, sample
 
-    facts = [repr(runner.model.config), str(runner.model.config.parts), nvrtc.digest_sources()]
+    facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs), nvrtc.digest_sources()]
     limits = runner.shapes, runner.max_batch_tokens, runner.exact, runner.groups.windows, runner.cache.keys.dtype
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join([*facts, str(limits)]).encode()).hexdigest()[:32]}"
     if not done.exists():

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from emberline.core.engine_config import SpeculationConfig
-from emberline.core.errors import UnsupportedModel
 from emberline.engine.gpu.device import Device
 from emberline.engine.memory import NO_DRAFT_MODEL, DraftMemory
 from emberline.engine.speculation.draft_loader import load_draft_model
+from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
@@ -21,24 +21,13 @@ def load_on_device(
 ) -> DraftModel | None:
     """Return the draft model that the settings name, on the device; None if they name none.
 
-    `packed`: with packed weights (12 bits each)."""
-    if settings.method == "mtp":
-        _reject_experts(target.config)  # before the head is loaded, which has experts if the model has
-    draft = load_draft_model(
-        settings,
-        target,
-        target_directory,
-        lambda checkpoint: DeviceWeights(checkpoint, target.dtype, device.torch_device, packed=packed),
-    )
-    if draft is not None:
-        _reject_experts(draft.config)
-    return draft
+    `packed`: with packed weights (12 bits each), unless it has experts."""
 
+    def open_weights(checkpoint: Checkpoint) -> DeviceWeights:
+        is_sparse = settings.method == "draft" and ModelConfig.from_checkpoint(checkpoint).experts is not None
+        return DeviceWeights(checkpoint, target.dtype, device.torch_device, packed=packed and not is_sparse)
 
-def _reject_experts(config: ModelConfig) -> None:
-    if config.experts is not None and any(config.experts.layers):
-        message = f"the draft model is a {config.model_type}, and experts of draft models do not run on a GPU"
-        raise UnsupportedModel(message, hint="drop --speculate mtp, or use a draft model without experts")
+    return load_draft_model(settings, target, target_directory, open_weights)
 
 
 def measure_draft_model(draft: DraftModel | None) -> DraftMemory:

@@ -24,7 +24,7 @@ from emberline.engine.gpu.device import Device, DeviceEvent
 from emberline.engine.gpu.draft_inputs import DraftInputs, DraftRows, stage_draft_inputs
 from emberline.engine.gpu.graphs import StepInputs
 from emberline.engine.gpu.rows import DeviceRows, HostDrafts
-from emberline.engine.gpu.shape import StepShape, max_step_rows, pad_row_count
+from emberline.engine.gpu.shape import StepShape, max_draft_rows, max_step_rows, pad_row_count
 from emberline.engine.gpu.staging import InputStaging, StagedInputs, copy_to_host
 from emberline.engine.speculation.draft_cache import make_draft_cache
 from emberline.kernels import ops
@@ -73,7 +73,7 @@ class DeviceDrafting:
         is_portable = model.config.parts.needs_portable_attention
         # With equal shapes, the attention of both models is split in the same way.
         self._shares_plans = heads == target_heads and not is_portable
-        max_rows = max(max_step_rows(2 * max_running), 2 * pad_row_count(max_running))
+        max_rows = max_draft_rows(max_running, reads_states=bool(model.captured_layers))
         planner = ops.LatentPlanner if model.config.parts.attention.latent else ops.AttentionPlanner
         options = ops.PlannerOptions(max_queries=max_queries, length_grain=LENGTH_GRAIN, portable=is_portable)
         self._planner = planner(heads, cache.keys, dtype, max_rows, options)
@@ -149,9 +149,11 @@ class DeviceDrafting:
         """Plan the attention of a pass over all tokens of the target model's step."""
         padded = batch if shape is None else batch.pad_to(shape, self._rows.padding_row)
         min_tiles = 0 if shape is None else ops.max_prefill_tiles(shape.tokens, shape.chunks)
-        return self._planner.plan(
+        plan = self._planner.plan(
             *(padded.max_starts, padded.counts, padded.singles, staged.put), min_tiles=min_tiles, max_queries=queries
         )
+        # With rows of one query, as --exact requires, a drafted token attends to keys that the same pass writes.
+        return replace(plan, reads_early=self._max_queries > 1)
 
     def capture_ahead(self, shape: StepShape, step: StepInputs) -> None:
         """Capture the draft passes after a step of this shape without chunks, for drafts of full length or none.

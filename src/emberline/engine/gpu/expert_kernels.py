@@ -7,13 +7,14 @@ import torch
 from emberline.kernels import ops
 from emberline.kernels.mixture import Mixture
 from emberline.models.decoder import DecoderModel
+from emberline.models.draft_model import DraftModel
 from emberline.models.sleep import iter_instances
 
 
-def launch_expert_kernels(model: DecoderModel, max_tokens: int) -> None:
+def launch_expert_kernels(model: DecoderModel, draft_model: DraftModel | None, max_tokens: int) -> None:
     """Run a layer's experts on zeros with several numbers of rows, since each tile size is a kernel of its own."""
-    mixture = next(iter_instances(Mixture, model.layers), None)
-    if mixture is None:
-        return
-    for rows in {max_tokens, -(-max_tokens // 4)}:
-        ops.run_mixture(torch.zeros(rows, mixture.router.k, dtype=model.dtype, device=mixture.norm.device), mixture)
+    for structure in (model.layers, draft_model):
+        if (mixture := next(iter_instances(Mixture, structure), None)) is None:
+            continue
+        for rows in {max_tokens, -(-max_tokens // 4)}:
+            ops.run_mixture(torch.zeros(rows, mixture.router.k, dtype=model.dtype, device=mixture.norm.device), mixture)

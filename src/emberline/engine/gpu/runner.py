@@ -38,6 +38,7 @@ from emberline.engine.sampler import SamplingStateFactory
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.layer_groups import LayerGroups
+from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
 
@@ -103,6 +104,11 @@ class GPURunner:
         if draft_model is not None:
             target = heads, model.dtype, self._max_queries, max_step_tokens(self.shapes, self._grid, limits)
             self._drafting = DeviceDrafting(draft_model, cache, self._rows, device, limits, self.graphs, target)
+
+    @property
+    def model_configs(self) -> list[ModelConfig]:
+        """The configs of the model and of its draft model, if any."""
+        return [model.config for model in (self.model, self.draft_model) if model is not None]
 
     @property
     def layout(self) -> str:
@@ -310,7 +316,7 @@ class GPURunner:
             for shape in self.shapes:
                 logits = self._graphs.get_logits_buffer(shape.rows, self.vocab_size, self.cache.keys.device)
                 self._run_model(self._padding_inputs(shape), logits)
-            launch_expert_kernels(self.model, self.max_batch_tokens)
+            launch_expert_kernels(self.model, self.draft_model, self.max_batch_tokens)
 
     def _padding_inputs(self, shape: StepShape) -> StepInputs:
         """Return inputs of a step that is only padding. The step writes only logits, which are not used."""

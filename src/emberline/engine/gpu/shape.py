@@ -144,6 +144,15 @@ def max_step_rows(request_count: int) -> int:
     return max(pad_row_count(request_count), pad_single_row_count(request_count)) + MAX_CHUNKS
 
 
+def max_draft_rows(request_count: int, *, reads_states: bool) -> int:
+    """Return the maximum number of rows, including padding, of a pass of a draft model.
+
+    `reads_states`: whether it reads hidden states of the target model. One that reads tokens computes the last two
+    tokens of each request as a row each."""
+    step_rows = max_step_rows(request_count)
+    return step_rows if reads_states else max(step_rows, 2 * pad_row_count(request_count))
+
+
 def max_step_tokens(shapes: Iterable[StepShape], grid: ShapeGrid, limits: SchedulerConfig) -> int:
     """Return the maximum number of tokens, including padding, of a step, captured with one of the shapes or not."""
     uncaptured = grid.pad_token_count(limits.max_batch_tokens) + max_step_rows(limits.max_running)
