@@ -19,6 +19,7 @@ from torch import Tensor
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.plan import StepPlan, StepResult, WorkItem
+from emberline.engine.gpu.attention_planner import make_attention_planner
 from emberline.engine.gpu.batch import DeviceBatch
 from emberline.engine.gpu.copier import DeviceCopier
 from emberline.engine.gpu.device import Device
@@ -33,7 +34,7 @@ from emberline.engine.gpu.sampling import StepSampling, words_per_mask
 from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows, max_step_tokens, order_by_expected_use
 from emberline.engine.gpu.staging import InputStaging, StagedInputs
 from emberline.engine.gpu.step_batch import build_step_batch
-from emberline.engine.memory import max_widened_blocks, shape_grid_for
+from emberline.engine.memory import shape_grid_for
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, StateCache
@@ -43,7 +44,6 @@ from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
 
 log = logging.getLogger("emberline.engine")
-MAX_LENGTH_ROUNDING = 64  # keys by which plans of attention may overestimate a length
 
 
 class GPURunner:
@@ -82,7 +82,7 @@ class GPURunner:
         max_queries = min(settings.speculation.max_new_tokens, max_row_queries(model.config, draft_model))
         self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
-        self._attention_planner = _make_attention_planner(model, cache, settings, max_context, max_queries)
+        self._attention_planner = make_attention_planner(model, cache, settings, max_context, max_queries)
         self._max_queries = self._attention_planner.limit_queries(max_queries)
         self._has_decode_kernel = cache.keys.is_cuda and self._attention_planner.limit_queries(2) > 1
         self.exact = settings.gpu.exact  # whether a token's logits have the same bits in any batch
@@ -389,19 +389,3 @@ class GPURunner:
         capture = None if self._drafting is None else self._drafting.capture
         batch = build_step_batch(inputs, self._rows, self.cache, self.groups, capture, self.states)
         return self.model.forward(batch, out=out)
-
-
-def _make_attention_planner(
-    model: DecoderModel, cache: KVCache, settings: EngineConfig, max_context: int, max_queries: int
-) -> ops.AttentionPlanner:
-    config, limits, size = model.config, settings.scheduler, cache.shape.block_size
-    heads = config.heads, config.kv_heads, config.head_dim
-    options = ops.PlannerOptions(
-        max_widened_blocks=max_widened_blocks(size, max_context, limits.max_batch_tokens),
-        max_queries=max_queries,
-        fixed_cuts=settings.gpu.exact,
-        max_length=-(-max_context // size) * size + MAX_LENGTH_ROUNDING,
-        portable=config.parts.needs_portable_attention,
-    )
-    planner = ops.LatentPlanner if config.parts.attention.latent else ops.AttentionPlanner
-    return planner(heads, cache.keys, model.dtype, max_step_rows(limits.max_running), options)
