@@ -16,7 +16,7 @@ from emberline.kernels.triton.delta_chunks import scan_chunks
 from emberline.kernels.triton.delta_gates import load_decay_and_step
 from emberline.kernels.triton.jit import jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
 
-COLUMNS = 32  # of a state in one program: 128 bytes of each row
+COLUMNS = 64  # of a state in one program
 
 
 @jit_without_specializing("first_row")
@@ -40,6 +40,7 @@ def _scan_tokens(
     keys, channels = KEY_HEADS * KEY_DIM, 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     q_at = mixed + begin * channels + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + k
     v_at = mixed + begin * channels + 2 * keys + head * VALUE_DIM + v
+    rate, bias = tl.load(rates + head), tl.load(time_bias + head)
     for t in range(count):
         query = tl.load(q_at, has_k, 0.0).to(tl.float32)
         key = tl.load(q_at + keys, has_k, 0.0).to(tl.float32)
@@ -47,7 +48,7 @@ def _scan_tokens(
         query *= tl.rsqrt(tl.sum(query * query, 0) + eps) * scale
         key *= tl.rsqrt(tl.sum(key * key, 0) + eps)
         gate = (begin + t) * gate_stride + head
-        decay, step = load_decay_and_step(times, steps, rates, time_bias, head, gate, gate >= 0)
+        decay, step = load_decay_and_step(times, steps, rate, bias, gate, gate >= 0)
         state *= tl.exp(decay)
         change = step * (value - tl.sum(state * key[:, None], 0))
         state += key[:, None] * change[None, :]

@@ -111,7 +111,8 @@ def _solve_blocks(
     at = mixed + token[:, None] * channels + (KEY_HEADS + key_head) * KEY_DIM + k[None, :]
     key = tl.load(at, has_key, 0.0)
     gate = token * gate_stride + head
-    decay, step = load_decay_and_step(times, steps, rates, time_bias, head, gate, is_used)
+    rate, bias = tl.load(rates + head), tl.load(time_bias + head)
+    decay, step = load_decay_and_step(times, steps, rate, bias, gate, is_used)
     sums = tl.cumsum(tl.where(is_used, decay, 0.0), 0)
     step = tl.where(is_used, step, 0.0)
     products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
@@ -151,6 +152,7 @@ def _scan_blocks(
     state_at = matrices + matrix * (KEY_DIM * VALUE_DIM) + k[:, None] * VALUE_DIM + v[None, :]
     has_state = (k < KEY_DIM)[:, None] & (v < VALUE_DIM)[None, :] & (begin < end)
     state = tl.load(state_at, has_state & (tl.load(context + row) > 0), 0.0)
+    rate, bias = tl.load(rates + head), tl.load(time_bias + head)
     TYPE: constexpr = mixed.dtype.element_ty
     for first in range(begin, end, TOKENS):
         token = first + t
@@ -163,7 +165,7 @@ def _scan_blocks(
         factors = tl.load(w + to * KEY_DIM + k[None, :], has_key, 0.0)
         changes = tl.load(u + to * VALUE_DIM + v[None, :], has_value, 0.0).to(tl.float32)
         gate = token * gate_stride + head
-        decay, _ = load_decay_and_step(times, steps, rates, time_bias, head, gate, is_used)
+        decay, _ = load_decay_and_step(times, steps, rate, bias, gate, is_used)
         decay = tl.where(is_used, decay, 0.0)
         sums, total = tl.cumsum(decay, 0), tl.sum(decay, 0)
         rounded = state.to(TYPE)

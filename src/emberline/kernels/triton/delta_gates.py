@@ -12,10 +12,12 @@ LINEAR_ABOVE: constexpr = constexpr(20.0)  # softplus(x) is x above
 
 @jit
 def load_decay_and_step(
-    times: tensor, steps: tensor, rates: tensor, time_bias: tensor, head: tensor, at: tensor, inside: tensor
+    times: tensor, steps: tensor, rate: tensor, bias: tensor, at: tensor, inside: tensor
 ) -> tuple[tensor, tensor]:
-    """Return the logarithm of the decay and the step size of tokens, whose gates are at the offset `at`."""
-    time = tl.load(times + at, inside, 0.0).to(tl.float32) + tl.load(time_bias + head)
+    """Return the logarithm of the decay and the step size of tokens, whose gates are at the offset `at`.
+
+    `rate`, `bias`: of the value head; loops over tokens load them once."""
+    time = tl.load(times + at, inside, 0.0).to(tl.float32) + bias
     softplus = tl.where(time > LINEAR_ABOVE, time, tl.log(1.0 + tl.exp(tl.minimum(time, LINEAR_ABOVE))))
     step = 1.0 / (1.0 + tl.exp(-tl.load(steps + at, inside, 0.0).to(tl.float32)))
-    return -tl.load(rates + head) * softplus, step
+    return -rate * softplus, step
