@@ -32,6 +32,9 @@ class StateWork:
     slot: int
     load_from: int | None = None  # slot whose states are copied to `slot` before the step
     save_to: int | None = None  # slot to which those of `slot` are copied after it
+    # Blocks with states of another engine, which are copied to `slot` before the step (kv/state_pages.py).
+    read_blocks: Sequence[int] = ()
+    write_blocks: Sequence[int] = ()  # blocks to which the states of `slot` are then copied, for other engines
 
 
 # Not frozen, like SampledToken: one is made for every token, and a frozen one takes three times as long to make.
@@ -67,7 +70,7 @@ class BlockCopy:
 
     During the step only the runner may use the buffer."""
 
-    block: int
+    block: int  # numbers above those of all blocks stand for pages of state slots: kv/state_pages.py
     digest: bytes  # hash of the block's content: tokens/blockhash.py
     buffer: memoryview
 

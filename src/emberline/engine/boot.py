@@ -159,7 +159,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     torch.set_num_threads(1 if backend.library else threads)
     kernels = time.perf_counter()
     checkpoint = Checkpoint.open(Path(config.model))
-    config = without_unsupported_settings(config, ModelConfig.from_checkpoint(checkpoint))
+    config = without_unsupported_settings(config, ModelConfig.from_checkpoint(checkpoint), can_move_states=True)
     model = load_checkpoint(checkpoint, config.dtype, config.requested_context)
     loaded = time.perf_counter()
     scheduler = config.scheduler.for_model(model.context)

@@ -17,6 +17,7 @@ from emberline.engine.sampler import Sampler, SamplingStateFactory, split_logit_
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.layer_groups import LayerGroups
+from emberline.kv.state_pages import StatePages
 from emberline.kv.tiers.copier import HostBlockCopier
 from emberline.kv.transfer.shm import SharedSegment
 from emberline.models.decoder import DecoderModel
@@ -53,7 +54,10 @@ class TorchRunner:
         rows = SamplingStateFactory(eos, make_compiler)
         self.prepare = rows.prepare
         self._sampler = Sampler(self.vocab_size, rows)
-        self._copier = HostBlockCopier(cache)
+        self._copier = HostBlockCopier(cache, states)
+        self.pages_per_slot = 0
+        if states is not None:
+            self.pages_per_slot = StatePages.cut(states.shape.slot_bytes, cache.shape.block_bytes, 0).per_slot
         self._draft_runner = draft_runner
 
     @torch.inference_mode()
@@ -88,6 +92,9 @@ class TorchRunner:
         for w in work:
             if self.states is not None and w.state is not None and w.state.load_from is not None:
                 self.states.copy_slot(w.state.load_from, w.state.slot)
+        for state in (w.state for w in work if w.state is not None):
+            self._copier.read_states(state.slot, state.read_blocks)
+            self._copier.write_states(state.slot, state.write_blocks)
 
     def _save_states(self, work: list[WorkItem]) -> None:
         for w in work:

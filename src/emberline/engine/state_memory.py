@@ -38,14 +38,19 @@ def allocate_states(config: ModelConfig, memory_bytes: int, max_running: int) ->
     return None if shape is None else StateCache(shape, count_state_slots(shape, memory_bytes, max_running))
 
 
-def without_unsupported_settings(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Return the settings of an engine; KV transfers are switched off if the model has recurrent states.
+def without_unsupported_settings(
+    config: EngineConfig, model: ModelConfig, *, can_move_states: bool = False
+) -> EngineConfig:
+    """Return the settings of an engine for a model that may have recurrent states.
 
-    Raises UnsupportedModel for a setting that the user chose and that states do not support."""
+    `can_move_states`: whether the runner copies states to tiers and for other engines. If not, KV transfers are
+    switched off. Raises UnsupportedModel for a setting that the user chose and that states do not support."""
     if model.parts.attention.state is None:
         return config
     if config.speculation.speculate != "off":
         reject_states(model, f"--speculate {config.speculation.speculate}", "drop it: states cannot be rolled back")
+    if can_move_states:
+        return config
     tiers = {"kv_host_memory": config.tiers.kv_host_memory, "kv_disk": config.tiers.kv_disk}
     for name, value in (tiers | {"kv_store": config.tiers.kv_store}).items():
         if value:

@@ -34,6 +34,11 @@ def group_block_hash(digest: bytes, group: int) -> bytes:
     return blake2b(group.to_bytes(4, "little"), key=digest, digest_size=DIGEST_BYTES, person=b"layer-group").digest()
 
 
+def state_page_hash(digest: bytes, page: int) -> bytes:
+    """Return the hash of one page of a snapshot: the recurrent states after the block `digest` (kv/state_pages.py)."""
+    return blake2b(page.to_bytes(4, "little"), key=digest, digest_size=DIGEST_BYTES, person=b"state-page").digest()
+
+
 def hash_last_full_block(root: bytes, tokens: Sequence[int], block_size: int) -> tuple[bytes, int] | None:
     """Return the hash of the last full block and the number of full blocks; None if no block is full."""
     digest = root

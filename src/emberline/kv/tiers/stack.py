@@ -78,14 +78,15 @@ class TierStack:
 
     # -- loads: called by the engine's loop ---------------------------------------------------------------------------
 
-    def lookup(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of the hash chain are worth loading.
+    def lookup(self, hashes: Sequence[bytes], *, guess: bool = True) -> int:
+        """Return how many leading blocks of the hash chain are worth loading. Without `guess`: that tiers surely hold.
 
         Different tiers may hold different blocks of the chain.
         """
         tiers: list[Tier] = [self.host, *(() if self._is_reader_stuck() else self.lower_tiers)]
+        lookups = [tier.lookup_optimistic if guess else tier.lookup for tier in tiers]
         count = 0
-        while count < len(hashes) and (more := max(tier.lookup_optimistic(hashes[count:]) for tier in tiers)):
+        while count < len(hashes) and (more := max(lookup(hashes[count:]) for lookup in lookups)):
             count += more
         return count
 
