@@ -109,3 +109,215 @@ def test_states_load_from_host_memory(checkpoint: Path, expected: Reply) -> None
     longer = run(e, ask([*PROMPT, *expected.tokens[:25]], max_tokens=5))["r"]
     assert longer == Reply(expected.tokens[25:], expected.logprobs[25:])
     e.close()
+
+
+@pytest.mark.parametrize("codec", ["uw", "none"])
+def test_states_load_from_disk_after_restart(checkpoint: Path, expected: Reply, tmp_path: Path, codec: str) -> None:
+    tiers = {"kv_disk": str(tmp_path), "kv_disk_size": 1 << 24, "kv_codec": codec}
+    before = start_engine(checkpoint, **tiers)
+    assert run(before, ask())["r"] == expected
+    before.close()
+    after = start_engine(checkpoint, **tiers)
+    reply = run(after, ask())["r"]
+    assert reply == expected and reply.cached == 72
+    assert after.stats().tiers["disk"].loaded_blocks == 9 + num_pages(after)
+    slots = manager_of(after).states
+    assert slots.num_snapshots == 2, "the snapshot from the disk can be used again, like that behind the output"
+    assert run(after, ask(name="again"))["again"].cached == 72
+    third = start_engine(checkpoint, **tiers)
+    longer = run(third, ask([*PROMPT, *expected.tokens[:29]], max_tokens=1))["r"]
+    assert longer == Reply(expected.tokens[29:], expected.logprobs[29:]) and longer.cached == 96
+    for each in (after, third):
+        each.close()
+
+
+@pytest.mark.parametrize("page,is_lost", [(0, False), (1, True), (-1, False), (-1, True)])
+def test_a_damaged_or_lost_page_costs_only_computing(
+    checkpoint: Path, expected: Reply, tmp_path: Path, page: int, is_lost: bool
+) -> None:
+    tiers = {"kv_disk": str(tmp_path), "kv_disk_size": 1 << 24}
+    before = start_engine(checkpoint, **tiers)
+    before.add(ask())
+    hashes = before.kv._hasher.block_hashes(before.scheduler.requests["r#0"], 9)
+    assert run(before)["r"] == expected
+    before.close()
+    after = start_engine(checkpoint, **tiers)
+    digest = state_page_hash(hashes[8], page % num_pages(after))
+    file = next(tmp_path.glob(f"*/*/{digest.hex()}"))
+    data = bytearray(file.read_bytes())
+    data[4200] ^= 1
+    file.unlink() if is_lost else file.write_bytes(data)
+    reply = run(after, ask())["r"]
+    assert reply == expected and reply.cached == 0
+    assert after.stats().tiers["disk"].damaged_blocks == (not is_lost)
+    after.close()
+    third = start_engine(checkpoint, **tiers)
+    assert run(third, ask())["r"].cached == 72, "the page was written again"
+    third.close()
+
+
+def test_states_are_reused_through_the_store(checkpoint: Path, expected: Reply, master: MooncakeMaster) -> None:
+    store = {"kv_store": master.address, "kv_store_memory": 64 << 20}
+    one, two = start_engine(checkpoint, **store), start_engine(checkpoint, **store)
+    assert run(one, ask())["r"] == expected
+    reply = run(two, ask([*PROMPT, *expected.tokens[:25]], max_tokens=5))["r"]
+    assert reply == Reply(expected.tokens[25:], expected.logprobs[25:])
+    assert reply.cached == 72, "one of the boundaries at which the store was asked"
+    one.close()
+    two.close()
+
+
+def test_preempted_request_reloads_its_states(checkpoint: Path) -> None:
+    submissions = [ask([i + 3, *PROMPT], f"r{i}", max_tokens=60, **SAMPLED) for i in range(5)]
+    expected = run(start_engine(checkpoint, prefix_cache=False), *submissions)
+    tight = start_engine(checkpoint, kv_memory=110_000, max_running=4, kv_host_memory=8 << 20)
+    tight.add(replace(submissions[0], priority=Priority.BATCH))
+    early = [token for _ in range(12) for output in tight.step() for token in output.tokens]
+    tight.scheduler._preempt_request(tight.scheduler.requests["r0#0"])
+    replies = run(tight, *submissions[1:])  # these come first, and need all slots
+    replies["r0"].tokens[:0] = early
+    assert {name: reply.tokens for name, reply in replies.items()} == {name: r.tokens for name, r in expected.items()}
+    assert tight.stats().tiers["host"].hit_tokens >= 64
+    tight.close()
+
+
+def test_host_memory_must_hold_a_snapshot(checkpoint: Path) -> None:
+    with pytest.raises(InvalidRequest, match="kv_host_memory is 32768 bytes, which hold 8 KV blocks of 4096"):
+        start_engine(checkpoint, kv_host_memory=32768)
+
+
+# -- other engines -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: Path) -> Iterator[tuple[Engine, Engine]]:
+    engines = start_engine(checkpoint, "p"), start_engine(checkpoint, "d", kv_host_memory=1 << 22)
+    yield engines
+    for one in engines:
+        one.close()
+
+
+def first_ticket(p: Engine, submission: Submission, transport: str = "tcp") -> dict[str, Any]:
+    """Return the first ticket, while the prompt is still being computed, with one transport only."""
+    p.add(replace(submission, publish=True))
+    while not (outputs := p.step()):
+        pass
+    ticket = outputs[0].ticket
+    assert ticket is not None and outputs[0].finish is None
+    return {**ticket, "peer": {**ticket["peer"], "endpoints": {transport: ticket["peer"]["endpoints"][transport]}}}
+
+
+def wait_until_freed(*engines: Engine) -> None:
+    ends = time.monotonic() + 30
+    while any(e.kv.num_free_blocks + e.kv.num_cached_blocks < e.kv.num_blocks for e in engines):
+        assert time.monotonic() < ends, "blocks are still in use"
+        for e in engines:
+            e.step()
+            e.kv.check_invariants()
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize(
+    "transport,length,first,pulled",
+    [("shm", 75, 0, 72), ("tcp", 72, 0, 64), ("shm", 73, 0, 72), ("tcp", 75, 30, 72), ("shm", 20, 0, 16)],
+)
+def test_prefill_and_decode_on_two_engines_give_the_same_tokens(
+    checkpoint: Path, pair: tuple[Engine, Engine], transport: str, length: int, first: int, pulled: int
+) -> None:
+    """`first`: leading tokens whose blocks the decoding engine has cached, without states."""
+    p, d = pair
+    submission = replace(ask(PROMPT[:length]), salt=f"{transport} {length} {first}")
+    expected = run(start_engine(checkpoint, prefix_cache=False), submission)
+    if first:
+        run(d, replace(ask(PROMPT[:first], "part", max_tokens=1), salt=submission.salt))
+    before = d.stats().transfer, p.stats().transfer
+    assert run(d, replace(submission, source=first_ticket(p, submission, transport)), background=p) == expected
+    after = d.stats().transfer, p.stats().transfer
+    assert before[0] is not None and before[1] is not None and after[0] is not None and after[1] is not None
+    assert after[0].hit_tokens - before[0].hit_tokens == pulled and after[0].pull_failures == {}
+    run(p)
+    wait_until_freed(p, d)
+    published = after[1].published_blocks - before[1].published_blocks
+    assert published == (length - 1) // BLOCK + num_pages(p)
+    # The prefilling engine has a snapshot where the handoff was, and publishes it without computing the prompt again.
+    computed = p.stats().prompt_tokens
+    again = run(d, replace(submission, source=first_ticket(p, submission, transport)), background=p)
+    run(p)
+    assert again == expected and p.stats().prompt_tokens - computed == length - pulled
+    wait_until_freed(p, d)
+    assert d.stats().transfer.hit_tokens - after[0].hit_tokens == pulled  # type: ignore[union-attr]
+    assert p.stats().transfer.ended.keys() == {"acknowledged"}  # type: ignore[union-attr]
+    assert run(d, submission) == expected
+
+
+def test_the_first_token_comes_with_the_states(checkpoint: Path, pair: tuple[Engine, Engine]) -> None:
+    p, d = pair
+    submission = replace(ask(logprobs=None, **SAMPLED), salt="token")
+    expected = run(start_engine(checkpoint, prefix_cache=False), submission)
+    before = d.stats().prompt_tokens
+    assert run(d, replace(submission, source=first_ticket(p, submission)), background=p) == expected
+    assert d.stats().prompt_tokens - before == 3  # those behind the full blocks
+    run(p)
+    wait_until_freed(p, d)
+
+
+def test_a_moved_stream_continues_from_the_states_of_another_engine(
+    checkpoint: Path, pair: tuple[Engine, Engine], expected: Reply
+) -> None:
+    p, d = pair
+    moved = replace(ask(), resumed=(tuple(expected.tokens[:14]),), salt="moved")
+    reply = run(d, replace(moved, source=first_ticket(p, moved)), background=p)["r"]
+    assert reply == Reply(expected.tokens[14:], expected.logprobs[14:])
+    run(p)
+    wait_until_freed(p, d)
+
+
+@pytest.mark.parametrize("fault", ["lost", "changed"])
+def test_a_failed_handoff_costs_only_computing(checkpoint: Path, expected: Reply, fault: str) -> None:
+    """The sender dies before the states are published, or they change before they are copied."""
+    p, d = (start_engine(checkpoint, name, kv_checksums=True) for name in "pd")
+    ticket = first_ticket(p, ask())
+    if fault == "changed":
+        run(p)
+        newest = p._publisher._sender.poll_ticket(ticket["id"])  # type: ignore[union-attr]
+        assert len(newest.blocks) == 9 + num_pages(p)
+        p.runner.cache.keys[0, newest.blocks[-1], 0, 0, 0] += 1  # type: ignore[attr-defined]
+    d.add(replace(ask(), source=ticket))
+    if fault == "lost":
+        for _ in range(5):
+            d.step()
+        p.close()
+    assert run(d)["r"] == expected
+    stats = d.stats()
+    assert stats.transfer is not None and stats.transfer.hit_tokens == 0 and stats.transfer.recomputed == 1
+    assert stats.preemptions == 0 and stats.prompt_tokens == 75
+    wait_until_freed(d)
+    for one in (p, d):
+        one.close()
+
+
+def test_abort_during_a_pull_frees_blocks_and_slots(checkpoint: Path, expected: Reply) -> None:
+    p, d = start_engine(checkpoint, "p"), start_engine(checkpoint, "d")
+    d.add(replace(ask(), source=first_ticket(p, ask())))
+    d.step()
+    d.abort("r")
+    d.step()
+    wait_until_freed(d)
+    run(p)
+    wait_until_freed(p, d)
+    slots = manager_of(d).states
+    assert slots.num_free == slots.total
+    assert run(d, ask())["r"] == expected
+    for one in (p, d):
+        one.close()
+
+
+def test_without_room_for_states_nothing_is_handed_over(checkpoint: Path, expected: Reply) -> None:
+    """The sender's cache has blocks for the prompt, but not for the states in addition."""
+    p, d = start_engine(checkpoint, "p", kv_memory=40_000), start_engine(checkpoint, "d")
+    assert p.kv.num_blocks < 10 + num_pages(p)
+    assert run(d, replace(ask(), source=first_ticket(p, ask())), background=p)["r"] == expected
+    run(p)
+    wait_until_freed(p, d)
+    for one in (p, d):
+        one.close()

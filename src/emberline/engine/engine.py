@@ -119,9 +119,7 @@ class Engine:
         self.max_planned_tokens = max_planned_tokens(
             config.max_batch_tokens, is_pipelined=self._pipelined_runner is not None
         )
-        self.kv = make_kv_manager(
-            runner, config, groups, self.max_planned_tokens, self.clock, tiers, transfer_endpoint
-        )
+        self.kv = make_kv_manager(runner, config, groups, self.max_planned_tokens, self.clock, tiers, transfer_endpoint)
         self.transfer_endpoint = transfer_endpoint
         self.pairing = PeerPairing(transfer_endpoint.receiver) if transfer_endpoint else None
         self._publisher = (

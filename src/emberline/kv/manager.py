@@ -300,9 +300,8 @@ class KVManager:
                 return False
             request.prefill_result, request.prefill_result_len = pull.prefill_result, pull.covered_tokens
         # At least one token must be computed for its logits: the last token, or the one that the peer sampled after it.
-        num_available = min(
-            num_available, pull.covered_tokens, request.num_known - (request.usable_prefill_result is None)
-        )
+        limit = request.num_known - (request.usable_prefill_result is None)
+        num_available = min(num_available, pull.covered_tokens, limit)
         if num_available > request.num_computed:
             self.pulls.record_hit_tokens(num_available - request.num_computed)
             request.num_computed = request.num_planned = num_available

@@ -51,9 +51,15 @@ class TierFetch:
 
 class TierStack:
     def __init__(
-        self, host: HostTier, lower_tiers: Sequence[Tier] = (), *, clock: Clock | None = None, threads: bool = True
+        self,
+        host: HostTier,
+        lower_tiers: Sequence[Tier] = (),
+        *,
+        clock: Clock | None = None,
+        threads: bool = True,
+        snapshot_blocks: int = 0,
     ) -> None:
-        """Create the stack and start its threads.
+        """Create the stack and start its threads. `snapshot_blocks`: pages of a snapshot of recurrent states.
 
         With `threads` False, blocks move only when `load_next_block` or `write_next_block` is called, as tests do.
         """
@@ -63,7 +69,8 @@ class TierStack:
         self._lock = threading.Lock()
         self._fetches: deque[TierFetch] = deque()  # with blocks left for the reader
         self._writes: dict[bytes, memoryview] = {}  # queue of the writer, in order; the buffers are pinned
-        self._max_queued_writes = min(MAX_QUEUED_WRITES, host.capacity // 2)
+        # A snapshot is written whole or not at all, so at least two fit into the queue.
+        self._max_queued_writes = min(max(MAX_QUEUED_WRITES, 2 * snapshot_blocks), host.capacity // 2)
         self._dropped = {"host": 0, "below": 0}
         self._reading_since: float | None = None
         self._hit_tokens = {tier.name: 0 for tier in (host, *self.lower_tiers)}

@@ -1,0 +1,327 @@
+"""Recurrent states in tiers and between engines: whatever fails, every step starts from the right states."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.core.clock import ManualClock
+from emberline.core.engine_config import SchedulerConfig, TransferConfig
+from emberline.core.events import Output, TierStats
+from emberline.core.params import SamplingParams
+from emberline.core.plan import BlockCopy, StepPlan, StepResult
+from emberline.core.request import Submission
+from emberline.engine.engine import Engine
+from emberline.engine.fake import FakeRunner
+from emberline.kv.state_manager import StateKVManager
+from emberline.kv.state_pages import StatePages
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.stack import TierStack
+from emberline.kv.transfer.endpoint import TransferEndpoint
+from emberline.kv.transfer.errors import PeerLost
+from emberline.kv.transfer.local import LocalTransport, advertise_local
+from emberline.kv.transfer.receiver import Receiver
+from emberline.kv.transfer.sender import Sender
+from emberline.tokens.blockhash import hash_last_full_block, root_hash
+
+BLOCK, PAGES = 8, 3
+PAGE_BYTES = 8 * BLOCK
+
+
+def states_after(tokens: Sequence[int]) -> list[bytes]:
+    """Return the pages of the states after these tokens, each of which depends on all of them."""
+    return [blake2b(array("q", [page, *tokens]).tobytes(), digest_size=PAGE_BYTES).digest() for page in range(PAGES)]
+
+
+class FakeStateRunner(FakeRunner):
+    """A runner whose states are hashes of all tokens before, so that a wrong copy or a stale page is noticed.
+
+    The pages of a slot are different, and are kept apart."""
+
+    def __init__(self, num_blocks: int, num_state_slots: int) -> None:
+        super().__init__(num_blocks, BLOCK)
+        self.num_state_slots, self.pages_per_slot = num_state_slots, PAGES
+        self._pages = StatePages(num_blocks, PAGES)
+        self._states = [[b"\xff" * PAGE_BYTES] * PAGES for _ in range(num_state_slots)]
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for copy in plan.saves:
+            if (place := self._pages.locate(copy.block)) is not None:
+                copy.buffer[:PAGE_BYTES] = self._states[place[0]][place[1]]
+        for copy in plan.loads:
+            if (place := self._pages.locate(copy.block)) is not None:
+                self._states[place[0]][place[1]] = bytes(copy.buffer[:PAGE_BYTES])
+        items = [(work, work.state) for work in plan.work if work.state is not None]
+        for _, state in items:
+            if state.load_from is not None:
+                self._states[state.slot] = list(self._states[state.load_from])
+        for _, state in items:
+            for page, block in enumerate(state.read_blocks):
+                self._states[state.slot][page] = self._memory[self._slots_of_block(block)].tobytes()
+            for page, block in enumerate(state.write_blocks):
+                self._memory[self._slots_of_block(block)] = array("q", self._states[state.slot][page])
+        saves, loads = self._without_pages(plan.saves), self._without_pages(plan.loads)
+        result = super().run(replace(plan, saves=saves, loads=loads))
+        for work, state in items:
+            written = self._sequence(work.blocks, work.start + len(work.tokens))
+            is_right = not work.start or self._states[state.slot] == states_after(written[: work.start])
+            assert is_right, "not the states after the tokens before"
+            self._states[state.slot] = states_after(written)
+        for _, state in items:
+            if state.save_to is not None:
+                self._states[state.save_to] = list(self._states[state.slot])
+        return result
+
+    def _without_pages(self, copies: Sequence[BlockCopy]) -> list[BlockCopy]:
+        return [copy for copy in copies if self._pages.locate(copy.block) is None]
+
+    def _sequence(self, blocks: Sequence[int], length: int) -> list[int]:
+        """Return the tokens of a request, which its blocks contain."""
+        return [token for block in blocks for token in self._memory[self._slots_of_block(block)]][:length]
+
+
+class FlakyTier:
+    """A lower tier that loses the blocks whose number of calls is in `failures`, and leaves garbage there."""
+
+    name = "below"
+
+    def __init__(self, failures: Sequence[bool], *, is_certain: bool) -> None:
+        self._blocks: dict[bytes, bytes] = {}
+        self._failures = list(failures) * 1000
+        self._is_certain = is_certain
+
+    def lookup(self, hashes: Sequence[bytes]) -> int:
+        return next((i for i, digest in enumerate(hashes) if digest not in self._blocks), len(hashes))
+
+    def lookup_optimistic(self, hashes: Sequence[bytes]) -> int:
+        return self.lookup(hashes) if self._is_certain else len(hashes)
+
+    def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        (digest,), (buffer,) = hashes, buffers
+        if self._failures.pop():
+            self._blocks.pop(digest, None)
+        if digest not in self._blocks:
+            buffer[:] = b"\xee" * len(buffer)
+            return 0
+        buffer[:] = self._blocks[digest]
+        return 1
+
+    def store(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        if self._failures.pop():
+            return 0
+        self._blocks |= {digest: bytes(each) for digest, each in zip(hashes, buffers, strict=True)}
+        return len(hashes)
+
+    def discard(self, hashes: Sequence[bytes]) -> None:
+        for digest in hashes:
+            self._blocks.pop(digest, None)
+
+    def refresh(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def stats(self) -> TierStats:
+        return TierStats()
+
+
+def make_engine(blocks: int, slots: int, tiers: TierStack | None = None, name: str = "", budget: int = 64) -> Engine:
+    config = SchedulerConfig(block_size=BLOCK, max_batch_tokens=budget, max_running=6, max_context=400)
+    runner, endpoint = FakeStateRunner(blocks, slots), None
+    if name:
+        region = runner.region()
+        sender = Sender(region, name)
+        advertise_local(sender, name)
+        endpoint = TransferEndpoint(sender, Receiver(region, []), config=TransferConfig(name))
+    return Engine(config, runner, None if name else ManualClock(), tiers, endpoint)
+
+
+def manager_of(engine: Engine) -> StateKVManager:
+    assert isinstance(engine.kv, StateKVManager)
+    return engine.kv
+
+
+def make_prompt(kind: int, length: int) -> list[int]:
+    """Return a prompt that shares 80 tokens with all others, and all its tokens with those of the same kind."""
+    return [*range(80), *(200 * kind + i % 190 for i in range(400))][:length]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(1, 4),  # kind of prompt
+            st.integers(60, 250),  # its length
+            st.integers(1, 40),  # output tokens
+            st.integers(0, 6),  # steps until the next one is added
+            st.booleans(),  # whether an earlier one is aborted then
+        ),
+        min_size=3,
+        max_size=12,
+    ),
+    blocks=st.integers(45, 120),
+    slots=st.integers(1, 8),
+    buffers=st.integers(8, 60),
+    failures=st.lists(st.booleans(), min_size=1, max_size=9) | st.just([False]),
+    is_certain=st.booleans(),
+    reads=st.integers(1, 30),
+)
+def test_every_step_starts_from_its_states_whatever_tiers_lose(
+    requests: Sequence[tuple[int, int, int, int, bool]],
+    blocks: int,
+    slots: int,
+    buffers: int,
+    failures: Sequence[bool],
+    is_certain: bool,
+    reads: int,
+) -> None:
+    host = HostTier(PAGE_BYTES, buffers * 4096)
+    tiers = TierStack(host, [FlakyTier(failures, is_certain=is_certain)], threads=False)
+    engine = make_engine(blocks, slots, tiers)
+    finished: set[str] = set()
+
+    def step() -> None:
+        for output in engine.step():
+            assert output.error is None
+            finished.update([output.id] if output.finish else [])
+        engine.kv.check_invariants()
+        host.check_invariants()
+        tiers.write_next_block()
+        for _ in range(reads):
+            tiers.load_next_block()
+
+    for i, (kind, length, max_tokens, steps, aborts) in enumerate(requests):
+        params = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=i, ignore_eos=True)
+        engine.add(Submission(f"r{i}", make_prompt(kind, length), params))
+        for _ in range(steps):
+            step()
+        if aborts:
+            engine.abort(f"r{i // 2}")
+    for _ in range(6000):
+        if engine.idle:
+            break
+        step()
+    assert engine.idle and len(finished) == len(requests)
+    states = manager_of(engine).states
+    assert states.num_free + states.num_snapshots == slots and host.num_pinned <= len(tiers._writes)
+
+
+def test_a_snapshot_that_left_its_slot_is_loaded_again() -> None:
+    tiers = TierStack(HostTier(PAGE_BYTES, 400 * 4096), threads=False)
+    engine = make_engine(100, 2, tiers)
+    prompts = [[100 * kind + i for i in range(90)] for kind in range(3)]
+
+    def cached(prompt: list[int]) -> int:
+        name = f"r{engine.runner.steps}"  # type: ignore[attr-defined]
+        outputs = run(engine, Submission(name, prompt, SamplingParams(max_tokens=1, temperature=0.0)))
+        return sum(output.cached_tokens for output in outputs)
+
+    assert [cached(prompt) for prompt in (*prompts, *prompts)] == [0, 0, 0, 88, 88, 88]
+    last = hash_last_full_block(root_hash("fake"), prompts[0], BLOCK)
+    assert last is not None and last[1] == 11
+    tiers.host.discard(manager_of(engine)._pages.hashes(last[0])[1:2])
+    assert cached(prompts[0]) == 0, "a page of its snapshot is missing"
+    assert cached(prompts[1]) == 88
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.integers(BLOCK, 120) | st.sampled_from(range(BLOCK, 120, BLOCK)),
+    resumed=st.integers(0, 20),
+    num_cached=st.integers(0, 120),
+    p_blocks=st.integers(20, 60),
+    d_blocks=st.integers(20, 60),
+    slots=st.integers(1, 4),
+    outcome=st.sampled_from(["arrives", "is lost", "is lost late", "is aborted", "has no thread"]),
+    is_repeated=st.booleans(),
+)
+def test_a_handoff_moves_the_states_or_costs_only_computing(
+    length: int,
+    resumed: int,
+    num_cached: int,
+    p_blocks: int,
+    d_blocks: int,
+    slots: int,
+    outcome: str,
+    is_repeated: bool,
+) -> None:
+    p, d = make_engine(p_blocks, slots, name="p", budget=24), make_engine(d_blocks, slots, name="d", budget=24)
+    receiver, pulls = d.transfer_endpoint.receiver, d.kv.pulls  # type: ignore[union-attr]
+    assert pulls is not None
+    receiver._transports = [LocalTransport([p.transfer_endpoint.sender])]  # type: ignore[union-attr]
+    pull, delayed = receiver.pull, list[Callable[[], None]]()
+
+    def failing_pull(*args: Any, **others: Any) -> Any:
+        if outcome == "is lost late":
+            pull(*args, **others)
+            others["progress"].confirmed_blocks = others["progress"].complete = 0
+        raise PeerLost("the sender is gone")
+
+    def start_no_thread(work: Callable[[], None]) -> None:
+        raise RuntimeError("no thread")
+
+    if outcome.startswith("is lost"):
+        receiver.pull = failing_pull  # type: ignore[method-assign]
+    starts = {"has no thread": start_no_thread, "is aborted": delayed.append}
+    pulls._start_thread = starts.get(outcome, lambda work: work())
+    pulls._is_renewing = True  # no thread for renewals, which would wait
+    params = SamplingParams(max_tokens=resumed + 12, temperature=1.0, seed=3, ignore_eos=True)
+    submission = Submission("r", make_prompt(1, length), params)
+    expected = tokens_of(run(make_engine(60, 4), submission))
+    if num_cached:
+        run(d, Submission("c", make_prompt(1, num_cached), replace(params, max_tokens=1)))
+    moved = replace(submission, resumed=(tuple(expected[:resumed]),))
+    for i in range(1 + is_repeated):
+        p.transfer_endpoint.sender.stop()  # type: ignore[union-attr]
+        outputs = run(p, replace(moved, id=f"p{i}", publish=True))
+        tickets = [output.ticket for output in outputs if output.ticket]
+    d.add(replace(moved, source=tickets[-1] if tickets else None))
+    if outcome == "is aborted":
+        d.step()
+        d.abort("r")
+        run(d)
+        for work in delayed:
+            work()
+    else:
+        assert tokens_of(run(d)) == expected[resumed:]
+    for each in (p, d):
+        each.transfer_endpoint.sender.stop()  # type: ignore[union-attr]
+        run(each)
+        each.step()
+        each.kv.check_invariants()
+        states = manager_of(each).states
+        assert states.num_free + states.num_snapshots == slots
+        assert each.kv.num_free_blocks + each.kv.num_cached_blocks == each.kv.num_blocks, "a block is lost"
+
+
+def run(engine: Engine, *submissions: Submission) -> list[Output]:
+    for submission in submissions:
+        engine.add(submission)
+    outputs, ends = list[Output](), time.monotonic() + 30
+    while not engine.idle:
+        assert time.monotonic() < ends
+        outputs += engine.step()
+        engine.kv.check_invariants()
+    return outputs
+
+
+def tokens_of(outputs: Sequence[Output]) -> list[int]:
+    assert all(output.error is None for output in outputs)
+    return [token for output in outputs for token in output.tokens]
+
+
+def test_states_arrive_with_the_blocks_of_the_prompt() -> None:
+    p, d = make_engine(60, 4, name="p"), make_engine(60, 4, name="d")
+    d.transfer_endpoint.receiver._transports = [LocalTransport([p.transfer_endpoint.sender])]  # type: ignore[union-attr]
+    submission = Submission("r", make_prompt(1, 100), SamplingParams(max_tokens=5, temperature=0.0))
+    tickets = [output.ticket for output in run(p, replace(submission, publish=True)) if output.ticket]
+    assert tickets[-1] is not None and len(tickets[-1]["blocks"]) == 12 + PAGES
+    expected = tokens_of(run(make_engine(60, 4), submission))
+    assert tokens_of(run(d, replace(submission, source=tickets[-1]))) == expected
+    assert d.stats().prompt_tokens == 4 and d.stats().transfer.hit_tokens == 96  # type: ignore[union-attr]
