@@ -17,9 +17,12 @@ from emberline.core.engine_config import SchedulerConfig, TransferConfig
 from emberline.core.events import Output, TierStats
 from emberline.core.params import SamplingParams
 from emberline.core.plan import BlockCopy, StepPlan, StepResult
-from emberline.core.request import Submission
+from emberline.core.request import Request, Submission
+from emberline.engine.block_event_log import BlockEventLog
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakeRunner
+from emberline.engine.request_builder import RequestBuilder
+from emberline.kv.request_hashes import RequestHasher
 from emberline.kv.state_manager import StateKVManager
 from emberline.kv.state_pages import StatePages
 from emberline.kv.tiers.host import HostTier
@@ -29,6 +32,9 @@ from emberline.kv.transfer.errors import PeerLost
 from emberline.kv.transfer.local import LocalTransport, advertise_local
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.sender import Sender
+from emberline.router.kvindex import KVIndex, KVIndexState
+from emberline.router.prefix_block_map import BlockPosition
+from emberline.router.prefixmap import PromptPrefix
 from emberline.tokens.blockhash import hash_last_full_block, root_hash
 
 BLOCK, PAGES = 8, 3
@@ -286,6 +292,9 @@ def test_a_handoff_moves_the_states_or_costs_only_computing(
         d.step()
         d.abort("r")
         run(d)
+        kept = d.kv.kept._quarantined
+        blocks = {block for _, table in kept for block in table}
+        assert all(blocks.issuperset(pull.target_blocks) for pull, _ in kept), "a pull writes to a free block"
         for work in delayed:
             work()
     else:
@@ -325,3 +334,41 @@ def test_states_arrive_with_the_blocks_of_the_prompt() -> None:
     expected = tokens_of(run(make_engine(60, 4), submission))
     assert tokens_of(run(d, replace(submission, source=tickets[-1]))) == expected
     assert d.stats().prompt_tokens == 4 and d.stats().transfer.hit_tokens == 96  # type: ignore[union-attr]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 3), st.integers(60, 200), st.integers(1, 20)), min_size=1, max_size=8),
+    blocks=st.integers(35, 90),
+    slots=st.integers(1, 6),
+    watched_from=st.integers(0, 3),
+)
+def test_the_router_knows_what_an_engine_can_skip(
+    requests: Sequence[tuple[int, int, int]], blocks: int, slots: int, watched_from: int
+) -> None:
+    engine, log, index = make_engine(blocks, slots), BlockEventLog(["m"]), KVIndex(1000, 100)
+    for i, (kind, length, max_tokens) in enumerate(requests):
+        if i == min(watched_from, len(requests) - 1):
+            engine.kv.track_prefix_changes()
+        params = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=i, ignore_eos=True)
+        run(engine, Submission(f"r{i}", make_prompt(kind, length), params))
+        if (changes := engine.kv.take_prefix_changes()) is not None:
+            log.record("m", *changes)
+        for batch in log.batches_after(*index.last_applied_batch("w")):
+            index.apply_batch("w", batch)
+    assert engine.kv.take_prefix_changes() is None
+    assert index.state("w") is KVIndexState.EXACT
+    for kind in range(1, 5):
+        for length in (BLOCK, 79, 150, 200):
+            request = make_request([*make_prompt(kind, length), 1])
+            hashes = RequestHasher("fake", BLOCK, prefix_cache=True).shareable_hashes(request)
+            prefixes = [PromptPrefix(digest, count) for count, digest in enumerate(hashes, 1)]  # a byte for each block
+            for prefix in prefixes:
+                index.prefix_blocks.record_prefix(prefix, BlockPosition(*prefix))
+            found = index.cached_bytes_by_worker(prefixes, {}).get("w", 0)
+            assert found == len(engine.kv._shareable_hashes(request))
+
+
+def make_request(tokens: list[int]) -> Request:
+    submission = Submission("q", tokens, SamplingParams(max_tokens=1, temperature=0.0))
+    return RequestBuilder(400, 1000, can_publish=False).build(submission, 0.0)[0]

@@ -21,9 +21,11 @@ from emberline.core.clock import Clock
 from emberline.core.plan import STATE_GROUP, StateWork
 from emberline.core.request import Request
 from emberline.kv.manager import KVManager
+from emberline.kv.prefix import PrefixChanges
 from emberline.kv.state_pages import StatePages
 from emberline.kv.state_slots import StateSlots
 from emberline.kv.tiers.stack import TierStack
+from emberline.tokens.blockhash import mark_without_states
 
 if TYPE_CHECKING:  # imports numpy, which would delay the start of a GPU engine
     from emberline.kv.pulls import PullManager
@@ -162,6 +164,26 @@ class StateKVManager(KVManager):
         super()._forget_evicted_block(block)
         self.states.forget_prefix(digest)
 
+    # -- cached prefixes, for the router ---------------------------------------------------------------------------
+
+    def track_prefix_changes(self) -> None:
+        super().track_prefix_changes()
+        self.states.track_changes()
+
+    def take_prefix_changes(self) -> PrefixChanges | None:
+        """Return the prefix blocks that were added and removed since the last call, or None if nothing changed.
+
+        Blocks without a snapshot are marked. A block whose snapshot was made or dropped is listed as added again."""
+        changed = {digest: self._prefix.parent_of(digest) for digest in self.states.take_changes()}
+        is_whole, stored, removed = super().take_prefix_changes() or (False, [], [])
+        if not is_whole:
+            changed.update(stored)
+            stored = [(digest, parent) for digest, parent in changed.items() if parent is not None]
+        if not (is_whole or stored or removed):
+            return None
+        has_states = self.states.has_snapshot
+        return is_whole, [(h, p if has_states(h) else mark_without_states(p)) for h, p in stored], removed
+
     # -- tiers ---------------------------------------------------------------------------------------------------------
 
     def _save_snapshot(self, digest: bytes, slot: int) -> None:
@@ -186,8 +208,8 @@ class StateKVManager(KVManager):
         if request.publish and self._num_moving_blocks(request):
             self._leaving[request.id] = self.kept.allocate(self._pages.per_slot)
         if self.pulls is not None and request.source is not None:
-            self.states.admit(request.id, hashes[cached - 1] if cached else None)
-            self._start_pull(request, num_shared)
+            is_pulling = self._start_pull(request, num_shared)
+            self.states.admit(request.id, hashes[cached - 1] if cached and not is_pulling else None)
         elif wanted == cached:
             self.states.admit(request.id, hashes[cached - 1] if cached else None)
         else:
@@ -235,22 +257,24 @@ class StateKVManager(KVManager):
         needed = moves * self._pages.per_slot
         return needed if needed + self.num_blocks_for(request.num_known + 1) <= self.num_blocks else 0
 
-    def _start_pull(self, request: Request, num_shared: int) -> None:
-        """Start to copy the missing blocks and the states from the request's peer, if it has more than the cache."""
+    def _start_pull(self, request: Request, num_shared: int) -> bool:
+        """Start to copy the missing blocks and the states from the request's peer, if it has more than the cache.
+
+        Return False if nothing is copied."""
         assert self.pulls is not None
         pulled = self._num_pulled_blocks(request)
         if pulled * self.block_size <= request.num_cached:
             self.pulls.drop_lease(request)
             request.source = None
-            return
+            return False
         first, arriving = min(num_shared, pulled), self.kept.allocate(self._pages.per_slot)
         targets = self._block_tables[request.id][:pulled] + arriving
         if (pull := self.pulls.start(request, targets, (first, pulled * self.block_size))) is None:
             self.kept.unpin(arriving)
-            return
+            return False
         self._active_pulls[request.id], self._arriving[request.id] = pull, arriving
-        self.states.drop_load(request.id)  # the states that arrive replace it
         self.copies.drop(targets[first:])
+        return True
 
     def publishable_blocks(self, request: Request, first: int) -> list[int]:
         """Return the computed blocks that other engines need, from the `first` on: those of the prompt, then states."""

@@ -35,6 +35,7 @@ class StateSlots:
         self._planned: dict[str, PlannedSnapshot] = {}  # by request
         self._arriving: dict[str, tuple[bytes, int]] = {}  # by request: snapshot from a tier, hash and slot
         self._newest: dict[str, bytes] = {}  # by request: the snapshot that its next one replaces
+        self._changed: set[bytes] | None = None  # hashes of snapshots that were added or removed, if that is tracked
 
     @property
     def num_free(self) -> int:
@@ -47,6 +48,17 @@ class StateSlots:
     def longest_prefix(self, hashes: Sequence[bytes]) -> int:
         """Return the number of blocks of the longest prefix of a chain of blocks that has a snapshot, or 0."""
         return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self._snapshots), 0)
+
+    def track_changes(self) -> None:
+        """Start recording which snapshots are added and removed."""
+        self._changed = set()
+
+    def take_changes(self) -> set[bytes]:
+        """Return the hashes of the snapshots that were added or removed since the last call."""
+        if not self._changed:
+            return set()
+        changed, self._changed = self._changed, set()
+        return changed
 
     def has_snapshot(self, digest: bytes) -> bool:
         return digest in self._snapshots
@@ -64,7 +76,7 @@ class StateSlots:
         if slot is None:  # the snapshot itself is the only slot left
             assert digest is not None, "the caller checks `can_admit`"
             del self._loads[request_id]
-            slot = self._snapshots.pop(digest)
+            slot = self._remove(digest)
         self._held[request_id] = slot
 
     def begin_load(self, request_id: str, digest: bytes) -> int:
@@ -81,10 +93,6 @@ class StateSlots:
         """Return the slot that `begin_load` returned for this request."""
         return self._arriving[request_id][1] if request_id in self._arriving else self._held[request_id]
 
-    def drop_load(self, request_id: str) -> None:
-        """Let the next step of a request start from other states than those of a snapshot."""
-        self._loads.pop(request_id, None)
-
     def commit_load(self, request_id: str) -> None:
         """Make the snapshot that has arrived for a request usable, if it has a slot of its own."""
         if (arrived := self._arriving.pop(request_id, None)) is None:
@@ -93,7 +101,7 @@ class StateSlots:
         if digest in self._snapshots:  # another request made or loaded it since
             self._free.append(slot)
         else:
-            self._snapshots[digest] = slot
+            self._add(digest, slot)
         self._start_from(request_id, digest)
 
     def slot_of(self, request_id: str) -> int:
@@ -132,7 +140,7 @@ class StateSlots:
             self._free.append(planned.slot)
             self._newest.pop(request_id, None)
         else:
-            self._snapshots[planned.digest] = planned.slot
+            self._add(planned.digest, planned.slot)
             if self._newest.get(request_id) != planned.digest:
                 self.on_keep(planned.digest, planned.slot)
 
@@ -150,7 +158,7 @@ class StateSlots:
     def forget_prefix(self, digest: bytes) -> None:
         """Drop the snapshot of a prefix, if there is one that no request waits for."""
         if digest in self._snapshots and digest not in self._loads.values():
-            self._free.append(self._snapshots.pop(digest))
+            self._free.append(self._remove(digest))
 
     def check_invariants(self) -> None:
         """Assert that every slot is in exactly one state."""
@@ -174,4 +182,14 @@ class StateSlots:
         if self._free:
             return self._free.pop()
         digest = next((digest for digest in self._snapshots if digest not in self._loads.values()), None)
-        return None if digest is None else self._snapshots.pop(digest)
+        return None if digest is None else self._remove(digest)
+
+    def _add(self, digest: bytes, slot: int) -> None:
+        self._snapshots[digest] = slot
+        if self._changed is not None:
+            self._changed.add(digest)
+
+    def _remove(self, digest: bytes) -> int:
+        if self._changed is not None:
+            self._changed.add(digest)
+        return self._snapshots.pop(digest)
