@@ -18,6 +18,7 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import Priority, Submission
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
+from emberline.engine.runner import TorchRunner
 from emberline.kv.state_manager import StateKVManager
 from emberline.tokens.blockhash import state_page_hash
 
@@ -129,6 +130,23 @@ def test_states_load_from_disk_after_restart(checkpoint: Path, expected: Reply, 
     assert longer == Reply(expected.tokens[29:], expected.logprobs[29:]) and longer.cached == 96
     for each in (after, third):
         each.close()
+
+
+def test_states_come_back_after_sleep(checkpoint: Path, expected: Reply) -> None:
+    """A sleeping model loses its cache and its states, but not what is in host memory."""
+    e = start_engine(checkpoint, kv_host_memory=8 << 20)
+    e.kv.track_prefix_changes()
+    assert run(e, ask())["r"] == expected and e.kv.take_prefix_changes() is not None
+    runner = e.runner
+    assert isinstance(runner, TorchRunner) and runner.states is not None
+    for tensor in (runner.cache.keys, runner.cache.values, runner.states.conv, runner.states.matrices):
+        tensor.fill_(float("nan"))
+    e.reset_kv()
+    assert manager_of(e).states.num_free == manager_of(e).states.total
+    assert e.kv.take_prefix_changes() == (True, [], [])
+    again = run(e, ask([*PROMPT, *expected.tokens[:29]], max_tokens=1))["r"]
+    assert again == Reply(expected.tokens[29:], expected.logprobs[29:]) and again.cached == 96
+    e.close()
 
 
 @pytest.mark.parametrize("page,is_lost", [(0, False), (1, True), (-1, False), (-1, True)])

@@ -32,9 +32,6 @@ class StateWork:
     slot: int
     load_from: int | None = None  # slot whose states are copied to `slot` before the step
     save_to: int | None = None  # slot to which those of `slot` are copied after it
-    # Blocks with states of another engine, which are copied to `slot` before the step (kv/state_pages.py).
-    read_blocks: Sequence[int] = ()
-    write_blocks: Sequence[int] = ()  # blocks to which the states of `slot` are then copied, for other engines
 
 
 # Not frozen, like SampledToken: one is made for every token, and a frozen one takes three times as long to make.
@@ -62,6 +59,9 @@ class WorkItem:
     # Block tables of layers with an attention window, one for each group of them. Released blocks have the entry 0.
     window_blocks: Sequence[Sequence[int]] = ()
     state: StateWork | None = None  # of a model with recurrent layers
+    # Blocks with states of another engine, which are copied to the request's slot before the step: kv/state_pages.py.
+    arrived_states: Sequence[int] = ()
+    published_states: Sequence[int] = ()  # blocks to which its states are then copied, for other engines
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,6 +261,18 @@ class Engine:
         is_pairing = self.pairing is not None and self.pairing.has_pending_changes
         return is_pairing or self.kv.kept.has_pinned or self.kv.kept.num_quarantined > 0
 
+    def reset_kv(self) -> None:
+        """Continue with an empty KV cache, because its memory was freed. Tiers keep their blocks.
+
+        No request may be open, and no other engine may copy blocks."""
+        assert self.idle and self.transfer_endpoint is None
+        old = self.kv
+        args = self.runner, self.config, self.groups, self.max_planned_tokens, self.clock, old.tiers
+        self.kv = self.scheduler.kv = make_kv_manager(*args)
+        self.kv.queried_tokens, self.kv.hit_tokens = old.queried_tokens, old.hit_tokens  # counters must not decrease
+        if old.is_tracking_prefixes:
+            self.kv.track_prefix_changes()
+
     def close(self) -> None:
         """Write pending KV blocks to lower tiers, for a limited time, and disconnect from other engines."""
         if self.kv.tiers is not None:

@@ -78,6 +78,7 @@ class TorchRunner:
             self._draft_runner.note_work(work)
         capture = None if draft_runner is None else draft_runner.make_capture(plan)
         self._load_states(work)
+        self._move_states(work)
         batch = build_forward_batch(work, self.cache, self.groups, self.states)
         logits = self.model.forward(replace(batch, capture=capture))
         self._save_states(work)
@@ -92,9 +93,13 @@ class TorchRunner:
         for w in work:
             if self.states is not None and w.state is not None and w.state.load_from is not None:
                 self.states.copy_slot(w.state.load_from, w.state.slot)
-        for state in (w.state for w in work if w.state is not None):
-            self._copier.read_states(state.slot, state.read_blocks)
-            self._copier.write_states(state.slot, state.write_blocks)
+
+    def _move_states(self, work: list[WorkItem]) -> None:
+        """Copy states that came from another engine to their slots, and states for other engines to blocks."""
+        for w in work:
+            if w.state is not None:
+                self._copier.read_states(w.state.slot, w.arrived_states)
+                self._copier.write_states(w.state.slot, w.published_states)
 
     def _save_states(self, work: list[WorkItem]) -> None:
         for w in work:

@@ -34,6 +34,7 @@ def make_work(
     if isinstance(kv, StateKVManager):
         for item, (request, _) in zip(work, planned, strict=True):
             item.state = kv.plan_states(request, item.start + len(item.tokens))
+            item.arrived_states, item.published_states = kv.plan_moves(request, item.start)
     return work
 
 

@@ -71,7 +71,6 @@ class StateKVManager(KVManager):
         if tiers is not None:
             states.on_keep = self._save_snapshot
         self._boundaries: dict[str, list[int]] = {}  # by request: where its prompt gets snapshots, the next one last
-        self._positions: dict[str, int] = {}  # by request: tokens that are computed in its planned steps
         # By request: blocks that receive states from another engine, and blocks with states for other engines.
         self._arriving: dict[str, list[int]] = {}
         self._leaving: dict[str, list[int]] = {}
@@ -93,7 +92,6 @@ class StateKVManager(KVManager):
                     chosen.append(boundary)
         if request.id in self._leaving and (boundary := self._handoff_blocks(request) * self.block_size) not in chosen:
             chosen = sorted([*chosen, boundary])
-        self._positions[request.id] = request.num_computed
         self._boundaries[request.id] = [boundary for boundary in chosen[::-1] if boundary > request.num_computed]
         request.chunk_end = self._boundaries[request.id][-1] if self._boundaries[request.id] else 0
 
@@ -110,17 +108,14 @@ class StateKVManager(KVManager):
         while boundaries and boundaries[-1] <= num_tokens:
             boundaries.pop()
         request.chunk_end = boundaries[-1] if boundaries else 0
-        read, write = self._plan_moves(request)
-        self._positions[request.id] = num_tokens
-        return StateWork(slot, source, target, read, write)
+        return StateWork(slot, source, target)
 
-    def _plan_moves(self, request: Request) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the blocks that the request's states come from in its next step, and the blocks that they go to."""
+    def plan_moves(self, request: Request, start: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Return blocks with states for a step from position `start` on, and blocks to which it then copies them."""
         arrived = self._arriving.pop(request.id, [])
         self.kept.unpin(arrived)  # only plans after this one can overwrite them
         leaving = self._leaving.get(request.id, [])
-        is_due = self._positions[request.id] == self._handoff_blocks(request) * self.block_size
-        return arrived, leaving if is_due else ()
+        return arrived, leaving if start == self._handoff_blocks(request) * self.block_size else ()
 
     def index_full_blocks(self, request: Request) -> None:
         super().index_full_blocks(request)
@@ -137,7 +132,6 @@ class StateKVManager(KVManager):
             self.kept.unpin_after(pull, arriving)
         self.kept.unpin(self._leaving.pop(request.id, []))
         self._boundaries.pop(request.id, None)
-        self._positions.pop(request.id, None)
         request.chunk_end = 0
 
     def check_invariants(self) -> None:
