@@ -89,6 +89,13 @@ def expected(checkpoint: Path) -> Reply:
     return run(start_engine(checkpoint, prefix_cache=False), ask())["r"]
 
 
+@pytest.fixture(scope="module")
+def next_turn(checkpoint: Path, expected: Reply) -> tuple[Submission, Reply]:
+    """Return a prompt that continues the output, and its own output. There is a snapshot after 104 of its tokens."""
+    submission = ask([*PROMPT, *expected.tokens, 5], "next", max_tokens=3)
+    return submission, run(start_engine(checkpoint, prefix_cache=False), submission)["next"]
+
+
 def evict_all(e: Engine) -> None:
     """Fill the slots with snapshots of other prompts."""
     for seed in range(1, 1 + manager_of(e).states.total):
@@ -113,7 +120,9 @@ def test_states_load_from_host_memory(checkpoint: Path, expected: Reply) -> None
 
 
 @pytest.mark.parametrize("codec", ["uw", "none"])
-def test_states_load_from_disk_after_restart(checkpoint: Path, expected: Reply, tmp_path: Path, codec: str) -> None:
+def test_states_load_from_disk_after_restart(
+    checkpoint: Path, expected: Reply, next_turn: tuple[Submission, Reply], tmp_path: Path, codec: str
+) -> None:
     tiers = {"kv_disk": str(tmp_path), "kv_disk_size": 1 << 24, "kv_codec": codec}
     before = start_engine(checkpoint, **tiers)
     assert run(before, ask())["r"] == expected
@@ -126,13 +135,13 @@ def test_states_load_from_disk_after_restart(checkpoint: Path, expected: Reply, 
     assert slots.num_snapshots == 2, "the snapshot from the disk can be used again, like that behind the output"
     assert run(after, ask(name="again"))["again"].cached == 72
     third = start_engine(checkpoint, **tiers)
-    longer = run(third, ask([*PROMPT, *expected.tokens[:29]], max_tokens=1))["r"]
-    assert longer == Reply(expected.tokens[29:], expected.logprobs[29:]) and longer.cached == 96
+    reply = run(third, next_turn[0])["next"]
+    assert reply == next_turn[1] and reply.cached == 104
     for each in (after, third):
         each.close()
 
 
-def test_states_come_back_after_sleep(checkpoint: Path, expected: Reply) -> None:
+def test_states_come_back_after_sleep(checkpoint: Path, expected: Reply, next_turn: tuple[Submission, Reply]) -> None:
     """A sleeping model loses its cache and its states, but not what is in host memory."""
     e = start_engine(checkpoint, kv_host_memory=8 << 20)
     e.kv.track_prefix_changes()
@@ -144,8 +153,8 @@ def test_states_come_back_after_sleep(checkpoint: Path, expected: Reply) -> None
     e.reset_kv()
     assert manager_of(e).states.num_free == manager_of(e).states.total
     assert e.kv.take_prefix_changes() == (True, [], [])
-    again = run(e, ask([*PROMPT, *expected.tokens[:29]], max_tokens=1))["r"]
-    assert again == Reply(expected.tokens[29:], expected.logprobs[29:]) and again.cached == 96
+    reply = run(e, next_turn[0])["next"]
+    assert reply == next_turn[1] and reply.cached == 104
     e.close()
 
 

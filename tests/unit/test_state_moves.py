@@ -334,7 +334,7 @@ def test_states_arrive_with_the_blocks_of_the_prompt() -> None:
     expected = tokens_of(run(make_engine(60, 4), submission))
     assert tokens_of(run(d, replace(submission, source=tickets[-1]))) == expected
     short = run(p, replace(submission, id="short", prompt=submission.prompt[:BLOCK], publish=True))
-    assert [output.ticket["blocks"] for output in short if output.ticket] == [(), ()], "no block precedes its last token"
+    assert [output.ticket["blocks"] for output in short if output.ticket] == [(), ()]  # none before its last token
     assert d.stats().prompt_tokens == 4 and d.stats().transfer.hit_tokens == 96  # type: ignore[union-attr]
 
 

@@ -185,9 +185,8 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     draft_runner = None if draft_model is None else DraftRunner(draft_model, make_draft_cache(draft_model, cache))
     make_compiler = partial(_make_grammar_compiler, Path(config.model), model.config)
     runner = TorchRunner(model, cache, eos, make_compiler, draft_runner, groups, states)
-    tiers = None
-    if config.tiers.has_tiers:
-        tiers = _make_tiers(config, runner.layout, cache.shape, backend.library, runner.pages_per_slot)
+    pages, has_tiers = runner.pages_per_slot, config.tiers.has_tiers
+    tiers = _make_tiers(config, runner.layout, cache.shape, backend.library, pages) if has_tiers else None
     endpoint = None
     if config.transfer is not None and (segment := cache.segment) is not None:
         endpoint = _open_transfer_endpoint(
