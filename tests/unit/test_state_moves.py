@@ -137,9 +137,28 @@ class FlakyTier:
         return TierStats()
 
 
-def make_engine(blocks: int, slots: int, tiers: TierStack | None = None, name: str = "", budget: int = 64) -> Engine:
-    config = SchedulerConfig(block_size=BLOCK, max_batch_tokens=budget, max_running=6, max_context=400)
-    runner, endpoint = FakeStateRunner(blocks, slots), None
+class PipelinedStateRunner(FakeStateRunner):
+    """Runs steps in the order in which they are planned, as a device does, but returns results later."""
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        result = self.run(plan)
+        return lambda: result
+
+
+def make_engine(
+    blocks: int,
+    slots: int,
+    tiers: TierStack | None = None,
+    name: str = "",
+    budget: int = 64,
+    *,
+    prefix_cache: bool = True,
+    pipelined: bool = False,
+) -> Engine:
+    config = SchedulerConfig(
+        block_size=BLOCK, max_batch_tokens=budget, max_running=6, max_context=400, prefix_cache=prefix_cache
+    )
+    runner, endpoint = (PipelinedStateRunner if pipelined else FakeStateRunner)(blocks, slots), None
     if name:
         region = runner.region()
         sender = Sender(region, name)
@@ -177,6 +196,7 @@ def make_prompt(kind: int, length: int) -> list[int]:
     failures=st.lists(st.booleans(), min_size=1, max_size=9) | st.just([False]),
     is_certain=st.booleans(),
     reads=st.integers(1, 30),
+    pipelined=st.booleans(),
 )
 def test_every_step_starts_from_its_states_whatever_tiers_lose(
     requests: Sequence[tuple[int, int, int, int, bool]],
@@ -186,10 +206,11 @@ def test_every_step_starts_from_its_states_whatever_tiers_lose(
     failures: Sequence[bool],
     is_certain: bool,
     reads: int,
+    pipelined: bool,
 ) -> None:
     host = HostTier(PAGE_BYTES, buffers * 4096)
     tiers = TierStack(host, [FlakyTier(failures, is_certain=is_certain)], threads=False)
-    engine = make_engine(blocks, slots, tiers)
+    engine = make_engine(blocks, slots, tiers, pipelined=pipelined)
     finished: set[str] = set()
 
     def step() -> None:
@@ -246,6 +267,8 @@ def test_a_snapshot_that_left_its_slot_is_loaded_again() -> None:
     slots=st.integers(1, 4),
     outcome=st.sampled_from(["arrives", "is lost", "is lost late", "is aborted", "has no thread"]),
     is_repeated=st.booleans(),
+    prefix_cache=st.booleans(),
+    pipelined=st.booleans(),
 )
 def test_a_handoff_moves_the_states_or_costs_only_computing(
     length: int,
@@ -256,8 +279,11 @@ def test_a_handoff_moves_the_states_or_costs_only_computing(
     slots: int,
     outcome: str,
     is_repeated: bool,
+    prefix_cache: bool,
+    pipelined: bool,
 ) -> None:
-    p, d = make_engine(p_blocks, slots, name="p", budget=24), make_engine(d_blocks, slots, name="d", budget=24)
+    options = {"prefix_cache": prefix_cache, "pipelined": pipelined}
+    p, d = (make_engine(n, slots, None, name, 24, **options) for name, n in (("p", p_blocks), ("d", d_blocks)))
     receiver, pulls = d.transfer_endpoint.receiver, d.kv.pulls  # type: ignore[union-attr]
     assert pulls is not None
     receiver._transports = [LocalTransport([p.transfer_endpoint.sender])]  # type: ignore[union-attr]

@@ -71,6 +71,8 @@ class StateKVManager(KVManager):
         if tiers is not None:
             states.on_keep = self._save_snapshot
         self._boundaries: dict[str, list[int]] = {}  # by request: where its prompt gets snapshots, the next one last
+        # A search for a snapshot in tiers (hash of the whole prefix, cached and available blocks), and what it found.
+        self._last_search: tuple[tuple[bytes, int, int] | None, int] = (None, 0)
         # By request: blocks that receive states from another engine, and blocks with states for other engines.
         self._arriving: dict[str, list[int]] = {}
         self._leaving: dict[str, list[int]] = {}
@@ -112,9 +114,9 @@ class StateKVManager(KVManager):
 
     def plan_moves(self, request: Request, start: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return blocks with states for a step from position `start` on, and blocks to which it then copies them."""
-        arrived = self._arriving.pop(request.id, [])
-        self.kept.unpin(arrived)  # only plans after this one can overwrite them
-        leaving = self._leaving.get(request.id, [])
+        if arrived := self._arriving.pop(request.id, ()):
+            self.kept.unpin(arrived)  # only plans after this one can overwrite them
+        leaving = self._leaving.get(request.id, ())
         return arrived, leaving if start == self._handoff_blocks(request) * self.block_size else ()
 
     def index_full_blocks(self, request: Request) -> None:
@@ -150,7 +152,10 @@ class StateKVManager(KVManager):
             usable = max(usable, self._num_pulled_blocks(request))
         elif self._tier_loads is not None:
             available = self._tier_loads.count_available(request, hashes, num_cached)
-            usable = self._find_stored_snapshot(hashes, usable, available)
+            search = hashes[-1] if hashes else b"", usable, available
+            if self._last_search[0] != search:  # a waiting request is tried in every step, and a search takes long
+                self._last_search = search, self._find_stored_snapshot(hashes, usable, available)
+            usable = self._last_search[1]
         return hashes[:usable]
 
     def _forget_evicted_block(self, block: int) -> None:
