@@ -158,7 +158,7 @@ def test_states_come_back_after_sleep(checkpoint: Path, expected: Reply, next_tu
     e.close()
 
 
-@pytest.mark.parametrize("page,is_lost", [(0, False), (1, True), (-1, False), (-1, True)])
+@pytest.mark.parametrize("page,is_lost", [(0, False), (1, True), (-1, False)])
 def test_a_damaged_or_lost_page_costs_only_computing(
     checkpoint: Path, expected: Reply, tmp_path: Path, page: int, is_lost: bool
 ) -> None:

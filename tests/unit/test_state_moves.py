@@ -177,7 +177,7 @@ def make_prompt(kind: int, length: int) -> list[int]:
     return [*range(80), *(200 * kind + i % 190 for i in range(400))][:length]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     requests=st.lists(
         st.tuples(
@@ -257,7 +257,7 @@ def test_a_snapshot_that_left_its_slot_is_loaded_again() -> None:
     assert cached(prompts[1]) == 88
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     length=st.integers(BLOCK, 120) | st.sampled_from(range(BLOCK, 120, BLOCK)),
     resumed=st.integers(0, 20),
@@ -364,7 +364,7 @@ def test_states_arrive_with_the_blocks_of_the_prompt() -> None:
     assert d.stats().prompt_tokens == 4 and d.stats().transfer.hit_tokens == 96  # type: ignore[union-attr]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 3), st.integers(60, 200), st.integers(1, 20)), min_size=1, max_size=8),
     blocks=st.integers(35, 90),
