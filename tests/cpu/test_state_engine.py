@@ -24,10 +24,13 @@ from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.kv_shape import make_state_shape
 from emberline.engine.runner import TorchRunner
+from emberline.engine.state_memory import without_unsupported_settings
+from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape, StateCache
 from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.state_manager import StateKVManager
+from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.loader import load_decoder
 
@@ -217,20 +220,17 @@ def test_a_booted_engine_keeps_states_within_its_memory(directory: Path) -> None
     ],
 )
 def test_settings_that_need_movable_states_are_refused(directory: Path, settings: dict[str, Any], words: str) -> None:
+    config = EngineConfig.build(str(directory), device="cpu", kv_memory=1 << 20, **settings)
     with pytest.raises(UnsupportedModel, match=words):
-        boot(EngineConfig.build(str(directory), device="cpu", kv_memory=1 << 20, **settings))
+        without_unsupported_settings(config, ModelConfig.from_checkpoint(Checkpoint.open(directory)))
 
 
 def test_transfers_that_are_not_required_are_off(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    transfer = TransferConfig("w", required=False)
-    config = EngineConfig.build(str(directory), device="cpu", kv_memory=1 << 20, threads=1, transfer=transfer)
-    engine = boot(config).engine
-    assert engine.transfer_endpoint is None
+    config = EngineConfig.build(str(directory), device="cpu", transfer=TransferConfig("w", required=False))
+    model = ModelConfig.from_checkpoint(Checkpoint.open(directory))
+    assert without_unsupported_settings(config, model).transfer is None
     assert "KV transfer is off, moved requests compute their prompt again: model_type=qwen3_next" in caplog.text
-    moved = Submission("r", [5, 6, 7], SamplingParams(max_tokens=4, temperature=0.0), source={"some": "ticket"})
-    plain = Submission("p", [5, 6, 7], SamplingParams(max_tokens=4, temperature=0.0))
-    tokens = run_engine(engine, [moved, plain])
-    assert tokens["r"] == tokens["p"]
+    assert without_unsupported_settings(config, model, can_move_states=True) == config
 
 
 def test_drafts_refuse_states(directory: Path, tmp_path: Path) -> None:

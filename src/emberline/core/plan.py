@@ -64,6 +64,9 @@ class WorkItem:
     # Block tables of layers with an attention window, one for each group of them. Released blocks have the entry 0.
     window_blocks: Sequence[Sequence[int]] = ()
     state: StateWork | None = None  # of a model with recurrent layers
+    # Blocks with states of another engine, which are copied to the request's slot before the step: kv/state_pages.py.
+    arrived_states: Sequence[int] = ()
+    published_states: Sequence[int] = ()  # blocks to which its states are then copied, for other engines
 
     @property
     def saves_states(self) -> bool:
@@ -76,7 +79,7 @@ class BlockCopy:
 
     During the step only the runner may use the buffer."""
 
-    block: int
+    block: int  # numbers above those of all blocks stand for pages of state slots: kv/state_pages.py
     digest: bytes  # hash of the block's content: tokens/blockhash.py
     buffer: memoryview
 

@@ -57,7 +57,7 @@ class BlockEventLog:
         counts, blocks = self.is_complete, self._blocks_by_model.setdefault(model, {})
         if is_snapshot:
             current = dict(stored)
-            stored = [pair for pair in stored if pair[0] not in blocks]
+            stored = [(digest, parent) for digest, parent in stored if blocks.get(digest) != parent]
             removed = [digest for digest in blocks if digest not in current]
         # Two models may cache the same block.
         others = [each for name, each in self._blocks_by_model.items() if name != model]

@@ -36,7 +36,7 @@ from emberline.kv.codec import select_kv_codec
 from emberline.kv.confine import LOOPBACK, resolve_ipv4_address
 from emberline.kv.tiers.base import Tier, buffer_bytes_for
 from emberline.kv.tiers.disk import DiskTier
-from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.host import MIN_BUFFERS, HostTier
 from emberline.kv.tiers.remote import RemoteTier
 from emberline.kv.tiers.stack import TierStack
 from emberline.kv.tiers.storeclient import StoreListenAddress
@@ -159,7 +159,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     torch.set_num_threads(1 if backend.library else threads)
     kernels = time.perf_counter()
     checkpoint = Checkpoint.open(Path(config.model))
-    config = without_unsupported_settings(config, ModelConfig.from_checkpoint(checkpoint))
+    config = without_unsupported_settings(config, ModelConfig.from_checkpoint(checkpoint), can_move_states=True)
     model = load_checkpoint(checkpoint, config.dtype, config.requested_context)
     loaded = time.perf_counter()
     scheduler = config.scheduler.for_model(model.context)
@@ -185,7 +185,8 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     draft_runner = None if draft_model is None else DraftRunner(draft_model, make_draft_cache(draft_model, cache))
     make_compiler = partial(_make_grammar_compiler, Path(config.model), model.config)
     runner = TorchRunner(model, cache, eos, make_compiler, draft_runner, groups, states)
-    tiers = _make_tiers(config, runner.layout, cache.shape, backend.library) if config.tiers.has_tiers else None
+    pages, has_tiers = runner.pages_per_slot, config.tiers.has_tiers
+    tiers = _make_tiers(config, runner.layout, cache.shape, backend.library, pages) if has_tiers else None
     endpoint = None
     if config.transfer is not None and (segment := cache.segment) is not None:
         endpoint = _open_transfer_endpoint(
@@ -246,11 +247,18 @@ def _check_host_memory(config: EngineConfig) -> None:
         )
 
 
-def _make_tiers(config: EngineConfig, layout: str, shape: KVShape, library: ctypes.CDLL | None) -> TierStack:
+def _make_tiers(
+    config: EngineConfig, layout: str, shape: KVShape, library: ctypes.CDLL | None, snapshot_blocks: int = 0
+) -> TierStack:
+    """Return the tiers. `snapshot_blocks`: blocks that hold a snapshot of the model's recurrent states, if it has any.
+
+    Half of the host buffers may wait to be written to lower tiers, and must hold a snapshot."""
     tiers, network = config.tiers, config.network
     size, crc = shape.block_bytes, select_crc(library)
     codec, coding = select_kv_codec(network.kv_codec, library, str(shape.dtype)), network.kv_codec
-    host = HostTier(size, tiers.kv_host_memory or STAGING_BLOCKS * buffer_bytes_for(size), tiers.kv_policy)
+    staging_bytes = (STAGING_BLOCKS + 2 * snapshot_blocks) * buffer_bytes_for(size)
+    min_buffers = MIN_BUFFERS + 2 * snapshot_blocks
+    host = HostTier(size, tiers.kv_host_memory or staging_bytes, tiers.kv_policy, min_buffers=min_buffers)
     below: list[Tier] = []
     if tiers.kv_disk is not None and tiers.kv_disk_size is not None:
         directory, quota, policy = Path(tiers.kv_disk), tiers.kv_disk_size, tiers.kv_policy
@@ -260,7 +268,7 @@ def _make_tiers(config: EngineConfig, layout: str, shape: KVShape, library: ctyp
         address = StoreListenAddress(network.kv_mooncake_host, port_at_offset(network.kv_port, STORE_PORT_OFFSET))
         tier = RemoteTier(tiers.kv_store, layout, size, memory, address, crc=crc, codec=codec, codec_choice=coding)
         below.append(tier)
-    return TierStack(host, below)
+    return TierStack(host, below, snapshot_blocks=snapshot_blocks)
 
 
 def _open_transfer_endpoint(

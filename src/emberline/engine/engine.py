@@ -17,16 +17,13 @@ from emberline.core.params import GrammarSpec
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import FinishReason, Submission
 from emberline.engine.group_choice import max_planned_tokens
+from emberline.engine.kv_managers import make_kv_manager
 from emberline.engine.pairing import PeerPairing
 from emberline.engine.publisher import BlockPublisher
 from emberline.engine.request_builder import RequestBuilder
 from emberline.engine.scheduler import Scheduler
 from emberline.engine.speculation.drafter import Drafter
 from emberline.kv.layer_groups import LayerGroups
-from emberline.kv.manager import KVManager
-from emberline.kv.pulls import PullManager
-from emberline.kv.state_manager import StateKVManager
-from emberline.kv.state_slots import StateSlots
 from emberline.kv.tiers.stack import TierStack
 from emberline.kv.transfer.endpoint import TransferEndpoint
 
@@ -62,13 +59,6 @@ class GroupedRunner(Runner, Protocol):
     """A runner whose cache may have several groups of layers with block tables of their own."""
 
     groups: LayerGroups
-
-
-@runtime_checkable
-class StatefulRunner(Runner, Protocol):
-    """A runner whose model may have recurrent layers."""
-
-    num_state_slots: int  # slots for the states of these layers; 0: there are none
 
 
 @runtime_checkable
@@ -129,7 +119,7 @@ class Engine:
         self.max_planned_tokens = max_planned_tokens(
             config.max_batch_tokens, is_pipelined=self._pipelined_runner is not None
         )
-        self.kv = self._make_kv_manager(groups, tiers, transfer_endpoint)
+        self.kv = make_kv_manager(runner, config, groups, self.max_planned_tokens, self.clock, tiers, transfer_endpoint)
         self.transfer_endpoint = transfer_endpoint
         self.pairing = PeerPairing(transfer_endpoint.receiver) if transfer_endpoint else None
         self._publisher = (
@@ -159,38 +149,6 @@ class Engine:
     def num_full_contexts(self) -> float:
         """How many requests of the maximum length the KV cache holds at the same time."""
         return self.kv.num_blocks / self.groups.num_held_blocks(self.max_context, self.config.block_size)
-
-    def _make_kv_manager(
-        self, groups: LayerGroups, tiers: TierStack | None, transfer_endpoint: TransferEndpoint | None
-    ) -> KVManager:
-        config, runner = self.config, self.runner
-        if isinstance(runner, StatefulRunner) and runner.num_state_slots:
-            assert tiers is None and transfer_endpoint is None and len(groups.windows) == 1, "states cannot be moved"
-            return StateKVManager(
-                StateSlots(runner.num_state_slots),
-                runner.num_blocks,
-                config.block_size,
-                runner.layout,
-                prefix_cache=config.prefix_cache,
-                clock=self.clock,
-            )
-        return KVManager(
-            runner.num_blocks,
-            config.block_size,
-            runner.layout,
-            prefix_cache=config.prefix_cache,
-            clock=self.clock,
-            load_timeout_s=config.load_timeout,
-            tiers=tiers,
-            pulls=PullManager(
-                transfer_endpoint.receiver, stall_timeout_s=transfer_endpoint.config.peer_timeout, clock=self.clock
-            )
-            if transfer_endpoint
-            else None,
-            on_allocate=transfer_endpoint.receiver.region.bump_generation if transfer_endpoint else lambda block: None,
-            windows=groups.windows[1:],
-            max_step_tokens=self.max_planned_tokens,
-        )
 
     def add(self, submission: Submission, arrival: float | None = None) -> None:
         """Accept a submission; `step` then returns its outputs.
@@ -302,6 +260,18 @@ class Engine:
         """Whether an idle engine still needs steps, because peers copy its KV blocks or are being connected."""
         is_pairing = self.pairing is not None and self.pairing.has_pending_changes
         return is_pairing or self.kv.kept.has_pinned or self.kv.kept.num_quarantined > 0
+
+    def reset_kv(self) -> None:
+        """Continue with an empty KV cache, because its memory was freed. Tiers keep their blocks.
+
+        No request may be open, and no other engine may copy blocks."""
+        assert self.idle and self.transfer_endpoint is None
+        old = self.kv
+        args = self.runner, self.config, self.groups, self.max_planned_tokens, self.clock, old.tiers
+        self.kv = self.scheduler.kv = make_kv_manager(*args)
+        self.kv.queried_tokens, self.kv.hit_tokens = old.queried_tokens, old.hit_tokens  # counters must not decrease
+        if old.is_tracking_prefixes:
+            self.kv.track_prefix_changes()
 
     def close(self) -> None:
         """Write pending KV blocks to lower tiers, for a limited time, and disconnect from other engines."""

@@ -17,6 +17,7 @@ from emberline.engine.sampler import Sampler, SamplingStateFactory, split_logit_
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.layer_groups import LayerGroups
+from emberline.kv.state_pages import StatePages
 from emberline.kv.tiers.copier import HostBlockCopier
 from emberline.kv.transfer.shm import SharedSegment
 from emberline.models.decoder import DecoderModel
@@ -53,7 +54,10 @@ class TorchRunner:
         rows = SamplingStateFactory(eos, make_compiler)
         self.prepare = rows.prepare
         self._sampler = Sampler(self.vocab_size, rows)
-        self._copier = HostBlockCopier(cache)
+        self._copier = HostBlockCopier(cache, states)
+        self.pages_per_slot = 0
+        if states is not None:
+            self.pages_per_slot = StatePages.cut(states.shape.slot_bytes, cache.shape.block_bytes, 0).per_slot
         self._draft_runner = draft_runner
 
     @torch.inference_mode()
@@ -74,6 +78,7 @@ class TorchRunner:
             self._draft_runner.note_work(work)
         capture = None if draft_runner is None else draft_runner.make_capture(plan)
         self._load_states(work)
+        self._move_states(work)
         batch = build_forward_batch(work, self.cache, self.groups, self.states)
         logits = self.model.forward(replace(batch, capture=capture))
         prompt_logprobs, logits = self._score_prompts(work, logits)
@@ -87,6 +92,13 @@ class TorchRunner:
         for w in work:
             if self.states is not None and w.state is not None and w.state.load_from is not None:
                 self.states.copy_slot(w.state.load_from, w.state.slot)
+
+    def _move_states(self, work: list[WorkItem]) -> None:
+        """Copy states that came from another engine to their slots, and states for other engines to blocks."""
+        for w in work:
+            if w.state is not None:
+                self._copier.read_states(w.state.slot, w.arrived_states)
+                self._copier.write_states(w.state.slot, w.published_states)
 
     def _score_prompts(
         self, work: list[WorkItem], logits: torch.Tensor

@@ -33,11 +33,16 @@ def allocate_device_states(config: ModelConfig, num_slots: int, device: str) -> 
     return None if shape is None else StateCache(shape, num_slots, device, has_padding_slot=True)
 
 
-def without_unsupported_settings(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Return the settings of an engine; KV transfers are switched off if the model has recurrent states.
+def without_unsupported_settings(
+    config: EngineConfig, model: ModelConfig, *, can_move_states: bool = False
+) -> EngineConfig:
+    """Return the settings of an engine for a model that may have recurrent states.
 
-    Raises UnsupportedModel for a setting that the user chose and that states do not support."""
+    `can_move_states`: whether the runner copies states to tiers and for other engines. If not, KV transfers are
+    switched off. Raises UnsupportedModel for a setting that the user chose and that states do not support."""
     if model.parts.attention.state is None:
+        return config
+    if can_move_states:
         return config
     tiers = {"kv_host_memory": config.tiers.kv_host_memory, "kv_disk": config.tiers.kv_disk}
     for name, value in (tiers | {"kv_store": config.tiers.kv_store}).items():

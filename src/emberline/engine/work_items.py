@@ -35,6 +35,7 @@ def make_work(
     if isinstance(kv, StateKVManager):
         for item, (request, _) in zip(work, planned, strict=True):
             item.state = kv.plan_states(request, item)
+            item.arrived_states, item.published_states = kv.plan_moves(request, item.start)
     return work
 
 

@@ -27,6 +27,12 @@ class KeptBlocks:
         for block in blocks:
             self._pool.add_holder(block)
 
+    def allocate(self, count: int) -> list[int]:
+        """Return new blocks, which are pinned once."""
+        blocks = [self._pool.allocate_block(0) for _ in range(count)]
+        self._pin_counts.update(blocks)
+        return blocks
+
     def unpin(self, blocks: Sequence[int]) -> None:
         assert all(self._pin_counts[block] for block in blocks)
         self._pin_counts.subtract(blocks)
@@ -42,6 +48,12 @@ class KeptBlocks:
         self._quarantined.append((pull, table))
         for block in table:
             self._pool.make_holder_anonymous(block, holder)
+
+    def unpin_after(self, pull: Pull, blocks: list[int]) -> None:
+        """Unpin the blocks as soon as a pull can no longer write to them."""
+        self._pin_counts.subtract(blocks)
+        self._pin_counts = +self._pin_counts
+        self._quarantined.append((pull, blocks))
 
     def release_ended(self) -> None:
         """Release the quarantined blocks to which no pull can write any more."""

@@ -60,6 +60,7 @@ class KVManager:
         self.residency = ResidencySampler(total_blocks, self._clock)
         self._pool = BlockPool(total_blocks, self._forget_evicted_block, self.residency, on_allocate)
         self._windows = WindowTables(windows, block_size, max_step_tokens, self._pool) if windows else None
+        self._needs_whole_prefix = self._windows is not None  # a load of which a part is missing cannot be used
         self._num_tables = 1 + len(windows)  # of a request
         self._block_tables: dict[str, list[int]] = {}
         self._holders: dict[str, int] = {}  # holder number in the pool, by request
@@ -110,13 +111,14 @@ class KVManager:
             block_step = max(1, self.pulls.peer_block_tokens(request) // self.block_size)
             shared = shared[: len(shared) // block_step * block_step]
         known = request.num_known + (request.source is not None)  # the peer may send the next token with its blocks
-        needed, later, reused, cached = self.num_blocks_for(known), 0, shared, len(shared)
+        later = self._num_moving_blocks(request)
+        needed, reused, cached = self.num_blocks_for(known), shared, len(shared)
         in_windows: WindowAdmission | None = None
         if self._windows is not None:
             cached, in_windows = self._plan_windows(self._windows, request, hashes, len(shared), known)
             shared = shared[: in_windows.prefix_blocks]
             reused, needed = shared + in_windows.all_shared, needed + in_windows.num_new
-            later = in_windows.num_later  # without these, it would stall in its prompt
+            later += in_windows.num_later  # without these, it would stall in its prompt
         needed -= len(shared)
         idle = sum(1 for block in reused if self._pool.num_holders(block) == 0)
         if needed + later + reserved_blocks * self._num_tables > self._pool.num_available - idle:
@@ -134,7 +136,8 @@ class KVManager:
         request.num_computed = request.num_planned = request.num_cached = cached * self.block_size
         num_wanted = len(shared) if in_windows is None else in_windows.prefix_blocks
         self._load_missing_prefix(request, hashes, len(shared), num_wanted)
-        if in_windows is not None and num_wanted > cached and not self.is_loading(request):
+        lacks_prefix = self._needs_whole_prefix and num_wanted * self.block_size > request.num_cached
+        if lacks_prefix and not self.is_loading(request):
             self.free_request(request)  # its pull could not start; what it needs is computed
             return self.admit(request, reserved_blocks)
         if not (request.preemptions or request.load_limit):  # otherwise the request would hit its own blocks
@@ -293,18 +296,13 @@ class KVManager:
         num_available, ended = self.pulls.poll_available_tokens(pull)
         if ended:
             del self._active_pulls[request.id]
-            if pull.is_indivisible and not num_available:
-                request.pulled = pull.summary
+            request.pulled = pull.summary
+            if pull.indivisible_tokens is not None and not num_available:
                 return False
-            request.prefill_result, request.prefill_result_len, request.pulled = (
-                pull.prefill_result,
-                pull.covered_tokens,
-                pull.summary,
-            )
+            request.prefill_result, request.prefill_result_len = pull.prefill_result, pull.covered_tokens
         # At least one token must be computed for its logits: the last token, or the one that the peer sampled after it.
-        num_available = min(
-            num_available, pull.covered_tokens, request.num_known - (request.usable_prefill_result is None)
-        )
+        limit = request.num_known - (request.usable_prefill_result is None)
+        num_available = min(num_available, pull.covered_tokens, limit)
         if num_available > request.num_computed:
             self.pulls.record_hit_tokens(num_available - request.num_computed)
             request.num_computed = request.num_planned = num_available
@@ -316,16 +314,11 @@ class KVManager:
     def _take_fetched_blocks(self, request: Request) -> bool:
         assert self._tier_loads is not None
         load, arrivals = self._tier_loads.take_arrivals(request)
-        table, hashes = self._block_tables[request.id], request.block_hashes
         for (group, index), arrival in arrivals:
-            block = table[index]
-            if group and self._windows is not None:
-                block = self._windows.index_block(request, group, index, hashes)
-            else:
-                self._prefix.insert(hashes[index], self._parent_hash(request, index), block)
+            block = self._index_loaded_block(request, group, index)
             self.copies.add_load(BlockCopy(block, arrival.block_hash, arrival.buffer))
-        if self._windows is not None and load.num_missing:
-            if not self.is_loading(request):  # a shorter prefix may have all blocks of windows
+        if self._needs_whole_prefix and load.num_missing:
+            if not self.is_loading(request):  # a shorter prefix may have all blocks of windows, or a snapshot
                 request.load_limit = load.places[load.num_arrived][1], load.deadline
             return self.is_loading(request)
         request.load_limit = None
@@ -333,6 +326,18 @@ class KVManager:
         request.num_computed = self._num_indexed[request.id] * self.block_size
         request.num_planned = request.num_cached = request.num_computed
         return True
+
+    def _index_loaded_block(self, request: Request, group: int, index: int) -> int:
+        """Add a block that a tier delivers to the prefix index of its group, and return the block."""
+        if group and self._windows is not None:
+            return self._windows.index_block(request, group, index, request.block_hashes)
+        block = self._block_tables[request.id][index]
+        self._prefix.insert(request.block_hashes[index], self._parent_hash(request, index), block)
+        return block
+
+    def _num_moving_blocks(self, request: Request) -> int:
+        """Return how many blocks the request needs for states that move between engines."""
+        return 0
 
     def _load_missing_prefix(self, request: Request, hashes: Sequence[bytes], num_shared: int, num_wanted: int) -> None:
         """Start to load the part of a newly admitted request's prefix that is not in the cache.
@@ -342,11 +347,11 @@ class KVManager:
         """
         table, windows = self._block_tables[request.id], self._windows
         if self.pulls is not None and request.source is not None:
-            first = None
+            whole = None
             if windows is not None and num_wanted > self._num_indexed[request.id]:
                 tail = windows.tail_blocks(request, self.pulls.covered_tokens(request))
-                table, first = table[:num_wanted] + tail, num_shared
-            if (pull := self.pulls.start(request, table, first)) is not None:
+                table, whole = table[:num_wanted] + tail, (num_shared, num_wanted * self.block_size)
+            if (pull := self.pulls.start(request, table, whole)) is not None:
                 self._active_pulls[request.id] = pull
                 self.copies.drop(table[num_shared:])
         elif self._tier_loads is not None:

@@ -31,6 +31,11 @@ class PrefixIndex:
     def hash_of(self, block: int) -> bytes:
         return self._hash_of[block][0]
 
+    def parent_of(self, block_hash: bytes) -> bytes | None:
+        """Return the parent hash of an indexed hash; None if it is not in the index."""
+        block = self._block_of.get(block_hash)
+        return None if block is None else self._hash_of[block][1]
+
     def find_longest_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest prefix of the hash chain that is in the index."""
         blocks = []

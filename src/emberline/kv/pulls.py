@@ -58,7 +58,8 @@ class Pull:
     first_missing_block: int  # index of the first of the ticket's blocks that is missing here
     deadline: float
     last_progress_at: float  # time at which new bytes were last seen
-    is_indivisible: bool = False  # whether no block is usable before all target blocks have arrived
+    # If no block is usable before all target blocks have arrived: the prompt tokens that are in the cache then.
+    indivisible_tokens: int | None = None
     last_arrived_bytes: int = 0  # bytes that had arrived then
     progress: PullProgress = field(default_factory=PullProgress)
     failure: TransferError | None = None
@@ -69,11 +70,9 @@ class Pull:
     @property
     def available_tokens(self) -> int:
         """The number of leading prompt tokens in the cache, including those that were cached before the pull."""
-        size = self.ticket.peer.layout.tokens
-        if self.is_indivisible:
-            is_whole = self.progress.confirmed_blocks >= len(self.target_blocks)
-            return self.covered_tokens // size * size if is_whole else 0
-        return max(self.progress.confirmed_blocks, self.first_missing_block) * size
+        if self.indivisible_tokens is not None:
+            return self.indivisible_tokens if self.progress.confirmed_blocks >= len(self.target_blocks) else 0
+        return max(self.progress.confirmed_blocks, self.first_missing_block) * self.ticket.peer.layout.tokens
 
     @property
     def prefill_result(self) -> PrefillResult | None:
@@ -160,12 +159,13 @@ class PullManager:
         return self._waiting_leases[request.id].covered_tokens
 
     def start(
-        self, request: Request, target_blocks: Sequence[int], first_missing_block: int | None = None
+        self, request: Request, target_blocks: Sequence[int], whole: tuple[int, int] | None = None
     ) -> Pull | None:
         """Start a pull of the full blocks that the ticket covers and the cache does not have.
 
-        `first_missing_block`: if the blocks are usable only all together, the index of the first one to copy. Return
-        None if there are no such blocks, or if no thread could be started.
+        `whole`: if the blocks are usable only all together, the index of the first one to copy, and the prompt tokens
+        that are cached when all have arrived. Return None if there are no such blocks, or if no thread could be
+        started.
         """
         with self._lock:
             lease = self._waiting_leases.pop(request.id)
@@ -175,9 +175,8 @@ class PullManager:
         if request.num_cached // size >= lease.covered_tokens // size:
             self._run_in_background(lambda: self._release_lease(ticket))
             return None
-        is_indivisible = first_missing_block is not None
-        first = request.num_cached // size if first_missing_block is None else first_missing_block
-        pull = Pull(ticket, list(target_blocks), lease.covered_tokens, first, request.deadline, now, is_indivisible)
+        first, num_tokens = whole or (request.num_cached // size, None)
+        pull = Pull(ticket, list(target_blocks), lease.covered_tokens, first, request.deadline, now, num_tokens)
         self._source.region.wait_for_started_work()
         if not self._run_in_background(lambda: self._run_pull(pull)):
             self._record_failure(TransferError("no thread could be started for the KV transfer"))

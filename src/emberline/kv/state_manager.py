@@ -6,20 +6,36 @@ are made
   start there,
 - at the last block boundary of a prompt, for the other choices of the request and for prompts that continue it,
 - at each block boundary of the output, where the newest replaces the one before, for the next turn of a chat.
+
+Tiers keep the pages of snapshots (StatePages) that no later one replaces. A prefix is loaded from them only up to a
+block whose snapshot is in a slot or in a tier. Another engine gets the states at the last block boundary before the end
+of the prompt, in blocks that follow those of the prompt in its ticket.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from emberline.core.clock import Clock
-from emberline.core.plan import StateWork, WorkItem
+from emberline.core.plan import STATE_GROUP, StateWork, WorkItem
 from emberline.core.request import Request
 from emberline.kv.drafted_rows import DraftedRows
 from emberline.kv.manager import KVManager
+from emberline.kv.prefix import PrefixChanges
+from emberline.kv.state_pages import StatePages
 from emberline.kv.state_slots import StateSlots
+from emberline.kv.tiers.stack import TierStack
+from emberline.tokens.blockhash import mark_without_states
+
+if TYPE_CHECKING:  # imports numpy, which would delay the start of a GPU engine
+    from emberline.kv.pulls import PullManager
 
 MIN_SAVED_TOKENS = 64  # a snapshot within a prompt splits a step in two, which costs more than computing fewer tokens
+# Block boundaries at the end of a prompt at which a tier is asked for a snapshot that it may not have. Each costs a
+# call over the network; snapshots that a tier surely has are found everywhere.
+MAX_GUESSED_BOUNDARIES = 8
 
 
 class StateKVManager(KVManager):
@@ -32,17 +48,41 @@ class StateKVManager(KVManager):
         *,
         prefix_cache: bool = True,
         clock: Clock | None = None,
+        load_timeout_s: float = 5.0,
+        tiers: TierStack | None = None,
+        pulls: PullManager | None = None,
+        on_allocate: Callable[[int], None] = lambda block: None,
+        pages_per_slot: int = 0,
     ) -> None:
-        super().__init__(total_blocks, block_size, layout, prefix_cache=prefix_cache, clock=clock)
+        """`pages_per_slot`: blocks that hold the states of a slot, needed for `tiers` and `pulls`."""
+        assert pages_per_slot or (tiers is None and pulls is None), "the runner cannot copy states to blocks"
+        super().__init__(
+            total_blocks,
+            block_size,
+            layout,
+            prefix_cache=prefix_cache,
+            clock=clock,
+            load_timeout_s=load_timeout_s,
+            tiers=tiers,
+            pulls=pulls,
+            on_allocate=on_allocate,
+        )
+        self._needs_whole_prefix = True
         self.states = states
         self._drafted_rows = DraftedRows()
+        self._pages = StatePages(total_blocks, pages_per_slot)
+        if tiers is not None:
+            states.on_keep = self._save_snapshot
         self._boundaries: dict[str, list[int]] = {}  # by request: where its prompt gets snapshots, the next one last
+        # A search for a snapshot in tiers (hash of the whole prefix, cached and available blocks), and what it found.
+        self._last_search: tuple[tuple[bytes, int, int] | None, int] = (None, 0)
+        # By request: blocks that receive states from another engine, and blocks with states for other engines.
+        self._arriving: dict[str, list[int]] = {}
+        self._leaving: dict[str, list[int]] = {}
 
     def admit(self, request: Request, reserved_blocks: int = 0) -> bool:
         if not self.states.can_admit or not super().admit(request, reserved_blocks):
             return False
-        cached = request.num_cached // self.block_size
-        self.states.admit(request.id, request.block_hashes[cached - 1] if cached else None)
         self._plan_boundaries(request)
         return True
 
@@ -53,10 +93,12 @@ class StateKVManager(KVManager):
             full = (request.num_known - 1) // self.block_size
             shared = len(self._prefix.find_longest_prefix(self._block_hashes(request, full)))
             for boundary in (shared * self.block_size, full * self.block_size):
-                if boundary - max(chosen, default=request.num_cached) >= MIN_SAVED_TOKENS:
+                if boundary - max(chosen, default=request.num_computed) >= MIN_SAVED_TOKENS:
                     chosen.append(boundary)
-        self._boundaries[request.id] = chosen[::-1]
-        request.chunk_end = chosen[0] if chosen else 0
+        if request.id in self._leaving and (boundary := self._handoff_blocks(request) * self.block_size) not in chosen:
+            chosen = sorted([*chosen, boundary])
+        self._boundaries[request.id] = [boundary for boundary in chosen[::-1] if boundary > request.num_computed]
+        request.chunk_end = self._boundaries[request.id][-1] if self._boundaries[request.id] else 0
 
     def plan_states(self, request: Request, item: WorkItem) -> StateWork:
         """Return where the states of a request are in a step. They advance over its known tokens, not over a draft."""
@@ -78,6 +120,13 @@ class StateKVManager(KVManager):
         request.chunk_end = boundaries[-1] if boundaries else 0
         return StateWork(slot, source, target, save_end=saved, num_accepted=accepted, draft_place=place)
 
+    def plan_moves(self, request: Request, start: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Return blocks with states for a step from position `start` on, and blocks to which it then copies them."""
+        if arrived := self._arriving.pop(request.id, ()):
+            self.kept.unpin(arrived)  # only plans after this one can overwrite them
+        leaving = self._leaving.get(request.id, ())
+        return arrived, leaving if start == self._handoff_blocks(request) * self.block_size else ()
+
     def index_full_blocks(self, request: Request) -> None:
         super().index_full_blocks(request)
         self.states.commit_snapshot(request.id, request.num_computed, partial(self._find_digest, request))
@@ -86,22 +135,162 @@ class StateKVManager(KVManager):
         return self._block_hashes(request, num_tokens // self.block_size)[-1]
 
     def free_request(self, request: Request) -> None:
+        pull = self._active_pulls.get(request.id)
         super().free_request(request)
         self.states.free(request.id)
         self._drafted_rows.free(request.id)
-        del self._boundaries[request.id]
+        arriving = self._arriving.pop(request.id, [])
+        if pull is None:
+            self.kept.unpin(arriving)
+        else:
+            self.kept.unpin_after(pull, arriving)
+        self.kept.unpin(self._leaving.pop(request.id, []))
+        self._boundaries.pop(request.id, None)
         request.chunk_end = 0
 
     def check_invariants(self) -> None:
         super().check_invariants()
         self.states.check_invariants()
+        assert self._arriving.keys() | self._leaving.keys() <= self._block_tables.keys()
 
     def _shareable_hashes(self, request: Request) -> list[bytes]:
-        """Return the hashes of the leading blocks that are in the cache, up to the last one with a snapshot."""
+        """Return the hashes of the leading blocks with which the request starts, as far as they can be hashed.
+
+        They end with a block whose snapshot is in a slot or in a tier, or whose states the request's peer sends."""
         hashes = super()._shareable_hashes(request)
-        return hashes[: self.states.longest_prefix(hashes[: len(self._prefix.find_longest_prefix(hashes))])]
+        num_cached = len(self._prefix.find_longest_prefix(hashes))
+        usable = self.states.longest_prefix(hashes[:num_cached])
+        if self.pulls is not None and request.source is not None:
+            usable = max(usable, self._num_pulled_blocks(request))
+        elif self._tier_loads is not None:
+            available = self._tier_loads.count_available(request, hashes, num_cached)
+            search = hashes[-1] if hashes else b"", usable, available
+            if self._last_search[0] != search:  # a waiting request is tried in every step, and a search takes long
+                self._last_search = search, self._find_stored_snapshot(hashes, usable, available)
+            usable = self._last_search[1]
+        return hashes[:usable]
 
     def _forget_evicted_block(self, block: int) -> None:
         digest = self._prefix.hash_of(block)
         super()._forget_evicted_block(block)
         self.states.forget_prefix(digest)
+
+    # -- cached prefixes, for the router ---------------------------------------------------------------------------
+
+    def track_prefix_changes(self) -> None:
+        super().track_prefix_changes()
+        self.states.track_changes()
+
+    def take_prefix_changes(self) -> PrefixChanges | None:
+        """Return the prefix blocks that were added and removed since the last call, or None if nothing changed.
+
+        Blocks without a snapshot are marked. A block whose snapshot was made or dropped is listed as added again."""
+        changed = {digest: self._prefix.parent_of(digest) for digest in self.states.take_changes()}
+        is_whole, stored, removed = super().take_prefix_changes() or (False, [], [])
+        if not is_whole:
+            changed.update(stored)
+            stored = [(digest, parent) for digest, parent in changed.items() if parent is not None]
+        if not (is_whole or stored or removed):
+            return None
+        has_states = self.states.has_snapshot
+        return is_whole, [(h, p if has_states(h) else mark_without_states(p)) for h, p in stored], removed
+
+    # -- tiers ---------------------------------------------------------------------------------------------------------
+
+    def _save_snapshot(self, digest: bytes, slot: int) -> None:
+        self.copies.add_saves(zip(self._pages.numbers(slot), self._pages.hashes(digest), strict=True))
+
+    def _find_stored_snapshot(self, hashes: Sequence[bytes], cached: int, available: int) -> int:
+        """Return how many blocks of a prefix can be used after a load from tiers that is worth it.
+
+        Of its blocks, the first `available` are in the cache or in tiers, and the first `cached` need no load."""
+        assert self._tier_loads is not None
+        for count in range(available, cached, -1):
+            if (count - cached) * self.block_size < MIN_SAVED_TOKENS:
+                break
+            digest, guess = hashes[count - 1], count > len(hashes) - MAX_GUESSED_BOUNDARIES
+            if self.states.has_snapshot(digest) or self._tier_loads.has_snapshot(digest, self._pages, guess=guess):
+                return count
+        return cached
+
+    def _load_missing_prefix(self, request: Request, hashes: Sequence[bytes], num_shared: int, num_wanted: int) -> None:
+        cached, wanted = self.states.longest_prefix(hashes[:num_shared]), len(hashes)
+        request.num_computed = request.num_planned = request.num_cached = cached * self.block_size
+        if request.publish and self._num_moving_blocks(request):
+            self._leaving[request.id] = self.kept.allocate(self._pages.per_slot)
+        if self.pulls is not None and request.source is not None:
+            is_pulling = self._start_pull(request, num_shared)
+            self.states.admit(request.id, hashes[cached - 1] if cached and not is_pulling else None)
+        elif wanted == cached:
+            self.states.admit(request.id, hashes[cached - 1] if cached else None)
+        else:
+            assert self._tier_loads is not None
+            in_slot = self.states.has_snapshot(hashes[-1])
+            self.states.admit(request.id, hashes[-1] if in_slot else None)
+            places = [(0, index) for index in range(num_shared, wanted)]
+            if not in_slot:  # the states first: without them, the blocks need not be loaded
+                self.states.begin_load(request.id, hashes[-1])
+                places[:0] = [(STATE_GROUP - page, wanted - 1) for page in range(self._pages.per_slot)]
+            self._tier_loads.start(request, hashes, places, wanted)
+
+    def _index_loaded_block(self, request: Request, group: int, index: int) -> int:
+        if group <= STATE_GROUP:
+            return self._pages.numbers(self.states.loading_slot(request.id))[STATE_GROUP - group]
+        return super()._index_loaded_block(request, group, index)
+
+    def update_loaded_prefix(self, request: Request) -> bool:
+        if not super().update_loaded_prefix(request):
+            return False
+        if not self.is_loading(request):
+            self.states.commit_load(request.id)
+            self._plan_boundaries(request)
+        return True
+
+    # -- other engines -------------------------------------------------------------------------------------------------
+
+    def _handoff_blocks(self, request: Request) -> int:
+        """Return the number of blocks of submitted tokens after which other engines get the states.
+
+        At least one token follows them, so that its logits can be computed from the states."""
+        return (request.submitted_len - 1) // self.block_size
+
+    def _num_pulled_blocks(self, request: Request) -> int:
+        """Return how many blocks the request's peer sends, if there is room for the states that follow them."""
+        assert self.pulls is not None
+        return (self.pulls.covered_tokens(request) - 1) // self.block_size if self._num_moving_blocks(request) else 0
+
+    def _num_moving_blocks(self, request: Request) -> int:
+        """Return how many blocks the request needs for states from its peer or for other engines.
+
+        Return 0 if they could never be allocated in addition to its own."""
+        is_published = request.publish and self._handoff_blocks(request) > 0
+        moves = (self.pulls is not None and request.source is not None) + is_published
+        needed = moves * self._pages.per_slot
+        return needed if needed + self.num_blocks_for(request.num_known + 1) <= self.num_blocks else 0
+
+    def _start_pull(self, request: Request, num_shared: int) -> bool:
+        """Start to copy the missing blocks and the states from the request's peer, if it has more than the cache.
+
+        Return False if nothing is copied."""
+        assert self.pulls is not None
+        pulled = self._num_pulled_blocks(request)
+        if pulled * self.block_size <= request.num_cached:
+            self.pulls.drop_lease(request)
+            request.source = None
+            return False
+        first, arriving = min(num_shared, pulled), self.kept.allocate(self._pages.per_slot)
+        targets = self._block_tables[request.id][:pulled] + arriving
+        if (pull := self.pulls.start(request, targets, (first, pulled * self.block_size))) is None:
+            self.kept.unpin(arriving)
+            return False
+        self._active_pulls[request.id], self._arriving[request.id] = pull, arriving
+        self.copies.drop(targets[first:])
+        return True
+
+    def publishable_blocks(self, request: Request, first: int) -> list[int]:
+        """Return the computed blocks that other engines need, from the `first` on: those of the prompt, then states."""
+        last = self._handoff_blocks(request)
+        blocks = self._block_tables[request.id][first : min(last, request.num_computed // self.block_size)]
+        if first <= last and request.num_computed > last * self.block_size:
+            blocks += self._leaving.get(request.id, [])
+        return blocks

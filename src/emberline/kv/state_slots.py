@@ -2,8 +2,8 @@
 
 A layer with a recurrent state keeps no blocks, so the tokens of a cached prefix can be skipped only if the state after
 them was kept. A snapshot is such a copy, at the end of a block, and its name is the hash of that block, which stands
-for the whole prefix. Every slot is free, holds the state of one running request, is about to receive a snapshot of one,
-or is a snapshot. Snapshots are evicted when a slot is needed, the least recently used one first.
+for the whole prefix. Every slot is free, holds the state of one running request, is about to receive a snapshot (of a
+request, or from a tier), or is a snapshot. Snapshots are evicted when a slot is needed, the least recently used first.
 
 This module does not import torch; runners copy the states as work items say."""
 
@@ -27,12 +27,16 @@ class PlannedSnapshot:
 class StateSlots:
     def __init__(self, total: int) -> None:
         self.total = total
+        # Called with the hash and the slot of each snapshot that no later one of its request will replace.
+        self.on_keep: Callable[[bytes, int], None] = lambda digest, slot: None
         self._free = list(range(total - 1, -1, -1))
         self._held: dict[str, int] = {}  # by request
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # slots by hash, the least recently used first
         self._loads: dict[str, bytes] = {}  # by request: snapshot that its next step starts from, kept until then
         self._planned: dict[str, PlannedSnapshot] = {}  # by request
+        self._arriving: dict[str, tuple[bytes, int]] = {}  # by request: snapshot from a tier, hash and slot
         self._newest: dict[str, bytes] = {}  # by request: the snapshot that its next one replaces
+        self._changed: set[bytes] | None = None  # hashes of snapshots that were added or removed, if that is tracked
 
     @property
     def num_free(self) -> int:
@@ -46,6 +50,20 @@ class StateSlots:
         """Return the number of blocks of the longest prefix of a chain of blocks that has a snapshot, or 0."""
         return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self._snapshots), 0)
 
+    def track_changes(self) -> None:
+        """Start recording which snapshots are added and removed."""
+        self._changed = set()
+
+    def take_changes(self) -> set[bytes]:
+        """Return the hashes of the snapshots that were added or removed since the last call."""
+        if not self._changed:
+            return set()
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def has_snapshot(self, digest: bytes) -> bool:
+        return digest in self._snapshots
+
     @property
     def can_admit(self) -> bool:
         return bool(self._free) or any(digest not in self._loads.values() for digest in self._snapshots)
@@ -54,15 +72,38 @@ class StateSlots:
         """Give a slot to a request, which starts from the snapshot `digest` or, without one, at its first token."""
         assert request_id not in self._held
         if digest is not None:
-            self._snapshots.move_to_end(digest)
-            self._loads[request_id] = digest
-            self._newest = {name: each for name, each in self._newest.items() if each != digest}  # it is shared now
+            self._start_from(request_id, digest)
         slot = self._allocate()
         if slot is None:  # the snapshot itself is the only slot left
             assert digest is not None, "the caller checks `can_admit`"
             del self._loads[request_id]
-            slot = self._snapshots.pop(digest)
+            slot = self._remove(digest)
         self._held[request_id] = slot
+
+    def begin_load(self, request_id: str, digest: bytes) -> int:
+        """Return the slot to which the snapshot `digest` is copied from a tier, for a request that starts from it.
+
+        It is a slot of its own, so that other requests can use the snapshot too; if there is none, the request's."""
+        assert request_id not in self._loads and request_id not in self._arriving
+        if (slot := self._allocate()) is None:
+            return self._held[request_id]
+        self._arriving[request_id] = digest, slot
+        return slot
+
+    def loading_slot(self, request_id: str) -> int:
+        """Return the slot that `begin_load` returned for this request."""
+        return self._arriving[request_id][1] if request_id in self._arriving else self._held[request_id]
+
+    def commit_load(self, request_id: str) -> None:
+        """Make the snapshot that has arrived for a request usable, if it has a slot of its own."""
+        if (arrived := self._arriving.pop(request_id, None)) is None:
+            return
+        digest, slot = arrived
+        if digest in self._snapshots:  # another request made or loaded it since
+            self._free.append(slot)
+        else:
+            self._add(digest, slot)
+        self._start_from(request_id, digest)
 
     def slot_of(self, request_id: str) -> int:
         return self._held[request_id]
@@ -106,33 +147,58 @@ class StateSlots:
         if digest in self._snapshots:  # of another request with the same prefix
             self._free.append(planned.slot)
             return
-        self._snapshots[digest] = planned.slot
+        self._add(digest, planned.slot)
         if planned.replaces:
             self._newest[request_id] = digest
+        else:
+            self.on_keep(digest, planned.slot)
 
     def free(self, request_id: str) -> None:
         """Free the slot of a request. Its snapshots stay, except for one that is not made yet."""
         self._free.append(self._held.pop(request_id))
         self._loads.pop(request_id, None)
-        self._newest.pop(request_id, None)
+        if (newest := self._newest.pop(request_id, None)) is not None and newest in self._snapshots:
+            self.on_keep(newest, self._snapshots[newest])
         if (planned := self._planned.pop(request_id, None)) is not None:
             self._free.append(planned.slot)
+        if (arriving := self._arriving.pop(request_id, None)) is not None:
+            self._free.append(arriving[1])
 
     def forget_prefix(self, digest: bytes) -> None:
         """Drop the snapshot of a prefix, if there is one that no request waits for."""
         if digest in self._snapshots and digest not in self._loads.values():
-            self._free.append(self._snapshots.pop(digest))
+            self._free.append(self._remove(digest))
 
     def check_invariants(self) -> None:
         """Assert that every slot is in exactly one state."""
         planned = [each.slot for each in self._planned.values()]
+        planned += [slot for _, slot in self._arriving.values()]
         slots = [*self._free, *self._held.values(), *self._snapshots.values(), *planned]
         assert sorted(slots) == list(range(self.total)), "a slot is lost or used twice"
-        assert self._loads.keys() | self._planned.keys() | self._newest.keys() <= self._held.keys()
+        named = self._loads.keys() | self._planned.keys() | self._newest.keys() | self._arriving.keys()
+        assert named <= self._held.keys()
         assert set(self._loads.values()) <= self._snapshots.keys()
+
+    def _start_from(self, request_id: str, digest: bytes) -> None:
+        """Note that the next step of a request starts from a snapshot, which is shared from now on."""
+        self._snapshots.move_to_end(digest)
+        self._loads[request_id] = digest
+        if digest in self._newest.values():
+            self._newest = {name: each for name, each in self._newest.items() if each != digest}
+            self.on_keep(digest, self._snapshots[digest])
 
     def _allocate(self) -> int | None:
         if self._free:
             return self._free.pop()
         digest = next((digest for digest in self._snapshots if digest not in self._loads.values()), None)
-        return None if digest is None else self._snapshots.pop(digest)
+        return None if digest is None else self._remove(digest)
+
+    def _add(self, digest: bytes, slot: int) -> None:
+        self._snapshots[digest] = slot
+        if self._changed is not None:
+            self._changed.add(digest)
+
+    def _remove(self, digest: bytes) -> int:
+        if self._changed is not None:
+            self._changed.add(digest)
+        return self._snapshots.pop(digest)

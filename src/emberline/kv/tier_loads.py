@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from emberline.core.clock import Clock
+from emberline.core.plan import STATE_GROUP
 from emberline.core.request import Request
+from emberline.kv.state_pages import StatePages
 from emberline.kv.tiers.stack import FetchedBlock, TierFetch, TierStack
 from emberline.kv.window_tables import WindowTables
-from emberline.tokens.blockhash import group_block_hash
+from emberline.tokens.blockhash import group_block_hash, state_page_hash
 
-BlockPlace = tuple[int, int]  # group of layers and index in its block table
+# Group of layers and index in its block table. The group STATE_GROUP - i: page i of the states after the block `index`.
+BlockPlace = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -76,13 +79,19 @@ class TierLoads:
     def is_stored(self, block_hash: bytes) -> bool:
         return self._tiers.lookup([block_hash]) > 0
 
+    def has_snapshot(self, digest: bytes, pages: StatePages, *, guess: bool) -> bool:
+        """Return whether all pages of a snapshot are worth loading. Without `guess`: whether tiers surely have them."""
+        if not self._tiers.lookup([state_page_hash(digest, 0)], guess=guess):  # the usual case, and much cheaper
+            return False
+        return self._tiers.lookup(pages.hashes(digest), guess=guess) == pages.per_slot
+
     def start(
         self, request: Request, hashes: Sequence[bytes], places: Sequence[BlockPlace], prefix_blocks: int
     ) -> None:
         """Start to load the blocks at these places. `hashes`: of the request's blocks in the first group."""
         limit = request.load_limit
         deadline = self._clock.now() + self._timeout_s if limit is None else limit[1]
-        fetch = self._tiers.start_fetch([group_block_hash(hashes[index], group) for group, index in places])
+        fetch = self._tiers.start_fetch([_hash_at(hashes, place) for place in places])
         self._loads[request.id] = TierLoad(fetch, places, prefix_blocks, deadline)
 
     def take_arrivals(self, request: Request) -> tuple[TierLoad, list[tuple[BlockPlace, FetchedBlock]]]:
@@ -108,3 +117,10 @@ class TierLoads:
 
     def request_ids(self) -> set[str]:
         return set(self._loads)
+
+
+def _hash_at(hashes: Sequence[bytes], place: BlockPlace) -> bytes:
+    group, index = place
+    if group <= STATE_GROUP:
+        return state_page_hash(hashes[index], STATE_GROUP - group)
+    return group_block_hash(hashes[index], group)

@@ -118,7 +118,12 @@ class KVIndex:
         for worker, feed in self._feeds.items():
             if feed.is_exact:
                 cached_bytes[worker] = next(
-                    (length for length, position in positions if position.digest in feed.held_blocks), 0
+                    (
+                        length * usable // position.block_count
+                        for length, position in positions
+                        if (usable := feed.count_usable_blocks(position))
+                    ),
+                    0,
                 )
         for worker, length in inferred_bytes_by_worker.items():
             if worker not in cached_bytes or length not in lengths:

@@ -8,6 +8,7 @@ from hashlib import blake2b
 
 HASH_VERSION = b"emberline-block-1"
 DIGEST_BYTES = 16
+NO_STATES = b"\0"  # follows the parent's hash in KV events, see `mark_without_states`
 
 
 def root_hash(layout: str, salt: str = "") -> bytes:
@@ -32,6 +33,24 @@ def group_block_hash(digest: bytes, group: int) -> bytes:
     if group == 0:
         return digest
     return blake2b(group.to_bytes(4, "little"), key=digest, digest_size=DIGEST_BYTES, person=b"layer-group").digest()
+
+
+def state_page_hash(digest: bytes, page: int) -> bytes:
+    """Return the hash of one page of a snapshot: the recurrent states after the block `digest` (kv/state_pages.py)."""
+    return blake2b(page.to_bytes(4, "little"), key=digest, digest_size=DIGEST_BYTES, person=b"state-page").digest()
+
+
+def mark_without_states(parent: bytes) -> bytes:
+    """Return what KV events list as the parent of a block after which a worker lacks the recurrent states.
+
+    Requests cannot start after such a block, but after an earlier block with states."""
+    return parent + NO_STATES
+
+
+def split_state_mark(digest: bytes, parent: bytes) -> tuple[bytes, bool]:
+    """Return the parent of a block in KV events, and whether it is marked as a block without recurrent states."""
+    is_marked = len(parent) in (len(NO_STATES), len(digest) + len(NO_STATES)) and parent.endswith(NO_STATES)
+    return (parent.removesuffix(NO_STATES), True) if is_marked else (parent, False)
 
 
 def hash_last_full_block(root: bytes, tokens: Sequence[int], block_size: int) -> tuple[bytes, int] | None:

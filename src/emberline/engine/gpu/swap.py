@@ -19,9 +19,6 @@ from emberline.core.events import SleepStats
 from emberline.engine.engine import Engine
 from emberline.engine.memory import DEFAULT_UTILIZATION, RESERVE_BYTES, format_gib
 from emberline.engine.memory_plan import MemoryPlan
-from emberline.kv.manager import KVManager
-from emberline.kv.state_manager import StateKVManager
-from emberline.kv.state_slots import StateSlots
 
 if TYPE_CHECKING:
     from emberline.engine.gpu.boot import BootedGPUEngine
@@ -241,26 +238,8 @@ def wake_runner(sleeping_memory: SleepingMemory) -> None:
 
 
 def reset_prefix_cache(engine: Engine) -> None:
-    assert engine.idle
-    old = engine.kv
-    sizes = old.num_blocks, old.block_size, engine.runner.layout
-    if isinstance(old, StateKVManager):
-        slots = StateSlots(old.states.total)
-        kv: KVManager = StateKVManager(slots, *sizes, prefix_cache=old.prefix_cache, clock=engine.clock)
-    else:
-        kv = KVManager(
-            *sizes,
-            prefix_cache=old.prefix_cache,
-            clock=engine.clock,
-            load_timeout_s=engine.config.load_timeout,
-            tiers=old.tiers,
-            windows=engine.groups.windows[1:],
-            max_step_tokens=engine.max_planned_tokens,
-        )
-    kv.queried_tokens, kv.hit_tokens = old.queried_tokens, old.hit_tokens  # counters must not decrease
-    if old.is_tracking_prefixes:
-        kv.track_prefix_changes()
-    engine.kv = engine.scheduler.kv = kv
+    """Forget all cached prefixes of an engine whose device memory was freed; those in tiers stay usable."""
+    engine.reset_kv()
 
 
 def _boot_or_clean_up(boot: Callable[[], BootedGPUEngine]) -> BootedGPUEngine:

@@ -22,15 +22,18 @@ MIN_BUFFERS = 2  # one to fill, one to read
 class HostTier:
     name = "host"
 
-    def __init__(self, block_bytes: int, memory_bytes: int, policy: str = "lru") -> None:
+    def __init__(
+        self, block_bytes: int, memory_bytes: int, policy: str = "lru", *, min_buffers: int = MIN_BUFFERS
+    ) -> None:
+        """Allocate the buffers. Raises InvalidRequest if there is memory for fewer than `min_buffers`."""
         self.buffer_bytes = buffer_bytes_for(block_bytes)
         self.capacity = memory_bytes // self.buffer_bytes
-        if self.capacity < MIN_BUFFERS:
+        if self.capacity < min_buffers:
             raise InvalidRequest(
                 f"kv_host_memory is {memory_bytes} bytes, which hold {self.capacity} KV blocks of {self.buffer_bytes} "
-                f"bytes; at least {MIN_BUFFERS} are needed",
+                f"bytes; at least {min_buffers} are needed",
                 param="kv_host_memory",
-                hint=f"raise --kv-host-memory to at least {MIN_BUFFERS * self.buffer_bytes} bytes",
+                hint=f"raise --kv-host-memory to at least {min_buffers * self.buffer_bytes} bytes",
             )
         # Pages of an mmap use no memory until they are written.
         self.memory = memoryview(mmap.mmap(-1, self.capacity * self.buffer_bytes))

@@ -51,9 +51,15 @@ class TierFetch:
 
 class TierStack:
     def __init__(
-        self, host: HostTier, lower_tiers: Sequence[Tier] = (), *, clock: Clock | None = None, threads: bool = True
+        self,
+        host: HostTier,
+        lower_tiers: Sequence[Tier] = (),
+        *,
+        clock: Clock | None = None,
+        threads: bool = True,
+        snapshot_blocks: int = 0,
     ) -> None:
-        """Create the stack and start its threads.
+        """Create the stack and start its threads. `snapshot_blocks`: pages of a snapshot of recurrent states.
 
         With `threads` False, blocks move only when `load_next_block` or `write_next_block` is called, as tests do.
         """
@@ -63,7 +69,8 @@ class TierStack:
         self._lock = threading.Lock()
         self._fetches: deque[TierFetch] = deque()  # with blocks left for the reader
         self._writes: dict[bytes, memoryview] = {}  # queue of the writer, in order; the buffers are pinned
-        self._max_queued_writes = min(MAX_QUEUED_WRITES, host.capacity // 2)
+        # A snapshot is written whole or not at all, so at least two fit into the queue.
+        self._max_queued_writes = min(max(MAX_QUEUED_WRITES, 2 * snapshot_blocks), host.capacity // 2)
         self._dropped = {"host": 0, "below": 0}
         self._reading_since: float | None = None
         self._hit_tokens = {tier.name: 0 for tier in (host, *self.lower_tiers)}
@@ -78,14 +85,15 @@ class TierStack:
 
     # -- loads: called by the engine's loop ---------------------------------------------------------------------------
 
-    def lookup(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of the hash chain are worth loading.
+    def lookup(self, hashes: Sequence[bytes], *, guess: bool = True) -> int:
+        """Return how many leading blocks of the hash chain are worth loading. Without `guess`: that tiers surely hold.
 
         Different tiers may hold different blocks of the chain.
         """
         tiers: list[Tier] = [self.host, *(() if self._is_reader_stuck() else self.lower_tiers)]
+        lookups = [tier.lookup_optimistic if guess else tier.lookup for tier in tiers]
         count = 0
-        while count < len(hashes) and (more := max(tier.lookup_optimistic(hashes[count:]) for tier in tiers)):
+        while count < len(hashes) and (more := max(lookup(hashes[count:]) for lookup in lookups)):
             count += more
         return count
 
