@@ -45,8 +45,7 @@ class KVManager:
         A request waits at most `load_timeout_s` for blocks from tiers (host memory, disk, store), then it computes
         them. `on_allocate` is called with each block that will get new content, before anything is written to the
         block. `windows`: attention windows of further groups of layers, see WindowTables, with at most
-        `max_step_tokens` new tokens of a request in one step.
-        """
+        `max_step_tokens` new tokens of a request in one step."""
         assert tiers is None or prefix_cache, "tiers are only used by the prefix cache"
         self.block_size = block_size
         self.prefix_cache = prefix_cache
