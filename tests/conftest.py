@@ -16,6 +16,8 @@ from servers import Server, start_server, stop_server
 
 from emberline.core import freeport
 
+WIRE_SHARE = 0.9  # of the run, in which all files of tests/wire are started
+
 if TYPE_CHECKING:
     from local_gateway import LocalGateway
 
@@ -35,13 +37,18 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the files of tests/wire evenly among all others.
+    """Spread the files of tests/wire evenly among all others, but the last, which are short.
 
-    They mostly wait, while other files need a whole core: one worker should run the former beside the latter."""
+    They mostly wait, while other files need a whole core: one worker should run the former beside the latter. At the
+    end, a long file in one worker would leave the others without work."""
     files: dict[bool, dict[Path, list[pytest.Item]]] = {True: {}, False: {}}
     for item in items:
         files["wire" in item.path.parts].setdefault(item.path, []).append(item)
-    places = [(i / len(group), tests) for group in files.values() for i, tests in enumerate(group.values())]
+    places = [
+        (i / len(group) * (WIRE_SHARE if is_wire else 1.0), tests)
+        for is_wire, group in files.items()
+        for i, tests in enumerate(group.values())
+    ]
     items[:] = [item for _, tests in sorted(places, key=lambda place: place[0]) for item in tests]
 
 
