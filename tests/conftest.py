@@ -60,6 +60,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def single_threads() -> Iterator[None]:
+    """Let native kernels compute with one thread in each of several pytest processes, unless a test sets more.
+
+    A second thread spins between the small ops of tests, and takes a fifth of the time of another process's core."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("emberline.kernels.backend", "emberline.engine.boot"):
+            patch.setattr(f"{module}.core_count", lambda: 1)
+        yield
+
+
 @pytest.fixture(scope="session")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The real server with the real default model, one for the whole run."""
