@@ -6,6 +6,8 @@ import gc
 import os
 import random
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ from servers import Server, start_server, stop_server
 
 from emberline.core import freeport
 
+TESTS = Path(__file__).parent
 WIRE_SHARE = 0.9  # of the run, in which all files of tests/wire are started
 
 if TYPE_CHECKING:
@@ -24,7 +27,10 @@ if TYPE_CHECKING:
     from emberline.bench.mooncake_master import MooncakeMaster
 
 
-def pytest_configure() -> None:
+COMPILE_TIMEOUT_S = 20.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """What a shell runs in the background ignores Ctrl-C, and what nohup runs ignores a hang-up; so would every process
     that a test starts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,6 +40,18 @@ def pytest_configure() -> None:
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     share = len(freeport.PORT_RANGE) // count
     freeport._next_index = number * share + random.SystemRandom().randrange(share // 2)
+    if number and not config.option.file_or_dir and not sys.dont_write_bytecode:
+        wait_for_compiled_tests()
+
+
+def wait_for_compiled_tests() -> None:
+    """Wait in a new checkout until another process has compiled the first half of all tests, and what they import.
+
+    If all processes began at once, each would compile every file by itself. The half is compiled when the files of
+    tests/unit begin."""
+    deadline = time.monotonic() + COMPILE_TIMEOUT_S
+    while not (TESTS / "unit" / "__pycache__").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
