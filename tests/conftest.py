@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 COMPILE_TIMEOUT_S = 20.0
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """What a shell runs in the background ignores Ctrl-C, and what nohup runs ignores a hang-up; so would every process
     that a test starts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -40,15 +40,16 @@ def pytest_configure(config: pytest.Config) -> None:
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     share = len(freeport.PORT_RANGE) // count
     freeport._next_index = number * share + random.SystemRandom().randrange(share // 2)
-    if number and not config.option.file_or_dir and not sys.dont_write_bytecode:
-        wait_for_compiled_tests()
 
 
-def wait_for_compiled_tests() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Wait in a new checkout until another process has compiled the first half of all tests, and what they import.
 
     If all processes began at once, each would compile every file by itself. The half is compiled when the files of
     tests/unit begin."""
+    is_first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
+    if is_first or session.config.option.file_or_dir or sys.dont_write_bytecode:
+        return
     deadline = time.monotonic() + COMPILE_TIMEOUT_S
     while not (TESTS / "unit" / "__pycache__").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
