@@ -6,6 +6,8 @@ import gc
 import os
 import random
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +18,16 @@ from servers import Server, start_server, stop_server
 
 from emberline.core import freeport
 
+TESTS = Path(__file__).parent
+WIRE_SHARE = 0.9  # of the run, in which all files of tests/wire are started
+
 if TYPE_CHECKING:
     from local_gateway import LocalGateway
 
     from emberline.bench.mooncake_master import MooncakeMaster
+
+
+COMPILE_TIMEOUT_S = 20.0
 
 
 def pytest_configure() -> None:
@@ -34,14 +42,32 @@ def pytest_configure() -> None:
     freeport._next_index = number * share + random.SystemRandom().randrange(share // 2)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the files of tests/wire evenly among all others.
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Wait in a new checkout until another process has compiled the first half of all tests, and what they import.
 
-    They mostly wait, while other files need a whole core: one worker should run the former beside the latter."""
+    If all processes began at once, each would compile every file by itself. The half is compiled when the files of
+    tests/unit begin."""
+    is_first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
+    if is_first or session.config.option.file_or_dir or sys.dont_write_bytecode:
+        return
+    deadline = time.monotonic() + COMPILE_TIMEOUT_S
+    while not (TESTS / "unit" / "__pycache__").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the files of tests/wire evenly among all others, but the last, which are short.
+
+    They mostly wait, while other files need a whole core: one worker should run the former beside the latter. At the
+    end, a long file in one worker would leave the others without work."""
     files: dict[bool, dict[Path, list[pytest.Item]]] = {True: {}, False: {}}
     for item in items:
         files["wire" in item.path.parts].setdefault(item.path, []).append(item)
-    places = [(i / len(group), tests) for group in files.values() for i, tests in enumerate(group.values())]
+    places = [
+        (i / len(group) * (WIRE_SHARE if is_wire else 1.0), tests)
+        for is_wire, group in files.items()
+        for i, tests in enumerate(group.values())
+    ]
     items[:] = [item for _, tests in sorted(places, key=lambda place: place[0]) for item in tests]
 
 
@@ -51,6 +77,20 @@ def pytest_collection_finish() -> None:
     Scanning them takes 8 % of the CPU time of unit tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def single_threads() -> Iterator[None]:
+    """Let native kernels compute with one thread in each of several pytest processes, unless a test sets more.
+
+    A second thread spins between the small ops of tests, and takes a fifth of the time of another process's core."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("emberline.kernels.backend", "emberline.engine.boot"):
+            patch.setattr(f"{module}.core_count", lambda: 1)
+        yield
 
 
 @pytest.fixture(scope="session")

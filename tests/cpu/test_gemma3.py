@@ -8,7 +8,7 @@ import torch
 from emberline import LLM, SamplingParams
 from emberline.hub.source import resolve_model
 
-PROMPT = "Squares: " + " ".join(f"{n} times {n} is {n * n}." for n in range(10, 70))
+PROMPT = "Squares: " + " ".join(f"{n} times {n} is {n * n}." for n in range(10, 49))
 STEPS, WINDOW = 200, 512
 
 

@@ -152,12 +152,12 @@ def test_linear_rows_are_independent(dtype: torch.dtype, k: int) -> None:
         lambda x: ops.gate_up_gelu(x, LinearLayer(gated, norm=norm, eps=1e-6)),
     ]
     for run in runs:
+        ops.set_threads(2)
         whole = run(x)
         for start, stop in [(0, 1), (1, 3), (3, 7), (7, 15), (15, 31), (31, 67), (66, 67)]:
             assert torch.equal(run(x[start:stop]), whole[start:stop])
         ops.set_threads(1)
         assert torch.equal(run(x), whole)
-        ops.set_threads(2)
 
 
 def pack_as_double(weight: Tensor, *, gated: bool = False) -> PackedWeight:
@@ -202,12 +202,12 @@ def test_mixture_rows_are_independent(dtype: torch.dtype) -> None:
     def run(x: Tensor) -> Tensor:
         return ops.run_mixture(x, made)
 
+    ops.set_threads(2)
     whole = run(x.clone())
     for start, stop in [(0, 1), (1, 3), (3, 7), (7, 31), (31, 67), (66, 67)]:
         assert torch.equal(run(x[start:stop].clone()).nan_to_num(), whole[start:stop].nan_to_num())
     ops.set_threads(1)
     assert torch.equal(run(x.clone()).nan_to_num(), whole.nan_to_num())
-    ops.set_threads(2)
     assert whole[40].isnan().all() and not whole[39].isnan().any() and not whole[41].isnan().any()
 
 
@@ -333,10 +333,10 @@ def test_attention_is_independent_of_batch_chunks_and_threads(
     paged = PagedBatch([(0, 200), (100, 1), (0, 65)], (6, 2), 64, BF16, block)
     paged.sinks, paged.chunked = torch.randn(6) if has_sinks else None, chunked
     parts = [(b, 0, paged.write(b, 0, before + new)) for b, (before, new) in enumerate(paged.lengths)]
+    ops.set_threads(2)
     whole = paged.attend(ops.current_backend(), parts, window)
     ops.set_threads(1)
     assert torch.equal(paged.attend(ops.current_backend(), parts, window), whole)
-    ops.set_threads(2)
     start = 0
     for b, _, part in parts:
         for cut in ([0, 1, 17, 64, 65, len(part)], list(range(len(part) - 3, len(part) + 1))):

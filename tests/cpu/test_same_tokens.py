@@ -1,4 +1,4 @@
-"""The same tokens, bit for bit, however a request is computed: alone, batched, chunked, cached or preempted."""
+"""The same tokens, bit for bit, however a request is computed: alone, batched, chunked, cached, preempted, threaded."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.runner import TorchRunner
 from emberline.engine.sampler import SamplingState, SamplingStateFactory
+from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.decoder import DecoderModel
 from emberline.models.loader import load_decoder
@@ -104,6 +105,7 @@ def test_tokens_and_logprobs_do_not_depend_on_scheduling(model: DecoderModel, na
     alone: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
     for submission in submissions(params):
         alone |= run(engine(model, prefix=False), [submission])
+    ops.set_threads(2 if name == "greedy" else 1)
     variants = {
         "batched": run(engine(model), submissions(params)),
         "chunked": run(engine(model, budget=16, running=4), submissions(params), gap=1),
@@ -121,6 +123,7 @@ def test_tokens_and_logprobs_do_not_depend_on_scheduling(model: DecoderModel, na
     }
     tight = engine(model, blocks=9, running=6)
     variants["preempted"] = run(tight, submissions(params))
+    ops.set_threads(1)
     assert tight.scheduler.preemptions > 0, "the cache was meant to be too small"
     for variant, got in variants.items():
         assert got == alone, variant

@@ -481,12 +481,12 @@ def test_drain_waits_if_no_stream_can_move(tmp_path: Path) -> None:
         (other,) = {"a", "b"} - {first}
         fakes.tell(other, "full", calls=RESUME)
         got: list[bytes] = []
-        thread = threading.Thread(target=lambda: got.append(ask(fakes, "x", max_tokens=400)[0]))
+        thread = threading.Thread(target=lambda: got.append(ask(fakes, "x", max_tokens=200)[0]))
         thread.start()
         until(lambda: fakes.tell(first)["generated"] > 20)
         get(f"{fakes.url}/cluster/drain", {"name": first, "move": True})
         thread.join(30)
-        whole = "".join(map(FakeCompletion(7, FakeRequest(max_tokens=400)).text_at, range(400)))
+        whole = "".join(map(FakeCompletion(7, FakeRequest(max_tokens=200)).text_at, range(200)))
         assert words(got[0]) == whole, "it went back to where it was"
         assert fakes.tell(first)["resumed"] == 1 and wait_until_idle(fakes)
     finally:
