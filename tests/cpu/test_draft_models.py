@@ -28,6 +28,7 @@ from emberline.core.params import SamplingParams
 from emberline.core.plan import StepPlan
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
+from emberline.engine.gpu import draft_boot
 from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.draft_boot import max_row_queries
 from emberline.engine.gpu.draft_inputs import DraftInputs
@@ -40,11 +41,13 @@ from emberline.engine.speculation.draft_cache import make_draft_cache
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.drafter import Drafter
+from emberline.kernels.mixture import Mixture
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
 from emberline.models.loader import load_decoder
+from emberline.models.sleep import iter_instances
 from emberline.models.weights import Weights
 
 CONTEXT = 128
@@ -395,3 +398,21 @@ def test_damaged_head_is_refused(model: DecoderModel, directory: Path, tmp_path:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ModelFileError):
         load(model, directory, f"eagle3:{head}")
+
+
+@pytest.mark.parametrize(("kind", "is_packed"), [("llama", True), ("qwen3-moe", False)])
+def test_a_draft_model_with_experts_has_plain_weights(
+    model: DecoderModel, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_packed: bool
+) -> None:
+    """Also if those of the target model on a GPU are packed."""
+    fields = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS, "max_position_embeddings": CONTEXT}
+    tokenizer_file(tiny.write(tmp_path, {**tiny.CONFIGS[kind], **fields}))
+    opened, open_weights = [], draft_boot.DeviceWeights
+    monkeypatch.setattr(
+        draft_boot, "DeviceWeights", lambda *given, packed: opened.append(packed) or open_weights(*given, packed=packed)
+    )
+    draft = draft_boot.load_on_device(
+        SpeculationConfig(f"draft:{tmp_path}"), model, directory, HostDevice(), packed=True
+    )
+    assert draft is not None and opened == [is_packed]
+    assert any(iter_instances(Mixture, draft)) == (not is_packed)

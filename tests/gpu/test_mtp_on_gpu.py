@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,19 +39,18 @@ EXPERTS = {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_s
 SIZES: dict[str, Any] = tiny.GPU_SIZES | EXPERTS | {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS}
 SIZES |= {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "norm_topk_prob": True}
 SIZES |= {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
-LATENT = LITE_SIZES | {"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 64, "rope_scaling": None}
+LATENT = {"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 64, "rope_scaling": None}
 FAMILIES = ("glm", "deepseek")
 LIMITS = {"max_running": RUNNING, "max_batch_tokens": 256, "max_context": CONTEXT, "kv_tokens": 16 * 1024}
 
 
 def write_model(directory: Path, family: str, dtype: torch.dtype = F32, *, reads: str = "") -> Path:
     """Write a model with a head. `reads`: if given, both count, as `make_counting_tensors` describes."""
-    if family == "deepseek":
-        write_deepseek(directory, "v3", **SIZES | LATENT)
-        config = SIZES | LATENT | {"rms_norm_eps": tiny.BASE["rms_norm_eps"]}
+    if family == "deepseek":  # latents of float32 are small, since their kernels take long to compile
+        write_deepseek(directory, "v3", **SIZES | LATENT | (LITE_SIZES if dtype is BF16 else {}))
     else:
-        config = tiny_experts.glm4(**SIZES, attention_bias=True, use_qk_norm=True)
-        tiny_experts.write(directory, config)
+        tiny_experts.write(directory, tiny_experts.glm4(**SIZES, attention_bias=True, use_qk_norm=True))
+    config = json.loads((directory / "config.json").read_text())
     tensors = make_counting_tensors(directory, config, reads) if reads else head_tensors(config)
     add_tensors(directory, tensors, dtype=dtype)
     tokenizer_file(directory)
@@ -106,9 +106,9 @@ def compute_states(directory: Path, tokens: list[int]) -> Tensor:
 def test_drafts_are_what_the_definition_says(family: str, tmp_path: Path, reference: None) -> None:
     """Prompts of one and of several chunks, and one whose beginning is cached; drafts of full length are captured."""
     directory = write_model(tmp_path, family)
-    engine = start(directory, 4).engine
-    text = "some text that is quite a lot longer than a chunk of a prompt, " * 5
-    prompts = {"a": encode("some text"), "b": encode(text), "c": encode(text[:190] + "other")}
+    engine = start(directory, 4, max_batch_tokens=96).engine
+    text = "some text that is quite a lot longer than a chunk of a prompt, " * 3
+    prompts = {"a": encode("some text"), "b": encode(text), "c": encode(text[:140] + "other")}
     proposed: dict[str, dict[int, list[int]]] = {name: {} for name in prompts}
     record_drafts(engine, proposed)
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=1, ignore_eos=True)
@@ -118,7 +118,7 @@ def test_drafts_are_what_the_definition_says(family: str, tmp_path: Path, refere
         tokens = [*prompt, *outputs[name]]
         states = compute_states(directory, tokens)
         assert len(proposed[name]) > 20
-        for known, draft in sorted(proposed[name].items())[::4]:
+        for known, draft in sorted(proposed[name].items())[::6]:
             if known < len(tokens):
                 total += 1
                 wrong += draft != head.draft(states[: known - 1], tokens[1:known], len(draft))
