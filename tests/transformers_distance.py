@@ -43,11 +43,12 @@ class Distance:
 
     largest: float
     mean: float
+    median: float
 
     @staticmethod
     def between(values: Tensor, exact: Tensor) -> Distance:
         error = (values - exact).abs()
-        return Distance(float(error.max()), float(error.mean()))
+        return Distance(float(error.max()), float(error.mean()), float(error.median()))
 
 
 def make_prompts(lengths: tuple[int, ...], vocab: int) -> list[list[int]]:
