@@ -41,6 +41,7 @@ from emberline.engine.speculation.draft_cache import make_draft_cache
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.drafter import Drafter
+from emberline.kernels import worklist
 from emberline.kernels.mixture import Mixture
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.config import ModelConfig
@@ -306,6 +307,24 @@ def test_drafted_tokens_read_no_key_before_it_is_written(
     for ours, target, chain in plans:
         assert ours is not None and ours.reads_early == target.reads_early == (not exact)
         assert chain.reads_early  # of passes with one token of each request
+
+
+def test_rows_are_planned_for_few_queries_if_drafts_are_short(
+    make_engine: MakeEngine, drafts: dict[str, DraftModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if rows of up to 3 queries, of 3 heads each, had a kernel of their own."""
+    monkeypatch.setattr(worklist, "MAX_HEADS_OF_SMALL_CTA", 9)
+    params = SamplingParams(max_tokens=23, temperature=0.0, ignore_eos=True)
+    submissions = [Submission(f"r{i}", encode(text), params) for i, text in enumerate(("some text", "x"))]
+    expected, used = run(make_engine(None), submissions), {}
+    for max_draft in (2, 4):
+        drafter = Drafter([], max_draft, max_rows=12, adaptive=False, uses_draft_model=True, continues_on_device=True)
+        e = make_engine(drafts["eagle3"], pipelined=True, graphs=True, drafter=drafter)
+        assert run(e, submissions) == expected
+        assert isinstance(e.runner, GPURunner)
+        used[max_draft] = {shape.queries for shape in e.runner._graphs.captured}
+        assert {shape.queries for shape in e.runner.shapes} == {1, 3, 5}
+    assert used[2] == {1, 3} and 5 in used[4]
 
 
 @pytest.mark.parametrize(("heads", "head_dim", "queries"), [((32, 8), 128, 8), ((48, 2), 128, 2), ((8, 4), 256, 8)])

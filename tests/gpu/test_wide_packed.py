@@ -12,7 +12,7 @@ import torch
 from linear_cases import poisoned, random
 from torch import Tensor
 
-from emberline.kernels.cuda import wide
+from emberline.kernels.cuda import wide, wide_parts
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, BF16Weight
 from emberline.kernels.cuda.uw12 import UW12Weight, escapes_offset, pack
 from emberline.kernels.cuda.wide import TileConfig, linear, make_plan
@@ -225,6 +225,23 @@ def test_unclustered_parts(m: int, split: int, looks: int) -> None:
             assert torch.equal(ours, first) if split <= 8 else torch.allclose(ours, first, atol=0.1, rtol=0.1), plan
     _, words = wide._get_exchange_memory(x.device, torch.cuda.current_stream().cuda_stream)
     assert not words.any()
+
+
+@pytest.mark.parametrize("m", (257, 320, 384))
+def test_halves_of_the_rows(m: int) -> None:
+    """Each half has the bits of a product of its own, with every epilogue."""
+    n, k = 4096, 1344
+    packed, half = packed_with_few_escapes(n, k), -(-m // 16) * 8
+    x, bias, residual = random(m, k), random(n, dtype=F32), random(m, n)
+    assert wide_parts.supports(m, n, k) and not wide_parts.supports(256, n, k) and not wide_parts.supports(385, n, k)
+    for gated, added, dtype in ((False, None, F32), (False, residual, BF16), (True, None, BF16)):
+        out = wide_parts.linear(
+            x, packed, out=poisoned(m, n // (1 + gated), dtype=dtype), bias=bias, residual=added, gated=gated
+        )
+        for rows in (slice(0, half), slice(half, m)):
+            expected, more = torch.empty_like(out[rows]), None if added is None else added[rows]
+            linear(x[rows], packed, out=expected, bias=bias, residual=more, gated=gated, pdl=False)
+            assert torch.equal(out[rows], expected)
 
 
 def test_unclustered_parts_of_consecutive_products() -> None:

@@ -335,6 +335,20 @@ def test_step_cost_interpolates_and_tries_larger_steps() -> None:
     assert 3.0 < cost.estimate(8, 1)[0] < 3.3
 
 
+def test_a_change_of_one_step_size_is_assumed_for_all() -> None:
+    """Steps of 3 tokens were measured after a long prompt, while clocks were low, and must be tried again."""
+    cost = StepCost()
+    for seconds in (2.0, 2.0):
+        cost.record(3, seconds)
+    cost.record(4, 2.2)
+    for _ in range(3):
+        cost.record(4, 1.1)
+    assert cost.estimate(3, 2).tolist() == pytest.approx([1.0, 1.1])
+    for _ in range(3):
+        cost.record(3, 1.05)
+    assert cost.estimate(3, 2).tolist() == pytest.approx([1.05, 1.155])
+
+
 def test_measured_steps_include_the_experts_that_their_rows_touch() -> None:
     """Rows of a mixture of experts read other experts each, so that drafts that pay in a dense model do not there."""
     likely, chosen = {"a": [0.7, 0.5, 0.35, 0.25]}, {}
@@ -418,4 +432,5 @@ def test_cost_of_a_step_includes_the_time_to_plan_it() -> None:
     plan = StepPlan(1, (), [WorkItem("a", 5, [7], [0], samples=True)], ())
     for now in (10.3, 10.6, 10.9, 99.0):  # then the engine was idle
         drafter.record_step(plan, StepResult(1, {}, seconds=0.2), now, {"r"})
-    assert list(drafter._cost._samples[1]) == pytest.approx([0.3, 0.3, 0.2])
+    scale = drafter._cost._scale
+    assert [scale * sample for sample in drafter._cost._samples[1]] == pytest.approx([0.3, 0.3, 0.2])

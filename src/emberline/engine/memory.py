@@ -248,7 +248,7 @@ def step_bytes(
     """Return the bytes of everything on a GPU but weights and KV cache. `block_bytes`: of a KV block."""
     tokens, running = limits.max_batch_tokens, limits.max_running
     grid = ShapeGrid.for_model(sizes.layer_weights, tokens)
-    shapes = captured_shapes(running, tokens, grid, queries=limits.max_new_tokens)
+    shapes = captured_shapes(running, tokens, grid, queries=sizes.list_row_queries(limits.max_new_tokens))
     chains = sum(not shape.chunks for shape in shapes) if limits.max_new_tokens > 1 else 0  # of a draft model
     graphs = len(shapes) + chains
     scratch = _scratch_bytes(sizes, limits) + draft.scratch_bytes(running, limits.max_new_tokens)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emberline.kernels import work_limits
+from emberline.kernels import work_limits, worklist
 from emberline.models.outline import LayerOutline, ModelOutline
 from emberline.models.weight_parts import list_weight_parts
 
@@ -52,6 +52,13 @@ class StepSizes:
             layer_weights=sum(part.num_weights for part in parts if part.kind in LAYER_KINDS),
             has_latents=latent is not None,
         )
+
+    def list_row_queries(self, max_new_tokens: int) -> tuple[int, ...]:
+        """Return for which numbers of new tokens of a request steps with drafts are captured."""
+        if self.has_latents:
+            return (max_new_tokens,)
+        kv_heads = self.cached_values // (2 * self.output_dim)
+        return worklist.list_row_queries(max_new_tokens, self.heads // max(1, kv_heads), self.output_dim)
 
     def partial_result_bytes(self, running: int, max_new_tokens: int, max_rows: int) -> int:
         """Return the bytes of partial attention results: for each part of the keys a sum, maximum and denominator.

@@ -156,6 +156,11 @@ class AttentionPlanner:
         With fixed cuts, each query is a row of its own, which cannot read keys before the previous kernel ends."""
         return 1 if self._fixed_cuts else max_queries
 
+    def list_row_queries(self, max_queries: int) -> tuple[int, ...]:
+        """Return the values of `plan`'s parameter `max_queries`, up to this one, that differ in speed, ascending."""
+        q_heads, kv_heads, head_dim = self._heads
+        return worklist.list_row_queries(max_queries, q_heads // kv_heads, head_dim)
+
     def can_capture_chunks(self, chunks: Sequence[tuple[int, int]]) -> bool:
         """Return whether a step can be captured. `chunks`: cached and new tokens of each chunk of a prompt."""
         return self.can_widen_blocks(before + new for before, new in chunks)

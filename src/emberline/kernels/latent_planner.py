@@ -68,6 +68,9 @@ class LatentPlanner(AttentionPlanner):
     def limit_queries(self, max_queries: int) -> int:
         return max_queries
 
+    def list_row_queries(self, max_queries: int) -> tuple[int, ...]:
+        return (max_queries,)
+
     def plan(
         self,
         context: np.ndarray,

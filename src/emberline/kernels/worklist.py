@@ -86,6 +86,14 @@ def max_row_queries(group: int) -> int:
     return max(1, MAX_ROW_HEADS // group)
 
 
+def list_row_queries(max_queries: int, group: int, head_dim: int) -> tuple[int, ...]:
+    """Return the numbers of queries per row for which rows of up to `max_queries` are planned, ascending.
+
+    Besides `max_queries`, it is the most that a small CTA can compute, for which an SM has room twice."""
+    small = MAX_HEADS_OF_SMALL_CTA // group
+    return (small, max_queries) if 1 < small < max_queries and head_dim <= MAX_SMALL_HEAD_DIM else (max_queries,)
+
+
 def split_decode_rows(context: ArrayLike, counts: ArrayLike, max_queries: int) -> DecodeRows:
     """Return decode rows of at most `max_queries` queries each for sequences with `counts` new tokens.
 

@@ -137,6 +137,7 @@ class DeviceDrafting:
         )
         if not self._shares_plans and (reads_states or inputs.computes_step):
             queries = self._max_queries if batch.single_tokens > len(singles) else 1
+            queries = queries if shape is None else shape.queries
             inputs = replace(inputs, step_plan=self._plan_step(batch, shape, staged, queries))
         staged.send()
         can_capture = shape is not None and self._graphs and not chunks
@@ -163,7 +164,8 @@ class DeviceDrafting:
             return
         # Requests with drafts have rows of several queries, or, if those have one each, several rows.
         has_drafts, has_none = shape.queries > 1 or self._max_queries == 1, shape.queries == 1
-        tokens = [1 + self._rows.max_draft] * has_drafts + [1] * has_none
+        longest = 1 + self._rows.max_draft
+        tokens = [shape.queries if 1 < shape.queries < self._max_queries else longest] * has_drafts + [1] * has_none
         counts = {
             pad_row_count(requests)
             for each in tokens

@@ -84,12 +84,13 @@ class GPURunner:
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
         self._attention_planner = make_attention_planner(model, cache, settings, max_context, max_queries)
         self._max_queries = self._attention_planner.limit_queries(max_queries)
+        self._row_queries = self._attention_planner.list_row_queries(self._max_queries)
         self._has_decode_kernel = cache.keys.is_cuda and self._attention_planner.limit_queries(2) > 1
         self.exact = settings.gpu.exact  # whether a token's logits have the same bits in any batch
         self.graphs = settings.gpu.graphs  # whether steps are captured; False while another thread uses the device
         self._grid = shape_grid_for(model.config, limits.max_batch_tokens)
         self.shapes = order_by_expected_use(
-            captured_shapes(running, limits.max_batch_tokens, self._grid, queries=self._max_queries)
+            captured_shapes(running, limits.max_batch_tokens, self._grid, queries=self._row_queries)
         )
         self._next_shape = 0  # index of the first shape that was not captured ahead of its first use
         self.max_batch_tokens = limits.max_batch_tokens
@@ -180,7 +181,8 @@ class GPURunner:
         singles, chunks = DeviceBatch.split(work, self._rows.is_prompt if self.exact else None)
         self._send_table_updates(work)
         batch = DeviceBatch.from_work(singles, chunks, self._rows, self._block_size, max_queries=self._max_queries)
-        queries = self._max_queries if (has_drafts := batch.single_tokens > len(singles)) else 1
+        longest = int(batch.counts[: batch.singles].max()) if (has_drafts := batch.single_tokens > len(singles)) else 1
+        queries = next(count for count in self._row_queries if count >= longest) if has_drafts else 1
         assert queries > 1 or not (has_drafts and self._has_decode_kernel), "drafts need EngineConfig.speculation"
         shape = self._choose_captured_shape(batch.single_tokens, chunks, queries)
         model_step = self._prepare_model_step(batch, shape, queries)

@@ -114,11 +114,11 @@ def order_by_expected_use(shapes: Iterable[StepShape]) -> list[StepShape]:
 
 
 def captured_shapes(
-    max_running: int, max_batch_tokens: int, grid: ShapeGrid | None = None, *, queries: int = 1
+    max_running: int, max_batch_tokens: int, grid: ShapeGrid | None = None, *, queries: Sequence[int] = ()
 ) -> set[StepShape]:
     """Return all shapes of steps that are captured ahead of their use.
 
-    `queries`: tokens of a row in steps with drafts. Those with prompt chunks are captured at their first use."""
+    `queries`: numbers of tokens of a row in steps with drafts. Those with chunks are captured at their first use."""
     grid = grid or ShapeGrid(min(MAX_CHUNK_TOKENS, max_batch_tokens))
     without_chunks = {StepShape(pad_row_count(rows), 0, 0) for rows in range(1, max_running + 1)}
     mixed = {
@@ -130,7 +130,7 @@ def captured_shapes(
             padded + grid.max_tokens,
         )
     }
-    with_drafts = {replace(shape, queries=queries) for shape in without_chunks if shape.singles > 1}
+    with_drafts = {replace(shape, queries=count) for shape in without_chunks if shape.singles > 1 for count in queries}
     return without_chunks | with_drafts | mixed
 
 

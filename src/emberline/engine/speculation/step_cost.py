@@ -1,4 +1,8 @@
-"""StepCost: how long a step with a given number of tokens takes, learned from the steps so far."""
+"""StepCost: how long a step with a given number of tokens takes, learned from the steps so far.
+
+Clocks and contexts change for all steps alike: if steps of one size become faster, those of other sizes, which were
+measured earlier, are assumed to be as much faster now. Otherwise a size measured at a bad time would not be used again.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from statistics import median
 
 import numpy as np
 
-SAMPLES = 3  # newest times of each number of tokens, of which the median counts: clocks change after a long prompt
+SAMPLES = 3  # newest times of each number of tokens, of which the median counts
 MAX_AGE_STEPS = 2000  # after which a number of tokens counts as unknown: contexts grow and the load changes
 # Assumed cost of one more token of each request, as a fraction of a step, beyond the largest known number of tokens. It
 # is low, so that larger drafts are tried once and then measured.
@@ -17,21 +21,26 @@ OPTIMISTIC_SLOPE = 0.02
 
 class StepCost:
     def __init__(self) -> None:
-        self._samples: dict[int, deque[float]] = {}  # by number of tokens
+        self._samples: dict[int, deque[float]] = {}  # by number of tokens, in units of `_scale`
+        self._scale = 1.0  # seconds
         self._recorded_at: dict[int, int] = {}  # by number of tokens: step of the newest sample
         self._tokens: list[int] = []  # known numbers of tokens, sorted
-        self._seconds: list[float] = []  # the median for each of them
+        self._medians: list[float] = []  # of the samples of each of them
         self._step = 0
 
     def record(self, tokens: int, seconds: float) -> None:
         self._step += 1
-        at = bisect_left(self._tokens, tokens)
+        at, value = bisect_left(self._tokens, tokens), seconds / self._scale
         if tokens not in self._samples:
-            self._samples[tokens] = deque(maxlen=SAMPLES)
+            self._samples[tokens] = deque([value], SAMPLES)
             self._tokens.insert(at, tokens)
-            self._seconds.insert(at, seconds)
-        self._samples[tokens].append(seconds)
-        self._seconds[at] = median(self._samples[tokens])
+            self._medians.insert(at, value)
+        else:
+            samples = self._samples[tokens]
+            samples.append(value)
+            change = median(samples) / self._medians[at]
+            self._scale *= change
+            self._samples[tokens] = deque((sample / change for sample in samples), SAMPLES)
         self._recorded_at[tokens] = self._step
         if self._step % MAX_AGE_STEPS == 0:
             self._drop_old_samples()
@@ -46,11 +55,11 @@ class StepCost:
         if not self._tokens:
             return np.ones(count)
         largest = self._tokens[-1]
-        seconds = np.interp(tokens, self._tokens, self._seconds)
+        seconds = self._scale * np.interp(tokens, self._tokens, self._medians)
         return seconds * (1 + OPTIMISTIC_SLOPE * np.maximum(tokens - largest, 0) / start)
 
     def _drop_old_samples(self) -> None:
         for tokens in [t for t, step in self._recorded_at.items() if step <= self._step - MAX_AGE_STEPS]:
             del self._samples[tokens], self._recorded_at[tokens]
         self._tokens = sorted(self._samples)
-        self._seconds = [median(self._samples[tokens]) for tokens in self._tokens]
+        self._medians = [median(self._samples[tokens]) for tokens in self._tokens]

@@ -3,11 +3,12 @@
 Matrix products with up to 256 rows of x, where reading the weights takes most of the time, use our own kernels:
 `cuda/linear.py` up to 32 rows, and `cuda/wide.py` above that where it is faster than cuBLAS. These kernels also add the
 bias and the residual, or compute silu(gate) * up. They read uw12 weights (compressed to 12 bits) directly and return
-the same bits as for plain weights. Products with more rows use cuBLAS, for which uw12 weights are unpacked first; with
-a `WeightUnpacker`, the next matrix is unpacked during the current product. If a weight is kept both plain and as uw12,
-each product reads the faster form. A weight with `fixed_order` uses `cuda/fixed_order.py` for any number of rows, so
-that a row's result does not depend on the other rows. All our kernels use programmatic dependent launch: they may start
-before the preceding kernel in the stream has ended.
+the same bits as for plain weights. Up to 384 rows, products with uw12 weights are computed for two halves of the rows.
+Products with more rows use cuBLAS, for which uw12 weights are unpacked first; with a `WeightUnpacker`, the next matrix
+is unpacked during the current product. If a weight is kept both plain and as uw12, each product reads the faster form.
+A weight with `fixed_order` uses `cuda/fixed_order.py` for any number of rows, so that a row's result does not depend on
+the other rows. All our kernels use programmatic dependent launch: they may start before the preceding kernel in the
+stream has ended.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from emberline.kernels.arguments import (
 )
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
 from emberline.kernels.attention_support import ScoreKind
-from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, prefill, uw12, wide
+from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, prefill, uw12, wide, wide_parts
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
@@ -327,8 +328,11 @@ def _find_custom_kernel(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | N
     if w.fixed_order:
         needs_unpacking = m > wide.MAX_ROWS and isinstance(handle, uw12.UW12Weight)
         return None if needs_unpacking else partial(fixed_order.linear, x, handle)
-    if wide.supports(m, w.n, w.k, packed=isinstance(handle, uw12.UW12Weight)):
+    packed = isinstance(handle, uw12.UW12Weight)
+    if wide.supports(m, w.n, w.k, packed=packed):
         return partial(wide.linear, x, handle)
+    if packed and wide_parts.supports(m, w.n, w.k):
+        return partial(wide_parts.linear, x, handle)
     return partial(skinny.linear, x, handle) if skinny.supports(m, w.n, w.k) else None
 
 
