@@ -34,6 +34,7 @@ from emberline.bench.gpu.model import (
     write_checkpoint,
 )
 from emberline.bench.gpu.openloop import OpenLoopBench, draw_arrivals, latency_percentiles, run_open_loop
+from emberline.bench.gpu.shapes import find_routing
 from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.bench.report import BenchReport, BenchResult
 from emberline.core.clock import ManualClock
@@ -202,6 +203,9 @@ def test_shapes_with_experts_are_chosen_by_name() -> None:
     assert ModelConfig.from_hf(engine.shape_of({"shape": "deepseek-v2-lite"}).hf_config).experts is not None
     with pytest.raises(InvalidRequest, match="shape is 'qwen'"):
         engine.shape_of({"shape": "qwen"})
+    assert find_routing({"routing": "tied"}) == "tied" and find_routing({}) == "random"
+    with pytest.raises(InvalidRequest, match="routing is 'same'"):
+        find_routing({"routing": "same"})
 
 
 def test_limits_follow_from_bandwidth_and_flops() -> None:

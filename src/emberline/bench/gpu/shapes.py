@@ -10,6 +10,10 @@ from emberline.bench.gpu.model import LLAMA_8B
 from emberline.core.errors import InvalidRequest
 
 DEFAULT_SHAPE = "llama-3.1-8b"
+# How rows select experts. "random": by random routers, which spreads rows over all experts. "tied": all scores are
+# equal, so that every row selects the same experts, as in vLLM with dummy weights and DeepSeek-V2-Lite: its softmax in
+# bfloat16 rounds all 64 scores to 1/64.
+ROUTINGS = ("random", "tied")
 QWEN3_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -134,3 +138,11 @@ def find_shape(name: str) -> BenchShape:
     if name not in SHAPES:
         raise InvalidRequest(f"shape is {name[:80]!r}; it must be one of {', '.join(SHAPES)}", param="shape")
     return SHAPES[name]
+
+
+def find_routing(settings: Mapping[str, Any]) -> str:
+    """Return the setting `routing`, "random" by default. Raises InvalidRequest if it has another value."""
+    routing = str(settings.get("routing", ROUTINGS[0]))
+    if routing not in ROUTINGS:
+        raise InvalidRequest(f"routing is {routing[:80]!r}; it must be one of {', '.join(ROUTINGS)}", param="routing")
+    return routing
