@@ -39,7 +39,7 @@ from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, pr
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
-from emberline.kernels.mixture import Mixture
+from emberline.kernels.mixture import Mixture, SharedExpert
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
@@ -50,10 +50,13 @@ from emberline.kernels.weight_unpacker import WeightUnpacker
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
 # Pairs (n * k, m): a matrix of more than n * k elements that is kept in both forms is read as uw12 up to m rows of x.
 MAX_PACKED_ROWS = ((4096 * 16384, 128), (4096 * 4096, 64), (0, 32))
+SIDE_STREAM_ROWS = 0
 MIN_GEMM_ROWS = 1024  # rows of x from which our GEMM mostly beats cuBLAS followed by a kernel for silu(gate) * up
 
 
 class HopperBackend(OpBackend):
+    _side: torch.cuda.Stream | None = None
+
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
         """Return the weight without rearranging its rows.
 
@@ -196,6 +199,8 @@ class HopperBackend(OpBackend):
         routing, shared = mixture.routing, mixture.shared
         normed = norm.rms_norm(x, mixture.norm, mixture.eps, pdl=True)
         router = LinearLayer(mixture.router, routing.bias)
+        if shared is not None and len(x) <= SIDE_STREAM_ROWS:
+            return self._run_mixture_in_two_streams(x, normed, mixture, shared)
         logits = self.linear(normed, router, LinearOutput(float32=True))
         outputs = gate = None
         if shared is not None:
@@ -208,6 +213,25 @@ class HopperBackend(OpBackend):
             if shared.gate is not None:
                 gate = self.linear(normed, LinearLayer(shared.gate), LinearOutput(float32=True))
         return experts.add_routed_experts(x, normed, logits, mixture, shared=outputs, shared_gate=gate, pdl=True)
+
+    def _run_mixture_in_two_streams(self, x: Tensor, normed: Tensor, mixture: Mixture, shared: SharedExpert) -> Tensor:
+        gate_up, down, main = shared.expert.gate_up, shared.expert.down, torch.cuda.current_stream(x.device)
+        if self._side is None:
+            self._side = torch.cuda.Stream(x.device)
+        inner, outputs, gate = x.new_empty(len(x), down.k), torch.empty_like(x), None
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            self.gate_up_silu(normed, LinearLayer(gate_up), out=inner)
+            self.linear(inner, LinearLayer(down), LinearOutput(out=outputs))
+        if shared.gate is not None:
+            gate = self.linear(normed, LinearLayer(shared.gate), LinearOutput(float32=True))
+        logits = self.linear(normed, LinearLayer(mixture.router, mixture.routing.bias), LinearOutput(float32=True))
+        routed = experts.run_routed_experts(normed, logits, mixture, pdl=True)
+        main.wait_stream(self._side)
+        return experts.add_expert_outputs(
+            x, routed, mixture.routing.experts_per_row, shared=outputs, shared_gate=gate, shared_scale=shared.scale,
+            pdl=False,
+        )  # fmt: skip
 
     def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
         ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

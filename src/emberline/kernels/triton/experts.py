@@ -37,6 +37,23 @@ def choose_tiles(assignments: int, experts: int, dtype: torch.dtype) -> ExpertTi
     return next((tiles for rows, tiles in BF16_TILES if assignments <= rows * experts), LARGE_BF16_TILES)
 
 
+def run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture, *, pdl: bool = False) -> Tensor:
+    """Return the outputs [assignments, hidden] of each row's experts.
+
+    `normed`: inputs of the experts. `logits`: of the router, float32.
+    """
+    experts, rules = mixture.experts, mixture.routing
+    assert isinstance(experts, StackedExperts), "a GPU needs stacked experts"
+    scaled = rules.scales_inputs
+    tiles = choose_tiles(len(normed) * rules.experts_per_row, logits.shape[1], normed.dtype)
+    rows = routing.route_rows(logits, rules, tiles.rows, pdl=pdl)
+    inner = multiply_gate_up(
+        normed, experts.gate_up, rows, tiles.gate_up,
+        bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled, pdl=pdl,
+    )  # fmt: skip
+    return multiply_down(inner, experts.down, rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl)
+
+
 def add_routed_experts(
     x: Tensor,
     normed: Tensor,
@@ -49,17 +66,9 @@ def add_routed_experts(
 ) -> Tensor:
     """Add the outputs of each row's experts to x in place.
 
-    `normed`: inputs of the experts. `logits`: of the router, float32. `shared`, `shared_gate`: outputs of the shared
-    expert and the logits of its gate, if they are not added to x yet.
+    `shared`, `shared_gate`: outputs of the shared expert and the logits of its gate, if they are not added to x yet.
+    The other arguments are those of `run_routed_experts`.
     """
-    experts, rules, scale = mixture.experts, mixture.routing, 1.0 if mixture.shared is None else mixture.shared.scale
-    assert isinstance(experts, StackedExperts), "a GPU needs stacked experts"
-    top, scaled = rules.experts_per_row, rules.scales_inputs
-    tiles = choose_tiles(len(x) * top, logits.shape[1], x.dtype)
-    rows = routing.route_rows(logits, rules, tiles.rows, pdl=pdl)
-    inner = multiply_gate_up(
-        normed, experts.gate_up, rows, tiles.gate_up,
-        bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled, pdl=pdl,
-    )  # fmt: skip
-    outputs = multiply_down(inner, experts.down, rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl)
+    outputs, scale = run_routed_experts(normed, logits, mixture, pdl=pdl), mixture.shared_scale
+    top = mixture.routing.experts_per_row
     return add_expert_outputs(x, outputs, top, shared=shared, shared_gate=shared_gate, shared_scale=scale, pdl=pdl)
