@@ -57,6 +57,12 @@ def test_routing_of_many_experts(rows: int, monkeypatch: pytest.MonkeyPatch) -> 
         expert_cases.check_routing(GPU, "many", rows, 16, pdl=True)
 
 
+@pytest.mark.parametrize(("rows", "columns", "count"), [(1, 2048, 128), (7, 2880, 32), (64, 2048, 64), (5, 96, 5)])
+def test_norm_and_logits(rows: int, columns: int, count: int) -> None:
+    for dtype, biased in ((BF16, True), (BF16, False), (F32, True)):
+        expert_cases.check_router(GPU, dtype, rows, columns, count, biased=biased, pdl=True)
+
+
 TILES = {"float32": experts.FLOAT32_TILES, "large": experts.LARGE_BF16_TILES}
 TILES |= {f"up-to-{rows}": tiles for rows, tiles in experts.BF16_TILES}
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kernels.triton import routing
 from emberline.kernels.triton.grouped import ProductTile, add_expert_outputs, multiply_down, multiply_gate_up
+from emberline.kernels.triton.routing import SortedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,21 @@ def choose_tiles(assignments: int, experts: int, dtype: torch.dtype) -> ExpertTi
     return next((tiles for rows, tiles in BF16_TILES if assignments <= rows * experts), LARGE_BF16_TILES)
 
 
-def run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture, *, pdl: bool = False) -> Tensor:
+def route_to_experts(logits: Tensor, mixture: Mixture, dtype: torch.dtype, *, pdl: bool = False) -> SortedRows:
+    """Return the experts of each row, in the tiles of `choose_tiles`. `logits`: of the router, float32."""
+    rules = mixture.routing
+    tiles = choose_tiles(len(logits) * rules.experts_per_row, logits.shape[1], dtype)
+    return routing.route_rows(logits, rules, tiles.rows, pdl=pdl)
+
+
+def multiply_by_experts(normed: Tensor, rows: SortedRows, mixture: Mixture, *, pdl: bool = False) -> Tensor:
     """Return the outputs [assignments, hidden] of each row's experts.
 
-    `normed`: inputs of the experts. `logits`: of the router, float32.
+    `normed`: inputs of the experts. `rows`: from `route_to_experts`.
     """
-    experts, rules = mixture.experts, mixture.routing
+    experts, scaled = mixture.experts, mixture.routing.scales_inputs
     assert isinstance(experts, StackedExperts), "a GPU needs stacked experts"
-    scaled = rules.scales_inputs
-    tiles = choose_tiles(len(normed) * rules.experts_per_row, logits.shape[1], normed.dtype)
-    rows = routing.route_rows(logits, rules, tiles.rows, pdl=pdl)
+    tiles = choose_tiles(len(rows.weights), len(experts.down), normed.dtype)
     inner = multiply_gate_up(
         normed, experts.gate_up, rows, tiles.gate_up,
         bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled, pdl=pdl,
@@ -67,8 +73,8 @@ def add_routed_experts(
     """Add the outputs of each row's experts to x in place.
 
     `shared`, `shared_gate`: outputs of the shared expert and the logits of its gate, if they are not added to x yet.
-    The other arguments are those of `run_routed_experts`.
     """
-    outputs, scale = run_routed_experts(normed, logits, mixture, pdl=pdl), mixture.shared_scale
+    rows = route_to_experts(logits, mixture, x.dtype, pdl=pdl)
+    outputs, scale = multiply_by_experts(normed, rows, mixture, pdl=pdl), mixture.shared_scale
     top = mixture.routing.experts_per_row
     return add_expert_outputs(x, outputs, top, shared=shared, shared_gate=shared_gate, shared_scale=scale, pdl=pdl)
