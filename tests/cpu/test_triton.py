@@ -33,7 +33,7 @@ from emberline.kernels.triton import norm, router, routing  # noqa: E402
 from emberline.kernels.triton.activation import gelu_mul, silu_mul  # noqa: E402
 from emberline.kernels.triton.attention import paged_attention  # noqa: E402
 from emberline.kernels.triton.decode import split_decode_attention  # noqa: E402
-from emberline.kernels.triton.experts import add_routed_experts  # noqa: E402
+from emberline.kernels.triton.experts import run_routed_experts  # noqa: E402
 from emberline.kernels.triton.norm import layer_norm, rms_norm  # noqa: E402
 from emberline.kernels.triton.rope import rope_and_cache  # noqa: E402
 from emberline.kernels.triton.token_gather import gather_tokens  # noqa: E402
@@ -361,10 +361,11 @@ def test_cache_slots_in_the_interpreter(count: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("name", expert_cases.ROUTINGS)
-@pytest.mark.parametrize("is_fused", [True, False])
-def test_routing_in_the_interpreter(rounding: None, name: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", ["fused", "at_once", "in_blocks"])
+def test_routing_in_the_interpreter(rounding: None, name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With small blocks and chunks, so that there are several of each."""
-    monkeypatch.setattr(routing, "FUSED_ROWS", (8,) if is_fused else ())
+    monkeypatch.setattr(routing, "FUSED_ROWS", (8,) if kernels == "fused" else ())
+    monkeypatch.setattr(routing, "MAX_ASSIGNMENTS_AT_ONCE", 64 if kernels == "at_once" else 0)
     monkeypatch.setattr(routing, "MAX_BLOCK_SCORES", 64)
     monkeypatch.setattr(routing, "BLOCKS_PER_SORT", 2)
     monkeypatch.setattr(routing, "COUNTED_BLOCKS", triton.language.constexpr(2))
@@ -422,6 +423,6 @@ def test_experts_compile(compiled_kernels: list[Any], rows: int, product: str) -
     unused = PackedWeight(torch.zeros(16, 2048), 16, 2048, F32)
     mixture = Mixture(norm, 1e-6, unused, experts, Routing(8, renormalize=True))
     normed, logits = router.norm_and_score(x, norm, 1e-6, torch.zeros(16, 2048, dtype=BF16), pdl=True)
-    add_routed_experts(x, normed, logits, mixture, pdl=True)
+    run_routed_experts(normed, logits, mixture, pdl=True)
     products = [kernel.asm["ptx"] for kernel in compiled_kernels if product in kernel.asm["ptx"]]
     assert len(products) == 2 and all("cp.async" in ptx for ptx in products)

@@ -37,7 +37,7 @@ def seed_and_backend() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", expert_cases.ROUTINGS)
-@pytest.mark.parametrize(("rows", "tile_rows"), [(1, 16), (8, 16), (32, 32), (33, 16), (500, 64), (5000, 128)])
+@pytest.mark.parametrize(("rows", "tile_rows"), [(1, 16), (3, 16), (8, 16), (32, 32), (65, 16), (500, 64), (5000, 128)])
 def test_routing(name: str, rows: int, tile_rows: int) -> None:
     expert_cases.check_routing(GPU, name, rows, tile_rows, pdl=True)
 

@@ -39,24 +39,24 @@ from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, pr
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
-from emberline.kernels.mixture import Mixture, SharedExpert
+from emberline.kernels.cuda.expert_layer import ExpertLayer
+from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
-from emberline.kernels.triton import activation, attention, cache_slots, experts, norm, rope, router, token_gather, widen
+from emberline.kernels.triton import activation, attention, cache_slots, norm, rope, token_gather, widen
 from emberline.kernels.triton import decode as split_decode
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
 # Pairs (n * k, m): a matrix of more than n * k elements that is kept in both forms is read as uw12 up to m rows of x.
 MAX_PACKED_ROWS = ((4096 * 16384, 128), (4096 * 4096, 64), (0, 32))
-SIDE_STREAM_ROWS = 0
-ROUTE_AT = 2
 MIN_GEMM_ROWS = 1024  # rows of x from which our GEMM mostly beats cuBLAS followed by a kernel for silu(gate) * up
 
 
 class HopperBackend(OpBackend):
-    _side: torch.cuda.Stream | None = None
+    def __init__(self) -> None:
+        self._expert_layer = ExpertLayer(self)
 
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
         """Return the weight without rearranging its rows.
@@ -197,61 +197,7 @@ class HopperBackend(OpBackend):
         return latent.latent_attention(inputs, plan, rows, lambda x, layer: self.linear(x, layer, LinearOutput()))
 
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
-        shared = mixture.shared
-        normed, logits = self._norm_and_score(x, mixture)
-        if shared is not None and len(x) <= SIDE_STREAM_ROWS:
-            return self._run_mixture_in_two_streams(x, normed, logits, mixture, shared)
-        outputs = gate = rows = None
-        if shared is None or ROUTE_AT == 0:
-            rows = experts.route_to_experts(logits, mixture, x.dtype, pdl=True)
-        if shared is not None:
-            assert mixture.clamp is None, "no shared expert has a clamped activation"
-            inner, down = self.gate_up_silu(normed, LinearLayer(shared.expert.gate_up)), LinearLayer(shared.expert.down)
-            if ROUTE_AT == 1:
-                rows = experts.route_to_experts(logits, mixture, x.dtype, pdl=True)
-            if shared.gate is None and shared.scale == 1.0:
-                self.linear(inner, down, LinearOutput(add_to=x))
-            else:
-                outputs = self.linear(inner, down, LinearOutput())
-            if shared.gate is not None:
-                gate = self.linear(normed, LinearLayer(shared.gate), LinearOutput(float32=True))
-            if ROUTE_AT == 2:
-                rows = experts.route_to_experts(logits, mixture, x.dtype, pdl=True)
-        assert rows is not None
-        routed = experts.multiply_by_experts(normed, rows, mixture, pdl=True)
-        return experts.add_expert_outputs(
-            x, routed, mixture.routing.experts_per_row, shared=outputs, shared_gate=gate,
-            shared_scale=mixture.shared_scale, pdl=True,
-        )  # fmt: skip
-
-    def _norm_and_score(self, x: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
-        """Return the normed rows, and the router's logits in float32."""
-        weight, bias = mixture.router, mixture.routing.bias
-        if len(x) <= router.MAX_ROWS and weight.layout is WeightLayout.ROWS and not weight.fixed_order:
-            return router.norm_and_score(x, mixture.norm, mixture.eps, weight.data, bias, pdl=True)
-        normed = norm.rms_norm(x, mixture.norm, mixture.eps, pdl=True)
-        return normed, self.linear(normed, LinearLayer(weight, bias), LinearOutput(float32=True))
-
-    def _run_mixture_in_two_streams(
-        self, x: Tensor, normed: Tensor, logits: Tensor, mixture: Mixture, shared: SharedExpert
-    ) -> Tensor:
-        gate_up, down, main = shared.expert.gate_up, shared.expert.down, torch.cuda.current_stream(x.device)
-        if self._side is None:
-            self._side = torch.cuda.Stream(x.device)
-        inner, outputs, gate = x.new_empty(len(x), down.k), torch.empty_like(x), None
-        self._side.wait_stream(main)
-        with torch.cuda.stream(self._side):
-            self.gate_up_silu(normed, LinearLayer(gate_up), out=inner)
-            self.linear(inner, LinearLayer(down), LinearOutput(out=outputs))
-        if shared.gate is not None:
-            gate = self.linear(normed, LinearLayer(shared.gate), LinearOutput(float32=True))
-        rows = experts.route_to_experts(logits, mixture, x.dtype, pdl=True)
-        routed = experts.multiply_by_experts(normed, rows, mixture, pdl=True)
-        main.wait_stream(self._side)
-        return experts.add_expert_outputs(
-            x, routed, mixture.routing.experts_per_row, shared=outputs, shared_gate=gate, shared_scale=shared.scale,
-            pdl=False,
-        )  # fmt: skip
+        return self._expert_layer.run(x, mixture)
 
     def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
         ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

@@ -10,6 +10,7 @@ from triton.language import constexpr, tensor
 from emberline.kernels.triton.jit import jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
 
 MAX_ROWS = 64  # up to so many rows, one kernel is faster than a norm and a product
+MAX_SINGLE_ROWS = 16  # up to so many rows, a program has one
 ROWS_PER_PROGRAM = 4
 EXPERTS_PER_PROGRAM = 8
 
@@ -56,11 +57,12 @@ def norm_and_score(
     assert x.stride(1) == 1 and weight.is_contiguous() and scale.is_contiguous() and weight.shape[1] == columns
     normed = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     logits = torch.empty(rows, experts, dtype=torch.float32, device=x.device)
-    grid = -(-rows // ROWS_PER_PROGRAM), -(-experts // EXPERTS_PER_PROGRAM)
+    program_rows = 1 if rows <= MAX_SINGLE_ROWS else ROWS_PER_PROGRAM
+    grid = -(-rows // program_rows), -(-experts // EXPERTS_PER_PROGRAM)
     if rows:
         _norm_and_score[grid](
             x, scale, weight, weight if bias is None else bias, normed, logits, rows, x.stride(0), eps, columns,
-            next_power_of_two(columns), experts, EXPERTS_PER_PROGRAM, ROWS_PER_PROGRAM, bias is not None, pdl,
+            next_power_of_two(columns), experts, EXPERTS_PER_PROGRAM, program_rows, bias is not None, pdl,
             num_warps=8, launch_pdl=pdl,
         )  # fmt: skip
     return normed, logits

@@ -20,6 +20,8 @@ from emberline.kernels.triton.jit import jit, jit_without_specializing, next_pow
 
 # Up to so many rows, one program selects the experts and sorts the rows; with 16 it takes minutes to compile.
 FUSED_ROWS = (1, 4)
+SELECTED_ROWS = 4  # of a program that selects experts, if the rows are few: one for each warp
+MAX_ASSIGNMENTS_AT_ONCE = 2048  # up to so many, a program for each expert finds all its assignments
 MAX_BLOCK_SCORES = 2048  # of a block: the rows of a program that selects experts
 BLOCKS_PER_SORT = 4  # blocks that a program sorts, if there are many
 COUNTED_BLOCKS = constexpr(32)  # blocks whose counts are added at a time
@@ -170,12 +172,12 @@ def _write_order(
 @jit_without_specializing("rows")
 def _select_rows(
     logits: tensor, correction: tensor, weights_out: tensor, chosen_out: tensor, counts: tensor, rows: tensor,
-    scale: tensor,
+    scale: tensor, COUNTED: constexpr,
     ROWS: constexpr, EXPERTS: constexpr, EXPERTS_PADDED: constexpr, TOP: constexpr, TOP_PADDED: constexpr,
     SIGMOID: constexpr, HAS_CORRECTION: constexpr, GROUPS: constexpr, GROUPS_PADDED: constexpr,
     GROUPS_PER_ROW: constexpr, GROUP_BEST: constexpr, RENORMALIZE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
-    """Select the experts of a block of rows, and count them."""
+    """Select the experts of a block of rows and, if COUNTED, count them."""
     pdl_trigger_and_wait(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     chosen, weights = _select(
@@ -186,9 +188,10 @@ def _select_rows(
     inside = (row < rows)[:, None] & (rank < TOP)
     tl.store(weights_out + row[:, None] * TOP + rank, weights, inside)
     tl.store(chosen_out + row[:, None] * TOP + rank, chosen, inside)
-    flat = tl.reshape(tl.where(inside, chosen, -1), [ROWS * TOP_PADDED])
-    number = tl.arange(0, EXPERTS_PADDED)
-    tl.store(counts + tl.program_id(0) * EXPERTS_PADDED + number, _count_experts(flat, EXPERTS_PADDED))
+    if COUNTED:
+        flat = tl.reshape(tl.where(inside, chosen, -1), [ROWS * TOP_PADDED])
+        number = tl.arange(0, EXPERTS_PADDED)
+        tl.store(counts + tl.program_id(0) * EXPERTS_PADDED + number, _count_experts(flat, EXPERTS_PADDED))
 
 
 @jit_without_specializing("blocks", "assignments")
@@ -217,6 +220,31 @@ def _sort_blocks(
         own = tl.load(chosen + at, (index < BLOCK) & (at < assignments), -1)
         _write_order(own, at, places, order, SIZE, BINS)
         places += tl.load(counts + block * BINS + number)
+
+
+@jit_without_specializing("assignments")
+def _sort_by_expert(
+    chosen: tensor, order: tensor, tile_experts: tensor, tile_counts: tensor, num_tiles: tensor, assignments: tensor,
+    SIZE: constexpr, BINS: constexpr, MAX_TILES: constexpr, TILE_ROWS: constexpr, PDL: constexpr,
+) -> None:  # fmt: skip
+    """Write the tiles of one expert. Each program counts the assignments of all experts, up to SIZE in total."""
+    pdl_trigger_and_wait(PDL)
+    expert = tl.program_id(0)
+    index = tl.arange(0, SIZE)
+    own = tl.load(chosen + index, index < assignments, -1)
+    number = tl.arange(0, BINS)
+    totals = _count_experts(own, BINS)
+    tiles = (totals + TILE_ROWS - 1) // TILE_ROWS
+    first = tl.sum(tl.where(number < expert, tiles, 0), 0)
+    is_own = own == expert
+    rank = tl.cumsum(is_own.to(tl.int32), 0) - 1
+    tl.store(order + first * TILE_ROWS + rank, index, is_own)
+    left = tl.sum(is_own.to(tl.int32), 0) - tl.arange(0, MAX_TILES) * TILE_ROWS
+    tile = first + tl.arange(0, MAX_TILES)
+    tl.store(tile_experts + tile, tl.zeros([MAX_TILES], tl.int32) + expert, left > 0)
+    tl.store(tile_counts + tile, tl.minimum(left, TILE_ROWS), left > 0)
+    if expert == 0:
+        tl.store(num_tiles, tl.sum(tiles, 0))
 
 
 @jit_without_specializing("rows")
@@ -258,9 +286,10 @@ def route_rows(logits: Tensor, routing: Routing, tile_rows: int, *, pdl: bool = 
     assignments, bins = rows * top, next_power_of_two(max(experts, 32))
     tiles = max_tile_count(assignments, experts, tile_rows)
     fused_rows = next((size for size in FUSED_ROWS if rows <= size), None)
-    block_rows = fused_rows or max(1, min(16, MAX_BLOCK_SCORES // bins))
+    is_at_once = assignments <= MAX_ASSIGNMENTS_AT_ONCE
+    block_rows = fused_rows or (SELECTED_ROWS if is_at_once else max(1, min(16, MAX_BLOCK_SCORES // bins)))
     blocks = -(-rows // block_rows)
-    sizes = [assignments, tiles * tile_rows, tiles, tiles, 1, blocks * bins]
+    sizes = [assignments, tiles * tile_rows, tiles, tiles, 1, 0 if fused_rows or is_at_once else blocks * bins]
     integers = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device)
     chosen, order, tile_experts, tile_counts, num_tiles, counts = integers.split(sizes)
     weights = torch.empty(assignments, dtype=torch.float32, device=logits.device)
@@ -279,20 +308,31 @@ def route_rows(logits: Tensor, routing: Routing, tile_rows: int, *, pdl: bool = 
         "RENORMALIZE": routing.renormalize,
         "PDL": pdl,
         "launch_pdl": pdl,
-        "num_warps": 4,
+        "num_warps": min(4, block_rows),  # the scores of a row are compared within a warp, if the rows are few
     }
     added = logits if correction is None else correction
+    found = SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top)
     if fused_rows:
         _select_and_sort[(1,)](
             logits, added, weights, chosen, order, tile_experts, tile_counts, num_tiles, rows, routing.scale,
             TILE_ROWS=tile_rows, **rules,
         )  # fmt: skip
-        return SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top)
-    _select_rows[(blocks,)](logits, added, weights, chosen, counts, rows, routing.scale, **rules)
+        return found
+    _select_rows[(blocks,)](
+        logits, added, weights, chosen, counts, rows, routing.scale, COUNTED=not is_at_once, **rules
+    )
+    if is_at_once:
+        size = next_power_of_two(assignments)
+        _sort_by_expert[(experts,)](
+            chosen, order, tile_experts, tile_counts, num_tiles, assignments,
+            SIZE=size, BINS=bins, MAX_TILES=next_power_of_two(-(-rows // tile_rows)), TILE_ROWS=tile_rows, PDL=pdl,
+            num_warps=8 if size > 256 else 4, launch_pdl=pdl,
+        )  # fmt: skip
+        return found
     span, block = 1 if blocks <= COUNTED_BLOCKS.value else BLOCKS_PER_SORT, block_rows * top
     _sort_blocks[(-(-blocks // span),)](
         chosen, counts, order, tile_experts, tile_counts, num_tiles, blocks, assignments,
         BLOCK=block, SIZE=next_power_of_two(block), SPAN=span, BINS=bins, TILE_ROWS=tile_rows, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
-    return SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top)
+    return found
