@@ -39,9 +39,7 @@ class ExpertLayer:
             return self._run_in_two_streams(x, normed, logits, mixture, gate)
         inner = self._backend.gate_up_silu(normed, LinearLayer(shared.expert.gate_up))
         adds = gate is None and shared.scale == 1.0
-        outputs = self._backend.linear(
-            inner, LinearLayer(shared.expert.down), LinearOutput(add_to=x if adds else None)
-        )
+        outputs = self._backend.linear(inner, LinearLayer(shared.expert.down), LinearOutput(add_to=x if adds else None))
         return self._add_experts(x, normed, logits, mixture, None if adds else outputs, gate)
 
     def _norm_and_score(self, x: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
