@@ -204,6 +204,10 @@ def test_shapes_with_experts_are_chosen_by_name() -> None:
     with pytest.raises(InvalidRequest, match="shape is 'qwen'"):
         engine.shape_of({"shape": "qwen"})
     assert find_routing({"routing": "tied"}) == "tied" and find_routing({}) == "random"
+    tied = engine.shape_of({"shape": "deepseek-v2-lite", "routing": "tied"})
+    assert tied.vllm_figures["decode_b64_ms"] == 5.19
+    assert list(engine.shape_of({"shape": "deepseek-v2-lite"}).vllm_figures) == ["prefill_2048_ms", "prefill_8192_ms"]
+    assert "decode_b64_ms" in engine.shape_of(settings).vllm_figures
     with pytest.raises(InvalidRequest, match="routing is 'same'"):
         find_routing({"routing": "same"})
 

@@ -243,7 +243,7 @@ def _argument_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="setting of the engine, or shape=NAME: the model, as in shapes.py",
+        help="setting of the engine, or shape=NAME and routing=NAME: the model, as in shapes.py",
     )
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for all parts together")
     parser.add_argument("--part", help=argparse.SUPPRESS)

@@ -185,8 +185,8 @@ def compute_token_cost(settings: dict[str, Any]) -> TokenCost:
 
 
 def shape_of(settings: dict[str, Any]) -> BenchShape:
-    """Return the shape that the settings name, Llama 3.1 8B by default."""
-    return find_shape(str(settings.get("shape", DEFAULT_SHAPE)))
+    """Return the shape that the settings name, Llama 3.1 8B by default, with vLLM's figures for the same routing."""
+    return find_shape(str(settings.get("shape", DEFAULT_SHAPE))).with_routing(find_routing(settings))
 
 
 def min_decode_step_ms(batch: int, context_tokens: float, cost: TokenCost) -> float:
