@@ -365,7 +365,7 @@ def test_cache_slots_in_the_interpreter(count: int) -> None:
 def test_routing_in_the_interpreter(rounding: None, name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With small blocks and chunks, so that there are several of each."""
     monkeypatch.setattr(routing, "FUSED_ROWS", (8,) if kernels == "fused" else ())
-    monkeypatch.setattr(routing, "MAX_ASSIGNMENTS_AT_ONCE", 64 if kernels == "at_once" else 0)
+    monkeypatch.setattr(routing, "ASSIGNMENTS_AT_ONCE", (4, 64) if kernels == "at_once" else ())
     monkeypatch.setattr(routing, "MAX_BLOCK_SCORES", 64)
     monkeypatch.setattr(routing, "BLOCKS_PER_SORT", 2)
     monkeypatch.setattr(routing, "COUNTED_BLOCKS", triton.language.constexpr(2))

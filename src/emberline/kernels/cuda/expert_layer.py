@@ -16,7 +16,7 @@ from emberline.kernels.packed_weight import WeightLayout
 from emberline.kernels.triton import experts, norm, router
 from emberline.kernels.triton.grouped import add_expert_outputs
 
-MAX_ROWS_IN_TWO_STREAMS = 256
+MAX_ROWS_IN_TWO_STREAMS = 64  # with 256 rows of DeepSeek-V2-Lite, one stream is 3 % faster
 
 
 class ExpertLayer:

@@ -21,8 +21,9 @@ class ExpertTiles:
 
 FLOAT32_TILES = ExpertTiles(16, ProductTile(32, 32, 4, 2), ProductTile(32, 32, 4, 2))
 # Pairs (rows of an expert, tiles): the tiles for bf16 up to so many rows of an expert on average.
-# The fastest of some that were measured on an H200 with the experts of Qwen3-30B-A3B.
+# The fastest of some that were measured on an H200 with the experts of Qwen3-30B-A3B and DeepSeek-V2-Lite.
 BF16_TILES = (
+    (0.125, ExpertTiles(16, ProductTile(64, 64, 4, 6, bulk=True), ProductTile(64, 128, 4, 4, bulk=True))),
     (8, ExpertTiles(16, ProductTile(32, 128, 4, 5, bulk=True), ProductTile(64, 128, 4, 4, bulk=True))),
     (24, ExpertTiles(32, ProductTile(64, 128, 4, 4, bulk=True), ProductTile(64, 128, 4, 4, bulk=True))),
     (80, ExpertTiles(64, ProductTile(64, 64, 4, 4, bulk=True), ProductTile(128, 64, 4, 4, bulk=True))),

@@ -21,7 +21,8 @@ from emberline.kernels.triton.jit import jit, jit_without_specializing, next_pow
 # Up to so many rows, one program selects the experts and sorts the rows; with 16 it takes minutes to compile.
 FUSED_ROWS = (1, 4)
 SELECTED_ROWS = 4  # of a program that selects experts, if the rows are few: one for each warp
-MAX_ASSIGNMENTS_AT_ONCE = 2048  # up to so many, a program for each expert finds all its assignments
+# Up to so many assignments, a program for each expert finds all its assignments. Each number is a kernel of its own.
+ASSIGNMENTS_AT_ONCE = (128, 512, 1024)
 MAX_BLOCK_SCORES = 2048  # of a block: the rows of a program that selects experts
 BLOCKS_PER_SORT = 4  # blocks that a program sorts, if there are many
 COUNTED_BLOCKS = constexpr(32)  # blocks whose counts are added at a time
@@ -172,12 +173,12 @@ def _write_order(
 @jit_without_specializing("rows")
 def _select_rows(
     logits: tensor, correction: tensor, weights_out: tensor, chosen_out: tensor, counts: tensor, rows: tensor,
-    scale: tensor, COUNTED: constexpr,
+    scale: tensor,
     ROWS: constexpr, EXPERTS: constexpr, EXPERTS_PADDED: constexpr, TOP: constexpr, TOP_PADDED: constexpr,
     SIGMOID: constexpr, HAS_CORRECTION: constexpr, GROUPS: constexpr, GROUPS_PADDED: constexpr,
     GROUPS_PER_ROW: constexpr, GROUP_BEST: constexpr, RENORMALIZE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
-    """Select the experts of a block of rows and, if COUNTED, count them."""
+    """Select the experts of a block of rows, and count them."""
     pdl_trigger_and_wait(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     chosen, weights = _select(
@@ -188,10 +189,9 @@ def _select_rows(
     inside = (row < rows)[:, None] & (rank < TOP)
     tl.store(weights_out + row[:, None] * TOP + rank, weights, inside)
     tl.store(chosen_out + row[:, None] * TOP + rank, chosen, inside)
-    if COUNTED:
-        flat = tl.reshape(tl.where(inside, chosen, -1), [ROWS * TOP_PADDED])
-        number = tl.arange(0, EXPERTS_PADDED)
-        tl.store(counts + tl.program_id(0) * EXPERTS_PADDED + number, _count_experts(flat, EXPERTS_PADDED))
+    flat = tl.reshape(tl.where(inside, chosen, -1), [ROWS * TOP_PADDED])
+    number = tl.arange(0, EXPERTS_PADDED)
+    tl.store(counts + tl.program_id(0) * EXPERTS_PADDED + number, _count_experts(flat, EXPERTS_PADDED))
 
 
 @jit_without_specializing("blocks", "assignments")
@@ -222,18 +222,19 @@ def _sort_blocks(
         places += tl.load(counts + block * BINS + number)
 
 
-@jit_without_specializing("assignments")
+@jit_without_specializing("blocks", "assignments")
 def _sort_by_expert(
-    chosen: tensor, order: tensor, tile_experts: tensor, tile_counts: tensor, num_tiles: tensor, assignments: tensor,
-    SIZE: constexpr, BINS: constexpr, MAX_TILES: constexpr, TILE_ROWS: constexpr, PDL: constexpr,
+    chosen: tensor, counts: tensor, order: tensor, tile_experts: tensor, tile_counts: tensor, num_tiles: tensor,
+    blocks: tensor, assignments: tensor,
+    SIZE: constexpr, BLOCKS: constexpr, BINS: constexpr, MAX_TILES: constexpr, TILE_ROWS: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
-    """Write the tiles of one expert. Each program counts the assignments of all experts, up to SIZE in total."""
+    """Write the tiles of one expert, of up to SIZE assignments that were counted in up to BLOCKS blocks."""
     pdl_trigger_and_wait(PDL)
     expert = tl.program_id(0)
     index = tl.arange(0, SIZE)
     own = tl.load(chosen + index, index < assignments, -1)
-    number = tl.arange(0, BINS)
-    totals = _count_experts(own, BINS)
+    block, number = tl.arange(0, BLOCKS)[:, None], tl.arange(0, BINS)
+    totals = tl.sum(tl.load(counts + block * BINS + number[None, :], block < blocks, 0), 0)
     tiles = (totals + TILE_ROWS - 1) // TILE_ROWS
     first = tl.sum(tl.where(number < expert, tiles, 0), 0)
     is_own = own == expert
@@ -286,10 +287,10 @@ def route_rows(logits: Tensor, routing: Routing, tile_rows: int, *, pdl: bool = 
     assignments, bins = rows * top, next_power_of_two(max(experts, 32))
     tiles = max_tile_count(assignments, experts, tile_rows)
     fused_rows = next((size for size in FUSED_ROWS if rows <= size), None)
-    is_at_once = assignments <= MAX_ASSIGNMENTS_AT_ONCE
-    block_rows = fused_rows or (SELECTED_ROWS if is_at_once else max(1, min(16, MAX_BLOCK_SCORES // bins)))
+    at_once = next((size for size in ASSIGNMENTS_AT_ONCE if assignments <= size), None)
+    block_rows = fused_rows or (SELECTED_ROWS if at_once else max(1, min(16, MAX_BLOCK_SCORES // bins)))
     blocks = -(-rows // block_rows)
-    sizes = [assignments, tiles * tile_rows, tiles, tiles, 1, 0 if fused_rows or is_at_once else blocks * bins]
+    sizes = [assignments, tiles * tile_rows, tiles, tiles, 1, blocks * bins]
     integers = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device)
     chosen, order, tile_experts, tile_counts, num_tiles, counts = integers.split(sizes)
     weights = torch.empty(assignments, dtype=torch.float32, device=logits.device)
@@ -318,15 +319,14 @@ def route_rows(logits: Tensor, routing: Routing, tile_rows: int, *, pdl: bool = 
             TILE_ROWS=tile_rows, **rules,
         )  # fmt: skip
         return found
-    _select_rows[(blocks,)](
-        logits, added, weights, chosen, counts, rows, routing.scale, COUNTED=not is_at_once, **rules
-    )
-    if is_at_once:
-        size = next_power_of_two(assignments)
+    _select_rows[(blocks,)](logits, added, weights, chosen, counts, rows, routing.scale, **rules)
+    if at_once:
+        max_rows = at_once // top
         _sort_by_expert[(experts,)](
-            chosen, order, tile_experts, tile_counts, num_tiles, assignments,
-            SIZE=size, BINS=bins, MAX_TILES=next_power_of_two(-(-rows // tile_rows)), TILE_ROWS=tile_rows, PDL=pdl,
-            num_warps=8 if size > 256 else 4, launch_pdl=pdl,
+            chosen, counts, order, tile_experts, tile_counts, num_tiles, blocks, assignments,
+            SIZE=at_once, BLOCKS=next_power_of_two(-(-max_rows // SELECTED_ROWS)), BINS=bins,
+            MAX_TILES=next_power_of_two(-(-max_rows // tile_rows)), TILE_ROWS=tile_rows, PDL=pdl,
+            num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
         return found
     span, block = 1 if blocks <= COUNTED_BLOCKS.value else BLOCKS_PER_SORT, block_rows * top
