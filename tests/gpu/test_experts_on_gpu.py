@@ -20,7 +20,7 @@ from test_model_swap_on_gpu import make_swapped, poison
 from emberline.core.params import SamplingParams
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
-from emberline.kernels.mixture import ClampedSwiGLU
+from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert, StackedExperts
 from emberline.kernels.triton import experts
 from emberline.kernels.triton.experts import ExpertTiles
 from emberline.models.loader import load_decoder
@@ -85,6 +85,39 @@ def test_products(name: str, rows: int, sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_sums(shared: str, dtype: torch.dtype) -> None:
     expert_cases.check_sums(GPU, dtype, 37, 2500, 6, shared, pdl=True)
+
+
+def make_mixture(shared_scale: float, *, gated: bool, hidden: int = 512, width: int = 128) -> Mixture:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=GPU, dtype=BF16) / shape[-1] ** 0.5
+
+    shared = Expert(ops.pack_linear(draw(4 * width, hidden), gated=True), ops.pack_linear(draw(hidden, 2 * width)))
+    return Mixture(
+        norm=torch.rand(hidden, device=GPU) + 0.5,
+        eps=1e-6,
+        router=ops.pack_linear(draw(16, hidden)),
+        experts=StackedExperts(draw(16, 2 * width, hidden), draw(16, hidden, width)),
+        routing=Routing(4, renormalize=True),
+        shared=SharedExpert(shared, ops.pack_linear(draw(1, hidden)) if gated else None, shared_scale),
+    )
+
+
+@pytest.mark.parametrize(("scale", "gated"), [(1.0, False), (0.5, False), (1.0, True)])
+def test_few_rows_agree_with_many(scale: float, gated: bool) -> None:
+    """With few rows the shared expert runs in a second stream; captured steps must wait for it too."""
+    mixture = make_mixture(scale, gated=gated)
+    x = torch.randn(100, 512, device=GPU, dtype=BF16)
+    many = ops.run_mixture(x.clone(), mixture)
+    for rows in (1, 8, 40):
+        few = ops.run_mixture(x[:rows].clone(), mixture)
+        torch.testing.assert_close(few, many[:rows], rtol=0.02, atol=0.05)
+        state, graph = x[:rows].clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ops.run_mixture(state, mixture)
+        for _ in range(20):
+            state.copy_(x[:rows])
+            graph.replay()
+            assert torch.equal(state, few)
 
 
 FAMILIES = {name: (tiny_experts, config) for name, config in tiny_experts.CONFIGS.items()}
