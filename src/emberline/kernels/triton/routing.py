@@ -27,6 +27,7 @@ MAX_BLOCK_SCORES = 2048  # of a block: the rows of a program that selects expert
 BLOCKS_PER_SORT = 4  # blocks that a program sorts, if there are many
 COUNTED_BLOCKS = constexpr(32)  # blocks whose counts are added at a time
 TILE_CHUNK = constexpr(16)  # tiles that are described at a time
+MIN_BINS = 32  # experts for which counts are kept, at least
 LOWEST = constexpr(-3.4028234663852886e38)  # lowest finite float32, below all scores
 
 
@@ -275,33 +276,16 @@ def _select_and_sort(
     _write_order(flat, assignment, places, order, ROWS * TOP_PADDED, EXPERTS_PADDED)
 
 
-def route_rows(logits: Tensor, routing: Routing, tile_rows: int, *, pdl: bool = False) -> SortedRows:
-    """Return the experts that each row selects, sorted into tiles of `tile_rows` rows.
-
-    `logits`: float32 [rows, experts], with the router's bias. There is at least one row.
-    """
-    rows, experts = logits.shape
-    assert logits.dtype is torch.float32 and logits.is_contiguous() and rows
-    top, correction = routing.experts_per_row, routing.correction
-    assert routing.group_best in (1, 2) and experts % routing.groups == 0
-    assignments, bins = rows * top, next_power_of_two(max(experts, 32))
-    tiles = max_tile_count(assignments, experts, tile_rows)
-    fused_rows = next((size for size in FUSED_ROWS if rows <= size), None)
-    at_once = next((size for size in ASSIGNMENTS_AT_ONCE if assignments <= size), None)
-    block_rows = fused_rows or (SELECTED_ROWS if at_once else max(1, min(16, MAX_BLOCK_SCORES // bins)))
-    blocks = -(-rows // block_rows)
-    sizes = [assignments, tiles * tile_rows, tiles, tiles, 1, blocks * bins]
-    integers = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device)
-    chosen, order, tile_experts, tile_counts, num_tiles, counts = integers.split(sizes)
-    weights = torch.empty(assignments, dtype=torch.float32, device=logits.device)
-    rules: dict[str, Any] = {
+def _selection_options(routing: Routing, experts: int, block_rows: int, *, pdl: bool) -> dict[str, Any]:
+    """Return the compile-time and launch options of kernels that select experts, for blocks of `block_rows` rows."""
+    return {
         "ROWS": block_rows,
         "EXPERTS": experts,
-        "EXPERTS_PADDED": bins,
-        "TOP": top,
-        "TOP_PADDED": next_power_of_two(top),
+        "EXPERTS_PADDED": next_power_of_two(max(experts, MIN_BINS)),
+        "TOP": routing.experts_per_row,
+        "TOP_PADDED": next_power_of_two(routing.experts_per_row),
         "SIGMOID": routing.scores == "sigmoid",
-        "HAS_CORRECTION": correction is not None,
+        "HAS_CORRECTION": routing.correction is not None,
         "GROUPS": routing.groups,
         "GROUPS_PADDED": next_power_of_two(routing.groups),
         "GROUPS_PER_ROW": routing.groups_per_row,
@@ -311,6 +295,28 @@ def route_rows(logits: Tensor, routing: Routing, tile_rows: int, *, pdl: bool = 
         "launch_pdl": pdl,
         "num_warps": min(4, block_rows),  # the scores of a row are compared within a warp, if the rows are few
     }
+
+
+def route_rows(logits: Tensor, routing: Routing, tile_rows: int, *, pdl: bool = False) -> SortedRows:
+    """Return the experts that each row selects, sorted into tiles of `tile_rows` rows.
+
+    `logits`: float32 [rows, experts], with the router's bias. There is at least one row.
+    """
+    rows, experts = logits.shape
+    assert logits.dtype is torch.float32 and logits.is_contiguous() and rows
+    top, correction = routing.experts_per_row, routing.correction
+    assert routing.group_best in (1, 2) and experts % routing.groups == 0
+    assignments, bins = rows * top, next_power_of_two(max(experts, MIN_BINS))
+    tiles = max_tile_count(assignments, experts, tile_rows)
+    fused_rows = next((size for size in FUSED_ROWS if rows <= size), None)
+    at_once = next((size for size in ASSIGNMENTS_AT_ONCE if assignments <= size), None)
+    block_rows = fused_rows or (SELECTED_ROWS if at_once else max(1, min(16, MAX_BLOCK_SCORES // bins)))
+    blocks = -(-rows // block_rows)
+    sizes = [assignments, tiles * tile_rows, tiles, tiles, 1, blocks * bins]
+    integers = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device)
+    chosen, order, tile_experts, tile_counts, num_tiles, counts = integers.split(sizes)
+    weights = torch.empty(assignments, dtype=torch.float32, device=logits.device)
+    rules = _selection_options(routing, experts, block_rows, pdl=pdl)
     added = logits if correction is None else correction
     found = SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top)
     if fused_rows:
