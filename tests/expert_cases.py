@@ -13,7 +13,11 @@ from triton_cases import BF16, F32, assert_close, random
 from emberline.kernels.mixture import ClampedSwiGLU, Routing
 from emberline.kernels.reference import select_experts
 from emberline.kernels.triton.grouped import ProductTile, add_expert_outputs, multiply_down, multiply_gate_up
+from emberline.kernels.triton.norm import rms_norm
+from emberline.kernels.triton.router import norm_and_score
 from emberline.kernels.triton.routing import SortedRows, route_rows
+
+F64 = torch.float64
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,21 @@ def check_routing_of_nan(device: str, name: str, rows: int) -> None:
     found = route_rows(logits, case.make(device), 16)
     assert bool(((found.chosen >= 0) & (found.chosen < case.experts)).all())
     check_sorted(found, case.experts)
+
+
+def check_router(
+    device: str, dtype: torch.dtype, rows: int, columns: int, count: int, *, biased: bool = False, pdl: bool = False
+) -> None:
+    """Check the norm and the logits of `norm_and_score` against those of two operations."""
+    x = (random(rows, columns + 8, device=device, dtype=dtype) * 3)[:, :columns]
+    scale, weight = random(columns, device=device), random(count, columns, device=device, dtype=dtype) / columns**0.5
+    bias = random(count, device=device) if biased else None
+    normed, logits = norm_and_score(x, scale, 1e-5, weight, bias, pdl=pdl)
+    wanted = rms_norm(x, scale, 1e-5, pdl=pdl)
+    torch.testing.assert_close(normed, wanted)  # sums may have another order
+    near, exact = (F.linear(normed.to(t), weight.to(t), None if bias is None else bias.to(t)) for t in (F32, F64))
+    assert logits.dtype is F32
+    assert_close(logits, near, exact)
 
 
 def check_products(

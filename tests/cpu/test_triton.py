@@ -29,11 +29,11 @@ from emberline.kernels.arguments import AttentionInputs, AttentionLayer, Attenti
 from emberline.kernels.cuda.decode import DecodeScratch  # noqa: E402
 from emberline.kernels.mixture import ClampedSwiGLU, Mixture, Routing, StackedExperts  # noqa: E402
 from emberline.kernels.packed_weight import PackedWeight  # noqa: E402
-from emberline.kernels.triton import norm, routing  # noqa: E402
+from emberline.kernels.triton import norm, router, routing  # noqa: E402
 from emberline.kernels.triton.activation import gelu_mul, silu_mul  # noqa: E402
 from emberline.kernels.triton.attention import paged_attention  # noqa: E402
 from emberline.kernels.triton.decode import split_decode_attention  # noqa: E402
-from emberline.kernels.triton.experts import add_routed_experts  # noqa: E402
+from emberline.kernels.triton.experts import run_routed_experts  # noqa: E402
 from emberline.kernels.triton.norm import layer_norm, rms_norm  # noqa: E402
 from emberline.kernels.triton.rope import rope_and_cache  # noqa: E402
 from emberline.kernels.triton.token_gather import gather_tokens  # noqa: E402
@@ -363,10 +363,11 @@ def test_cache_slots_in_the_interpreter(count: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("name", expert_cases.ROUTINGS)
-@pytest.mark.parametrize("is_fused", [True, False])
-def test_routing_in_the_interpreter(rounding: None, name: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", ["fused", "at_once", "in_blocks"])
+def test_routing_in_the_interpreter(rounding: None, name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With small blocks and chunks, so that there are several of each."""
-    monkeypatch.setattr(routing, "FUSED_ROWS", (8,) if is_fused else ())
+    monkeypatch.setattr(routing, "FUSED_ROWS", (8,) if kernels == "fused" else ())
+    monkeypatch.setattr(routing, "ASSIGNMENTS_AT_ONCE", (4, 64) if kernels == "at_once" else ())
     monkeypatch.setattr(routing, "MAX_BLOCK_SCORES", 64)
     monkeypatch.setattr(routing, "BLOCKS_PER_SORT", 2)
     monkeypatch.setattr(routing, "COUNTED_BLOCKS", triton.language.constexpr(2))
@@ -404,6 +405,13 @@ def test_sums_of_experts_in_the_interpreter(rounding: None, shared: str) -> None
     expert_cases.check_sums(CPU, BF16, 3, 70, 3, shared)
 
 
+@interpreted
+@pytest.mark.parametrize("rows,columns,count", [(1, 64, 8), (6, 100, 13)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_router_in_the_interpreter(rounding: None, rows: int, columns: int, count: int, biased: bool) -> None:
+    expert_cases.check_router(CPU, BF16, rows, columns, count, biased=biased)
+
+
 def test_most_tiles() -> None:
     assert routing.max_tile_count(8, 128, 16) == 8 and routing.max_tile_count(512, 128, 16) == 152
     assert routing.max_tile_count(65536, 128, 128) == 512 + 127
@@ -414,8 +422,9 @@ def test_most_tiles() -> None:
 def test_experts_compile(compiled_kernels: list[Any], rows: int, product: str) -> None:
     x, norm = torch.zeros(rows, 2048, dtype=BF16), torch.zeros(2048)
     experts = StackedExperts(torch.zeros(16, 1536, 2048, dtype=BF16), torch.zeros(16, 2048, 768, dtype=BF16))
-    router = PackedWeight(torch.zeros(16, 2048), 16, 2048, F32)
-    mixture = Mixture(norm, 1e-6, router, experts, Routing(8, renormalize=True))
-    add_routed_experts(x, x.clone(), torch.zeros(rows, 16), mixture, pdl=True)
+    unused = PackedWeight(torch.zeros(16, 2048), 16, 2048, F32)
+    mixture = Mixture(norm, 1e-6, unused, experts, Routing(8, renormalize=True))
+    normed, logits = router.norm_and_score(x, norm, 1e-6, torch.zeros(16, 2048, dtype=BF16), pdl=True)
+    run_routed_experts(normed, logits, mixture, pdl=True)
     products = [kernel.asm["ptx"] for kernel in compiled_kernels if product in kernel.asm["ptx"]]
     assert len(products) == 2 and all("cp.async" in ptx for ptx in products)

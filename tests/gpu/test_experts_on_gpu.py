@@ -20,7 +20,7 @@ from test_model_swap_on_gpu import make_swapped, poison
 from emberline.core.params import SamplingParams
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
-from emberline.kernels.mixture import ClampedSwiGLU
+from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert, StackedExperts
 from emberline.kernels.triton import experts
 from emberline.kernels.triton.experts import ExpertTiles
 from emberline.models.loader import load_decoder
@@ -37,7 +37,7 @@ def seed_and_backend() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", expert_cases.ROUTINGS)
-@pytest.mark.parametrize(("rows", "tile_rows"), [(1, 16), (8, 16), (32, 32), (33, 16), (500, 64), (5000, 128)])
+@pytest.mark.parametrize(("rows", "tile_rows"), [(1, 16), (3, 16), (8, 16), (32, 32), (65, 16), (500, 64), (5000, 128)])
 def test_routing(name: str, rows: int, tile_rows: int) -> None:
     expert_cases.check_routing(GPU, name, rows, tile_rows, pdl=True)
 
@@ -55,6 +55,12 @@ def test_routing_of_many_experts(rows: int, monkeypatch: pytest.MonkeyPatch) -> 
         case = expert_cases.RoutingCase(count, {"experts_per_row": 8, "renormalize": True, **rules})
         monkeypatch.setitem(expert_cases.ROUTINGS, "many", case)
         expert_cases.check_routing(GPU, "many", rows, 16, pdl=True)
+
+
+@pytest.mark.parametrize(("rows", "columns", "count"), [(1, 2048, 128), (7, 2880, 32), (64, 2048, 64), (5, 96, 5)])
+def test_norm_and_logits(rows: int, columns: int, count: int) -> None:
+    for dtype, biased in ((BF16, True), (BF16, False), (F32, True)):
+        expert_cases.check_router(GPU, dtype, rows, columns, count, biased=biased, pdl=True)
 
 
 TILES = {"float32": experts.FLOAT32_TILES, "large": experts.LARGE_BF16_TILES}
@@ -79,6 +85,39 @@ def test_products(name: str, rows: int, sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_sums(shared: str, dtype: torch.dtype) -> None:
     expert_cases.check_sums(GPU, dtype, 37, 2500, 6, shared, pdl=True)
+
+
+def make_mixture(shared_scale: float, *, gated: bool, hidden: int = 512, width: int = 128) -> Mixture:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=GPU, dtype=BF16) / shape[-1] ** 0.5
+
+    shared = Expert(ops.pack_linear(draw(4 * width, hidden), gated=True), ops.pack_linear(draw(hidden, 2 * width)))
+    return Mixture(
+        norm=torch.rand(hidden, device=GPU) + 0.5,
+        eps=1e-6,
+        router=ops.pack_linear(draw(16, hidden)),
+        experts=StackedExperts(draw(16, 2 * width, hidden), draw(16, hidden, width)),
+        routing=Routing(4, renormalize=True),
+        shared=SharedExpert(shared, ops.pack_linear(draw(1, hidden)) if gated else None, shared_scale),
+    )
+
+
+@pytest.mark.parametrize(("scale", "gated"), [(1.0, False), (0.5, False), (1.0, True)])
+def test_few_rows_agree_with_many(scale: float, gated: bool) -> None:
+    """With few rows the shared expert runs in a second stream; captured steps must wait for it too."""
+    mixture = make_mixture(scale, gated=gated)
+    x = torch.randn(100, 512, device=GPU, dtype=BF16)
+    many = ops.run_mixture(x.clone(), mixture)
+    for rows in (1, 8, 40):
+        few = ops.run_mixture(x[:rows].clone(), mixture)
+        torch.testing.assert_close(few, many[:rows], rtol=0.02, atol=0.05)
+        state, graph = x[:rows].clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ops.run_mixture(state, mixture)
+        for _ in range(20):
+            state.copy_(x[:rows])
+            graph.replay()
+            assert torch.equal(state, few)
 
 
 FAMILIES = {name: (tiny_experts, config) for name, config in tiny_experts.CONFIGS.items()}

@@ -34,6 +34,7 @@ from emberline.bench.gpu.model import (
     write_checkpoint,
 )
 from emberline.bench.gpu.openloop import OpenLoopBench, draw_arrivals, latency_percentiles, run_open_loop
+from emberline.bench.gpu.shapes import find_routing
 from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.bench.report import BenchReport, BenchResult
 from emberline.core.clock import ManualClock
@@ -205,6 +206,13 @@ def test_shapes_with_experts_are_chosen_by_name() -> None:
     assert recurrent.weight_bytes == pytest.approx(2 * 2.9e9, rel=0.02)
     with pytest.raises(InvalidRequest, match="shape is 'qwen'"):
         engine.shape_of({"shape": "qwen"})
+    assert find_routing({"routing": "tied"}) == "tied" and find_routing({}) == "random"
+    tied = engine.shape_of({"shape": "deepseek-v2-lite", "routing": "tied"})
+    assert tied.vllm_figures["decode_b64_ms"] == 5.19
+    assert list(engine.shape_of({"shape": "deepseek-v2-lite"}).vllm_figures) == ["prefill_2048_ms", "prefill_8192_ms"]
+    assert "decode_b64_ms" in engine.shape_of(settings).vllm_figures
+    with pytest.raises(InvalidRequest, match="routing is 'same'"):
+        find_routing({"routing": "same"})
 
 
 def test_limits_follow_from_bandwidth_and_flops() -> None:

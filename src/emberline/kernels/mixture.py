@@ -104,6 +104,10 @@ class Mixture:
     shared: SharedExpert | None = None
     clamp: ClampedSwiGLU | None = None  # None: silu(gate) * up; otherwise no matrix is packed as gated
 
+    @property
+    def shared_scale(self) -> float:
+        return 1.0 if self.shared is None else self.shared.scale
+
     @cached_property
     def native(self) -> NativeMixture:
         """The C struct that describes this mixture to the native library."""
@@ -132,7 +136,7 @@ class Mixture:
             hidden=router.k,
             eps=self.eps,
             scale=routing.scale,
-            shared_scale=1.0 if shared is None else shared.scale,
+            shared_scale=self.shared_scale,
             swiglu_alpha=0.0 if clamp is None else clamp.alpha,
             swiglu_limit=0.0 if clamp is None else clamp.limit,
         )

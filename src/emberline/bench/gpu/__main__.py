@@ -199,7 +199,7 @@ def merge_child_results(lines_file: Path, report: BenchReport) -> dict[str, Any]
     return config
 
 
-def _parse_setting(text: str) -> tuple[str, Any]:
+def parse_setting(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     try:
         return name, json.loads(value)
@@ -239,11 +239,11 @@ def _argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--set",
-        type=_parse_setting,
+        type=parse_setting,
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="setting of the engine, or shape=NAME: the model, as in shapes.py",
+        help="setting of the engine, or shape=NAME and routing=NAME: the model, as in shapes.py",
     )
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for all parts together")
     parser.add_argument("--part", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""count_distinct_experts: how many different experts of a layer a decode step reads."""
+"""count_distinct_experts: how many different experts of a layer a decode step reads; tie_router_scores."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from statistics import mean
 import torch
 
 from emberline.engine.gpu.runner import GPURunner
-from emberline.kernels.mixture import Routing
+from emberline.kernels.mixture import Mixture, Routing
+from emberline.kernels.packed_weight import WeightLayout
 from emberline.kernels.triton import routing as routing_kernels
 from emberline.kernels.triton.routing import SortedRows, route_rows
+from emberline.models.decoder import DecoderModel
+from emberline.models.sleep import iter_instances
 
 
 def count_distinct_experts(runner: GPURunner, run: Callable[[], object], batch: int) -> float:
@@ -26,6 +29,13 @@ def count_distinct_experts(runner: GPURunner, run: Callable[[], object], batch: 
     finally:
         runner.graphs = graphs
     return mean(counts) if counts else 0.0
+
+
+def tie_router_scores(model: DecoderModel) -> None:
+    """Fill the router of each layer with zeros, so that all rows select the same experts."""
+    for mixture in iter_instances(Mixture, model.layers):
+        assert mixture.router.layout is WeightLayout.ROWS, "packed weights of zeros are not all zeros"
+        mixture.router.data.zero_()
 
 
 @contextmanager

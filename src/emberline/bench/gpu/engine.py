@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from emberline.bench import workload
 from emberline.bench.gpu.model import LLAMA_8B, GPURandomWeights
-from emberline.bench.gpu.shapes import DEFAULT_SHAPE, BenchShape, find_shape
+from emberline.bench.gpu.shapes import DEFAULT_SHAPE, BenchShape, find_routing, find_shape
 from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.bench.machine_limits import MachineLimits, TokenCost
 from emberline.bench.report import BenchReport
@@ -185,8 +185,8 @@ def compute_token_cost(settings: dict[str, Any]) -> TokenCost:
 
 
 def shape_of(settings: dict[str, Any]) -> BenchShape:
-    """Return the shape that the settings name, Llama 3.1 8B by default."""
-    return find_shape(str(settings.get("shape", DEFAULT_SHAPE)))
+    """Return the shape that the settings name, Llama 3.1 8B by default, with vLLM's figures for the same routing."""
+    return find_shape(str(settings.get("shape", DEFAULT_SHAPE))).with_routing(find_routing(settings))
 
 
 def min_decode_step_ms(batch: int, context_tokens: float, cost: TokenCost) -> float:
@@ -355,15 +355,20 @@ def _run_sampled_job(engine: MeasuredEngine, job: BenchJob, params: SamplingPara
 def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
     import torch
 
+    from emberline.bench.gpu.distinct_experts import tie_router_scores
     from emberline.bench.gpu.sampled_decode import make_grammar_compiler
     from emberline.engine.gpu.boot import boot_gpu
 
     weights = GPURandomWeights("cuda", torch.bfloat16, packed=settings.get("weights") == "packed")
-    others = {name: value for name, value in settings.items() if name != "shape"}
+    has_tied_scores = find_routing(settings) == "tied"
+    others = {name: value for name, value in settings.items() if name not in ("shape", "routing")}
     config = EngineConfig.build("", **{"max_waiting": MAX_WAITING, **others}).with_gpu_defaults()
     model = ModelConfig.from_hf(shape_of(settings).hf_config)
     compiler = make_grammar_compiler if model == CONFIG else None
-    return boot_gpu(model, weights, context=settings["max_context"], settings=config, make_compiler=compiler)
+    booted = boot_gpu(model, weights, context=settings["max_context"], settings=config, make_compiler=compiler)
+    if has_tied_scores:
+        tie_router_scores(booted.runner.model)
+    return booted
 
 
 def is_measurement_selected(name: str, name_patterns: Sequence[str]) -> bool:

@@ -1,4 +1,8 @@
-"""`python -m emberline.bench.gpu.profile`: prints the GPU time of each kernel in an engine step."""
+"""`python -m emberline.bench.gpu.profile`: prints the GPU time of each kernel in an engine step.
+
+Kernels may start while the one before still runs, and then wait for it. So each kernel has two times: the added one,
+from the end of the kernel before to its own end, and the whole one, from its start. The added times sum to the step's.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,18 @@ from torch.profiler import ProfilerActivity, profile
 
 from emberline.bench import workload
 from emberline.bench.gpu import speculation
-from emberline.bench.gpu.engine import PROMPT_TOKENS, SETTINGS, VOCAB, boot_engine, make_submission
+from emberline.bench.gpu.__main__ import parse_setting
+from emberline.bench.gpu.engine import PROMPT_TOKENS, SETTINGS, boot_engine, make_submission, shape_of
 from emberline.engine.engine import Engine
 
 PROFILED_STEPS = 20
+PRINTED_KERNELS = 24
 
 
-def profile_decode(engine: Engine, batch: int) -> None:
+def profile_decode(engine: Engine, batch: int, vocab: int) -> None:
     """Print the kernel times of decode steps with `batch` requests, after a warm-up."""
     max_tokens = 4 * PROFILED_STEPS * (1 + speculation.MAX_DRAFT if engine.scheduler.drafter else 1)
-    job = workload.make_job([(PROMPT_TOKENS, max_tokens)] * batch, VOCAB - max_tokens)
+    job = workload.make_job([(PROMPT_TOKENS, max_tokens)] * batch, vocab - max_tokens)
     for i, prompt in enumerate(job.prompts):
         engine.add(make_submission(f"decode-{batch}-{i}", prompt, max_tokens))
     for _ in range(2 * PROFILED_STEPS):  # prefill, and the capture of CUDA graphs
@@ -32,9 +38,9 @@ def profile_decode(engine: Engine, batch: int) -> None:
         engine.step()
 
 
-def profile_prefill(engine: Engine, tokens: int) -> None:
+def profile_prefill(engine: Engine, tokens: int, vocab: int) -> None:
     def run_once(name: str) -> None:
-        prompt = workload.make_job([(tokens, 1)], VOCAB).prompts[0]
+        prompt = workload.make_job([(tokens, 1)], vocab).prompts[0]
         engine.add(make_submission(name, prompt, 1))
         while not engine.idle:
             engine.step()
@@ -47,36 +53,44 @@ def _print_profile(title: str, step: Callable[[], object], repeats: int) -> None
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
-    total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    first, last, busy = float("inf"), 0.0, 0.0
-    for event in profiler.events() or ():
-        if event.device_type.name == "CUDA":
-            span = event.time_range
-            us = float(span.end - span.start)
-            total[event.name][0] += us
-            total[event.name][1] += 1
-            first, last, busy = min(first, span.start), max(last, span.end), busy + us
-    print(f"{title}: {(last - first) / repeats:.0f} us from first to last, {busy / repeats:.0f} us of kernels")
-    for name, (us, count) in sorted(total.items(), key=lambda item: -item[1][0])[:16]:
-        print(f"  {us / repeats:9.1f} us {count / repeats:7.1f} x {us / count:8.2f}  {name[:90]}")
+    spans = [
+        (float(event.time_range.end), float(event.time_range.start), event.name)
+        for event in profiler.events() or ()
+        if event.device_type.name == "CUDA"
+    ]
+    total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    first = before = min(start for _, start, _ in spans)
+    for end, start, name in sorted(spans):
+        for i, value in enumerate((end - before, end - start, 1)):
+            total[name][i] += value
+        before = end
+    print(f"{title}: {(before - first) / repeats:.0f} us from first to last")
+    for name, (added, whole, count) in sorted(total.items(), key=lambda item: -item[1][0])[:PRINTED_KERNELS]:
+        times = f"{added / count:8.2f} us added {whole / count:8.2f} us whole"
+        print(f"  {added / repeats:9.1f} us = {count / repeats:7.1f} x {times}  {name[:90]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu.profile", description=__doc__)
     parser.add_argument("--batches", default="1,32,64,256", help="decode batch sizes, separated by commas")
     parser.add_argument("--prompts", default="2048,8192", help="prompt lengths in tokens, separated by commas")
+    parser.add_argument(
+        "--set", type=parse_setting, action="append", default=[], metavar="NAME=VALUE", help="as of the benchmarks"
+    )
     parser.add_argument("--draft-with", choices=("plain", "packed", "both"), help="with drafts, and these weights")
     args = parser.parse_args()
     if args.draft_with is None:
-        engine = boot_engine(SETTINGS).engine
+        settings = SETTINGS | dict(args.set)
+        engine = boot_engine(settings).engine
     else:
         settings = speculation.BENCH_SETTINGS | {"weights": args.draft_with}
         engine = speculation.boot_engine(settings).engine
         engine.scheduler.drafter = speculation.make_drafter(settings)
+    vocab = shape_of(settings).prompt_vocab
     for batch in (int(b) for b in args.batches.split(",") if b):
-        profile_decode(engine, batch)
+        profile_decode(engine, batch, vocab)
     for tokens in (int(t) for t in args.prompts.split(",") if t):
-        profile_prefill(engine, tokens)
+        profile_prefill(engine, tokens, vocab)
 
 
 if __name__ == "__main__":

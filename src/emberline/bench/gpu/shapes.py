@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from emberline.bench.gpu.model import LLAMA_8B
 from emberline.core.errors import InvalidRequest
 
 DEFAULT_SHAPE = "llama-3.1-8b"
+# How rows select experts. "random": by random routers, which spreads rows over all experts. "tied": all scores are
+# equal, so that every row selects the same experts, as in vLLM with dummy weights and DeepSeek-V2-Lite: its softmax in
+# bfloat16 rounds all 64 scores to 1/64.
+ROUTINGS = ("random", "tied")
 QWEN3_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -110,6 +114,17 @@ class BenchShape:
     hf_config: Mapping[str, Any]  # config.json
     prompt_vocab: int  # prompts contain only ids below it, so no special tokens
     vllm_figures: Mapping[str, float] = field(default_factory=dict)  # by the name of the result
+    vllm_routing: str = "random"  # how rows select experts with vLLM's dummy weights
+
+    def with_routing(self, routing: str) -> BenchShape:
+        """Return the shape without vLLM's figures of decode steps if its routing was another one.
+
+        Decode steps that read fewer experts are faster. Prompts take as many operations with either routing.
+        """
+        if routing == self.vllm_routing:
+            return self
+        others = {name: figure for name, figure in self.vllm_figures.items() if not name.startswith("decode")}
+        return replace(self, vllm_figures=others)
 
 
 SHAPES = {
@@ -155,6 +170,7 @@ SHAPES = {
             "prefill_2048_ms": 54.6,
             "prefill_8192_ms": 102.0,
         },
+        vllm_routing="tied",
     ),
     "qwen3.5-35b-a3b": BenchShape(QWEN3_5_35B_A3B, 100_000),
 }
@@ -165,3 +181,11 @@ def find_shape(name: str) -> BenchShape:
     if name not in SHAPES:
         raise InvalidRequest(f"shape is {name[:80]!r}; it must be one of {', '.join(SHAPES)}", param="shape")
     return SHAPES[name]
+
+
+def find_routing(settings: Mapping[str, Any]) -> str:
+    """Return the setting `routing`, "random" by default. Raises InvalidRequest if it has another value."""
+    routing = str(settings.get("routing", ROUTINGS[0]))
+    if routing not in ROUTINGS:
+        raise InvalidRequest(f"routing is {routing[:80]!r}; it must be one of {', '.join(ROUTINGS)}", param="routing")
+    return routing

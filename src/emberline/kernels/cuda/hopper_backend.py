@@ -40,6 +40,7 @@ from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, pr
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
+from emberline.kernels.cuda.expert_layer import ExpertLayer
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
@@ -51,7 +52,6 @@ from emberline.kernels.triton import (
     cache_slots,
     convolution,
     delta,
-    experts,
     norm,
     output_gate,
     rope,
@@ -68,6 +68,9 @@ MIN_GEMM_ROWS = 1024  # rows of x from which our GEMM mostly beats cuBLAS follow
 
 
 class HopperBackend(OpBackend):
+    def __init__(self) -> None:
+        self._expert_layer = ExpertLayer(self)
+
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
         """Return the weight without rearranging its rows.
 
@@ -216,21 +219,7 @@ class HopperBackend(OpBackend):
         return output_gate.apply_sigmoid_gate(x, gate, pdl=True)
 
     def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
-        routing, shared = mixture.routing, mixture.shared
-        normed = norm.rms_norm(x, mixture.norm, mixture.eps, pdl=True)
-        router = LinearLayer(mixture.router, routing.bias)
-        logits = self.linear(normed, router, LinearOutput(float32=True))
-        outputs = gate = None
-        if shared is not None:
-            assert mixture.clamp is None, "no shared expert has a clamped activation"
-            inner, down = self.gate_up_silu(normed, LinearLayer(shared.expert.gate_up)), LinearLayer(shared.expert.down)
-            if shared.gate is None and shared.scale == 1.0:
-                self.linear(inner, down, LinearOutput(add_to=x))
-            else:
-                outputs = self.linear(inner, down, LinearOutput())
-            if shared.gate is not None:
-                gate = self.linear(normed, LinearLayer(shared.gate), LinearOutput(float32=True))
-        return experts.add_routed_experts(x, normed, logits, mixture, shared=outputs, shared_gate=gate, pdl=True)
+        return self._expert_layer.run(x, mixture)
 
     def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
         ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

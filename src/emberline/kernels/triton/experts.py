@@ -1,4 +1,4 @@
-"""add_routed_experts: routes rows to experts and adds the outputs of the experts, with tiles chosen by shape."""
+"""run_routed_experts: routes rows to experts and computes the outputs of the experts, with tiles chosen by shape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kernels.triton import routing
-from emberline.kernels.triton.grouped import ProductTile, add_expert_outputs, multiply_down, multiply_gate_up
+from emberline.kernels.triton.grouped import ProductTile, multiply_down, multiply_gate_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,10 @@ class ExpertTiles:
 
 FLOAT32_TILES = ExpertTiles(16, ProductTile(32, 32, 4, 2), ProductTile(32, 32, 4, 2))
 # Pairs (rows of an expert, tiles): the tiles for bf16 up to so many rows of an expert on average.
-# The fastest of some that were measured on an H200 with the experts of Qwen3-30B-A3B.
+# The fastest of some that were measured on an H200 with the experts of Qwen3-30B-A3B and DeepSeek-V2-Lite.
 BF16_TILES = (
-    (8, ExpertTiles(16, ProductTile(32, 128, 4, 4), ProductTile(64, 128, 4, 4, bulk=True, prefetch=True))),
+    (0.125, ExpertTiles(16, ProductTile(64, 64, 4, 6, bulk=True), ProductTile(64, 128, 4, 4, bulk=True))),
+    (8, ExpertTiles(16, ProductTile(32, 128, 4, 5, bulk=True), ProductTile(64, 128, 4, 4, bulk=True))),
     (24, ExpertTiles(32, ProductTile(64, 128, 4, 4, bulk=True), ProductTile(64, 128, 4, 4, bulk=True))),
     (80, ExpertTiles(64, ProductTile(64, 64, 4, 4, bulk=True), ProductTile(128, 64, 4, 4, bulk=True))),
 )
@@ -37,29 +38,18 @@ def choose_tiles(assignments: int, experts: int, dtype: torch.dtype) -> ExpertTi
     return next((tiles for rows, tiles in BF16_TILES if assignments <= rows * experts), LARGE_BF16_TILES)
 
 
-def add_routed_experts(
-    x: Tensor,
-    normed: Tensor,
-    logits: Tensor,
-    mixture: Mixture,
-    *,
-    shared: Tensor | None = None,
-    shared_gate: Tensor | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """Add the outputs of each row's experts to x in place.
+def run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture, *, pdl: bool = False) -> Tensor:
+    """Return the outputs [rows * experts per row, hidden] of each row's experts.
 
-    `normed`: inputs of the experts. `logits`: of the router, float32. `shared`, `shared_gate`: outputs of the shared
-    expert and the logits of its gate, if they are not added to x yet.
+    `normed`: inputs of the experts. `logits`: of the router, float32.
     """
-    experts, rules, scale = mixture.experts, mixture.routing, 1.0 if mixture.shared is None else mixture.shared.scale
+    experts, rules = mixture.experts, mixture.routing
     assert isinstance(experts, StackedExperts), "a GPU needs stacked experts"
-    top, scaled = rules.experts_per_row, rules.scales_inputs
-    tiles = choose_tiles(len(x) * top, logits.shape[1], x.dtype)
+    scaled = rules.scales_inputs
+    tiles = choose_tiles(len(normed) * rules.experts_per_row, logits.shape[1], normed.dtype)
     rows = routing.route_rows(logits, rules, tiles.rows, pdl=pdl)
     inner = multiply_gate_up(
         normed, experts.gate_up, rows, tiles.gate_up,
         bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled, pdl=pdl,
     )  # fmt: skip
-    outputs = multiply_down(inner, experts.down, rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl)
-    return add_expert_outputs(x, outputs, top, shared=shared, shared_gate=shared_gate, shared_scale=scale, pdl=pdl)
+    return multiply_down(inner, experts.down, rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl)

@@ -30,19 +30,6 @@ class ProductTile:
     warps: int
     stages: int  # of the pipeline of loads
     bulk: bool = False  # whether weights are loaded by bulk copies (TMA), if the sizes are multiples of the tile
-    prefetch: bool = False  # whether the weights are requested while the product before, of the same rows, still runs
-
-
-@jit
-def _prefetch_matrix(
-    memory: tensor, row: tensor, DEPTH: constexpr, BLOCK_N: constexpr, LINES: constexpr, LINE: constexpr
-) -> None:
-    """Request BLOCK_N rows of the matrices, from `row` on, for the L2 cache."""
-    column = tl.minimum(tl.arange(0, LINES) * LINE, DEPTH - LINE)
-    at = memory + (row + tl.arange(0, BLOCK_N))[:, None] * DEPTH + column[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
 
 
 @jit
@@ -76,26 +63,20 @@ def _finish_products(
 
 @jit
 def _multiply_experts(
-    x: tensor, w: tensor, memory: tensor, bias: tensor, weights: tensor, order: tensor, tile_experts: tensor,
-    tile_counts: tensor, num_tiles: tensor, out: tensor, alpha: tensor, limit: tensor,
+    x: tensor, w: tensor, bias: tensor, weights: tensor, order: tensor, tile_experts: tensor, tile_counts: tensor,
+    num_tiles: tensor, out: tensor, alpha: tensor, limit: tensor,
     DEPTH: constexpr, WIDTH: constexpr, DIVISOR: constexpr, ROWS: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
-    GATED: constexpr, HAS_BIAS: constexpr, CLAMPED: constexpr, SCALED: constexpr, BULK: constexpr,
-    PREFETCHED: constexpr, EXPERTS: constexpr, LINES: constexpr, LINE: constexpr, PDL: constexpr,
+    GATED: constexpr, HAS_BIAS: constexpr, CLAMPED: constexpr, SCALED: constexpr, BULK: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     """Multiply rows of x [*, DEPTH] by an expert's matrix.
 
     It has WIDTH rows; if GATED, WIDTH rows of gate, then WIDTH rows of up. The input of an assignment is row
     assignment // DIVISOR of x, its output is row `assignment` of out. With SCALED, the products of a row are multiplied
     by the assignment's weight: before the activation if GATED, which equals scaled inputs, and otherwise after the
-    bias. With BULK, w is a tensor descriptor of all matrices as one, for bulk copies (TMA); `memory` is where they lie.
-    With PREFETCHED, the kernel before must be this one, since it makes the tiles visible early.
+    bias. With BULK, w is a tensor descriptor of all matrices as one, for bulk copies (TMA).
     """
     blocks = (WIDTH + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // blocks
-    if PREFETCHED:  # noqa: SIM102 - known when the kernel is compiled
-        if tile < tl.load(num_tiles):
-            soon = tl.minimum(tl.maximum(tl.load(tile_experts + tile), 0), EXPERTS - 1).to(tl.int64)
-            _prefetch_matrix(memory, soon * WIDTH + tl.program_id(0) % blocks * BLOCK_N, DEPTH, BLOCK_N, LINES, LINE)
     pdl_wait_and_trigger(PDL)
     if tile >= tl.load(num_tiles):
         return
@@ -194,15 +175,14 @@ def _launch(
     out = torch.empty(assignments, width, dtype=x.dtype, device=x.device)
     alpha, limit = (0.0, 0.0) if clamp is None else (clamp.alpha, clamp.limit)
     is_even = x.dtype is torch.bfloat16 and depth % tile.depth == 0 and width % tile.columns == 0
-    is_bulk, is_prefetched, line = tile.bulk and is_even, tile.prefetch and is_even and pdl and not gated, 64
+    is_bulk = tile.bulk and is_even
     source = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.columns, tile.depth]) if is_bulk else weight
     _multiply_experts[(rows.max_tiles * -(-width // tile.columns),)](
-        x, source, weight, x if bias is None else bias, rows.weights, rows.order, rows.tile_experts, rows.tile_counts,
+        x, source, x if bias is None else bias, rows.weights, rows.order, rows.tile_experts, rows.tile_counts,
         rows.num_tiles, out, alpha, limit,
         DEPTH=depth, WIDTH=width, DIVISOR=rows.experts_per_row if gated else 1, ROWS=rows.tile_rows,
         BLOCK_N=tile.columns, BLOCK_K=tile.depth, GATED=gated, HAS_BIAS=bias is not None, CLAMPED=clamp is not None,
-        SCALED=scaled, BULK=is_bulk, PREFETCHED=is_prefetched,
-        EXPERTS=len(weight), LINES=next_power_of_two(-(-depth // line)), LINE=line, PDL=pdl,
+        SCALED=scaled, BULK=is_bulk, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -20,10 +20,14 @@ from emberline.kernels.triton.jit import jit, jit_without_specializing, next_pow
 
 # Up to so many rows, one program selects the experts and sorts the rows; with 16 it takes minutes to compile.
 FUSED_ROWS = (1, 4)
+SELECTED_ROWS = 4  # of a program that selects experts, if the rows are few: one for each warp
+# Up to so many assignments, a program for each expert finds all its assignments. Each number is a kernel of its own.
+ASSIGNMENTS_AT_ONCE = (128, 512, 1024)
 MAX_BLOCK_SCORES = 2048  # of a block: the rows of a program that selects experts
 BLOCKS_PER_SORT = 4  # blocks that a program sorts, if there are many
 COUNTED_BLOCKS = constexpr(32)  # blocks whose counts are added at a time
 TILE_CHUNK = constexpr(16)  # tiles that are described at a time
+MIN_BINS = 32  # experts for which counts are kept, at least
 LOWEST = constexpr(-3.4028234663852886e38)  # lowest finite float32, below all scores
 
 
@@ -219,6 +223,32 @@ def _sort_blocks(
         places += tl.load(counts + block * BINS + number)
 
 
+@jit_without_specializing("blocks", "assignments")
+def _sort_by_expert(
+    chosen: tensor, counts: tensor, order: tensor, tile_experts: tensor, tile_counts: tensor, num_tiles: tensor,
+    blocks: tensor, assignments: tensor,
+    SIZE: constexpr, BLOCKS: constexpr, BINS: constexpr, MAX_TILES: constexpr, TILE_ROWS: constexpr, PDL: constexpr,
+) -> None:  # fmt: skip
+    """Write the tiles of one expert, of up to SIZE assignments that were counted in up to BLOCKS blocks."""
+    pdl_trigger_and_wait(PDL)
+    expert = tl.program_id(0)
+    index = tl.arange(0, SIZE)
+    own = tl.load(chosen + index, index < assignments, -1)
+    block, number = tl.arange(0, BLOCKS)[:, None], tl.arange(0, BINS)
+    totals = tl.sum(tl.load(counts + block * BINS + number[None, :], block < blocks, 0), 0)
+    tiles = (totals + TILE_ROWS - 1) // TILE_ROWS
+    first = tl.sum(tl.where(number < expert, tiles, 0), 0)
+    is_own = own == expert
+    rank = tl.cumsum(is_own.to(tl.int32), 0) - 1
+    tl.store(order + first * TILE_ROWS + rank, index, is_own)
+    left = tl.sum(is_own.to(tl.int32), 0) - tl.arange(0, MAX_TILES) * TILE_ROWS
+    tile = first + tl.arange(0, MAX_TILES)
+    tl.store(tile_experts + tile, tl.zeros([MAX_TILES], tl.int32) + expert, left > 0)
+    tl.store(tile_counts + tile, tl.minimum(left, TILE_ROWS), left > 0)
+    if expert == 0:
+        tl.store(num_tiles, tl.sum(tiles, 0))
+
+
 @jit_without_specializing("rows")
 def _select_and_sort(
     logits: tensor, correction: tensor, weights_out: tensor, chosen_out: tensor, order: tensor, tile_experts: tensor,
@@ -246,6 +276,27 @@ def _select_and_sort(
     _write_order(flat, assignment, places, order, ROWS * TOP_PADDED, EXPERTS_PADDED)
 
 
+def _selection_options(routing: Routing, experts: int, block_rows: int, *, pdl: bool) -> dict[str, Any]:
+    """Return the compile-time and launch options of kernels that select experts, for blocks of `block_rows` rows."""
+    return {
+        "ROWS": block_rows,
+        "EXPERTS": experts,
+        "EXPERTS_PADDED": next_power_of_two(max(experts, MIN_BINS)),
+        "TOP": routing.experts_per_row,
+        "TOP_PADDED": next_power_of_two(routing.experts_per_row),
+        "SIGMOID": routing.scores == "sigmoid",
+        "HAS_CORRECTION": routing.correction is not None,
+        "GROUPS": routing.groups,
+        "GROUPS_PADDED": next_power_of_two(routing.groups),
+        "GROUPS_PER_ROW": routing.groups_per_row,
+        "GROUP_BEST": routing.group_best,
+        "RENORMALIZE": routing.renormalize,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+        "num_warps": min(4, block_rows),  # the scores of a row are compared within a warp, if the rows are few
+    }
+
+
 def route_rows(logits: Tensor, routing: Routing, tile_rows: int, *, pdl: bool = False) -> SortedRows:
     """Return the experts that each row selects, sorted into tiles of `tile_rows` rows.
 
@@ -255,44 +306,39 @@ def route_rows(logits: Tensor, routing: Routing, tile_rows: int, *, pdl: bool = 
     assert logits.dtype is torch.float32 and logits.is_contiguous() and rows
     top, correction = routing.experts_per_row, routing.correction
     assert routing.group_best in (1, 2) and experts % routing.groups == 0
-    assignments, bins = rows * top, next_power_of_two(max(experts, 32))
+    assignments, bins = rows * top, next_power_of_two(max(experts, MIN_BINS))
     tiles = max_tile_count(assignments, experts, tile_rows)
     fused_rows = next((size for size in FUSED_ROWS if rows <= size), None)
-    block_rows = fused_rows or max(1, min(16, MAX_BLOCK_SCORES // bins))
+    at_once = next((size for size in ASSIGNMENTS_AT_ONCE if assignments <= size), None)
+    block_rows = fused_rows or (SELECTED_ROWS if at_once else max(1, min(16, MAX_BLOCK_SCORES // bins)))
     blocks = -(-rows // block_rows)
     sizes = [assignments, tiles * tile_rows, tiles, tiles, 1, blocks * bins]
     integers = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device)
     chosen, order, tile_experts, tile_counts, num_tiles, counts = integers.split(sizes)
     weights = torch.empty(assignments, dtype=torch.float32, device=logits.device)
-    rules: dict[str, Any] = {
-        "ROWS": block_rows,
-        "EXPERTS": experts,
-        "EXPERTS_PADDED": bins,
-        "TOP": top,
-        "TOP_PADDED": next_power_of_two(top),
-        "SIGMOID": routing.scores == "sigmoid",
-        "HAS_CORRECTION": correction is not None,
-        "GROUPS": routing.groups,
-        "GROUPS_PADDED": next_power_of_two(routing.groups),
-        "GROUPS_PER_ROW": routing.groups_per_row,
-        "GROUP_BEST": routing.group_best,
-        "RENORMALIZE": routing.renormalize,
-        "PDL": pdl,
-        "launch_pdl": pdl,
-        "num_warps": 4,
-    }
+    rules = _selection_options(routing, experts, block_rows, pdl=pdl)
     added = logits if correction is None else correction
+    found = SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top)
     if fused_rows:
         _select_and_sort[(1,)](
             logits, added, weights, chosen, order, tile_experts, tile_counts, num_tiles, rows, routing.scale,
             TILE_ROWS=tile_rows, **rules,
         )  # fmt: skip
-        return SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top)
+        return found
     _select_rows[(blocks,)](logits, added, weights, chosen, counts, rows, routing.scale, **rules)
+    if at_once:
+        max_rows = at_once // top
+        _sort_by_expert[(experts,)](
+            chosen, counts, order, tile_experts, tile_counts, num_tiles, blocks, assignments,
+            SIZE=at_once, BLOCKS=next_power_of_two(-(-max_rows // SELECTED_ROWS)), BINS=bins,
+            MAX_TILES=next_power_of_two(-(-max_rows // tile_rows)), TILE_ROWS=tile_rows, PDL=pdl,
+            num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
+        return found
     span, block = 1 if blocks <= COUNTED_BLOCKS.value else BLOCKS_PER_SORT, block_rows * top
     _sort_blocks[(-(-blocks // span),)](
         chosen, counts, order, tile_experts, tile_counts, num_tiles, blocks, assignments,
         BLOCK=block, SIZE=next_power_of_two(block), SPAN=span, BINS=bins, TILE_ROWS=tile_rows, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
-    return SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top)
+    return found
