@@ -33,8 +33,7 @@ EOS: frozenset[int] = frozenset()
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
-    directory = tmp_path_factory.mktemp("model")
-    tiny_delta.write(directory, "next")
+    directory = tiny_delta.write_random(tmp_path_factory.mktemp("model"), tiny_delta.make_config("next"))
     return load_decoder(directory, "float32")
 
 

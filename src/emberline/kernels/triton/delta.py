@@ -17,6 +17,7 @@ from emberline.kernels.triton.delta_gates import load_decay_and_step
 from emberline.kernels.triton.jit import jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
 
 COLUMNS = 64  # of a state in one program
+WARP_VALUES = 4096  # of a state in the registers of one warp
 
 
 @jit_without_specializing("first_row")
@@ -78,10 +79,10 @@ def scan_tokens(
     mixed: Tensor, gates: DeltaGates, layer: DeltaLayer, states: LayerStates, out: Tensor, rows: range, *, pdl: bool
 ) -> None:
     """Compute the outputs of some sequences, one token after the other."""
-    columns = min(COLUMNS, next_power_of_two(layer.value_dim))
+    columns, keys = min(COLUMNS, next_power_of_two(layer.value_dim)), next_power_of_two(layer.key_dim)
     _scan_tokens[(-(-layer.value_dim // columns), layer.value_heads, len(rows))](
         mixed, gates.steps, gates.times, layer.rates, layer.time_bias, states.matrices, out,
         states.metadata.query_start, states.metadata.context, states.slots, rows.start, gates.steps.stride(0),
         layer.key_dim**-0.5, LENGTH_EPS, layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim,
-        next_power_of_two(layer.key_dim), columns, pdl, num_warps=4, launch_pdl=pdl,
+        keys, columns, pdl, num_warps=2 if keys * columns <= WARP_VALUES * 2 else 4, launch_pdl=pdl,
     )  # fmt: skip

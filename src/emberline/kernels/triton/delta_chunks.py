@@ -14,6 +14,8 @@ A second one goes through the blocks of a sequence, with some columns of the sta
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -27,6 +29,11 @@ BLOCK_TOKENS = 64
 PART_TOKENS: constexpr = constexpr(16)  # of the parts of a block whose systems are solved row by row
 MIN_DOT_SIZE = 16  # of each side of a matrix in a product
 MAX_COLUMNS = 32  # of a state in one program
+# Columns of W and U in one product, at least. With fewer, ptxas 12.8 gives products of 16 rows or more a wrong address
+# in shared memory: that of the tile in bytes, where the hardware expects it divided by 16.
+MIN_SOLVED_COLUMNS = 64
+MAX_PIPELINED_KEYS = 128  # size of keys up to which shared memory holds the tiles of two or three blocks
+NUM_SMS = 132  # multiprocessors of an H200
 SEARCHED_ROWS: constexpr = constexpr(64)  # rows of a step that are compared with a program's block at a time
 
 
@@ -197,15 +204,21 @@ def scan_chunks(
     )  # fmt: skip
     w = torch.empty((tokens, layer.value_heads, layer.key_dim), dtype=mixed.dtype, device=mixed.device)
     u = torch.empty((tokens, layer.value_heads, layer.value_dim), dtype=mixed.dtype, device=mixed.device)
-    sizes = layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim, keys, columns, BLOCK_TOKENS
+    sizes = layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim
+    solved = max(keys, MIN_SOLVED_COLUMNS), MIN_SOLVED_COLUMNS
     # Of products of float32. In a step in bfloat16, these are only the inverses, which are rounded after that.
     is_bf16 = mixed.dtype is torch.bfloat16
     precision = "tf32" if is_bf16 else "tf32x3"
     common = mixed, steps, times, layer.rates, layer.time_bias, w, u
     _solve_blocks[(tokens // BLOCK_TOKENS + rows - few, layer.value_heads)](
-        *common, starts, few, rows, steps.stride(0), *sizes, precision, pdl, num_warps=4, launch_pdl=pdl
-    )
-    _scan_blocks[(-(-layer.value_dim // columns), layer.value_heads, rows - few)](
+        *common, starts, few, rows, steps.stride(0), *sizes, *solved, BLOCK_TOKENS, precision, pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    programs = -(-layer.value_dim // columns), layer.value_heads, rows - few
+    stages = 1
+    if is_bf16 and keys <= MAX_PIPELINED_KEYS:  # with three stages, a multiprocessor has memory for one program only
+        stages = 3 if prod(programs) <= NUM_SMS else 2
+    _scan_blocks[programs](
         *common, states.matrices, out, starts, states.metadata.context, states.slots, few, steps.stride(0), *sizes,
-        precision, pdl, num_warps=4, num_stages=2 if is_bf16 else 1, launch_pdl=pdl,
+        keys, columns, BLOCK_TOKENS, precision, pdl, num_warps=4, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip
