@@ -182,7 +182,7 @@ def test_a_draft_model_uses_the_blocks_of_the_first_group(
     drafter = Drafter([], 4, max_rows=8, adaptive=False, uses_draft_model=True, continues_on_device=continues)
     engine.scheduler.drafter = drafter
     assert run(engine, submissions(**sampling), 1) == run(one_group, submissions(**sampling))
-    assert drafter.drafted_tokens > 100
+    assert drafter.drafted_tokens > 50
     assert (drafter.accepted_tokens == drafter.drafted_tokens) == (temperature == 0.0)
 
 

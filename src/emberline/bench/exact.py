@@ -181,13 +181,13 @@ def _boot(model: str | None, plan: ExactPlan, settings: dict[str, Any]) -> tuple
         chosen = {"max_context": 8192, "max_running": 256, "max_batch_tokens": 8192, **settings}
         booted = gpu_engine.boot_engine(chosen)
         return booted.engine, _make_random_prompts(plan.prompts, gpu_engine.VOCAB), "cuda"
-    from emberline.bench import speculation
+    from emberline.bench import speculation, speculation_prompts
     from emberline.engine.llm import LLM
 
     llm = LLM(model, **settings)
-    half = -(-plan.prompts // 2)
-    texts = [make(half) for make in speculation.PROMPT_SETS.values()]
-    mixed = [text for pair in zip(*texts, strict=False) for text in pair][: plan.prompts]
+    questions = speculation_prompts.QUESTIONS
+    edits = speculation_prompts.make_edits(-(-plan.prompts // 2))
+    mixed = [text for pair in zip(edits, cycle(questions), strict=False) for text in pair][: plan.prompts]
     return llm.engine, [speculation.encode_prompt(llm, text) for text in mixed], llm.loaded.kernels
 
 
