@@ -349,6 +349,19 @@ def test_a_change_of_one_step_size_is_assumed_for_all() -> None:
     assert cost.estimate(3, 2).tolist() == pytest.approx([1.05, 1.155])
 
 
+def test_a_slow_draft_model_of_a_fast_model_is_switched_off() -> None:
+    """The time between results has the draft model's passes, although it is several times the step's own time."""
+    drafter, now, was_on = Drafter([], 4, uses_draft_model=True), 0.0, []
+    for position in range(200):
+        was_on.append(drafter.is_on(1))
+        now += 0.0025 if was_on[-1] else 0.0008
+        draft = [2] if was_on[-1] else []
+        work = WorkItem("a", position, [1, *draft], [0], samples=True, num_draft=len(draft))
+        sampled = SampledToken(2, further=[SampledToken(3)] if draft else [])
+        drafter.record_step(StepPlan(0, (), (work,), ()), StepResult(0, {"a": sampled}, seconds=0.0007), now, {"a"})
+    assert 2 < sum(was_on) < 30 and not any(was_on[60:])
+
+
 def test_measured_steps_include_the_experts_that_their_rows_touch() -> None:
     """Rows of a mixture of experts read other experts each, so that drafts that pay in a dense model do not there."""
     likely, chosen = {"a": [0.7, 0.5, 0.35, 0.25]}, {}

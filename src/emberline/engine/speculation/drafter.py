@@ -26,6 +26,7 @@ from emberline.kv.manager import KVManager
 FORCED_CONFIDENCE = 0.95  # that a model splits forced text into tokens as its tokenizer does
 MODEL_CONFIDENCE = 0.7  # that a draft model's token is accepted, before anything is known about the model
 MAX_GAP = 3.0  # a longer time between two results, as a multiple of the step's own, means that the engine was idle
+MAX_HOST_S = 0.02  # that the host and a draft model may need besides between two steps of the same request
 
 
 class Drafter:
@@ -66,6 +67,7 @@ class Drafter:
         self._num_propose = max_draft  # tokens that the draft model proposes for each request
         self._drafted: dict[str, Sequence[int]] = {}  # by request: tokens that the draft model proposed
         self._last_result_at = -math.inf
+        self._last_ids: frozenset[str] = frozenset()  # requests of the step of the last result
         self._num_prepared = [0, 0]  # StepResult.num_prepared of the last two results
 
     def is_on(self, num_requests: int) -> bool:
@@ -191,7 +193,10 @@ class Drafter:
             proposed.update((name, tokens) for name, tokens in found.items() if name in open_ids)
         self._model_acceptance.end_step()
         interval, self._last_result_at = now - self._last_result_at, now
-        seconds = max(result.seconds, interval) if interval < MAX_GAP * result.seconds else result.seconds
+        was_busy = any(w.id in self._last_ids for w in plan.work)
+        self._last_ids = frozenset(w.id for w in plan.work)
+        is_idle = interval >= MAX_GAP * result.seconds + (MAX_HOST_S if was_busy else 0.0)
+        seconds = result.seconds if is_idle else max(result.seconds, interval)
         # A step is launched before the previous result is read, so a capture delays both.
         was_prepared = self._num_prepared == [result.num_prepared] * 2
         self._num_prepared = [self._num_prepared[1], result.num_prepared]
