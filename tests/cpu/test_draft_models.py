@@ -41,7 +41,7 @@ from emberline.engine.speculation.draft_cache import make_draft_cache
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.drafter import Drafter
-from emberline.kernels import worklist
+from emberline.kernels import work_limits
 from emberline.kernels.mixture import Mixture
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.config import ModelConfig
@@ -313,7 +313,7 @@ def test_rows_are_planned_for_few_queries_if_drafts_are_short(
     make_engine: MakeEngine, drafts: dict[str, DraftModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if rows of up to 3 queries, of 3 heads each, had a kernel of their own."""
-    monkeypatch.setattr(worklist, "MAX_HEADS_OF_SMALL_CTA", 9)
+    monkeypatch.setattr(work_limits, "MAX_HEADS_OF_SMALL_CTA", 9)
     params = SamplingParams(max_tokens=23, temperature=0.0, ignore_eos=True)
     submissions = [Submission(f"r{i}", encode(text), params) for i, text in enumerate(("some text", "x"))]
     expected, used = run(make_engine(None), submissions), {}

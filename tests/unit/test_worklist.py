@@ -18,7 +18,6 @@ from emberline.kernels.worklist import (
     TILE_KEYS,
     WorkList,
     ctas_per_sm,
-    list_row_queries,
     max_row_queries,
     num_data_ints,
     plan_decode_work,
@@ -151,8 +150,8 @@ def test_too_many_new_tokens_are_rejected() -> None:
 
 def test_short_drafts_use_small_ctas() -> None:
     """With 4 query heads per KV head, up to 4 queries fit into a small CTA."""
-    assert [list_row_queries(5, group, 128) for group in (1, 4, 8, 16)] == [(5,), (4, 5), (2, 5), (5,)]
-    assert list_row_queries(4, 4, 128) == (4,) and list_row_queries(5, 4, 256) == (5,)
+    assert [work_limits.list_row_queries(5, group, 128) for group in (1, 4, 8, 16)] == [(5,), (4, 5), (2, 5), (5,)]
+    assert work_limits.list_row_queries(4, 4, 128) == (4,) and work_limits.list_row_queries(5, 4, 256) == (5,)
     assert all(ctas_per_sm(4, queries, 128) == count for queries, count in zip((4, 5), (2, 1), strict=True))
 
 

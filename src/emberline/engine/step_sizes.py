@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emberline.kernels import work_limits, worklist
+from emberline.kernels import work_limits
 from emberline.models.outline import LayerOutline, ModelOutline
 from emberline.models.weight_parts import list_weight_parts
 
@@ -58,7 +58,7 @@ class StepSizes:
         if self.has_latents:
             return (max_new_tokens,)
         kv_heads = self.cached_values // (2 * self.output_dim)
-        return worklist.list_row_queries(max_new_tokens, self.heads // max(1, kv_heads), self.output_dim)
+        return work_limits.list_row_queries(max_new_tokens, self.heads // max(1, kv_heads), self.output_dim)
 
     def partial_result_bytes(self, running: int, max_new_tokens: int, max_rows: int) -> int:
         """Return the bytes of partial attention results: for each part of the keys a sum, maximum and denominator.

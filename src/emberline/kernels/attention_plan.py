@@ -159,7 +159,7 @@ class AttentionPlanner:
     def list_row_queries(self, max_queries: int) -> tuple[int, ...]:
         """Return the values of `plan`'s parameter `max_queries`, up to this one, that differ in speed, ascending."""
         q_heads, kv_heads, head_dim = self._heads
-        return worklist.list_row_queries(max_queries, q_heads // kv_heads, head_dim)
+        return work_limits.list_row_queries(max_queries, q_heads // kv_heads, head_dim)
 
     def can_capture_chunks(self, chunks: Sequence[tuple[int, int]]) -> bool:
         """Return whether a step can be captured. `chunks`: cached and new tokens of each chunk of a prompt."""

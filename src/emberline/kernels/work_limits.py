@@ -4,6 +4,8 @@ from __future__ import annotations
 
 CTAS_PER_SM = 2  # CTAs, and so parts, that a multiprocessor (SM) computes at the same time
 MAX_ROW_HEADS = 32  # queries of a decode row times query heads per KV head
+MAX_HEADS_OF_SMALL_CTA = 16  # rows with more of these take a CTA of twice the size, of which an SM computes one
+MAX_SMALL_HEAD_DIM = 128  # the sums of larger heads leave room for only one CTA on an SM
 MAX_LATENT_PAIRS = 64  # pairs (query, head) of a program of latent attention, whose sums fit into registers
 MAX_EXPANDED_HEADS = 1 << 18  # cached tokens times heads for which latent attention has keys and values at a time
 
@@ -15,6 +17,14 @@ def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
     share of all tiles, which bounds the number of cuts.
     """
     return rows + -(-5 * CTAS_PER_SM * num_sms // kv_heads)
+
+
+def list_row_queries(max_queries: int, group: int, head_dim: int) -> tuple[int, ...]:
+    """Return the numbers of queries per row for which rows of up to `max_queries` are planned, ascending.
+
+    Besides `max_queries`, it is the most that a small CTA can compute, for which an SM has room twice."""
+    small = MAX_HEADS_OF_SMALL_CTA // group
+    return (small, max_queries) if 1 < small < max_queries and head_dim <= MAX_SMALL_HEAD_DIM else (max_queries,)
 
 
 def max_latent_queries(heads: int) -> int:

@@ -16,13 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from emberline.kernels.work_limits import CTAS_PER_SM, MAX_ROW_HEADS
+from emberline.kernels.work_limits import CTAS_PER_SM, MAX_HEADS_OF_SMALL_CTA, MAX_ROW_HEADS, MAX_SMALL_HEAD_DIM
 
 IntArray = NDArray[np.int32]
 
 TILE_KEYS = 64
-MAX_HEADS_OF_SMALL_CTA = 16  # rows with more of these take a CTA of twice the size, of which an SM computes one
-MAX_SMALL_HEAD_DIM = 128  # the sums of larger heads leave room for only one CTA on an SM
 MAX_NEW_TOKENS = 32  # new tokens of a sequence in decode rows, if any row has several queries
 PART_SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # tiles in a part: 1 2 3 4 6 8 12 ..
 SIZES_BELOW_SHARE, SIZES_ABOVE_SHARE = 4, 2  # candidates: sizes below the fair share, and sizes from there on
@@ -84,14 +82,6 @@ def max_row_heads(head_dim: int) -> int:
 def max_row_queries(group: int) -> int:
     """Return the number of queries that a decode row may have, for `group` query heads per KV head."""
     return max(1, MAX_ROW_HEADS // group)
-
-
-def list_row_queries(max_queries: int, group: int, head_dim: int) -> tuple[int, ...]:
-    """Return the numbers of queries per row for which rows of up to `max_queries` are planned, ascending.
-
-    Besides `max_queries`, it is the most that a small CTA can compute, for which an SM has room twice."""
-    small = MAX_HEADS_OF_SMALL_CTA // group
-    return (small, max_queries) if 1 < small < max_queries and head_dim <= MAX_SMALL_HEAD_DIM else (max_queries,)
 
 
 def split_decode_rows(context: ArrayLike, counts: ArrayLike, max_queries: int) -> DecodeRows:

@@ -189,7 +189,7 @@ def decode_attention(
 
 def shared_bytes(head_dim: int, item_bytes: int, teams: int = 1) -> int:
     """Return the kernel's shared memory in bytes: tiles of keys and values, sums, barriers, work items."""
-    columns, is_large = _count_columns(head_dim), head_dim > worklist.MAX_SMALL_HEAD_DIM
+    columns, is_large = _count_columns(head_dim), head_dim > work_limits.MAX_SMALL_HEAD_DIM
     stage, ring = 2 * TILE_KEYS * columns * item_bytes, RING_BYTES * (2 if is_large else 1)
     return teams * (stage * min(MAX_STAGES, ring // stage) + COMPUTE_WARPS * 8 * columns * 4 + 896)
 
@@ -200,7 +200,7 @@ def _count_columns(head_dim: int) -> int:
 
 
 def _count_teams(row_heads: int) -> int:
-    return 1 if row_heads <= worklist.MAX_HEADS_OF_SMALL_CTA else 2
+    return 1 if row_heads <= work_limits.MAX_HEADS_OF_SMALL_CTA else 2
 
 
 def _count_threads(row_heads: int) -> int:
