@@ -255,7 +255,7 @@ def test_partly_quantised_kind_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="some matrices of the kind 'attention'"):
         make_plan(config, "8xB200")
     ignored[1] = "re:("
-    with pytest.raises(ModelFileError, match=r"ignores 're:\('"):
+    with pytest.raises(ModelFileError, match=r"unsupported pattern, 're:\('"):
         make_plan(config, "8xB200")
 
 

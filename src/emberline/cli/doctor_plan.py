@@ -28,7 +28,9 @@ DRAFT_NOTE = "layers for multi-token prediction are not counted without --mtp"
 FORMATS_NOTE = "the engine keeps quantised weights as bf16: {} in memory is a calculation"
 BLOCKS_NOTE = "the layers form {groups} groups; a KV block has keys and values of {layers} layers (ungrouped: of all)"
 ONE_TABLE_NOTE = "all layers share one block table, so layers with a window keep every token too"
-STATES_NOTE = "the engine does not keep recurrent states on a GPU: this is a calculation"
+STATES_NOTE = (
+    "the engine gives states at most half of the memory of the KV cache, and 3 slots per request of --max-running"
+)
 
 
 def print_plan(args: argparse.Namespace, settings: EngineConfig) -> int:
@@ -164,8 +166,10 @@ def _format_plan(plan: GPUSetPlan) -> Iterator[str]:
     for group in plan.groups:
         name = f"{group.kind} {group.span}" if group.span else group.kind
         kept = f"{group.max_tokens} tokens" if group.max_tokens else "all tokens"
-        kept = f"{group.bytes_per_sequence / 1e6:.1f} MB" if group.kind == "state" else kept
-        yield f"  {name:<20}{len(group.layers):>9}{group.bytes_per_token:>14}  {kept} ({group.dtype})"
+        kept, dtype = (
+            (f"{group.bytes_per_sequence / 1e6:.1f} MB", "float32") if group.kind == "state" else (kept, group.dtype)
+        )
+        yield f"  {name:<20}{len(group.layers):>9}{group.bytes_per_token:>14}  {kept} ({dtype})"
     yield f"{f'one GPU, {best.sharing}':<32}{'GiB':>9}" if best.gpus.count > 1 else f"{'GPU':<22}{'GiB':>9}"
     for part, size in _gpu_sizes(best):
         yield f"  {part.replace('_', ' '):<20}{_gib(size):>9.2f}"

@@ -82,7 +82,9 @@ class GPUConfig:
         " the output; slower. Excepted: output that is computed again as a prompt. On a CPU this always holds.",
     )
     gpu_memory_utilization: float = option(
-        0.98, "Part of a GPU's memory that the engine may use; the rest is for other processes and fragmentation."
+        0.98,
+        "Fraction of a GPU's memory that the engine may use, above 0 and at most 1, of what other processes leave free"
+        " at its start.",
     )
     graphs: bool = True  # run steps as captured CUDA graphs where possible
     overlap: bool = True  # plan and launch a step while the one before it runs

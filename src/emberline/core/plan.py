@@ -33,8 +33,8 @@ class StateWork:
     load_from: int | None = None  # slot whose states are copied to `slot` before the step
     save_to: int | None = None  # slot to which the states after `save_end` tokens are copied
     save_end: int = 0
-    # The states in `slot` are those before the drafted tokens of the request's previous step. They first advance over
-    # so many of these, whose rows are at `draft_place`. The rows of this step's draft replace them.
+    # Accepted tokens of the previous step's draft, over which the states in `slot` first advance. Their inputs are at
+    # `draft_place`, where those of this step's draft replace them.
     num_accepted: int = 0
     draft_place: int = 0
 

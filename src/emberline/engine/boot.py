@@ -22,6 +22,7 @@ from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import has_hopper_gpu
 from emberline.engine.group_choice import choose_groups
+from emberline.engine.memory_plan import format_gib
 from emberline.engine.runner import TorchRunner, allocate_cache
 from emberline.engine.speculation.draft_cache import make_draft_cache, share_cache_memory
 from emberline.engine.speculation.draft_loader import load_draft_model
@@ -240,8 +241,8 @@ def _check_host_memory(config: EngineConfig) -> None:
     On a GPU the whole kv_host_memory is pinned, so it must be available at the start."""
     if config.tiers.kv_host_memory > (free := free_memory()):
         raise InvalidRequest(
-            f"kv_host_memory is {memory.format_gib(config.tiers.kv_host_memory)} GiB; "
-            f"{memory.format_gib(free)} GiB of memory are free",
+            f"kv_host_memory is {format_gib(config.tiers.kv_host_memory)} GiB; "
+            f"{format_gib(free)} GiB of memory are free",
             param="kv_host_memory",
             hint="lower --kv-host-memory",
         )

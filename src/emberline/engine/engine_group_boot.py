@@ -19,7 +19,7 @@ from emberline.engine.boot import LoadedEngine, boot, boot_on_gpu, runs_on_gpu, 
 from emberline.engine.engine import Engine
 from emberline.engine.engine_group import EngineGroup
 from emberline.engine.gpu.swap import SwappedEngine, equal_kv_share, usable_model_bytes
-from emberline.engine.memory_plan import MemoryPlan
+from emberline.engine.memory_plan import MemoryPlan, format_gib
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import DTYPE_BYTES, choose_weight_dtype
@@ -119,7 +119,7 @@ def kv_bytes_per_model(configs: Mapping[str, EngineConfig], free_bytes: int) -> 
     left = free_bytes - sum(weights.values()) - configured
     if left < 0:
         raise _out_of_memory_error(
-            weights, f" and {memory.format_gib(configured)} GiB of KV blocks" if configured else "", free_bytes
+            weights, f" and {format_gib(configured)} GiB of KV blocks" if configured else "", free_bytes
         )
     return int(left * KV_MEMORY_FRACTION) // len(configs)
 
@@ -161,7 +161,7 @@ def plan_time_sharing(
     kv_bytes = sum(config.tiers.kv_host_memory for config in configs.values())
     sleeps = sum(member.nbytes for member in members.values()) > space
     if sleeps * sum(weights.values()) + kv_bytes > free_host_bytes:
-        besides = f" and {memory.format_gib(kv_bytes)} GiB of KV blocks" if kv_bytes else ""
+        besides = f" and {format_gib(kv_bytes)} GiB of KV blocks" if kv_bytes else ""
         reason = ", which main memory must hold while they sleep" if sleeps else ""
         raise _out_of_memory_error(weights, reason + besides, free_host_bytes)
     return members, space
@@ -179,10 +179,10 @@ def _without_transfer(config: EngineConfig) -> EngineConfig:
 
 
 def _out_of_memory_error(weight_bytes_by_model: Mapping[str, int], other_needs: str, free_bytes: int) -> ModelError:
-    parts = ", ".join(f"{name} {memory.format_gib(size)}" for name, size in weight_bytes_by_model.items())
+    parts = ", ".join(f"{name} {format_gib(size)}" for name, size in weight_bytes_by_model.items())
     total = sum(weight_bytes_by_model.values())
     return ModelError(
-        f"the models do not fit into main memory: they have {memory.format_gib(total)} GiB of weights "
-        f"({parts}){other_needs}; {memory.format_gib(free_bytes)} GiB are free",
+        f"the models do not fit into main memory: they have {format_gib(total)} GiB of weights "
+        f"({parts}){other_needs}; {format_gib(free_bytes)} GiB are free",
         hint="serve fewer or smaller models",
     )

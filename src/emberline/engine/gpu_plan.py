@@ -16,6 +16,7 @@ from emberline.core.errors import InvalidRequest, ModelError
 from emberline.engine import memory
 from emberline.engine.gpu_set import GPUSet
 from emberline.engine.group_choice import choose_groups, max_planned_tokens
+from emberline.engine.memory_plan import does_not_fit_error
 from emberline.engine.step_sizes import StepSizes
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config_outline import add_mtp_head, read_outline, select_planned_text
@@ -270,7 +271,7 @@ def _plan_one(
         blocks = tokens // scheduler.block_size if num_tables > 1 else -(-tokens // scheduler.block_size)
         needed = max(needed, blocks * block_bytes)
     if available < needed:
-        raise memory.does_not_fit_error(fixed, usable, gpus.memory_bytes, needed)
+        raise does_not_fit_error(fixed, usable, gpus.memory_bytes, needed)
     kv_bytes = available if settings.kv_cache.kv_memory is None else needed
     if tables is not None:
         kv_bytes = kv_bytes // block_bytes * block_bytes

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from emberline.core.engine_config import EngineConfig, GPUConfig
-from emberline.core.errors import InvalidRequest, ModelError
+from emberline.core.errors import InvalidRequest
 from emberline.engine.expert_limits import reject_unsupported_experts
 from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, max_draft_rows, max_step_rows
 from emberline.engine.group_choice import choose_groups, max_planned_tokens
-from emberline.engine.memory_plan import MemoryPlan
+from emberline.engine.memory_plan import MemoryPlan, does_not_fit_error
 from emberline.engine.model_support import reject_unsupported_on_gpu
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.engine.state_plan import device_state_bytes, plan_state_slots
@@ -219,12 +219,13 @@ def plan_memory(
         "weights": weight_bytes(config, dtype_bytes, packed=packed, both=both) + draft.weight_bytes,
         **step_bytes(StepSizes.of(outline_of(config), config.vocab), limits, block_bytes, draft),
     }
+    needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     usable = int(total_bytes * utilization)
-    available = usable - sum(fixed.values())
-    slots = plan_state_slots(config, max(0, available), max_running) if state_slots is None else state_slots
+    if (available := usable - sum(fixed.values())) <= 0:
+        raise does_not_fit_error(fixed, usable, total_bytes, needed * tables * block_bytes)
+    slots = plan_state_slots(config, available, max_running) if state_slots is None else state_slots
     available -= (states := device_state_bytes(config, slots))
     blocks = max(0, available) // (block_bytes * tables)  # of each group, if requests are short
-    needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     if blocks < needed:
         raise does_not_fit_error(fixed | {"states": states}, usable, total_bytes, needed * tables * block_bytes)
     blocks = blocks if kv_tokens is None else needed
@@ -375,26 +376,3 @@ def _unpacked_bytes(sizes: StepSizes) -> int:
     These are two matrices of a layer, since one is unpacked while the other is used, and a part of the output head."""
     head = min(MAX_UNPACKED_WEIGHTS, sizes.vocab * sizes.hidden)
     return DTYPE_BYTES["bfloat16"] * (2 * sizes.widest_matrix + head)
-
-
-def does_not_fit_error(fixed_bytes: dict[str, int], usable: int, total_bytes: int, needed_kv_bytes: int) -> ModelError:
-    """Return the error for a KV cache that does not fit beside the other parts of a GPU's memory."""
-    left = usable - sum(fixed_bytes.values())
-    parts = ", ".join(f"{name} {format_gib(size)}" for name, size in fixed_bytes.items())
-    remainder = (
-        f"leaves {format_gib(left)} GiB" if left >= 0 else f"is {format_gib(-left)} GiB too little without a KV cache"
-    )
-    if fixed_bytes["weights"] + RESERVE_BYTES >= usable:
-        hint = "use a smaller model or a device with more memory"
-    else:
-        hint = "lower --max-batch-tokens, --max-running or --kv-memory"
-    return ModelError(
-        f"the model does not fit into GPU memory: {format_gib(usable)} of {format_gib(total_bytes)} GiB are usable, "
-        f"which {remainder}; "
-        f"the KV cache needs {format_gib(needed_kv_bytes)} GiB (other parts in GiB: {parts})",
-        hint=hint,
-    )
-
-
-def format_gib(byte_count: int) -> str:
-    return f"{byte_count / 2**30:.2f}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from emberline.core.engine_config import GPUConfig
+from emberline.core.errors import ModelError
 from emberline.kv.layer_groups import LayerGroups
 
 
@@ -78,3 +80,28 @@ class MemoryPlan:
         tables = f"{self.kv_blocks} blocks in {len(self.groups.windows)} groups of layers"
         tokens = f"{self.kv_tokens} tokens of short requests or {self.max_request_tokens} of one long request"
         return f"{tables}, {tokens}, {contexts}"
+
+
+def does_not_fit_error(fixed_bytes: dict[str, int], usable: int, total_bytes: int, needed_kv_bytes: int) -> ModelError:
+    """Return the error for a KV cache that does not fit beside the other parts of a GPU's memory."""
+    left = usable - sum(fixed_bytes.values())
+    parts = ", ".join(f"{name} {format_gib(size)}" for name, size in fixed_bytes.items())
+    remainder = (
+        f"leaves {format_gib(left)} GiB" if left >= 0 else f"is {format_gib(-left)} GiB too little without a KV cache"
+    )
+    if fixed_bytes["weights"] + fixed_bytes["reserve"] >= usable:
+        hint = "use a smaller model or a device with more memory"
+    else:
+        hint = "lower --max-batch-tokens, --max-running or --kv-memory"
+    if usable < int(GPUConfig().gpu_memory_utilization * total_bytes):
+        hint += ", or raise --gpu-memory-utilization"
+    return ModelError(
+        f"the model does not fit into GPU memory: {format_gib(usable)} of {format_gib(total_bytes)} GiB are usable, "
+        f"which {remainder}; "
+        f"the KV cache needs {format_gib(needed_kv_bytes)} GiB (other parts in GiB: {parts})",
+        hint=hint,
+    )
+
+
+def format_gib(byte_count: int) -> str:
+    return f"{byte_count / 2**30:.2f}"

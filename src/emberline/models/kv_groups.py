@@ -17,7 +17,7 @@ from emberline.models.config_outline import read_outline
 from emberline.models.outline import AttentionKind, ModelOutline
 
 KV_DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float8": 1}
-STATE_MATRIX_BYTES = 4  # per number: states accumulate over the whole sequence, so they are float32
+STATE_BYTES = 4  # per number: states accumulate over the whole sequence, so they are float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _make_group(
     width = KV_DTYPE_BYTES[kv_dtype]
     if kind == "state":
         assert outline.state is not None
-        size = STATE_MATRIX_BYTES * outline.state.matrix_values + width * outline.state.conv_values
+        size = STATE_BYTES * (outline.state.matrix_values + outline.state.conv_values)
         heads = outline.state.value_heads
         return KVGroup(kind, layers, heads, kv_dtype, block_size, 0, bytes_per_sequence=size * len(layers))
     if kind == "latent":

@@ -17,8 +17,8 @@ from emberline.core.clock import Clock, SystemClock
 from emberline.core.errors import ModelError, ModelNotFound, Overloaded
 from emberline.core.events import SleepStats
 from emberline.engine.engine import Engine
-from emberline.engine.memory import DEFAULT_UTILIZATION, RESERVE_BYTES, format_gib
-from emberline.engine.memory_plan import MemoryPlan
+from emberline.engine.memory import DEFAULT_UTILIZATION, RESERVE_BYTES
+from emberline.engine.memory_plan import MemoryPlan, format_gib
 
 if TYPE_CHECKING:
     from emberline.engine.gpu.boot import BootedGPUEngine
