@@ -17,6 +17,7 @@ from emberline.core.request import Request, Submission
 from emberline.engine.speculation.drafter import Drafter
 from emberline.engine.speculation.ngram import NgramProposer
 from emberline.engine.speculation.prediction import PredictionProposer
+from emberline.engine.speculation.proposer import Proposal
 from emberline.worker.protocols import parse_large_body
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -122,7 +123,7 @@ def test_prediction_is_continued_while_it_is_the_output() -> None:
     request = request_with([5, 6, 7, 8], [1, 2], [])
     assert proposer.propose(request, 3).tokens == (5, 6, 7)
     request.tokens += [5, 6]
-    assert proposer.propose(request, 3) == ((7, 8), [0.8, 0.8])
+    assert proposer.propose(request, 3) == Proposal((7, 8), [0.8, 0.8])
     request.tokens.append(9)
     assert not proposer.propose(request, 3).tokens
     request.tokens += [8]

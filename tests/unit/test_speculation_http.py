@@ -41,7 +41,7 @@ def test_text_is_sent_as_it_is_and_may_end_early() -> None:
 
 def test_questions_differ() -> None:
     assert len(set(speculation_prompts.make_questions(60))) == 60
-    with pytest.raises(InvalidRequest, match="prompts is 61; there are 60 questions"):
+    with pytest.raises(InvalidRequest, match="61 different questions are needed; there are 60"):
         speculation_prompts.make_questions(61)
 
 

@@ -87,7 +87,11 @@ def make_edits(count: int) -> list[str]:
 def make_questions(count: int) -> list[str]:
     """Return questions that all differ: a repeated one could be drafted from its earlier answer."""
     if count > len(QUESTIONS):
-        raise InvalidRequest(f"prompts is {count}; there are {len(QUESTIONS)} questions", param="prompts")
+        raise InvalidRequest(
+            f"{count} different questions are needed; there are {len(QUESTIONS)}",
+            param="prompts",
+            hint="lower --prompts, or with --http --rounds",
+        )
     return list(QUESTIONS[:count])
 
 

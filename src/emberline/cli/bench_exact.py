@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=float,
         default=math.inf,
-        help="Time for both modes, with their boots; then what was completed is compared (default: no limit).",
+        help="Seconds for both modes with the starts of their engines; outputs that are unfinished then are compared"
+        " as far as they go. (default: no limit)",
     )
     add_rounds_option(parser, 3)
     reports.add_report_arguments(parser)

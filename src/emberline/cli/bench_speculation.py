@@ -24,7 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=60, help="Number of prompts of each set.")
     parser.add_argument("--max-tokens", type=int, default=400, help="Maximum output of a request in tokens.")
     parser.add_argument("--max-draft", type=int, default=8, help="Maximum guessed tokens of a request in one step.")
-    parser.add_argument("--http", action="store_true", help="Start servers, and measure what a client sees.")
+    parser.add_argument(
+        "--http",
+        action="store_true",
+        help="Start a server for each method, and report the first and the last pass that a client sees.",
+    )
     add_rounds_option(parser, 2)
     reports.add_report_arguments(parser)
 

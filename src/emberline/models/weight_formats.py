@@ -153,5 +153,7 @@ def _make_matcher(pattern: str) -> Callable[[str], bool]:
             raise ValueError(f"it has {len(pattern)} characters, more than {MAX_PATTERN_CHARS}")
         compiled = compile_linear_regex(pattern[3:])
     except ValueError as e:
-        raise ModelFileError(f"config.json: quantization_config ignores {pattern[:80]!r}: {e}") from e
+        raise ModelFileError(
+            f"config.json: quantization_config.ignore has an unsupported pattern, {pattern[:80]!r}: {e}"
+        ) from e
     return lambda name: compiled.match(name) is not None

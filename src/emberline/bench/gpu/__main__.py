@@ -24,7 +24,10 @@ from emberline.bench.report import BenchReport, BenchResult
 KERNEL_BENCHES = ("linear", "decode", "prefill", "attention_kinds", "latent", "elementwise", "sample")
 DEADLINE_S = 460.0
 BENCHES = ("engine", "speculation", "open", "cold", "handoff", "kernels", "all")
-PEER_FIGURES_NOTE = "vLLM 0.24.0 on the same machine, measured once; those of kernels are measured in this run"
+PEER_FIGURES_NOTE = (
+    "vLLM on a machine of the same kind, measured once: 0.24.0 for llama-8b, 0.26.0 for other shapes; those of kernels"
+    " are measured in this run"
+)
 
 
 class AppendingReport(BenchReport):
