@@ -149,3 +149,41 @@ def test_a_boundary_within_accepted_tokens_gets_a_snapshot() -> None:
     while not engine.idle:
         engine.step()
     assert engine.kv.hit_tokens >= len(prompt) + len(answer) - 2 * SIZE
+
+
+def run_alone(engine: Engine, submission: Submission) -> list[int]:
+    engine.add(submission)
+    tokens = []
+    while not engine.idle:
+        for output in engine.step():
+            assert output.error is None
+            tokens += output.tokens
+        engine.kv.check_invariants()
+    return tokens
+
+
+def test_no_draft_within_the_known_tokens_of_a_resumed_request() -> None:
+    """A snapshot ends a chunk one token before a step would be full, so that the next step has a single known token."""
+    found = {}
+    for budget in (64, 199):
+        config = SchedulerConfig(block_size=SIZE, max_batch_tokens=budget, max_running=2, max_context=400)
+        drafter = make_drafter(SpeculationConfig("ngram", MAX_DRAFT), lambda: None)
+        engine = Engine(config, DraftingStateRunner(100, 8, random.Random(0)), drafter=drafter)
+        params = SamplingParams(max_tokens=250, temperature=0.0, ignore_eos=True)
+        resumed = (tuple(([1, 2, 0] * 67)[:200]),)
+        found[budget] = run_alone(engine, Submission("a", [0, 1, 2, 0], params, resumed=resumed))
+    assert len(found[64]) == 50 and found[64] == found[199]
+
+
+def test_both_boundaries_of_a_prompt_get_snapshots_if_steps_are_planned_ahead() -> None:
+    config = SchedulerConfig(block_size=SIZE, max_batch_tokens=512, max_running=4, max_context=700)
+    engine = Engine(config, DraftingStateRunner(300, 12, random.Random(0)))
+    rng, hits = random.Random(1), []
+    shared = [rng.randrange(VOCAB) for _ in range(128)]
+    first, second = (shared + [rng.randrange(VOCAB) for _ in range(length)] for length in (100, 200))
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    for name, prompt in (("a", first), ("b", second), ("c", [*second, 1, 2])):
+        before = engine.kv.hit_tokens
+        run_alone(engine, Submission(name, prompt, params))
+        hits.append(engine.kv.hit_tokens - before)
+    assert hits == [0, 0, 320]

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+MAX_PLANNED = 2  # snapshots of a request in steps whose results are not known: one step is planned while another runs
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedSnapshot:
@@ -33,7 +35,7 @@ class StateSlots:
         self._held: dict[str, int] = {}  # by request
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # slots by hash, the least recently used first
         self._loads: dict[str, bytes] = {}  # by request: snapshot that its next step starts from, kept until then
-        self._planned: dict[str, PlannedSnapshot] = {}  # by request
+        self._planned: dict[str, list[PlannedSnapshot]] = {}  # by request, the oldest first
         self._arriving: dict[str, tuple[bytes, int]] = {}  # by request: snapshot from a tier, hash and slot
         self._newest: dict[str, bytes] = {}  # by request: the snapshot that its next one replaces
         self._changed: set[bytes] | None = None  # hashes of snapshots that were added or removed, if that is tracked
@@ -121,25 +123,28 @@ class StateSlots:
         if digest is not None and digest in self._snapshots:
             self._snapshots.move_to_end(digest)
             return None
-        if request_id in self._planned:
+        if len(self._planned.get(request_id, ())) >= MAX_PLANNED:
             return None
         if replaces and (previous := self._newest.pop(request_id, None)) is not None:
             self.forget_prefix(previous)
         if (slot := self._allocate()) is None:
             return None
-        self._planned[request_id] = PlannedSnapshot(digest, slot, num_tokens, replaces)
+        self._planned.setdefault(request_id, []).append(PlannedSnapshot(digest, slot, num_tokens, replaces))
         return slot
 
     def commit_snapshot(
         self, request_id: str, num_computed: int, find_digest: Callable[[int], bytes] | None = None
     ) -> None:
-        """Make the planned snapshot of a request usable if all its tokens are computed.
+        """Make the planned snapshots of a request usable whose tokens are all computed.
 
         `find_digest`: returns the digest of a prefix of so many tokens, if it was not known before."""
-        planned = self._planned.get(request_id)
-        if planned is None or planned.num_tokens > num_computed:
-            return
-        del self._planned[request_id]
+        planned = self._planned.get(request_id, [])
+        while planned and planned[0].num_tokens <= num_computed:
+            self._commit(request_id, planned.pop(0), find_digest)
+        if not planned:
+            self._planned.pop(request_id, None)
+
+    def _commit(self, request_id: str, planned: PlannedSnapshot, find_digest: Callable[[int], bytes] | None) -> None:
         digest = planned.digest
         if digest is None:
             assert find_digest is not None
@@ -149,18 +154,19 @@ class StateSlots:
             return
         self._add(digest, planned.slot)
         if planned.replaces:
+            if (previous := self._newest.pop(request_id, None)) is not None:  # both were planned before a result
+                self.forget_prefix(previous)
             self._newest[request_id] = digest
         else:
             self.on_keep(digest, planned.slot)
 
     def free(self, request_id: str) -> None:
-        """Free the slot of a request. Its snapshots stay, except for one that is not made yet."""
+        """Free the slot of a request. Its snapshots stay, except for those that are not made yet."""
         self._free.append(self._held.pop(request_id))
         self._loads.pop(request_id, None)
         if (newest := self._newest.pop(request_id, None)) is not None and newest in self._snapshots:
             self.on_keep(newest, self._snapshots[newest])
-        if (planned := self._planned.pop(request_id, None)) is not None:
-            self._free.append(planned.slot)
+        self._free += [planned.slot for planned in self._planned.pop(request_id, [])]
         if (arriving := self._arriving.pop(request_id, None)) is not None:
             self._free.append(arriving[1])
 
@@ -171,7 +177,7 @@ class StateSlots:
 
     def check_invariants(self) -> None:
         """Assert that every slot is in exactly one state."""
-        planned = [each.slot for each in self._planned.values()]
+        planned = [each.slot for snapshots in self._planned.values() for each in snapshots]
         planned += [slot for _, slot in self._arriving.values()]
         slots = [*self._free, *self._held.values(), *self._snapshots.values(), *planned]
         assert sorted(slots) == list(range(self.total)), "a slot is lost or used twice"

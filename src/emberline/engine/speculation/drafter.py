@@ -82,8 +82,13 @@ class Drafter:
         drafts: dict[str, Sequence[int]] = {}
         if not self.is_on(len(requests)):
             return drafts
-        # Behind the last token of a prompt, which may be alone in the step, a draft could not continue on the device.
-        by_id = {r.id: r for r in requests if r.can_draft and r.num_planned >= r.prompt_len}
+        # Behind the last token of a prompt, which may be alone in the step, a draft could not continue on the device. A
+        # step may also have one token in the middle of a resumed request, behind which there is nothing to draft.
+        by_id = {
+            r.id: r
+            for r in requests
+            if r.can_draft and r.num_planned >= r.prompt_len and r.num_planned + 1 >= r.num_known
+        }
         proposals = {name: found for name, request in by_id.items() if (found := self._propose(request)).tokens}
         lengths = self._choose_lengths(by_id, proposals, len(requests), room)
         self._choose_num_propose(proposals, lengths)
@@ -195,7 +200,7 @@ class Drafter:
         interval, self._last_result_at = now - self._last_result_at, now
         was_busy = any(w.id in self._last_ids for w in plan.work)
         self._last_ids = frozenset(w.id for w in plan.work)
-        is_idle = interval >= MAX_GAP * result.seconds + (MAX_HOST_S if was_busy else 0.0)
+        is_idle = interval >= MAX_GAP * result.seconds + (MAX_HOST_S if was_busy and result.seconds else 0.0)
         seconds = result.seconds if is_idle else max(result.seconds, interval)
         # A step is launched before the previous result is read, so a capture delays both.
         was_prepared = self._num_prepared == [result.num_prepared] * 2
