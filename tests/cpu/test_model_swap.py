@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_delta
 import torch
 from engine_runs import run_engine
 from fake_sleep import FakeSleeper
@@ -20,7 +21,7 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu import boot
-from emberline.engine.gpu.swap import SleepManager, SwappedEngine, usable_model_bytes
+from emberline.engine.gpu.swap import SleepManager, SwappedEngine, equal_kv_share, usable_model_bytes
 from emberline.engine.memory import DEFAULT_UTILIZATION, RESERVE_BYTES, plan_memory
 from emberline.kernels import backend, reference
 from emberline.models.sleep import iter_instances, put_to_sleep
@@ -312,3 +313,14 @@ def test_sleep_keeps_weights_and_zeroes_scratch() -> None:
         slept.sleep_again()
     slept.wake()
     assert slept.nbytes == 0 and torch.equal(weights, before)
+
+
+def test_states_are_not_subtracted_from_the_share_that_holds_them() -> None:
+    config = boot.ModelConfig.from_hf(tiny_delta.make_config("next"))
+    plan = plan_memory(
+        config, 80 << 30, dtype_bytes=2, kv_dtype_bytes=2, block_size=64, max_running=8, max_batch_tokens=64,
+        max_context=64, state_slots=2_500_000,
+    )  # fmt: skip
+    assert plan.states > 20 << 30  # as it would have alone
+    share = equal_kv_share([plan, plan], usable_model_bytes(80 << 30))
+    assert share is not None and 2 * share > 70 << 30

@@ -206,8 +206,9 @@ def equal_kv_share(plans: Collection[MemoryPlan], available_bytes: int) -> int |
     """Return the bytes of each model's KV cache if all stay awake and share the free memory equally.
 
     Return None if some model's share could not hold one full context; then models should take turns instead."""
-    part = (available_bytes - sum(plan.fixed_bytes - plan.reserve for plan in plans)) // len(plans)
-    fits = all(part >= plan.context_kv_bytes for plan in plans)
+    part = (available_bytes - sum(plan.fixed_bytes - plan.reserve - plan.states for plan in plans)) // len(plans)
+    # Recurrent states are part of the share, and get up to half of it.
+    fits = all(part >= (2 if plan.state_slots else 1) * plan.context_kv_bytes for plan in plans)
     return part if fits else None
 
 
