@@ -64,7 +64,7 @@ def test_windows_keep_blocks_and_the_one_in_progress() -> None:
 
 def test_recurrent_layers_have_a_size_per_sequence() -> None:
     state, full = read_kv_groups(NEXT)
-    matrices, inputs = 32 * 128 * 128 * 4, (2 * 16 * 128 + 32 * 128) * 3 * 2
+    matrices, inputs = 32 * 128 * 128 * 4, (2 * 16 * 128 + 32 * 128) * 3 * 4  # all in float32
     assert (state.kind, state.bytes_per_token, state.max_tokens) == ("state", 0, 0)
     assert state.bytes_per_sequence == state.sequence_bytes(10**6) == 36 * (matrices + inputs)
     assert full.layers == tuple(range(3, 48, 4)) and full.bytes_per_token == 12 * 2 * 2 * 256 * 2
