@@ -41,18 +41,18 @@ class HTTPPass:
 
 
 def bench(model: str, plan: SpeculationPlan, device: str) -> BenchReport:
-    """Run the benchmark: `plan.rounds` passes of `plan.prompts` prompts each, for every set, concurrency and method."""
+    """Run the benchmark for every set, concurrency and method, with the prompts divided among `plan.rounds` passes."""
     if constrained := set(plan.sets) & set(GRAMMARS):
         raise InvalidRequest(f"sets has {min(constrained)}, which is not measured over HTTP", param="--sets")
     report = BenchReport("speculation-http")
     report.config = {"model": model, "device": device, "prompts": plan.prompts, "max_tokens": plan.max_tokens}
     report.config |= {"max_draft": plan.max_draft, "rounds": plan.rounds}
+    sets = {name: PROMPT_SETS[name](plan.prompts) for name in plan.sets}  # before any server is started
     ready: dict[str, float] = {}
     with TemporaryDirectory() as directory:
-        for name in plan.sets:
+        for name, texts in sets.items():
+            passes = [texts[i :: plan.rounds] for i in range(plan.rounds)]
             for streams in plan.streams:
-                texts = PROMPT_SETS[name](plan.rounds * plan.prompts)
-                passes = [texts[i :: plan.rounds] for i in range(plan.rounds)]
                 measured = {}
                 for method in ("off", *(method for method in plan.methods if method != "off")):
                     options = [model, "--served-name", SERVED_NAME, "--device", device]

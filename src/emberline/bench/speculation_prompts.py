@@ -90,7 +90,7 @@ def make_questions(count: int) -> list[str]:
         raise InvalidRequest(
             f"{count} different questions are needed; there are {len(QUESTIONS)}",
             param="prompts",
-            hint="lower --prompts, or with --http --rounds",
+            hint="lower --prompts",
         )
     return list(QUESTIONS[:count])
 
