@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 from emberline.kernels.arguments import (
@@ -24,7 +25,8 @@ from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.mixture import Mixture
-from emberline.kernels.packed_weight import PackedWeight
+from emberline.kernels.packed_weight import PackedExperts, PackedWeight
+from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
@@ -39,6 +41,17 @@ class OpBackend(ABC):
         packed = self.pack_linear(values, gated=weight.gated)
         weight.data, weight.ptr, weight.handle, weight.layout = packed.data, packed.ptr, packed.handle, packed.layout
         return packed.data.nbytes
+
+    def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
+        """Return the matrix in the layout that `linear` or, with gated=True, `gate_up_silu` reads.
+
+        A gated matrix has the rows of gate before those of up. Backends without a kernel for the kind dequantise it.
+        """
+        return self.pack_linear(dequantise(matrix).to(torch.bfloat16), gated=gated)
+
+    def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
+        """Return the matrices of all experts of a layer as `run_mixture` reads them."""
+        return dequantise(matrices).to(torch.bfloat16)
 
     def add_packed_copy(self, weight: PackedWeight) -> int:
         """Add a losslessly compressed copy to the weight if that is smaller.

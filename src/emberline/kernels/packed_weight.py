@@ -1,4 +1,4 @@
-"""PackedWeight: a linear layer's weight in the memory layout that its kernel reads."""
+"""PackedWeight, PackedExperts: weights in the memory layout that their kernels read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, dtype
 class WeightLayout(IntEnum):
     """The memory layout of `PackedWeight.data`. The C++ sources use the same numbers."""
 
+    QUANTISED = -4  # on a GPU: codes and scales; `handle` is a QuantisedMatrix, or what a kernel needs instead
     UW12 = -3  # on a GPU: lossless, about 12 bits per weight
     ROWS = -2  # on a GPU: [n, k] as in the checkpoint
     PLAIN = -1  # for torch: [n, k] float32
@@ -34,3 +35,15 @@ class PackedWeight:
     handle: object | None = None  # what the GPU kernels need: a cuda.linear.BF16Weight or a cuda.uw12.UW12Weight
     uw12_copy: object | None = None  # a uw12 copy for steps of few rows, where a GPU keeps both forms
     fixed_order: bool = False  # on a GPU: the order of sums shall not depend on the number of rows of x
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedExperts:
+    """The matrices [count, n, k] of all experts of a layer, in another form than rows of bf16."""
+
+    count: int
+    n: int
+    k: int
+    layout: WeightLayout  # UW12 or QUANTISED
+    handle: object  # what the GPU kernels need
+    nbytes: int
