@@ -296,7 +296,7 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
         gpu.memory_bytes if gpu is not None and gpu.capability == SUPPORTED_CAPABILITY else None
     )
     try:
-        yield from _check_quantised_weights(args, checkpoint, config)
+        yield from _check_quantised_weights(args, checkpoint, config, total)
         yield from _check_gpu_memory(args, checkpoint, config, total)
     except EmberlineError as e:
         yield DoctorFinding("  engine" if total is None else "gpu memory", e.message, False, e.hint or "")
@@ -314,13 +314,13 @@ def _describe_mtp_head(checkpoint: Checkpoint, config: ModelConfig) -> str:
 
 
 def _check_quantised_weights(
-    args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig
+    args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig, gpu_bytes: int | None
 ) -> Iterator[DoctorFinding]:
-    """Show the size in memory of quantised weights, which are dequantised when they are loaded."""
+    """Show the size in memory of quantised weights, which are dequantised when they are loaded on a CPU."""
     from emberline.engine import memory
     from emberline.models.weight_dtype import DTYPE_BYTES, stored_weight_format
 
-    if (found := stored_weight_format(checkpoint)) not in DTYPE_BYTES:
+    if gpu_bytes is None and (found := stored_weight_format(checkpoint)) not in DTYPE_BYTES:
         dtype = "float32" if args.dtype == "float32" else "bfloat16"
         size = memory.weight_bytes(config, memory.DTYPE_BYTES[dtype])
         yield DoctorFinding("  weights", f"{found} in the files, kept as {dtype} in memory: {size / 1e6:.0f} MB", None)
@@ -342,9 +342,10 @@ def _check_gpu_memory(
     """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses."""
     from emberline.engine import memory
     from emberline.engine.group_choice import choose_groups
+    from emberline.engine.narrow_estimate import estimate_narrow_sizes
     from emberline.models.config_outline import outline_of
     from emberline.models.kv_groups import group_layers
-    from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
+    from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype, stored_weight_format
 
     settings = (given := _plan_settings(args)).with_gpu_defaults()
     dtype = choose_weight_dtype(checkpoint, settings.dtype, on_gpu=gpu_bytes is not None)
@@ -369,8 +370,12 @@ def _check_gpu_memory(
         memory.reject_packed_weights(settings.gpu.weights)
         return
     packed = memory.uses_packed_weights(checkpoint, settings, dtype, config)
-    plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, packed=packed)
+    narrow = estimate_narrow_sizes(checkpoint, config, settings, dtype)
+    plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, packed=packed, narrow=narrow)
     form = "packed" if packed else "both plain and packed" if settings.gpu.weights == "both" else "plain"
+    if narrow:
+        quantised = settings.gpu.online_format or stored_weight_format(checkpoint)
+        form = f"{form}, {quantised} {sum(size.num_bytes for size in narrow) / 1e6:.0f} MB"
     rounded = " (rounded from float16)" * (dtype == "bfloat16" and stored_weight_dtype(checkpoint) == "float16")
     weights = f"{dtype}{rounded} {form}"
     batch = f"{settings.scheduler.max_running} requests and {settings.scheduler.max_batch_tokens} tokens per step"

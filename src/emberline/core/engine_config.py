@@ -12,7 +12,8 @@ ITL_TAIL = 3.0  # default of itl_tail
 # Ports reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare.
 KV_PORT_COUNT = 8
 DEVICES = ("auto", "cpu", "cuda")
-WEIGHT_FORMATS = ("auto", "plain", "packed", "both")  # formats of weights in GPU memory
+WEIGHT_FORMATS = ("auto", "plain", "packed", "both", "fp8", "int4")  # formats of weights in GPU memory
+ONLINE_FORMATS = ("fp8", "int4")  # of these, the ones to which bf16 weights are quantised at load
 KV_CODECS = ("auto", "none", "uw")
 GPU_BLOCK_SIZES = (16, 32, 64)
 SPECULATION_METHODS = ("off", "auto", "ngram", "suffix", "mtp")
@@ -73,7 +74,9 @@ class GPUConfig:
     weights: str = option(
         "auto",
         "Format of the weights in GPU memory. packed: 12 bits instead of 16, lossless; both: packed for small"
-        " batches and plain for large ones; auto: packed if the files are.",
+        " batches and plain for large ones; fp8, int4: the bf16 matrices of layers are quantised at load, with a scale"
+        " for each row, or for 128 weights of a row; auto: packed if the files are. Matrices that the files have"
+        " quantised stay so.",
         choices=WEIGHT_FORMATS,
     )
     exact: bool = option(
@@ -88,6 +91,11 @@ class GPUConfig:
     )
     graphs: bool = True  # run steps as captured CUDA graphs where possible
     overlap: bool = True  # plan and launch a step while the one before it runs
+
+    @property
+    def online_format(self) -> str:
+        """The format to which bf16 weights are quantised at load; empty: they are not."""
+        return self.weights if self.weights in ONLINE_FORMATS else ""
 
     def __post_init__(self) -> None:
         _check_choice(self, "weights", WEIGHT_FORMATS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch
 from torch import Tensor
 
 from emberline.kernels.arguments import (
@@ -26,7 +25,7 @@ from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight
-from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
+from emberline.kernels.quantised_matrix import CodeKind, QuantisedMatrix, dequantise_to_bf16
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
@@ -42,16 +41,28 @@ class OpBackend(ABC):
         weight.data, weight.ptr, weight.handle, weight.layout = packed.data, packed.ptr, packed.handle, packed.layout
         return packed.data.nbytes
 
+    def keeps_quantised(self, kind: CodeKind, n: int, k: int, *, experts: bool = False) -> bool:
+        """Return whether `pack_quantised`, or with `experts` `pack_quantised_experts`, keeps codes of this kind.
+
+        Loaders and memory plans ask before the codes are read. If not, matrices [n, k] are loaded as bf16.
+        """
+        return False
+
+    def arrange_gate_rows(self, weight: Tensor) -> Tensor:
+        """Return a weight, with the rows of gate before those of up, as `pack_linear` with gated=True expects it."""
+        return weight
+
     def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
         """Return the matrix in the layout that `linear` or, with gated=True, `gate_up_silu` reads.
 
         A gated matrix has the rows of gate before those of up. Backends without a kernel for the kind dequantise it.
         """
-        return self.pack_linear(dequantise(matrix).to(torch.bfloat16), gated=gated)
+        values = dequantise_to_bf16(matrix)
+        return self.pack_linear(self.arrange_gate_rows(values) if gated else values, gated=gated)
 
     def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
         """Return the matrices of all experts of a layer as `run_mixture` reads them."""
-        return dequantise(matrices).to(torch.bfloat16)
+        return dequantise_to_bf16(matrices)
 
     def add_packed_copy(self, weight: PackedWeight) -> int:
         """Add a losslessly compressed copy to the weight if that is smaller.

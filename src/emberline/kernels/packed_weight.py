@@ -37,9 +37,11 @@ class PackedWeight:
     fixed_order: bool = False  # on a GPU: the order of sums shall not depend on the number of rows of x
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PackedExperts:
-    """The matrices [count, n, k] of all experts of a layer, in another form than rows of bf16."""
+    """The matrices [count, n, k] of all experts of a layer, in another form than rows of bf16.
+
+    Until their values are loaded, `handle` may be a QuantisedMatrix on the meta device."""
 
     count: int
     n: int

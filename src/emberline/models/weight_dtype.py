@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from emberline.core.errors import InvalidRequest, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
-from emberline.models.quantised_tensors import read_loaded_format, select_model_tensors
+from emberline.models.quantised_tensors import read_loaded_quantisation, select_model_tensors
 from emberline.models.textmodel import select_text_config
 
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # by their names in safetensors files
@@ -35,8 +35,8 @@ def stored_weight_dtype(checkpoint: Checkpoint) -> str:
 
 def stored_weight_format(checkpoint: Checkpoint) -> str:
     """Return the format of the quantised matrices in the files, or the dtype of the first matrix if there are none."""
-    found = read_loaded_format(select_text_config(checkpoint.config))
-    return stored_weight_dtype(checkpoint) if found is None else found.name
+    found = read_loaded_quantisation(select_text_config(checkpoint.config))
+    return stored_weight_dtype(checkpoint) if found is None else "+".join(found.names)
 
 
 def choose_weight_dtype(checkpoint: Checkpoint, requested: str = "auto", *, on_gpu: bool) -> str:

@@ -19,7 +19,7 @@ from emberline.bench.gpu.shapes import DEFAULT_SHAPE, BenchShape, find_routing, 
 from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.bench.machine_limits import MachineLimits, TokenCost
 from emberline.bench.report import BenchReport
-from emberline.core.engine_config import EngineConfig
+from emberline.core.engine_config import ONLINE_FORMATS, EngineConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
@@ -361,7 +361,9 @@ def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
     from emberline.bench.gpu.sampled_decode import make_grammar_compiler
     from emberline.engine.gpu.boot import boot_gpu
 
-    weights = GPURandomWeights("cuda", torch.bfloat16, packed=settings.get("weights") == "packed")
+    form = str(settings.get("weights", ""))
+    online = form if form in ONLINE_FORMATS else ""
+    weights = GPURandomWeights("cuda", torch.bfloat16, packed=form == "packed", online=online)
     has_tied_scores = find_routing(settings) == "tied"
     others = {name: value for name, value in settings.items() if name not in ("shape", "routing")}
     config = EngineConfig.build("", **{"max_waiting": MAX_WAITING, **others}).with_gpu_defaults()

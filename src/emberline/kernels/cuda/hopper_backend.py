@@ -92,6 +92,11 @@ class HopperBackend(OpBackend):
             return packed.nbytes
         return super().fill_weight(weight, values)
 
+    def arrange_gate_rows(self, weight: Tensor) -> Tensor:
+        width, columns = len(weight) // 2, weight.shape[1]
+        group = _gate_group(width)
+        return weight.view(2, width // group, group, columns).transpose(0, 1).reshape(weight.shape)
+
     def add_packed_copy(self, weight: PackedWeight) -> int:
         if weight.uw12_copy is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:
             return 0  # a tied LM head is the embedding too, so it is visited twice
