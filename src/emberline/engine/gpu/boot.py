@@ -25,7 +25,7 @@ from emberline.core.request import Submission
 from emberline.engine import expert_limits, kv_shape, memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.attention_log import log_portable_attention
-from emberline.engine.gpu.device import CudaDevice, Device
+from emberline.engine.gpu.device import CudaDevice, Device, measure_memory
 from emberline.engine.gpu.draft_boot import load_on_device, measure_draft_model
 from emberline.engine.gpu.exact import require_fixed_order
 from emberline.engine.gpu.region import DeviceRegion
@@ -118,7 +118,10 @@ def boot_gpu(
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
     served = settings.with_settings(max_context=context)
     extra = measure_draft_model(draft := load_draft(model))
-    plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed, draft=extra)
+    total, others = measure_memory(device)
+    plan = memory.plan_engine_memory(
+        config, served, total, dtype, packed=weights.packed, draft=extra, other_bytes=others
+    )
     shape = kv_shape.make_kv_shape(config, settings.scheduler.block_size, kv_dtype, plan.groups)
     if exact := settings.gpu.exact:
         require_fixed_order(model, shape)
@@ -388,13 +391,3 @@ def warm_up(runner: GPURunner) -> float:
         torch.cuda.default_stream(keys.device).synchronize()
     runner.graphs = graphs
     return time.perf_counter() - began
-
-
-def _device_memory(device: Device) -> int:
-    return usable_gpu_bytes(device.torch_device) if device.torch_device.type == "cuda" else 1 << 30
-
-
-def usable_gpu_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU's memory that other processes do not use."""
-    free, total = torch.cuda.mem_get_info(device)
-    return memory.usable_bytes(total, free, torch.cuda.memory_reserved(device))
