@@ -224,14 +224,15 @@ def plan_memory(
         **step_bytes(StepSizes.of(outline_of(config), config.vocab), limits, block_bytes, draft),
     }
     needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
-    usable = usable_bytes(total_bytes, utilization, other_bytes)
-    if (available := usable - sum(fixed.values())) <= 0:
-        raise does_not_fit_error(fixed, usable, total_bytes, needed * tables * block_bytes)
-    slots = plan_state_slots(config, available, max_running) if state_slots is None else state_slots
+    usable, needed_bytes = usable_bytes(total_bytes, utilization, other_bytes), needed * tables * block_bytes
+    if (available := usable - sum(fixed.values())) < needed_bytes:
+        raise does_not_fit_error(fixed, usable, total_bytes, needed_bytes)
+    kv_first = None if kv_tokens is None else needed_bytes  # the rest is for states
+    slots = plan_state_slots(config, available, max_running, kv_first) if state_slots is None else state_slots
     available -= (states := device_state_bytes(config, slots))
     blocks = max(0, available) // (block_bytes * tables)  # of each group, if requests are short
     if blocks < needed:
-        raise does_not_fit_error(fixed | {"states": states}, usable, total_bytes, needed * tables * block_bytes)
+        raise does_not_fit_error(fixed | {"states": states}, usable, total_bytes, needed_bytes)
     blocks = blocks if kv_tokens is None else needed
     return MemoryPlan(
         total=total_bytes - other_bytes,
