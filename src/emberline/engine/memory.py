@@ -208,11 +208,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return how an engine uses `total_bytes` of GPU memory. Raises ModelError if the model does not fit.
 
-    `groups`: layers that share block tables; None: all share one.
-    `kv_tokens`: the size of the KV cache in tokens; None: as many as fit. `state_slots`: slots for recurrent states;
-    None: as many as are useful and fit. `both`: weights are kept plain and packed. `tiers`, `transfer`: reserve buffers
-    for KV blocks that move. `max_new_tokens`: of a request in a step, with its draft. `utilization`, `other_bytes`: see
-    `usable_bytes`. The CUDA graphs of all step shapes are included."""
+    `groups`: layers that share block tables; None: all share one. `kv_tokens`: the size of the KV cache in tokens;
+    None: as many as fit. `state_slots`: slots for recurrent states; None: as many as are useful and fit. `both`:
+    weights are kept plain and packed. `tiers`, `transfer`: reserve buffers for KV blocks that move.
+    `max_new_tokens`: of a request in a step, with its draft. `utilization`, `other_bytes`: see `usable_bytes`. The
+    CUDA graphs of all step shapes are included."""
     groups = groups or LayerGroups.single(config.layers)
     tables, formats = len(groups.windows), (dtype_bytes, kv_dtype_bytes, block_size)
     sizes = max_running, max_batch_tokens, max_context, max_new_tokens
