@@ -211,11 +211,10 @@ def plan_memory(
     `groups`: layers that share block tables; None: all share one. `kv_tokens`: the size of the KV cache in tokens;
     None: as many as fit. `state_slots`: slots for recurrent states; None: as many as are useful and fit. `both`:
     weights are kept plain and packed. `tiers`, `transfer`: reserve buffers for KV blocks that move.
-    `max_new_tokens`: of a request in a step, with its draft. `utilization`, `other_bytes`: see `usable_bytes`. The
-    CUDA graphs of all step shapes are included."""
+    `max_new_tokens`: of a request in a step, with its draft. `utilization`, `other_bytes`: see `usable_bytes`."""
     groups = groups or LayerGroups.single(config.layers)
-    tables, formats = len(groups.windows), (dtype_bytes, kv_dtype_bytes, block_size)
-    sizes = max_running, max_batch_tokens, max_context, max_new_tokens
+    tables, sizes = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
+    formats = dtype_bytes, kv_dtype_bytes, block_size
     limits = StepLimits(*formats, *sizes, packed=packed, tiers=tiers, transfer=transfer, block_tables=tables)
     values = draft.kv_token_values * kv_dtype_bytes
     block_bytes = (kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + values) * block_size
@@ -232,7 +231,7 @@ def plan_memory(
     blocks = max(0, available) // (block_bytes * tables)  # of each group, if requests are short
     if blocks < needed:
         raise does_not_fit_error(fixed | {"states": states}, usable, total_bytes, needed_bytes)
-    blocks = blocks if kv_tokens is None else needed
+    blocks = needed if kv_tokens is not None else blocks
     return MemoryPlan(
         total=total_bytes - other_bytes,
         **fixed,
