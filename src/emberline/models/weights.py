@@ -22,9 +22,12 @@ from torch import Tensor
 from emberline.core.config import core_count
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint, format_names
+from emberline.hub.dequant import Bytes
+from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.models.dequantise import QuantisedMatrices
+from emberline.models.gguf_matrices import dequantise_tensor
 from emberline.models.quantised_tensors import QuantisedTensorInfo, select_model_tensors
 from emberline.models.shard import Shard
 from emberline.unweight.codec import WeightCodec, select_weight_codec
@@ -220,6 +223,11 @@ class Weights:
         info = self.checkpoint.tensor_info(name)
         if isinstance(info, QuantisedTensorInfo):
             return self._open_quantised(name, info).whole()[self.shard.tensor_slices(name, info.shape)]
+        if isinstance(info, GGUFTensorInfo):
+            exact = self.dtype is torch.float32 or info.dtype == "F32"
+            dtype = torch.float32 if exact else DTYPES[info.dtype]
+            values = dequantise_tensor(info, self._view_file_bytes, dtype, self._pool)
+            return values[self.shard.tensor_slices(name, info.shape)]
         dtype, flat = DTYPES[info.dtype], self._read_bytes(name, info)
         aligned = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()  # the format allows any offset
         return aligned.view(dtype).view(info.shape)[self.shard.tensor_slices(name, info.shape)]
@@ -247,11 +255,14 @@ class Weights:
         return flat
 
     def _decode_bytes(self, name: str, info: TensorInfo) -> Tensor:
-        stored = np.frombuffer(self._map_file(info.file), np.uint8, info.nbytes, info.offset)
+        stored = self._view_file_bytes(info)
         out = torch.empty(info.logical_bytes, dtype=torch.uint8)
         tensor = CodedTensor.open(name, info, lambda begin, end: stored[begin:end], self._codec)
         tensor.decode_all(stored, out.numpy(), self._pool)
         return out
+
+    def _view_file_bytes(self, info: TensorInfo) -> Bytes:
+        return np.frombuffer(self._map_file(info.file), np.uint8, info.nbytes, info.offset)
 
     @cached_property
     def _codec(self) -> WeightCodec:
