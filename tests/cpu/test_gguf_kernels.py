@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from emberline.kernels import ops
-from emberline.kernels.arguments import LinearLayer
+from emberline.kernels.arguments import LinearLayer, LinearOutput
 from emberline.kernels.gguf_blocks import BLOCK_FORMATS, UnsupportedBlocks, dequantise_blocks
 from emberline.kernels.mixture import Expert, Mixture, Routing
 from emberline.kernels.reference import ReferenceBackend, rms_norm
@@ -147,7 +147,7 @@ def test_mixture_of_quantised_experts() -> None:
 
 def test_reference_backend_dequantises() -> None:
     blocks, x = random_blocks("Q5_0", 8, 64), torch.randn(3, 64)
-    y = REFERENCE.linear(x, LinearLayer(REFERENCE.pack_gguf(blocks, "Q5_0", 64)), ops.LinearOutput())
+    y = REFERENCE.linear(x, LinearLayer(REFERENCE.pack_gguf(blocks, "Q5_0", 64)), LinearOutput())
     torch.testing.assert_close(y, x @ dequantise_blocks(blocks, "Q5_0", 64).T)
     assert (round_inputs(x) - x).abs().max() <= x.abs().max() / 254 * 1.001
 

@@ -62,5 +62,5 @@ def find_block_format(blocks: Tensor, type_name: str, k: int) -> GGUFBlockFormat
 def dequantise_blocks(blocks: Tensor, type_name: str, k: int) -> Tensor:
     """Return the matrix as float32 [n, k]. Raises UnsupportedBlocks as `find_block_format` does."""
     found = find_block_format(blocks, type_name, k)
-    raw = memoryview(blocks.cpu().contiguous().numpy()).cast("B")
+    raw = blocks.cpu().contiguous().numpy().data.cast("B")
     return torch.from_numpy(dequantise(raw, type_name, found.file_bytes)).view(len(blocks), k)
