@@ -94,9 +94,7 @@ def convert_gguf(source: Path, target: Path) -> Path:
     return _make_directory(source, target, write_files)
 
 
-def _make_directory(
-    source: Path, target: Path, write_files: Callable[[GGUFModel, GGUFCheckpoint, Path], None]
-) -> Path:
+def _make_directory(source: Path, target: Path, write_files: Callable[[GGUFModel, GGUFCheckpoint, Path], None]) -> Path:
     if target.is_dir():
         return target
     with file_lock(target.with_name(f".{target.name}.lock")):

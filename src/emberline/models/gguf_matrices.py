@@ -6,17 +6,20 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from emberline.hub.dequant import Bytes
 from emberline.hub.gguf_rows import ReadBytes, Values, decode_rows, join_latents, read_rows
 from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.kernels.gguf_blocks import UnsupportedBlocks
+from emberline.kernels.packed_weight import join_rows
 from emberline.kernels.quantise_blocks import BLOCK_COLUMNS, quantise_blocks
 from emberline.models.weight_form import BLOCK_TYPES, WeightForm
 
@@ -40,17 +43,19 @@ class BlockPacker:
         infos = [info for info in parts if isinstance(info, GGUFTensorInfo) and info.has_blocks]
         if self._form != "gguf" or not infos:
             return None
-        types = sorted({info.block_type.name for info in infos})
-        if len(infos) < len(parts) or len(types) > 1:
+        types = [info.block_type.name for info in infos]
+        if len(infos) < len(parts) or (gated and len(set(types)) > 1):
             self._unpacked[f"types {' '.join(types)} in one matrix"] += len(infos)
             return None
-        rows = [read_rows(info, read) for info in infos]
-        blocks = torch.from_numpy(rows[0] if len(rows) == 1 else np.concatenate(rows))
         try:
-            return ops.pack_gguf(blocks, types[0], infos[0].shape[-1], gated=gated)
+            packed = [
+                _pack_rows([read_rows(info, read) for info in same], kind, same[0].shape[-1], gated=gated)
+                for kind, same in [(kind, list(each)) for kind, each in groupby(infos, lambda i: i.block_type.name)]
+            ]
         except UnsupportedBlocks as e:
             self._unpacked[str(e)] += len(infos)
             return None
+        return packed[0] if len(packed) == 1 else join_rows(packed)
 
     def pack_floats(self, name: str, matrix: Tensor, *, gated: bool) -> ops.PackedWeight:
         """Return a matrix of floats, quantised if the setting is q4 or q8 and the matrix can be."""
@@ -65,6 +70,11 @@ class BlockPacker:
     def log_unpacked(self, directory: Path) -> None:
         for reason, count in self._unpacked.items():
             log.info("Weights dequantised: model=%s tensors=%d reason=%r", directory.name, count, reason)
+
+
+def _pack_rows(rows: list[Bytes], type_name: str, columns: int, *, gated: bool) -> ops.PackedWeight:
+    blocks = torch.from_numpy(rows[0] if len(rows) == 1 else np.concatenate(rows))
+    return ops.pack_gguf(blocks, type_name, columns, gated=gated)
 
 
 def dequantise_tensor(info: GGUFTensorInfo, read: ReadBytes, dtype: torch.dtype, pool: ThreadPoolExecutor) -> Tensor:

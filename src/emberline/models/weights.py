@@ -146,7 +146,7 @@ class Weights:
             self.loaded_bytes = before
         else:
             self._unused.difference_update(name for name, _ in parts)
-        self.loaded_bytes += packed.data.nbytes
+        self.loaded_bytes += packed.nbytes
         for info in infos:
             self._release_pages(info)
         return packed
@@ -168,7 +168,7 @@ class Weights:
         packer = self._blocks
         if packer is not None:
             packed = [packer.pack_floats(name, arrange(part.to(dtype)), gated=gated) for part in parts]
-            self.loaded_bytes += sum(weight.data.nbytes for weight in packed)
+            self.loaded_bytes += sum(weight.nbytes for weight in packed)
             return packed
         self.loaded_bytes += prod(shape) * dtype.itemsize
         return [ops.pack_linear(arrange(part.to(dtype)), gated=gated) for part in parts]
