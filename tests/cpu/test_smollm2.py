@@ -34,7 +34,7 @@ def test_200_greedy_tokens_equal_those_of_transformers(llm: LLM) -> None:
 
 def test_answers_capital_of_france_with_the_weights_of_its_file() -> None:
     llm = LLM("smollm2", kv_memory=1 << 28)
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "Name the capital of France."}]
     answer = llm.chat(question, SamplingParams(max_tokens=20, temperature=0.0))
     assert "Paris" in answer.text and answer.finish_reason == "stop"
 
