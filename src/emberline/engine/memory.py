@@ -157,13 +157,6 @@ def uses_packed_weights(
     return settings.gpu.weights == "packed" or (settings.gpu.weights == "auto" and is_useful)
 
 
-def reject_packed_weights(weights: str) -> None:
-    """Raise InvalidRequest if packed weights are requested on a CPU."""
-    if weights in ("packed", "both"):
-        hint = "use --weights auto, which also reads packed files"
-        raise InvalidRequest(f"weights is {weights}; on a CPU it must be auto or plain", param="weights", hint=hint)
-
-
 def kv_dtype(settings: EngineConfig, dtype: str) -> str:
     """Return the name of the KV cache's dtype. Raises InvalidRequest if it is unknown."""
     name = default_kv_dtype(dtype) if settings.kv_cache.kv_dtype == "auto" else settings.kv_cache.kv_dtype
