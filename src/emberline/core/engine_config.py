@@ -12,8 +12,8 @@ ITL_TAIL = 3.0  # default of itl_tail
 # Ports reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare.
 KV_PORT_COUNT = 8
 DEVICES = ("auto", "cpu", "cuda")
-WEIGHT_FORMATS = ("auto", "plain", "packed", "both", "fp8", "int4")  # formats of weights in GPU memory
-ONLINE_FORMATS = ("fp8", "int4")  # of these, the ones to which bf16 weights are quantised at load
+WEIGHT_FORMATS = ("auto", "plain", "packed", "both", "fp8", "int4", "q4", "q8")  # formats of weights in memory
+ONLINE_FORMATS = ("fp8", "int4")  # of these, the ones to which a GPU quantises bf16 weights at load
 KV_CODECS = ("auto", "none", "uw")
 GPU_BLOCK_SIZES = (16, 32, 64)
 SPECULATION_METHODS = ("off", "auto", "ngram", "suffix", "mtp")
@@ -73,10 +73,11 @@ class GPUConfig:
 
     weights: str = option(
         "auto",
-        "Format of the weights in GPU memory. packed: 12 bits instead of 16, lossless; both: packed for small"
-        " batches and plain for large ones; fp8, int4: the bf16 matrices of layers are quantised at load, with a scale"
-        " for each row, or for 128 weights of a row; auto: packed if the files are. Matrices that the files have"
-        " quantised stay so.",
+        "Format of the weights in memory. On a GPU: packed: 12 bits instead of 16, lossless; both: packed for small"
+        " batches and plain for large ones; fp8, int4: the bf16 matrices of layers are quantised when they are loaded,"
+        " with a scale for each row, or for 128 weights of a row; auto: packed if the files are; what the files have"
+        " quantised stays so. On a CPU: q4, q8: quantised when they are loaded, to 4.5 and 8.5 bits; auto: as in"
+        " the files, also for GGUF; plain: quantised files as bfloat16.",
         choices=WEIGHT_FORMATS,
     )
     exact: bool = option(
@@ -86,8 +87,8 @@ class GPUConfig:
     )
     gpu_memory_utilization: float = option(
         0.98,
-        "Fraction of a GPU's memory that the engine may use, above 0 and at most 1, of what other processes leave free"
-        " at its start.",
+        "Fraction of a GPU's memory that the engine may use, above 0 and at most 1. What other processes use when it"
+        " starts is never planned.",
     )
     graphs: bool = True  # run steps as captured CUDA graphs where possible
     overlap: bool = True  # plan and launch a step while the one before it runs

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from emberline.core.errors import ModelFileError
 from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise_to_bf16
@@ -102,6 +103,8 @@ class DeviceWeights(Weights):
         self._reader = reader
         self._loads: list[TensorLoad] = []
         self._transforms: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []  # what `finish` replaces in place
+        # Tensors of GGUF files, which `finish` dequantises on the host, and what is added to each of their elements.
+        self._gguf: list[tuple[str, Tensor | MatrixPart, float]] = []
 
     def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
         vector = torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -183,6 +186,7 @@ class DeviceWeights(Weights):
         try:
             super().finish(ignorable_pattern)
             self._narrow.log_mixed_parts()
+            self._fill_gguf_tensors()
             self._files.clear()
             files = sorted({load.file for load in self._loads})  # a head may be in few of a checkpoint's files
             self._reader = self._reader or FileReader.start(files, read_ahead_bytes=0)
@@ -202,7 +206,9 @@ class DeviceWeights(Weights):
         info = self.checkpoint.tensor_info(name)
         self._unused.remove(name)
         self.loaded_bytes += destination.nbytes if isinstance(destination, Tensor) else 0
-        if isinstance(info, QuantisedTensorInfo):
+        if isinstance(info, GGUFTensorInfo):
+            self._gguf.append((name, destination, offset))
+        elif isinstance(info, QuantisedTensorInfo):
             assert not offset
             self._queue_quantised(name, info, partial(self._store_values, name, info, destination))
         else:
@@ -282,6 +288,17 @@ class DeviceWeights(Weights):
 
     def _add_loaded_bytes(self, num_bytes: int) -> None:
         self.loaded_bytes += num_bytes
+
+    def _fill_gguf_tensors(self) -> None:
+        for name, target, offset in self._gguf:
+            shape = self.shard.shard_shape(name, self.checkpoint.tensor_info(name).shape)
+            values = self._view_tensor(name, shape)
+            destination = target if isinstance(target, Tensor) else target.matrix.get_destination(target.index)
+            destination.copy_(values.reshape(destination.shape))
+            if offset:
+                destination.add_(offset)
+            if isinstance(target, MatrixPart):
+                target.matrix.mark_part_complete()
 
     def _make_load(
         self, name: str, info: TensorInfo, destination: Tensor | MatrixPart, offset: float = 0.0
