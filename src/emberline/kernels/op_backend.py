@@ -27,7 +27,7 @@ from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.gguf_blocks import dequantise_blocks
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight
-from emberline.kernels.quantised_matrix import CodeKind, QuantisedMatrix, dequantise_to_bf16
+from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise_to_bf16
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
@@ -43,12 +43,14 @@ class OpBackend(ABC):
         weight.data, weight.ptr, weight.handle, weight.layout = packed.data, packed.ptr, packed.handle, packed.layout
         return packed.data.nbytes
 
-    def keeps_quantised(self, kind: CodeKind, n: int, k: int, *, experts: bool = False) -> bool:
-        """Return whether `pack_quantised`, or with `experts` `pack_quantised_experts`, keeps codes of this kind.
+    def keeps_quantised(self, shape: QuantisedMatrix) -> bool:
+        """Return whether `pack_quantised`, or of several matrices `pack_quantised_experts`, keeps such codes.
 
-        Loaders and memory plans ask before the codes are read. If not, matrices [n, k] are loaded as bf16.
+        `shape`: a matrix on the meta device. Loaders and memory plans ask before the codes are read.
         """
-        return False
+        if shape.codes.ndim > 2:
+            return type(self).pack_quantised_experts is not OpBackend.pack_quantised_experts
+        return type(self).pack_quantised is not OpBackend.pack_quantised
 
     def arrange_gate_rows(self, weight: Tensor) -> Tensor:
         """Return a weight, with the rows of gate before those of up, as `pack_linear` with gated=True expects it."""

@@ -35,7 +35,7 @@ from emberline.kernels.dense_stack import DenseLayer, DenseStack
 from emberline.kernels.latent_planner import LatentPlanner
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
-from emberline.kernels.quantised_matrix import CodeKind, QuantisedMatrix
+from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.reference import ReferenceBackend
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
@@ -141,9 +141,12 @@ def fill_weight(weight: PackedWeight, values: Tensor) -> int:
     return backend_of(values).fill_weight(weight, values)
 
 
-def keeps_quantised(device: torch.device, kind: CodeKind, n: int, k: int, *, experts: bool = False) -> bool:
-    """Return whether the device's kernels read quantised matrices [n, k] as they are. If not, load them as bf16."""
-    return backend_of(torch.empty(0, device=device)).keeps_quantised(kind, n, k, experts=experts)
+def keeps_quantised(device: torch.device, shape: QuantisedMatrix) -> bool:
+    """Return whether the device's kernels read such codes; if not, load the matrix as bf16.
+
+    `shape`: a matrix, or one for each expert, on the meta device.
+    """
+    return backend_of(torch.empty(0, device=device)).keeps_quantised(shape)
 
 
 def empty_quantised_weight(shape: QuantisedMatrix, device: torch.device, *, gated: bool = False) -> PackedWeight:
@@ -173,8 +176,9 @@ def fill_dequantised_weight(weight: PackedWeight, values: Tensor) -> int:
 def fill_quantised_experts(experts: PackedExperts, matrices: QuantisedMatrix) -> int:
     """Store the matrices of all experts of a layer, and return the device memory used, in bytes."""
     packed = backend_of(matrices.codes).pack_quantised_experts(matrices)
-    assert isinstance(packed, PackedExperts), f"keeps_quantised promised to keep the {matrices.kind} codes of experts"
-    experts.layout, experts.handle, experts.nbytes = packed.layout, packed.handle, packed.nbytes
+    is_plain = isinstance(packed, Tensor)
+    experts.layout, experts.handle = (WeightLayout.ROWS, packed) if is_plain else (packed.layout, packed.handle)
+    experts.nbytes = packed.nbytes
     return packed.nbytes
 
 

@@ -50,7 +50,7 @@ class NarrowPlanner:
         else:
             online = choose_online_format(self._online, columns)
             shape = None if online is None else describe_quantised(online, sum(rows for _, rows in parts), columns)
-        if shape is None or not ops.keeps_quantised(self._device, shape.kind, shape.n, shape.k):
+        if shape is None or not ops.keeps_quantised(self._device, shape):
             return None
         return shape
 
@@ -69,7 +69,7 @@ class NarrowPlanner:
         else:
             online = choose_online_format(self._online, k)
             narrow = None if online is None else split_experts(describe_quantised(online, count * n, k), count)
-        if narrow is None or not ops.keeps_quantised(self._device, narrow.kind, n, k, experts=True):
+        if narrow is None or not ops.keeps_quantised(self._device, narrow):
             return None
         return narrow
 

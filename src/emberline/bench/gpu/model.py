@@ -21,7 +21,7 @@ from emberline.kernels.cpu.library import find_library
 from emberline.kernels.packed_weight import WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.models.config import ModelConfig
-from emberline.models.narrow_plan import describe_quantised
+from emberline.models.narrow_plan import describe_quantised, split_experts
 from emberline.models.narrow_weights import quantise_rows
 from emberline.models.weight_formats import NarrowSize, choose_online_format
 from emberline.models.weights import StackPart, Weights
@@ -96,11 +96,11 @@ class GPURandomWeights(Weights):
         drawn = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return self._add_to_loaded_bytes(drawn.normal_(0.0, WEIGHT_STD, generator=self._generator))
 
-    def stack_expert_matrices(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart]
+    def load_experts(
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False
     ) -> Tensor | ops.PackedExperts:
         count, n, k = shape
-        narrow = self._describe_narrow(count * n, k, experts=True)
+        narrow = self._describe_narrow(count * n, k, count)
         drawn, taken = self.stack_experts(shape, parts), self.loaded_bytes
         if narrow is None:
             return drawn
@@ -110,12 +110,13 @@ class GPURandomWeights(Weights):
         self.loaded_bytes = taken - drawn.nbytes + ops.fill_quantised_experts(experts, matrices)
         return experts
 
-    def _describe_narrow(self, rows: int, columns: int, *, experts: bool = False) -> QuantisedMatrix | None:
+    def _describe_narrow(self, rows: int, columns: int, experts: int = 0) -> QuantisedMatrix | None:
         found = choose_online_format(self._online, columns) if self._online else None
-        shape = None if found is None else describe_quantised(found, rows, columns)
-        if shape is None or not ops.keeps_quantised(self.device, shape.kind, rows, columns, experts=experts):
+        if found is None:
             return None
-        return shape
+        shape = describe_quantised(found, rows, columns)
+        shape = split_experts(shape, experts) if experts else shape
+        return shape if ops.keeps_quantised(self.device, shape) else None
 
     def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
         return self._add_to_loaded_bytes(torch.ones(shape, device=self.device))
