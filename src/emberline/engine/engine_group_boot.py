@@ -105,7 +105,8 @@ def boot_engine_group(
         loaded[name] = to_loaded_engine(booted)
         return booted
 
-    members, space = plan_time_sharing(configs, usable_gpu_bytes(CudaDevice().torch_device), free_memory(), load_on_gpu)
+    device = CudaDevice(next(iter(configs.values())).gpu.kernels)
+    members, space = plan_time_sharing(configs, usable_gpu_bytes(device.torch_device), free_memory(), load_on_gpu)
     max_waiting = max(config.scheduler.max_waiting for config in configs.values())
     return EngineGroup(members, space, time_sharing, max_waiting=max_waiting), loaded
 

@@ -162,4 +162,6 @@ def arrival_counters(device: torch.device) -> Tensor:
 
 @cache
 def _counters_of_stream(device: torch.device, stream: int) -> Tensor:
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not is_capturing, "a captured graph would zero the counters in every replay"
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
