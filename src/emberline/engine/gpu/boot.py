@@ -256,6 +256,7 @@ def _tune_matrix_products(model: DecoderModel, settings: EngineConfig) -> float:
         weights,
         model.config.hidden,
         captured_token_counts(settings.scheduler.max_running, settings.scheduler.max_batch_tokens),
+        portable=not ops.has_hopper_kernels(),
     )
 
 

@@ -14,28 +14,38 @@ import triton.language as tl
 from triton.language import constexpr
 from triton.language.target_info import cuda_capability_geq
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 
 MIN_PDL_ARCHITECTURE = 90  # compute capability 9.0
 
 
 def jit(function: Callable[..., Any]) -> Any:
     """Return triton.jit(function), typed for mypy. Kernels annotate pointers and numbers as `tensor`."""
-    return _without_unsupported_pdl(triton.jit(function))
+    return _fit_to_device(triton.jit(function))
 
 
 def jit_without_specializing(*names: str) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator like `jit` that does not specialize kernels on the values of these parameters."""
-    return lambda function: _without_unsupported_pdl(triton.jit(function, do_not_specialize=list(names)))
+    return lambda function: _fit_to_device(triton.jit(function, do_not_specialize=list(names)))
 
 
-def _without_unsupported_pdl(kernel: Any) -> Any:
-    """Return the kernel after changing its launches: they ignore `launch_pdl` on a GPU that does not support it."""
+def _fit_to_device(kernel: Any) -> Any:
+    """Return the kernel after changing its launches.
+
+    They ignore `launch_pdl` on a GPU that does not support it, and use fewer pipeline stages on a GPU with too little
+    shared memory for `num_stages`. Neither changes a result."""
     run = kernel.run
 
     def run_with_supported_options(*arguments: Any, launch_pdl: bool = False, **options: Any) -> Any:
         if launch_pdl and driver.active.get_current_target().arch >= MIN_PDL_ARCHITECTURE:
             options["launch_pdl"] = True
-        return run(*arguments, **options)
+        while True:
+            try:
+                return run(*arguments, **options)
+            except OutOfResources:
+                if options.get("num_stages", 1) <= 1:
+                    raise
+                options["num_stages"] -= 1
 
     kernel.run = run_with_supported_options
     return kernel

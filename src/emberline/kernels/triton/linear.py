@@ -18,6 +18,7 @@ from triton.language import constexpr, tensor
 from emberline.kernels.triton.jit import jit, jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
 
 MIN_DOT_ROWS, MAX_ROWS = 16, 64  # rows of x that a program multiplies
+MAX_SPLIT = 8  # parts of k
 MAX_TILES = 8192  # tiles of a product whose k is split
 
 
@@ -142,11 +143,17 @@ def linear(
 
 @cache
 def choose_tile(m: int, n: int, k: int, num_sms: int) -> SkinnyTile:
-    """Return the tile for a product: few parts of k, but enough programs for all multiprocessors."""
+    """Return the tile for a product: few parts of k, but enough programs for all multiprocessors.
+
+    The depths and stages were measured on an H200, with the layers of Llama 8B."""
     columns, depth = 64, 128
     tiles, steps = -(-n // columns), -(-k // depth)
-    split = max(1, min(8, 2 * num_sms // tiles, steps // 2))
-    return SkinnyTile(columns, depth, split, 4, 4)
+    split = max(1, min(MAX_SPLIT, num_sms // tiles, steps // 4))
+    if tiles * split > num_sms:  # several programs share a multiprocessor
+        return SkinnyTile(columns, depth, split, 4, 4 if m <= 32 else 3)
+    if split == 1 and m <= 32:
+        return SkinnyTile(columns, 2 * depth, split, 4, 3)
+    return SkinnyTile(columns, depth, split, 4, 5)
 
 
 @cache
