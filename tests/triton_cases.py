@@ -390,7 +390,9 @@ def check_widen(device: str, rows: int, heads: int, size: int, dim: int, *, pdl:
 def check_few_rows(
     device: str, m: int, n: int, k: int, *, split: int, kind: str = "", group: int = 0, pdl: bool = False
 ) -> None:
-    """Check a product with few rows. `kind`: "bias", "residual", "float32" or nothing; `group`: of gate rows."""
+    """Check a product with few rows. `kind`: "bias", "residual", "float32" or nothing; `group`: of gate rows.
+
+    `split`: parts of k; 0: the default tile."""
     wide = random(m, k + 8, device=device, dtype=BF16)
     x, w = wide[:, :k], random(n, k, device=device, dtype=BF16)
     bias = random(n, device=device) if kind == "bias" else None
@@ -402,7 +404,7 @@ def check_few_rows(
     for _ in range(2):  # the second launch finds the counters as the first left them
         if before is not None:
             out.copy_(before)
-        tile = SkinnyTile(64, 32, split, 4, 2)
+        tile = SkinnyTile(64, 32, split, 4, 2) if split else None
         assert few_rows_linear(x, w, out=out, bias=bias, residual=residual, group=group, tile=tile, pdl=pdl) is out
     exact = x.double() @ w.double().t()
     expected = (x.float() @ w.float().t()).to(out.dtype)
