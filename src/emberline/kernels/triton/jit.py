@@ -16,7 +16,7 @@ from triton.language.target_info import cuda_capability_geq
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
-MIN_PDL_ARCHITECTURE = 90  # compute capability 9.0
+MIN_PDL_ARCHITECTURE = MIN_BULK_ARCHITECTURE = 90  # compute capability 9.0
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -49,6 +49,11 @@ def _fit_to_device(kernel: Any) -> Any:
 
     kernel.run = run_with_supported_options
     return kernel
+
+
+def has_bulk_copies() -> bool:
+    """Return whether the current GPU copies tiles to shared memory by descriptors (TMA)."""
+    return bool(driver.active.get_current_target().arch >= MIN_BULK_ARCHITECTURE)
 
 
 @jit
