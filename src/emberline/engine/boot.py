@@ -19,7 +19,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.freememory import free_memory
 from emberline.core.numerics import Numerics
 from emberline.engine.engine import Engine
-from emberline.engine.gpu.device import has_hopper_gpu
+from emberline.engine.gpu.device import can_use_gpu, warn_of_unused_gpu
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.memory_plan import format_gib
 from emberline.engine.runner import TorchRunner, allocate_cache
@@ -93,13 +93,15 @@ def boot(
     `default_kv_bytes`: size of the KV cache on a CPU if the config sets none; None: half of the free memory."""
     if runs_on_gpu(config):
         return to_loaded_engine(boot_on_gpu(config.with_gpu_defaults(), reader))
+    if config.device == "auto":
+        warn_of_unused_gpu(config.gpu.kernels)
     if reader is not None:
         reader.close()
     return _boot_on_cpu(config, default_kv_bytes)
 
 
 def runs_on_gpu(config: EngineConfig) -> bool:
-    return config.device == "cuda" or (config.device == "auto" and has_hopper_gpu())
+    return config.device == "cuda" or (config.device == "auto" and can_use_gpu(config.gpu.kernels))
 
 
 def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEngine:
@@ -139,7 +141,7 @@ def to_loaded_engine(booted: BootedGPUEngine) -> LoadedEngine:
         kv_tokens=booted.plan.kv_tokens,
         weight_bytes=booted.runner.model.weight_bytes,
         kv_bytes=booted.plan.kv_bytes + booted.plan.states,
-        kernels=f"cuda ({torch.cuda.get_device_name()})",
+        kernels=f"{ops.selected_gpu_kernels().name} ({torch.cuda.get_device_name()})",
         seconds=dict(booted.seconds),
         device="cuda",
         kv_dtype=_dtype_name(booted.runner.cache.shape.dtype),
@@ -232,6 +234,9 @@ def _check_cpu_settings(config: EngineConfig) -> None:
         if value is not None:
             hint = f"drop --{name.replace('_', '-')}"
             raise InvalidRequest(f"{name} is set, but only an engine on a GPU supports it", param=name, hint=hint)
+    if config.gpu.kernels != "auto":
+        message = f"kernels is {config.gpu.kernels}, but the CPU computes, and only an engine on a GPU uses it"
+        raise InvalidRequest(message, param="kernels", hint="drop --kernels")
     check_requested_weights(config.gpu.weights, on_gpu=False)
     block_size = config.scheduler.block_size
     if block_size not in (8, 16, 32) and block_size % 64:

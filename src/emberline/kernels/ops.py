@@ -32,6 +32,7 @@ from emberline.kernels.backend import (
 )
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates, StateDrafts, StateSaves
 from emberline.kernels.dense_stack import DenseLayer, DenseStack
+from emberline.kernels.gpu_choice import has_hopper_kernels, selected_gpu_kernels
 from emberline.kernels.latent_planner import LatentPlanner
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
@@ -83,6 +84,7 @@ __all__ = [
     "find_slots",
     "gate_up_gelu",
     "gate_up_silu",
+    "has_hopper_kernels",
     "latent_attention",
     "layer_norm",
     "linear",
@@ -101,6 +103,7 @@ __all__ = [
     "run_dense_layers",
     "run_mixture",
     "sample_with_seed",
+    "selected_gpu_kernels",
     "set_threads",
     "shift_positions",
     "soft_cap",
