@@ -27,6 +27,9 @@ inline Codes bits_to_4(Codes c) {
 }
 inline Codes join(Codes a, Codes b) { return _mm512_or_si512(a, b); }
 
+inline Codes subtract(Codes c, int offset) { return _mm512_sub_epi8(c, _mm512_set1_epi8(char(offset))); }
+
+inline Ints load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline Ints splat_ints(int x) { return _mm512_set1_epi32(x); }
 
 template <CodeRange Range, int Step>

@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "amx.h"
 #include "blocks.h"
+#include "blocks_amx.h"
 #include "linear.h"
 #include "micro.h"
 #include "pool.h"
@@ -18,6 +20,7 @@ constexpr int kTileRows = 8;                // rows of a tile that reads the cop
 constexpr int kPrefetchBytes = 1024;
 constexpr int direct_vectors(int rows) { return rows <= 2 ? kVecs : 2; }  // vectors of columns whose sums of integers are in registers
 constexpr int kPieceBlocks = 48;            // blocks of one vector of columns that are unpacked at once and stay in L1
+constexpr int kPastBlocks = 4;              // blocks after these, or after a row of inputs, that may be read but are not used
 constexpr long kGroupBytes = 256 * 1024;    // rounded inputs that stay in L2 while all panels are multiplied
 constexpr long kSerialInputs = 16 * 1024;   // up to so many, waking a thread costs more than rounding them
 constexpr float kSmallest = 1e-30f;         // blocks of smaller inputs count as zero: their scale has no inverse
@@ -61,7 +64,7 @@ void round_row(const Linear& op, const float* x, BlockFormat format, RoundedRow 
 }
 
 Rounded round_inputs(const Linear& op, BlockFormat format) {
-    long blocks = op.k / kBlock, runs = format.runs(), stride = op.k + 64;
+    long blocks = op.k / kBlock, runs = format.runs(), stride = op.k + kPastBlocks * kBlock;
     float* memory = scratch(kInputs, op.m * (stride / 4 + blocks * (2 + runs)));
     auto* codes = reinterpret_cast<int8_t*>(memory);
     float *scale = memory + op.m * (stride / 4), *total = scale + op.m * blocks;
@@ -169,16 +172,20 @@ void multiply_direct(const uint8_t* panel, const Rounded& inputs, int first, flo
 constexpr BlockFormat unpacked_format(BlockFormat f) { return {1, 8, f.minima, f.run, f.offset != 0, f.range}; }
 constexpr int unpacked_bytes(BlockFormat f) { return (kSteps + f.runs() + f.minima) * kCodeBytes; }
 
-template <BlockFormat F, int... S>
+template <BlockFormat F, bool Signed, int... S>
 inline void unpack_codes(const uint8_t* codes, uint8_t* to, std::integer_sequence<int, S...>) {
+#if EMBER_AMX_INT8
+    if constexpr (Signed) return (store_codes(to + S * kCodeBytes, subtract(codes_of_step<F, S>(codes), F.offset)), ...);
+#endif
     (store_codes(to + S * kCodeBytes, codes_of_step<F, S>(codes)), ...);
 }
 
-template <BlockFormat F>
+// Unpacks blocks of vector v of a panel. Signed: without the offset of the codes.
+template <BlockFormat F, bool Signed>
 void unpack_piece(const uint8_t* panel, int v, long first_block, long count, uint8_t* to) {
     for (long b = first_block; b < first_block + count; b++, to += unpacked_bytes(F)) {
         const uint8_t *group = panel + b / F.blocks * F.group_bytes(), *block = group + F.header_bytes() + b % F.blocks * F.block_bytes();
-        unpack_codes<F>(block + F.scale_bytes() + v * F.vector_bytes(), to, std::make_integer_sequence<int, kSteps>{});
+        unpack_codes<F, Signed>(block + F.scale_bytes() + v * F.vector_bytes(), to, std::make_integer_sequence<int, kSteps>{});
         BlockScales<F> scales = load_scales<F>(group, block, v);
         auto* floats = reinterpret_cast<float*>(to + kSteps * kCodeBytes);
         store(floats, scales.scale[0]);
@@ -206,6 +213,52 @@ void multiply_unpacked(const uint8_t* blocks, long count, const Rounded& inputs,
     for (int r = 0; r < R; r++) store(sums + r * kPanel, total[r][0]);
 }
 
+#if EMBER_AMX_INT8
+// The same with AMX, by blocks with signed codes.
+template <BlockFormat F, int R>
+void multiply_amx(const uint8_t* blocks, long count, const Rounded& inputs, int first, long first_block, float* sums) {
+    constexpr int kRunSums = R * kLanes;  // of a run
+    alignas(64) int32_t buffer[2][4 * kRunSums];
+    Rounded in = inputs.from(first, first_block);
+    amx::Runs runs{in.codes, in.stride, blocks, unpacked_bytes(F)};
+    Vec total[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) total[r] = first_block ? load(sums + r * kPanel) : splat<Vec>(0.0f);
+    amx::multiply_runs<F.run, R>(runs, 0, buffer[0]);
+    for (long i = 0, n = count * F.runs(); i < n; i += 4) {
+        if (i + 4 < n) amx::multiply_runs<F.run, R>(runs, i + 4, buffer[(i / 4 + 1) % 2]);
+        const int32_t* from = buffer[i / 4 % 2];
+        for (long j = i; j < std::min(i + 4, n); j++, from += kRunSums) {
+            long b = j / F.runs(), run = j % F.runs();
+            const auto* floats = reinterpret_cast<const float*>(blocks + b * unpacked_bytes(F) + kSteps * kCodeBytes);
+            Vec scale = load(floats + run * kLanes);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++)
+                total[r] = fma(to_float(load_ints(from + r * kLanes)), mul(scale, splat<Vec>(in.scale[r * in.blocks + b])), total[r]);
+            if constexpr (F.minima) {
+                Vec minimum = load(floats + F.runs() * kLanes);
+#pragma GCC unroll 16
+                for (int r = 0; r < R; r++) total[r] = fma(minimum, splat<Vec>(in.total[r * in.blocks + b]), total[r]);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) store(sums + r * kPanel, total[r]);
+}
+
+template <BlockFormat F, int... R>
+void run_amx(int rows, const uint8_t* blocks, long count, const Rounded& in, int first, long first_block, float* sums,
+             std::integer_sequence<int, R...>) {
+    using Tile = void (*)(const uint8_t*, long, const Rounded&, int, long, float*);
+    constexpr Tile all[] = {multiply_amx<F, R + 1>...};
+    all[rows - 1](blocks, count, in, first, first_block, sums);
+}
+
+using AmxTiles = amx::Int8Tiles;
+#else
+struct AmxTiles {};
+#endif
+
 template <BlockFormat F, int... R>
 void run_direct(int rows, const uint8_t* panel, const Rounded& in, int first, float* sums, std::integer_sequence<int, R...>) {
     using Tile = void (*)(const uint8_t*, const Rounded&, int, float*);
@@ -221,27 +274,39 @@ void run_unpacked(int rows, const uint8_t* blocks, long count, const Rounded& in
     all[rows - 1](blocks, count, in, first, first_block, sums);
 }
 
-// Multiplies one panel by `rows` rows.
-template <BlockFormat F>
-void run_panel(const Linear& op, const Rounded& in, const uint8_t* panel, long number, int first, int rows) {
-    float* sums = scratch(kSums, long(rows) * kPanel);
-    if (rows <= kDirectRows) {
-        run_direct<F>(rows, panel, in, first, sums, std::make_integer_sequence<int, kDirectRows>{});
-    } else {
-        RowBlocks tiles(rows, kTileRows);
-        auto* copy = reinterpret_cast<uint8_t*>(scratch(kWeights, kPieceBlocks * unpacked_bytes(F) / 4));
-        for (int v = 0; v < kVecs; v++)
-            for (long at = 0; at < in.blocks; at += kPieceBlocks) {
-                long count = std::min<long>(kPieceBlocks, in.blocks - at);
-                unpack_piece<F>(panel, v, at, count, copy);
-                for (int tile = 0; tile < tiles.count; tile++) {
-                    int row = tiles.start(tile);
-                    run_unpacked<unpacked_format(F)>(tiles.size(tile), copy, count, in, first + row, at,
-                                                     sums + row * kPanel + v * kLanes,
-                                                     std::make_integer_sequence<int, kTileRows>{});
+// Multiplies one panel by `rows` rows, which share an unpacked copy of it.
+template <BlockFormat F, bool Amx>
+void run_copied(const Rounded& in, const uint8_t* panel, int first, int rows, float* sums, [[maybe_unused]] AmxTiles& registers) {
+    constexpr BlockFormat U = unpacked_format(F);
+    constexpr int kMaxRows = Amx ? 16 : kTileRows;
+    RowBlocks tiles(rows, kMaxRows);
+    auto* copy = reinterpret_cast<uint8_t*>(scratch(kWeights, (kPieceBlocks + kPastBlocks) * unpacked_bytes(F) / 4));
+    for (int v = 0; v < kVecs; v++)
+        for (long at = 0; at < in.blocks; at += kPieceBlocks) {
+            long count = std::min<long>(kPieceBlocks, in.blocks - at);
+            unpack_piece<F, Amx>(panel, v, at, count, copy);
+            for (int tile = 0; tile < tiles.count; tile++) {
+                int row = tiles.start(tile), size = tiles.size(tile);
+                float* to = sums + row * kPanel + v * kLanes;
+                constexpr std::make_integer_sequence<int, kMaxRows> sizes;
+#if EMBER_AMX_INT8
+                if constexpr (Amx) {
+                    registers.configure(size, F.run);
+                    run_amx<U>(size, copy, count, in, first + row, at, to, sizes);
+                    continue;
                 }
+#endif
+                run_unpacked<U>(size, copy, count, in, first + row, at, to, sizes);
             }
-    }
+        }
+}
+
+template <BlockFormat F>
+void run_panel(const Linear& op, const Rounded& in, const uint8_t* panel, long number, int first, int rows, AmxTiles& registers) {
+    float* sums = scratch(kSums, long(rows) * kPanel);
+    if (rows <= kDirectRows) run_direct<F>(rows, panel, in, first, sums, std::make_integer_sequence<int, kDirectRows>{});
+    else if (EMBER_AMX_INT8 && amx::available()) run_copied<F, EMBER_AMX_INT8>(in, panel, first, rows, sums, registers);
+    else run_copied<F, false>(in, panel, first, rows, sums, registers);
     write_outputs(op, number, first, rows, sums);
 }
 
@@ -252,10 +317,11 @@ void run(const Linear& op, const uint8_t* weights) {
     long panels = (op.n + kPanel - 1) / kPanel, panel_bytes = F.panel_bytes(op.k);
     RowBlocks groups(op.m, int(std::max(32L, kGroupBytes / op.k)));
     parallel(groups.count * panels, [&](long begin, long end) {
+        AmxTiles registers;
         for (long task = begin; task < end; task++) {
             int group = int(task / panels);
             long panel = task % panels;
-            run_panel<F>(op, in, weights + panel * panel_bytes, panel, groups.start(group), groups.size(group));
+            run_panel<F>(op, in, weights + panel * panel_bytes, panel, groups.start(group), groups.size(group), registers);
         }
     });
 }
