@@ -1,0 +1,18 @@
+// Float8 weights (e4m3) in rows. Include after common.cuh.
+//
+// Within each 16 columns (k), codes are in another order, so that the 4 bytes that ldmatrix gives to a lane are the codes
+// of its part of mma's A operand: byte 4t + 2e + b is the code of k 2t + e + 8b. `kernels/cuda/fp8_weight.py` arranges
+// them. Inputs that are multiplied as float8 too have the same order, so that sums over k are the same.
+#pragma once
+
+// Decodes the 4 bytes of a lane to pairs of bf16: those of k 2t and 2t + 1, and those of k 2t + 8 and 2t + 9.
+// Sign, exponent and mantissa are moved to their places in bf16, whose exponents are larger by 120: the product with
+// 2^120 is exact, also for subnormal codes.
+DEVICE void decode_codes(u32& first, u32& second, u32 codes) {
+  constexpr u32 EXPONENT_AND_MANTISSA = 0x07f007f0u, SIGNS = 0x80808080u, FACTORS = 0x7b807b80u;
+  const u32 signs = codes & SIGNS;
+  const u32 low = (codes << 4 & EXPONENT_AND_MANTISSA) | (signs << 8 & ~EXPONENT_AND_MANTISSA);
+  const u32 high = (codes >> 4 & EXPONENT_AND_MANTISSA) | (signs & ~EXPONENT_AND_MANTISSA);
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(first) : "r"(low), "r"(FACTORS));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(second) : "r"(high), "r"(FACTORS));
+}

@@ -1,0 +1,121 @@
+"""FP8Weight: a float8 weight [n, k] as our kernels read it, made from a QuantisedMatrix.
+
+Rows are those of the matrix; gate and up rows alternate in groups of 16 if the weight is gated. The order of the columns
+within each 16 is that of fp8.cuh. There is a float32 scale for each row, or one for each 16 rows and 128 columns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.attention_plan import GATE_GROUP_ROWS
+from emberline.kernels.cuda.driver import TensorMap, make_tensor_map
+from emberline.kernels.quantised_matrix import QuantisedMatrix
+
+UNIT_K = 128  # columns (k) that a kernel reads at a time
+BLOCK_ROWS = 16
+ORDER_GROUP = 16  # columns among which codes are in another order
+MAX_TILE_BLOCKS = 4  # blocks of rows in a tile: a tile may exceed n by one less
+MAX_K = 32768  # columns of which quantise.cu has one row in registers
+
+
+class _KernelRows(ctypes.Structure):
+    """A weight as a kernel parameter, passed by value: `Fp8Rows` and `Fp8Blocks` of linear.cu."""
+
+    _fields_ = (("map", TensorMap), ("scales", ctypes.c_void_p), ("padding", ctypes.c_uint64 * 7))
+
+
+class FP8Weight:
+    def __init__(self, codes: Tensor, *, row_scales: Tensor | None = None, block_scales: Tensor | None = None) -> None:
+        """`row_scales`: float32 [n]. `block_scales`: float32 [n / 16, k / 128], rounded up. One of them is None."""
+        assert codes.dtype is torch.uint8 and codes.is_contiguous() and (row_scales is None) is not (block_scales is None)
+        self.codes, self.row_scales = codes, row_scales
+        self.n, self.k = codes.shape
+        self.block_scales = None if block_scales is None else _pad_blocks(block_scales)
+        self._maps: dict[tuple[int, bool], TensorMap] = {}
+
+    @property
+    def has_blocks(self) -> bool:
+        return self.block_scales is not None
+
+    @property
+    def nbytes(self) -> int:
+        scales = self.row_scales if self.block_scales is None else self.block_scales
+        assert scales is not None
+        return self.codes.nbytes + scales.nbytes
+
+    @property
+    def kernel_source(self) -> str:
+        """The name of the weight's type in linear.cu."""
+        return "Fp8Blocks" if self.has_blocks else "Fp8Rows"
+
+    def drop_tensor_maps(self) -> None:
+        """Drop the tensor maps, because the data may be at a different address on the next use."""
+        self._maps.clear()
+
+    def get_tensor_map(self, row_blocks: int, *, paired: bool = False) -> TensorMap:
+        """Return the tensor map for tiles of 16 * `row_blocks` rows; see `BF16Weight.get_tensor_map`."""
+        if (row_blocks, paired) not in self._maps:
+            if paired:
+                result = make_tensor_map(self.codes.unflatten(0, (-1, 2, 16)), (row_blocks // 2, 2, 8, UNIT_K))
+            else:
+                result = make_tensor_map(self.codes, (BLOCK_ROWS * row_blocks, UNIT_K))
+            self._maps[row_blocks, paired] = result
+        return self._maps[row_blocks, paired]
+
+    def get_kernel_rows(self, row_blocks: int) -> ctypes.Structure:
+        scales = self.row_scales if self.block_scales is None else self.block_scales
+        assert scales is not None
+        return _KernelRows(self.get_tensor_map(row_blocks), scales.data_ptr())
+
+
+def supports(matrix: QuantisedMatrix, *, gated: bool = False) -> bool:
+    """Return whether our kernels read this matrix: a scale for each row, or for blocks of 16a rows and 128b columns."""
+    n, k = matrix.n, matrix.k
+    if matrix.kind != "fp8" or matrix.codes.dim() != 2 or matrix.columns is not None:
+        return False
+    if n % (2 * BLOCK_ROWS if gated else BLOCK_ROWS) or k % ORDER_GROUP or k > MAX_K:
+        return False
+    if matrix.group_columns >= k:
+        return matrix.group_rows == 1 or not gated or n // 2 % matrix.group_rows == 0
+    return matrix.group_columns % UNIT_K == 0 and matrix.group_rows % BLOCK_ROWS == 0
+
+
+def pack(matrix: QuantisedMatrix, *, gated: bool = False) -> FP8Weight:
+    """Return the weight on the device of the matrix, which `supports` accepts."""
+    n, k, scales = matrix.n, matrix.k, matrix.scales.to(torch.float32)
+    codes = order_columns(matrix.codes)
+    if matrix.group_columns >= k:
+        rows = scales[:, 0].repeat_interleave(matrix.group_rows)[:n].contiguous()
+        if gated:
+            codes, rows = interleave_gates(codes, GATE_GROUP_ROWS), interleave_gates(rows, GATE_GROUP_ROWS)
+        return FP8Weight(codes, row_scales=rows)
+    blocks = scales.repeat_interleave(matrix.group_rows // BLOCK_ROWS, 0)[: n // BLOCK_ROWS]
+    blocks = blocks.repeat_interleave(matrix.group_columns // UNIT_K, 1)[:, : -(-k // UNIT_K)].contiguous()
+    if gated:
+        codes, blocks = interleave_gates(codes, GATE_GROUP_ROWS), interleave_gates(blocks, 1)
+    return FP8Weight(codes, block_scales=blocks)
+
+
+def order_columns(codes: Tensor) -> Tensor:
+    """Return the codes [.., k] with each 16 columns in the order of fp8.cuh."""
+    parts = codes.unflatten(-1, (-1, 2, 4, 2))  # k is 16g + 8b + 2t + e, its place 16g + 4t + 2e + b
+    return parts.movedim(-3, -1).flatten(-4).contiguous()
+
+
+def restore_columns(codes: Tensor) -> Tensor:
+    """Return the codes with columns in the order of k."""
+    return codes.unflatten(-1, (-1, 4, 2, 2)).movedim(-1, -3).flatten(-4).contiguous()
+
+
+def interleave_gates(rows: Tensor, group: int) -> Tensor:
+    """Return the rows with `group` rows of the first half (gates), then as many of the second (ups), and so on."""
+    return rows.unflatten(0, (2, -1, group)).transpose(0, 1).flatten(0, 2).contiguous()
+
+
+def _pad_blocks(scales: Tensor) -> Tensor:
+    """Return the scales with rows of zeros behind them, which a tile that exceeds n reads."""
+    return torch.nn.functional.pad(scales, (0, 0, 0, MAX_TILE_BLOCKS - 1))
