@@ -10,9 +10,12 @@
 // 2^120 is exact, also for subnormal codes.
 DEVICE void decode_codes(u32& first, u32& second, u32 codes) {
   constexpr u32 EXPONENT_AND_MANTISSA = 0x07f007f0u, SIGNS = 0x80808080u, FACTORS = 0x7b807b80u;
+  const auto select = [](u32 ones, u32 zeros) {  // bits of `ones` where the mask has ones, of `zeros` elsewhere
+    u32 bits;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(bits) : "r"(EXPONENT_AND_MANTISSA), "r"(ones), "r"(zeros));
+    return bits;
+  };
   const u32 signs = codes & SIGNS;
-  const u32 low = (codes << 4 & EXPONENT_AND_MANTISSA) | (signs << 8 & ~EXPONENT_AND_MANTISSA);
-  const u32 high = (codes >> 4 & EXPONENT_AND_MANTISSA) | (signs & ~EXPONENT_AND_MANTISSA);
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(first) : "r"(low), "r"(FACTORS));
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(second) : "r"(high), "r"(FACTORS));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(first) : "r"(select(codes << 4, signs << 8)), "r"(FACTORS));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(second) : "r"(select(codes >> 4, signs)), "r"(FACTORS));
 }
