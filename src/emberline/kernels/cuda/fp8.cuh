@@ -15,7 +15,8 @@ DEVICE void decode_codes(u32& first, u32& second, u32 codes) {
     asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(bits) : "r"(EXPONENT_AND_MANTISSA), "r"(ones), "r"(zeros));
     return bits;
   };
-  const u32 signs = codes & SIGNS;
+  u32 signs;
+  asm("and.b32 %0, %1, %2;" : "=r"(signs) : "r"(codes), "r"(SIGNS));  // not moved behind the shift by the compiler
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(first) : "r"(select(codes << 4, signs << 8)), "r"(FACTORS));
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(second) : "r"(select(codes >> 4, signs)), "r"(FACTORS));
 }
