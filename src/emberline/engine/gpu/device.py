@@ -108,7 +108,7 @@ class CudaStream:
         # One memory pool for all graphs of a stream: they run one after the other, so they can share memory.
         # Not torch's own context manager, which would wait for the device and empty torch's memory cache.
         with torch.cuda.stream(self._stream):
-            wide.allocate_exchange_memory(self._stream.device)
+            wide.get_exchange_memory(self._stream.device)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()

@@ -27,6 +27,7 @@
 #include "wgmma.cuh"
 #include "uw12.cuh"
 #include "wide_products.cuh"
+#include "wgmma_fp8.cuh"
 #include "wide.cuh"
 #include "global_exchange.cuh"
 
@@ -49,7 +50,7 @@ template <class S> struct PlainRows {
   DEVICE void prefetch() const { prefetch_map(map); }
   DEVICE u32 bytes(int) const { return S::W_BYTES; }
   DEVICE void fetch(u32 to, int tile, int unit, u32 barrier, u64 policy) const {
-    const int k = 64 * unit;
+    const int k = S::UNIT_K * unit;
     if (gated) {  // see Outputs::row
       copy_tile(to, map, k, 0, 0, S::ROWS / 32 * tile, barrier, policy);
       copy_tile(to + S::W_BYTES / 2, map, k, 8, 0, S::ROWS / 32 * tile, barrier, policy);
@@ -144,7 +145,7 @@ DEVICE void fetch(Ring ring, const Weights& weights, const TensorMap* x_map, Ste
   int tile = steps.tile, unit = 0;
   const auto fetch_x = [&](int stage, int unit) {
     const u32 at = ring.slots + stage * S::SLOT, barrier = ring.full + 8 * stage;
-    const int k = 64 * (steps.from + unit);
+    const int k = S::UNIT_K * (steps.from + unit);
     if (S::LARGE && ring.sharing.is_shared()) {
       const int row = ring.sharing.rows * ring.sharing.index;
       copy_tile_multicast(at + 128 * row, x_map, k, row, barrier, evict_last, ring.sharing);
@@ -207,6 +208,82 @@ DEVICE int accumulate_tile(float (&d)[S::COLUMNS / 2], Ring& ring, int units, in
   return last;
 }
 
+// The same for float8. Scales: see Outputs.
+struct Fp8Scales {
+  const float *w, *x;  // BLOCKS_SCALED: [n / 16][units] and [units][x_pitch], otherwise [n] and [m]
+  int x_pitch, units;
+};
+
+// The factors of the sums of one step: the scale of its block of w, for each half of a fragment's rows, and those of its
+// columns.
+template <class S> struct StepScales {
+  float w[2];
+  float2 x[S::BLOCKS];
+  // `rows`: offsets of the halves' blocks in the scales of w.
+  DEVICE void load(const Fp8Scales& from, const int (&rows)[2], int unit, int lane) {
+    w[0] = from.w[rows[0] + unit], w[1] = from.w[rows[1] + unit];
+#pragma unroll
+    for (int j = 0; j < S::BLOCKS; j++) {
+      const float* const at = from.x + i64(unit) * from.x_pitch + 8 * j + 2 * (lane % 4);
+      asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x[j].x), "=f"(x[j].y) : "l"(at) : "memory");
+    }
+  }
+};
+
+template <class S>
+DEVICE int accumulate_fp8_tile(float (&total)[S::COLUMNS / 2], Ring& ring, const Fp8Scales& scales,
+                               const int (&rows)[2], int from, int units, int warp, int lane) {
+  if constexpr (!S::PROMOTES) {
+    int last = 0;
+#pragma unroll 1
+    for (int i = 0; i < units; i++) {
+      barrier_wait_without_trap<S>(ring.full + 8 * ring.stage, ring.parity);
+      const u32 at = ring.slots + ring.stage * S::SLOT;
+      const u64 x = matrix_descriptor(at), w = matrix_descriptor(at + S::X_BYTES + warp / 4 * 8192);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < 4; step++) wgmma_fp8(total, w + 2 * step, x + 2 * step, step ? 1 : i);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (i) ring.release_slot<S>(last, lane);
+      last = ring.stage;
+      ring.advance();
+    }
+    wgmma_wait<0>();
+    order_after_wait(total);
+    return last;
+  } else {
+    float d[S::COLUMNS / 2];
+    int last = 0;
+#pragma unroll
+    for (int i = 0; i < S::COLUMNS / 2; i++) total[i] = 0.f;
+#pragma unroll 1
+    for (int i = 0; i < units; i++) {
+      StepScales<S> factors;
+      if constexpr (S::BLOCKS_SCALED) factors.load(scales, rows, from + i, lane);
+      barrier_wait_without_trap<S>(ring.full + 8 * ring.stage, ring.parity);
+      const u32 at = ring.slots + ring.stage * S::SLOT;
+      const u64 x = matrix_descriptor(at), w = matrix_descriptor(at + S::X_BYTES + warp / 4 * 8192);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < 4; step++) wgmma_fp8(d, w + 2 * step, x + 2 * step, step ? 1 : 0);
+      wgmma_commit();
+      wgmma_wait<0>();
+      order_after_wait(d);
+      last = ring.stage;
+      if (i + 1 < units) ring.release_slot<S>(last, lane);
+      ring.advance();
+#pragma unroll
+      for (int j = 0; j < S::COLUMNS / 2; j++) {
+        if constexpr (S::BLOCKS_SCALED)
+          total[j] += d[j] * (factors.w[j / 2 % 2] * (j % 2 ? factors.x[j / 4].y : factors.x[j / 4].x));
+        else total[j] += d[j];
+      }
+    }
+    return last;
+  }
+}
+
 // The same for packed weights. All warps of a warpgroup issue the same products in the same order, whatever escapes
 // each has. Large tiles have two sets of registers: a unit is decoded while the products of the previous one run.
 // Others have one set and decode after the products, while those of other warpgroups run.
@@ -262,6 +339,7 @@ struct Arguments {
   const float* bias;
   int n, k, m, stages, split, share, epilogue, pdl;
   Exchange exchange;  // null: the parts of k are a cluster
+  Fp8Scales scales;
   DEVICE bool is_unclustered() const { return exchange.sums; }
 };
 
@@ -282,16 +360,27 @@ DEVICE void compute(Ring ring, const Weights& weights, const Steps& steps, const
       asm volatile("" : "+r"(warp_), "+r"(lane_));  // keeps derived values from occupying registers across tiles
       if (tile != steps.tile) header.open(weights.header(S::WARPS * tile + warp), lane_);
       last = accumulate_tile<S>(d, ring, header, steps.units, warp, lane_);
+    } else if constexpr (S::FP8) {
+      int rows[2] = {0, 0};
+      if constexpr (S::BLOCKS_SCALED) {
+        const bool gated = epilogue == GATED;
+        const int row = gated ? Outputs<S, GATED>::row(tile, warp) : Outputs<S, STORE>::row(tile, warp);
+        const int blocks = args.n / 16 - 1;  // sums beyond the last row are not used
+        rows[0] = min(row / 16, blocks) * args.scales.units, rows[1] = min(row / 16 + gated, blocks) * args.scales.units;
+      }
+      last = accumulate_fp8_tile<S>(d, ring, args.scales, rows, steps.from, steps.units, warp, lane_);
     } else {
       last = accumulate_tile<S>(d, ring, steps.units, warp, lane_);
     }
+    const float* const w_scales = S::BLOCKS_SCALED ? nullptr : args.scales.w;
+    const float* const x_scales = args.scales.x;
     const auto with_outputs = [&](auto then) {
-      if (epilogue == STORE) then(Outputs<S, STORE>{args.out, args.residual, args.bias, args.n, args.m});
-      else if (epilogue == STORE_F32) then(Outputs<S, STORE_F32>{args.out, args.residual, args.bias, args.n, args.m});
-      else if (epilogue == ADD) then(Outputs<S, ADD>{args.out, args.residual, args.bias, args.n, args.m});
-      else then(Outputs<S, GATED>{args.out, args.residual, args.bias, args.n, args.m});
+      if (epilogue == STORE) then(Outputs<S, STORE>{args.out, args.residual, args.bias, args.n, args.m, w_scales, x_scales});
+      else if (epilogue == STORE_F32) then(Outputs<S, STORE_F32>{args.out, args.residual, args.bias, args.n, args.m, w_scales, x_scales});
+      else if (epilogue == ADD) then(Outputs<S, ADD>{args.out, args.residual, args.bias, args.n, args.m, w_scales, x_scales});
+      else then(Outputs<S, GATED>{args.out, args.residual, args.bias, args.n, args.m, w_scales, x_scales});
     };
-    if constexpr (S::PACKED) {  // plain weights always use clusters, which are faster
+    if constexpr (S::PACKED || S::FP8) {  // plain weights always use clusters, which are faster
       if (args.is_unclustered()) {
         const int fragment = tile * S::WARPS + warp_;
         finish_by_exchange<S>(d, args.exchange, fragment, index, split, args.m, lane_, [&](float (&c)[16], int quad) {
@@ -328,7 +417,7 @@ template <class S, class Weights> DEVICE void run(const Weights& weights, const 
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int stages = args.stages, split = args.split, share = S::LARGE ? args.share : 1;
   const int cluster = blockIdx.x / (split * share), rank = blockIdx.x % (split * share);
-  const int index = rank / share, units = args.k / 64, from = units * index / split;
+  const int index = rank / share, units = (args.k + S::UNIT_K - 1) / S::UNIT_K, from = units * index / split;
   const SharedX sharing{share, rank % share, args.is_unclustered() ? 0 : index * share,
                         (args.m + 8 * share - 1) / (8 * share) * 8};
   const Ring ring{base, base + stages * S::SLOT, base + stages * (S::SLOT + 8), stages, sharing};
@@ -384,4 +473,16 @@ __global__ void __launch_bounds__(count_threads(GROUPS, COLUMNS), packed_ctas(GR
   using S = Shape<GROUPS, COLUMNS, true>;
   run<S>(PackedUnits<S>{planes, headers, n, k / 64, stride}, &x_map,
          Arguments{out, residual, bias, n, k, m, stages, split, share, epilogue, pdl, Exchange{sums, words, polls}});
+}
+
+// Both operands are float8. `x_map`: the codes of x. Scales: see Fp8Scales.
+template <int GROUPS, int COLUMNS, bool BLOCKS_SCALED>
+__global__ void __launch_bounds__(count_threads(GROUPS, COLUMNS), 1)
+    wide_fp8(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const float* w_scales,
+             const float* x_scales, int x_pitch, void* out, const bf16* residual, const float* bias, int n, int k, int m,
+             int stages, int split, int share, int epilogue, int pdl, float4* sums, u32* words, int polls) {
+  using S = Shape<GROUPS, COLUMNS, false, true, BLOCKS_SCALED>;
+  run<S>(PlainRows<S>{&w_map, epilogue == GATED}, &x_map,
+         Arguments{out, residual, bias, n, k, m, stages, split, share, epilogue, pdl, Exchange{sums, words, polls},
+                   Fp8Scales{w_scales, x_scales, x_pitch, (k + 127) / 128}});
 }
