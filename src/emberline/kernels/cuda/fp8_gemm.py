@@ -1,8 +1,8 @@
 """linear: computes y = x w^T for hundreds or thousands of rows of x, where both x and w are float8.
 
-`gemm.cu` has the kernel: that of `cuda/gemm.py`, with twice as many columns (k) in a step. The tensor cores keep few bits
-of sums of float8 products. A promoting plan adds the sums of each 128 columns in float32, which takes more registers, so
-its tiles are narrower.
+`gemm.cu` has the kernel: that of `cuda/gemm.py`, with twice as many columns (k) in a step. The tensor cores keep few
+bits of sums of float8 products. A promoting plan adds the sums of each 128 columns in float32, which takes more
+registers, so its tiles are narrower.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from emberline.kernels.cuda import gemm
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, make_tensor_map
 from emberline.kernels.cuda.fp8_weight import UNIT_K, FP8Weight
 from emberline.kernels.cuda.gemm import CLUSTER_SIZES, EPILOGUES, PANEL_SIZE, THREADS, TILE_ROWS, GemmPlan
-from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS, choose_epilogue
+from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS, SLOT_K, choose_epilogue
 from emberline.kernels.cuda.quantise_rows import QuantisedRows
 
 FILE = gemm.FILE
@@ -69,7 +69,7 @@ def linear(
             outputs,
             outputs if residual is None else make_tensor_map(residual, (TILE_ROWS, PANEL_SIZE)),
             *(m, w.n, k, tiles.band, tiles.lag, int(pdl)),
-            w.row_scales if w.block_scales is None else w.block_scales,
+            w.scales,
             *(x.scales, x.scales.stride(0)),
         ),
         pdl=pdl,
@@ -83,7 +83,7 @@ def linear(
 def choose_plan(m: int, n: int, k: int, *, promotes: bool) -> FP8GemmPlan:
     """Return the plan with the least estimated time."""
     tiles = [plan for plan in gemm.PLANS if not promotes or plan.width == PROMOTING_WIDTH]
-    best = min(tiles, key=lambda plan: gemm.estimate_us(plan, m, n, -(-k // UNIT_K) * gemm.SLOT_K))
+    best = min(tiles, key=lambda plan: gemm.estimate_us(plan, m, n, -(-k // UNIT_K) * SLOT_K))
     return FP8GemmPlan(best, promotes)
 
 

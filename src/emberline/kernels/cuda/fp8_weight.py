@@ -1,14 +1,16 @@
 """FP8Weight: a float8 weight [n, k] as our kernels read it, made from a QuantisedMatrix.
 
-Rows are those of the matrix; gate and up rows alternate in groups of 16 if the weight is gated. The order of the columns
+Rows are those of the matrix; gate and up rows alternate in groups of 16 if the weight is gated. The order of columns
 within each 16 is that of fp8.cuh. There is a float32 scale for each row, or one for each 16 rows and 128 columns.
 """
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS
@@ -16,7 +18,7 @@ from emberline.kernels.cuda.driver import TensorMap, make_tensor_map
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 
 UNIT_K = 128  # columns (k) that a kernel reads at a time
-BLOCK_ROWS = 16
+BLOCK_ROWS, TILE_ROWS = 16, 64  # rows that share a scale, and rows that a warpgroup computes
 ORDER_GROUP = 16  # columns among which codes are in another order
 MAX_TILE_BLOCKS = 4  # blocks of rows in a tile: a tile may exceed n by one less
 MAX_K = 32768  # columns of which quantise.cu has one row in registers
@@ -28,14 +30,33 @@ class _KernelRows(ctypes.Structure):
     _fields_ = (("map", TensorMap), ("scales", ctypes.c_void_p), ("padding", ctypes.c_uint64 * 7))
 
 
+@dataclass(slots=True, eq=False)
 class FP8Weight:
-    def __init__(self, codes: Tensor, *, row_scales: Tensor | None = None, block_scales: Tensor | None = None) -> None:
-        """`row_scales`: float32 [n]. `block_scales`: float32 [n / 16, k / 128], rounded up. One of them is None."""
-        assert codes.dtype is torch.uint8 and codes.is_contiguous() and (row_scales is None) is not (block_scales is None)
-        self.codes, self.row_scales = codes, row_scales
-        self.n, self.k = codes.shape
-        self.block_scales = None if block_scales is None else _pad_blocks(block_scales)
-        self._maps: dict[tuple[int, bool], TensorMap] = {}
+    """The codes of a weight, and the scales of its rows or of its blocks of 16 rows and 128 columns; not both."""
+
+    codes: Tensor  # uint8 [n, k]
+    row_scales: Tensor | None = None  # float32 [n]
+    # Float32 [n / 16 + 3, k / 128 rounded up]; the last rows are zeros, which a tile that exceeds n reads.
+    block_scales: Tensor | None = None
+    _maps: dict[tuple[int, bool], TensorMap] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.codes.dtype is torch.uint8 and self.codes.is_contiguous()
+        assert (self.row_scales is None) is not (self.block_scales is None)
+
+    @property
+    def n(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def scales(self) -> Tensor:
+        scales = self.row_scales if self.block_scales is None else self.block_scales
+        assert scales is not None
+        return scales
 
     @property
     def has_blocks(self) -> bool:
@@ -43,9 +64,7 @@ class FP8Weight:
 
     @property
     def nbytes(self) -> int:
-        scales = self.row_scales if self.block_scales is None else self.block_scales
-        assert scales is not None
-        return self.codes.nbytes + scales.nbytes
+        return self.codes.nbytes + self.scales.nbytes
 
     @property
     def kernel_source(self) -> str:
@@ -67,20 +86,21 @@ class FP8Weight:
         return self._maps[row_blocks, paired]
 
     def get_kernel_rows(self, row_blocks: int) -> ctypes.Structure:
-        scales = self.row_scales if self.block_scales is None else self.block_scales
-        assert scales is not None
-        return _KernelRows(self.get_tensor_map(row_blocks), scales.data_ptr())
+        return _KernelRows(self.get_tensor_map(row_blocks), self.scales.data_ptr())
 
 
-def supports(matrix: QuantisedMatrix, *, gated: bool = False) -> bool:
+def supports_shape(n: int, k: int) -> bool:
+    """Return whether our kernels have products with float8 weights of this shape."""
+    return n > 0 and n % TILE_ROWS == 0 and 0 < k <= MAX_K and k % ORDER_GROUP == 0
+
+
+def supports(matrix: QuantisedMatrix) -> bool:
     """Return whether our kernels read this matrix: a scale for each row, or for blocks of 16a rows and 128b columns."""
     n, k = matrix.n, matrix.k
-    if matrix.kind != "fp8" or matrix.codes.dim() != 2 or matrix.columns is not None:
-        return False
-    if n % (2 * BLOCK_ROWS if gated else BLOCK_ROWS) or k % ORDER_GROUP or k > MAX_K:
+    if matrix.kind != "fp8" or matrix.codes.dim() != 2 or matrix.columns is not None or not supports_shape(n, k):
         return False
     if matrix.group_columns >= k:
-        return matrix.group_rows == 1 or not gated or n // 2 % matrix.group_rows == 0
+        return True
     return matrix.group_columns % UNIT_K == 0 and matrix.group_rows % BLOCK_ROWS == 0
 
 
@@ -97,7 +117,7 @@ def pack(matrix: QuantisedMatrix, *, gated: bool = False) -> FP8Weight:
     blocks = blocks.repeat_interleave(matrix.group_columns // UNIT_K, 1)[:, : -(-k // UNIT_K)].contiguous()
     if gated:
         codes, blocks = interleave_gates(codes, GATE_GROUP_ROWS), interleave_gates(blocks, 1)
-    return FP8Weight(codes, block_scales=blocks)
+    return FP8Weight(codes, block_scales=F.pad(blocks, (0, 0, 0, MAX_TILE_BLOCKS - 1)))
 
 
 def order_columns(codes: Tensor) -> Tensor:
@@ -114,8 +134,3 @@ def restore_columns(codes: Tensor) -> Tensor:
 def interleave_gates(rows: Tensor, group: int) -> Tensor:
     """Return the rows with `group` rows of the first half (gates), then as many of the second (ups), and so on."""
     return rows.unflatten(0, (2, -1, group)).transpose(0, 1).flatten(0, 2).contiguous()
-
-
-def _pad_blocks(scales: Tensor) -> Tensor:
-    """Return the scales with rows of zeros behind them, which a tile that exceeds n reads."""
-    return torch.nn.functional.pad(scales, (0, 0, 0, MAX_TILE_BLOCKS - 1))

@@ -15,7 +15,7 @@ from torch import Tensor
 from emberline.kernels.cuda import wide
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, make_tensor_map
 from emberline.kernels.cuda.fp8_weight import UNIT_K, FP8Weight
-from emberline.kernels.cuda.linear import EPILOGUES, MAX_SHARED_BYTES, NUM_SMS, choose_epilogue
+from emberline.kernels.cuda.linear import EPILOGUES, MAX_SHARED_BYTES, NUM_SMS, SLOT_K, choose_epilogue
 from emberline.kernels.cuda.quantise_rows import QuantisedRows
 from emberline.kernels.cuda.wide import TileConfig, WidePlan
 
@@ -73,7 +73,7 @@ def linear(
         (
             w.get_tensor_map(4 * plan.groups, paired=gated),
             make_tensor_map(x.codes, (-(-m // (8 * plan.share)) * 8, UNIT_K)),
-            w.row_scales if w.block_scales is None else w.block_scales,
+            w.scales,
             *(x.scales, x.scales.stride(0)),
             *(out, residual, bias, w.n, k, m),
             *(plan.stages, plan.split, plan.share, epilogue, int(pdl)),
@@ -99,12 +99,12 @@ def choose_plan(columns: int, n: int, k: int, *, gated: bool = False) -> WidePla
     configs = (TileConfig(groups, split) for groups, split in product(GROUPS_BY_COLUMNS[columns], wide.SPLITS))
     plans = [make_plan(columns, n, k, config) for config in configs if config.split <= -(-k // UNIT_K)]
     fitting = [plan for plan in plans if plan.split == 1 or plan.grid <= plan.cluster * wide.MAX_CLUSTERS[plan.cluster]]
-    return min(fitting, key=lambda plan: wide.estimate_us(plan, n, -(-k // UNIT_K) * wide.SLOT_K))
+    return min(fitting, key=lambda plan: wide.estimate_us(plan, n, -(-k // UNIT_K) * SLOT_K))
 
 
 def make_plan(columns: int, n: int, k: int, config: TileConfig) -> WidePlan:
     """Return the plan for a configuration: that of bf16 with half as many columns (k), which are as many bytes."""
-    plan = wide.make_plan(columns, n, -(-k // UNIT_K) * wide.SLOT_K, config)
+    plan = wide.make_plan(columns, n, -(-k // UNIT_K) * SLOT_K, config)
     assert plan.grid <= config.ctas_per_sm * NUM_SMS or config.split > 1
     return replace(plan, stages=max(2, plan.stages))
 

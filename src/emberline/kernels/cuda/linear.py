@@ -208,9 +208,7 @@ def choose_plan(
     return _choose_plan_by_rows(n, k, tiles, gated, header_stride, fp8_source)
 
 
-def _choose_plan_by_rows(
-    n: int, k: int, tiles: int, gated: bool, header_stride: int, fp8_source: str
-) -> SkinnyPlan:
+def _choose_plan_by_rows(n: int, k: int, tiles: int, gated: bool, header_stride: int, fp8_source: str) -> SkinnyPlan:
     make = partial(make_plan, n, k, tiles=tiles, header_stride=header_stride, fp8_source=fp8_source)
 
     def sort_key(plan: SkinnyPlan) -> tuple[int, int]:
