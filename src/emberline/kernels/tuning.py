@@ -29,7 +29,7 @@ from emberline.kernels.cuda import cublas, gemm, nvrtc, wide
 from emberline.kernels.cuda.cublas import OWN_KERNEL, CublasError, Matmul, MatmulProblem, ProductKind
 from emberline.kernels.cuda.driver import CudaDriverError
 from emberline.kernels.cuda.linear import BF16Weight
-from emberline.kernels.packed_weight import PackedWeight
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.triton import activation
 
 log = logging.getLogger("emberline.kernels")
@@ -54,7 +54,8 @@ def tune_products(weights: Collection[PackedWeight], hidden: int, row_counts: Co
     if cublas.is_available():
         cache_file = _cache_file()
         found = _load_choices(cache_file)
-        shapes = {_make_problem(weight, hidden) for weight in weights if weight.dtype is torch.bfloat16}
+        plain = [weight for weight in weights if weight.layout is not WeightLayout.QUANTISED]
+        shapes = {_make_problem(weight, hidden) for weight in plain if weight.dtype is torch.bfloat16}
         all_problems = (replace(shape, m=m) for shape, m in product(shapes, row_counts) if m > wide.SMALL_COLUMNS[-1])
         needed = {problem for problem in all_problems if 2.0 * problem.m * problem.n * problem.k >= MIN_PRODUCT_FLOP}
         if missing := needed - found.keys():

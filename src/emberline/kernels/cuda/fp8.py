@@ -21,7 +21,8 @@ from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.triton import norm
 
 MAX_EXACT_ROWS = 16  # rows of x up to which inputs stay bf16
-MAX_WIDE_ROWS = 128
+MAX_WIDE_ROWS = 128  # rows of x up to which fp8_wide is faster than fp8_gemm
+MAX_DEEP_WIDE_ROWS = 256  # the same for weights with more columns than rows, of which fp8_gemm has too few tiles
 
 
 def pack(matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight | None:
@@ -67,7 +68,7 @@ def _multiply(
         normed = x if layer.norm is None else norm.rms_norm(x, layer.norm, layer.eps, pdl=True)
         return skinny.linear(normed, w, out=out, bias=bias, residual=residual, gated=gated)
     rows = quantise_rows(x, norm=layer.norm, eps=layer.eps, blocks=w.has_blocks)
-    if m <= MAX_WIDE_ROWS:
+    if m <= MAX_WIDE_ROWS or (m <= MAX_DEEP_WIDE_ROWS and w.k > w.n and not w.has_blocks):
         return fp8_wide.linear(rows, w, out=out, bias=bias, residual=residual, gated=gated)
     if out.dtype is torch.float32:
         return _multiply_in_parts(rows, w, out, bias)

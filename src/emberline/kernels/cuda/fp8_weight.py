@@ -122,15 +122,17 @@ def pack(matrix: QuantisedMatrix, *, gated: bool = False) -> FP8Weight:
 
 def order_columns(codes: Tensor) -> Tensor:
     """Return the codes [.., k] with each 16 columns in the order of fp8.cuh."""
-    parts = codes.unflatten(-1, (-1, 2, 4, 2))  # k is 16g + 8b + 2t + e, its place 16g + 4t + 2e + b
+    parts: Tensor = codes.unflatten(-1, (-1, 2, 4, 2))  # k is 16g + 8b + 2t + e, its place 16g + 4t + 2e + b
     return parts.movedim(-3, -1).flatten(-4).contiguous()
 
 
 def restore_columns(codes: Tensor) -> Tensor:
     """Return the codes with columns in the order of k."""
-    return codes.unflatten(-1, (-1, 4, 2, 2)).movedim(-1, -3).flatten(-4).contiguous()
+    parts: Tensor = codes.unflatten(-1, (-1, 4, 2, 2))
+    return parts.movedim(-1, -3).flatten(-4).contiguous()
 
 
 def interleave_gates(rows: Tensor, group: int) -> Tensor:
     """Return the rows with `group` rows of the first half (gates), then as many of the second (ups), and so on."""
-    return rows.unflatten(0, (2, -1, group)).transpose(0, 1).flatten(0, 2).contiguous()
+    parts: Tensor = rows.unflatten(0, (2, -1, group))
+    return parts.transpose(0, 1).flatten(0, 2).contiguous()

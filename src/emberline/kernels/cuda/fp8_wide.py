@@ -14,18 +14,39 @@ from torch import Tensor
 
 from emberline.kernels.cuda import wide
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, make_tensor_map
-from emberline.kernels.cuda.fp8_weight import UNIT_K, FP8Weight
+from emberline.kernels.cuda.fp8_weight import UNIT_K, FP8Weight, supports_shape
 from emberline.kernels.cuda.linear import EPILOGUES, MAX_SHARED_BYTES, NUM_SMS, SLOT_K, choose_epilogue
 from emberline.kernels.cuda.quantise_rows import QuantisedRows
 from emberline.kernels.cuda.wide import TileConfig, WidePlan
 
 FILE = wide.FILE
-# Columns of a tile (rows of x), and the numbers of warpgroups for which registers suffice.
-GROUPS_BY_COLUMNS = {32: (1, 2, 4), 64: (1, 2, 4), 96: (1, 2), 128: (1, 2), 160: (2,), 192: (2,), 256: (2,)}
-MAX_BLOCK_COLUMNS = 128  # with scales of blocks, the sums of each step need registers of their own
-MAX_ROWS = 256
+# Columns of a tile (rows of x), and the numbers of warpgroups for which registers suffice. With scales of blocks, the
+# sums of each step need registers of their own.
+GROUPS_BY_COLUMNS = {32: (1, 2, 3, 4)} | {
+    columns: tuple(groups for groups, wide_columns in wide.PLAIN_TILES if wide_columns == columns)
+    for columns in wide.COLUMNS
+}
+BLOCK_GROUPS_BY_COLUMNS = {32: (1, 2, 4), 64: (1, 2, 4), 96: (1, 2), 128: (1, 2)}
+MAX_ROWS, MAX_BLOCK_ROWS = 256, 128
 # (columns, n, k) for which a sweep on an H200 found a better plan than the estimate.
-MEASURED: dict[tuple[int, int, int], TileConfig] = {}
+MEASURED: dict[tuple[int, int, int], TileConfig] = {
+    (32, 6144, 4096): TileConfig(1),
+    (64, 6144, 4096): TileConfig(1),
+    (128, 6144, 4096): TileConfig(2, 2),
+    (256, 6144, 4096): TileConfig(2, 2),
+    (32, 4096, 4096): TileConfig(1, 2, ctas_per_sm=2),
+    (64, 4096, 4096): TileConfig(1, 2, ctas_per_sm=2),
+    (128, 4096, 4096): TileConfig(1, 2, ctas_per_sm=2),
+    (256, 4096, 4096): TileConfig(2, 3),
+    (32, 28672, 4096): TileConfig(1, ctas_per_sm=2),
+    (64, 28672, 4096): TileConfig(2),
+    (128, 28672, 4096): TileConfig(2),
+    (256, 28672, 4096): TileConfig(2, share=2),
+    (32, 4096, 14336): TileConfig(1, 2),
+    (64, 4096, 14336): TileConfig(1, 2),
+    (128, 4096, 14336): TileConfig(2, 3),
+    (256, 4096, 14336): TileConfig(2, 4, unclustered=True),
+}
 
 
 def kernel_name(plan: WidePlan, has_blocks: bool) -> str:
@@ -34,14 +55,14 @@ def kernel_name(plan: WidePlan, has_blocks: bool) -> str:
 
 VARIANTS = tuple(
     kernel_name(WidePlan(groups, columns, 1, 1, 1), has_blocks)
-    for has_blocks, (columns, counts) in product((False, True), GROUPS_BY_COLUMNS.items())
+    for has_blocks, tiles in ((False, GROUPS_BY_COLUMNS), (True, BLOCK_GROUPS_BY_COLUMNS))
+    for columns, counts in tiles.items()
     for groups in counts
-    if columns <= MAX_BLOCK_COLUMNS or not has_blocks
 )
 
 
 def supports(m: int, n: int, k: int, *, has_blocks: bool = False) -> bool:
-    return 1 <= m <= (MAX_BLOCK_COLUMNS if has_blocks else MAX_ROWS) and n > 0 and n % 64 == 0 and k > 0 and k % 16 == 0
+    return 1 <= m <= (MAX_BLOCK_ROWS if has_blocks else MAX_ROWS) and supports_shape(n, k)
 
 
 def linear(
@@ -63,7 +84,7 @@ def linear(
     assert residual is None or residual.data_ptr() % 16 == 0
     assert bias is None or (bias.dtype is torch.float32 and bias.shape == (w.n,) and bias.is_contiguous())
     epilogue = EPILOGUES.index(choose_epilogue(out, residual, gated))
-    plan = plan or choose_plan(choose_tile_columns(m), w.n, k, gated=gated)
+    plan = plan or choose_plan(choose_tile_columns(m), w.n, k, gated=gated, has_blocks=w.has_blocks)
     assert plan.columns >= m and plan.split <= -(-k // UNIT_K) and plan.stages >= max(2, plan.min_stages)
     assert not plan.unclustered or (plan.can_exchange_sums and not gated)
     exchange = wide.get_exchange_memory(x.codes.device) if plan.unclustered else (None, None)
@@ -91,12 +112,13 @@ def choose_tile_columns(m: int) -> int:
 
 
 @cache
-def choose_plan(columns: int, n: int, k: int, *, gated: bool = False) -> WidePlan:
+def choose_plan(columns: int, n: int, k: int, *, gated: bool = False, has_blocks: bool = False) -> WidePlan:
     """Return the measured plan for this shape, or else the plan with the least estimated time."""
+    counts = (BLOCK_GROUPS_BY_COLUMNS if has_blocks else GROUPS_BY_COLUMNS)[columns]
     config = MEASURED.get((columns, n, k))
-    if config is not None and not (config.unclustered and gated):
+    if config is not None and config.groups in counts and not (config.unclustered and gated):
         return make_plan(columns, n, k, config)
-    configs = (TileConfig(groups, split) for groups, split in product(GROUPS_BY_COLUMNS[columns], wide.SPLITS))
+    configs = (TileConfig(groups, split) for groups, split in product(counts, wide.SPLITS))
     plans = [make_plan(columns, n, k, config) for config in configs if config.split <= -(-k // UNIT_K)]
     fitting = [plan for plan in plans if plan.split == 1 or plan.grid <= plan.cluster * wide.MAX_CLUSTERS[plan.cluster]]
     return min(fitting, key=lambda plan: wide.estimate_us(plan, n, -(-k // UNIT_K) * SLOT_K))

@@ -40,7 +40,7 @@ constexpr int GROUPS = 2, WARPS = 4 * GROUPS, ROWS = 64 * GROUPS;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, as launched
 constexpr u32 PANEL = 128 * 64;  // bytes of 64 rows of 64 outputs
 
-enum Numbers { BF16, FP8_ROWS, FP8_PROMOTED_ROWS, FP8_BLOCKS };  // the operands, and what has a scale
+enum Numbers { BF16, FP8_ROWS, FP8_BLOCKS };  // the operands, and what has a scale
 
 template <int COLUMNS, int SHARING, bool FIXED_ORDER, Numbers NUMBERS_ = BF16> struct Shape {
   static constexpr Numbers NUMBERS = NUMBERS_;
@@ -229,23 +229,22 @@ DEVICE float load_past_l1(const float* at) {
   return x;
 }
 
-// The same for float8, adding the sums of each step to `total` in float32. `row`: the lane's first row of x.
+// The same if blocks have scales: the sums of each step are multiplied by them, and added to `total` in float32. `row`:
+// the lane's first row of x.
 template <class S>
-DEVICE void accumulate_promoted(float (&total)[S::WIDTH / 2], Ring& ring, int units, u32 group, int signal,
-                                const Scales& scales, int row, int column, int m, int n) {
+DEVICE void accumulate_blocks(float (&total)[S::WIDTH / 2], Ring& ring, int units, u32 group, int signal,
+                              const Scales& scales, int row, int column, int m, int n) {
   constexpr int BLOCKS = S::WIDTH / 16;
   float d[S::WIDTH / 2];
 #pragma unroll
   for (int i = 0; i < S::WIDTH / 2; i++) total[i] = 0.f;
 #pragma unroll 1
   for (int i = 0; i < units; i++) {
-    float of_x[2] = {}, of_w[BLOCKS] = {};
-    if constexpr (S::NUMBERS == FP8_BLOCKS) {
+    float of_x[2], of_w[BLOCKS];
 #pragma unroll
-      for (int r = 0; r < 2; r++) of_x[r] = load_past_l1(scales.x + i64(i) * scales.x_pitch + min(row + 8 * r, m - 1));
+    for (int r = 0; r < 2; r++) of_x[r] = load_past_l1(scales.x + i64(i) * scales.x_pitch + min(row + 8 * r, m - 1));
 #pragma unroll
-      for (int b = 0; b < BLOCKS; b++) of_w[b] = scales.w[min(column / 16 + b, n / 16 - 1) * scales.units + i];
-    }
+    for (int b = 0; b < BLOCKS; b++) of_w[b] = scales.w[min(column / 16 + b, n / 16 - 1) * scales.units + i];
     barrier_wait_without_trap(ring.full + 8 * ring.stage, ring.parity);
     const u32 at = ring.slots + ring.stage * S::SLOT;
     const u64 x = matrix_descriptor(at + group * 8192), w = matrix_descriptor(at + S::X_BYTES);
@@ -259,8 +258,7 @@ DEVICE void accumulate_promoted(float (&total)[S::WIDTH / 2], Ring& ring, int un
     if (i == signal) asm volatile("bar.arrive 3, 256;" ::: "memory");
     ring.advance();
 #pragma unroll
-    for (int j = 0; j < S::WIDTH / 2; j++)
-      total[j] += S::NUMBERS == FP8_BLOCKS ? d[j] * (of_x[j / 2 % 2] * of_w[j / 8]) : d[j];
+    for (int j = 0; j < S::WIDTH / 2; j++) total[j] += d[j] * (of_x[j / 2 % 2] * of_w[j / 8]);
   }
 }
 
@@ -324,7 +322,7 @@ DEVICE void finish(const float (&d)[S::WIDTH / 2], Ring& ring, const Outputs& to
   constexpr int PANELS = S::WIDTH / (EPILOGUE == GATED ? 128 : 64);
   const bool leader = threadIdx.x % 128 == 0;
   const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16, side = lane / 16;
-  constexpr bool SCALED = S::NUMBERS == FP8_ROWS || S::NUMBERS == FP8_PROMOTED_ROWS;
+  constexpr bool SCALED = S::NUMBERS == FP8_ROWS;
   float of_x[2] = {};
   if constexpr (SCALED) {
     const int first = to.row + int(threadIdx.x / 32 % 4 * 16 + lane / 4);
@@ -396,8 +394,8 @@ DEVICE void compute(Ring ring, const TensorMap* out_map, u32 panels, Tiles tiles
   for (int tile = tiles.first; tile < tiles.count(); tile += tiles.stride) {
     const int2 at = tiles.position(tile);
     const int row = (at.x * S::CTAS + int(rank)) * ROWS + int(group) * 64;
-    if constexpr (S::NUMBERS == FP8_PROMOTED_ROWS || S::NUMBERS == FP8_BLOCKS)
-      accumulate_promoted<S>(d, ring, units, group, signal, scales, row + int(threadIdx.x / 32 % 4 * 16 +
+    if constexpr (S::NUMBERS == FP8_BLOCKS)
+      accumulate_blocks<S>(d, ring, units, group, signal, scales, row + int(threadIdx.x / 32 % 4 * 16 +
                              threadIdx.x % 32 / 4), at.y * S::WIDTH, m, n);
     else if (S::CAN_SPLIT && split > 1) accumulate_parts<S>(d, ring, units, split, group, signal);
     else accumulate_tile<S>(d, ring, units, group, signal);

@@ -196,7 +196,10 @@ DEVICE int accumulate_tile(float (&d)[S::COLUMNS / 2], Ring& ring, int units, in
     const u64 x = matrix_descriptor(at), w = matrix_descriptor(at + S::X_BYTES + warp / 4 * 8192);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; step++) wgmma(d, w + 2 * step, x + 2 * step, step ? 1 : i);
+    for (int step = 0; step < 4; step++) {
+      if constexpr (S::FP8) wgmma_fp8(d, w + 2 * step, x + 2 * step, step ? 1 : i);
+      else wgmma(d, w + 2 * step, x + 2 * step, step ? 1 : i);
+    }
     wgmma_commit();
     wgmma_wait<1>();
     if (i) ring.release_slot<S>(last, lane);
@@ -208,7 +211,7 @@ DEVICE int accumulate_tile(float (&d)[S::COLUMNS / 2], Ring& ring, int units, in
   return last;
 }
 
-// The same for float8. Scales: see Outputs.
+// Scales of float8 codes.
 struct Fp8Scales {
   const float *w, *x;  // BLOCKS_SCALED: [n / 16][units] and [units][x_pitch], otherwise [n] and [m]
   int x_pitch, units;
@@ -230,58 +233,35 @@ template <class S> struct StepScales {
   }
 };
 
+// The same if blocks have scales: the sums of each step are multiplied by them, and added to others in float32.
 template <class S>
-DEVICE int accumulate_fp8_tile(float (&total)[S::COLUMNS / 2], Ring& ring, const Fp8Scales& scales,
-                               const int (&rows)[2], int from, int units, int warp, int lane) {
-  if constexpr (!S::PROMOTES) {
-    int last = 0;
-#pragma unroll 1
-    for (int i = 0; i < units; i++) {
-      barrier_wait_without_trap<S>(ring.full + 8 * ring.stage, ring.parity);
-      const u32 at = ring.slots + ring.stage * S::SLOT;
-      const u64 x = matrix_descriptor(at), w = matrix_descriptor(at + S::X_BYTES + warp / 4 * 8192);
-      wgmma_fence();
+DEVICE int accumulate_blocks(float (&total)[S::COLUMNS / 2], Ring& ring, const Fp8Scales& scales, const int (&rows)[2],
+                             int from, int units, int warp, int lane) {
+  float d[S::COLUMNS / 2];
+  int last = 0;
 #pragma unroll
-      for (int step = 0; step < 4; step++) wgmma_fp8(total, w + 2 * step, x + 2 * step, step ? 1 : i);
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (i) ring.release_slot<S>(last, lane);
-      last = ring.stage;
-      ring.advance();
-    }
+  for (int i = 0; i < S::COLUMNS / 2; i++) total[i] = 0.f;
+#pragma unroll 1
+  for (int i = 0; i < units; i++) {
+    StepScales<S> factors;
+    factors.load(scales, rows, from + i, lane);
+    barrier_wait_without_trap<S>(ring.full + 8 * ring.stage, ring.parity);
+    const u32 at = ring.slots + ring.stage * S::SLOT;
+    const u64 x = matrix_descriptor(at), w = matrix_descriptor(at + S::X_BYTES + warp / 4 * 8192);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; step++) wgmma_fp8(d, w + 2 * step, x + 2 * step, step ? 1 : 0);
+    wgmma_commit();
     wgmma_wait<0>();
-    order_after_wait(total);
-    return last;
-  } else {
-    float d[S::COLUMNS / 2];
-    int last = 0;
+    order_after_wait(d);
+    last = ring.stage;
+    if (i + 1 < units) ring.release_slot<S>(last, lane);
+    ring.advance();
 #pragma unroll
-    for (int i = 0; i < S::COLUMNS / 2; i++) total[i] = 0.f;
-#pragma unroll 1
-    for (int i = 0; i < units; i++) {
-      StepScales<S> factors;
-      if constexpr (S::BLOCKS_SCALED) factors.load(scales, rows, from + i, lane);
-      barrier_wait_without_trap<S>(ring.full + 8 * ring.stage, ring.parity);
-      const u32 at = ring.slots + ring.stage * S::SLOT;
-      const u64 x = matrix_descriptor(at), w = matrix_descriptor(at + S::X_BYTES + warp / 4 * 8192);
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < 4; step++) wgmma_fp8(d, w + 2 * step, x + 2 * step, step ? 1 : 0);
-      wgmma_commit();
-      wgmma_wait<0>();
-      order_after_wait(d);
-      last = ring.stage;
-      if (i + 1 < units) ring.release_slot<S>(last, lane);
-      ring.advance();
-#pragma unroll
-      for (int j = 0; j < S::COLUMNS / 2; j++) {
-        if constexpr (S::BLOCKS_SCALED)
-          total[j] += d[j] * (factors.w[j / 2 % 2] * (j % 2 ? factors.x[j / 4].y : factors.x[j / 4].x));
-        else total[j] += d[j];
-      }
-    }
-    return last;
+    for (int j = 0; j < S::COLUMNS / 2; j++)
+      total[j] += d[j] * (factors.w[j / 2 % 2] * (j % 2 ? factors.x[j / 4].y : factors.x[j / 4].x));
   }
+  return last;
 }
 
 // The same for packed weights. All warps of a warpgroup issue the same products in the same order, whatever escapes
@@ -360,15 +340,12 @@ DEVICE void compute(Ring ring, const Weights& weights, const Steps& steps, const
       asm volatile("" : "+r"(warp_), "+r"(lane_));  // keeps derived values from occupying registers across tiles
       if (tile != steps.tile) header.open(weights.header(S::WARPS * tile + warp), lane_);
       last = accumulate_tile<S>(d, ring, header, steps.units, warp, lane_);
-    } else if constexpr (S::FP8) {
-      int rows[2] = {0, 0};
-      if constexpr (S::BLOCKS_SCALED) {
-        const bool gated = epilogue == GATED;
-        const int row = gated ? Outputs<S, GATED>::row(tile, warp) : Outputs<S, STORE>::row(tile, warp);
-        const int blocks = args.n / 16 - 1;  // sums beyond the last row are not used
-        rows[0] = min(row / 16, blocks) * args.scales.units, rows[1] = min(row / 16 + gated, blocks) * args.scales.units;
-      }
-      last = accumulate_fp8_tile<S>(d, ring, args.scales, rows, steps.from, steps.units, warp, lane_);
+    } else if constexpr (S::BLOCKS_SCALED) {
+      const bool gated = epilogue == GATED;
+      const int row = gated ? Outputs<S, GATED>::row(tile, warp) : Outputs<S, STORE>::row(tile, warp);
+      const int blocks = args.n / 16 - 1, units = args.scales.units;  // sums beyond the last row are not used
+      const int rows[2] = {min(row / 16, blocks) * units, min(row / 16 + gated, blocks) * units};
+      last = accumulate_blocks<S>(d, ring, args.scales, rows, steps.from, steps.units, warp, lane_);
     } else {
       last = accumulate_tile<S>(d, ring, steps.units, warp, lane_);
     }

@@ -19,8 +19,6 @@ template <int GROUPS_, int WIDTH, bool PACKED_, bool FP8_ = false, bool BLOCKS_S
   static constexpr bool PACKED = PACKED_, FP8 = FP8_;
   static constexpr bool BLOCKS_SCALED = BLOCKS_SCALED_;  // float8: scales of blocks of 16 rows and 128 k, not of rows
   static constexpr int UNIT_K = FP8 ? 128 : 64;          // k of a step: 128 bytes of plain rows
-  // Whether the sums of each step are added to others in float32: the tensor cores keep few bits of sums of float8.
-  static constexpr bool PROMOTES = FP8 && WIDTH <= 160;
   static constexpr int GROUPS = GROUPS_, ROWS = 64 * GROUPS, WARPS = 4 * GROUPS;
   static constexpr int COLUMNS = WIDTH, BLOCKS = COLUMNS / 8, QUADS = COLUMNS / 32;
   static constexpr bool LARGE = COLUMNS > 128;  // CTAs of a cluster may share x
