@@ -193,9 +193,9 @@ def choose_plan(
     """Return the plan for a shape.
 
     For packed and float8 weights, plans that were measured for some shapes are used first. Otherwise the plan has the
-    tile size with which the busiest CTA has the fewest rows, and of several equal sizes the largest. For the shapes of Llama 8B
-    with 1, 8, 16 and 32 rows, this choice was the fastest one measured or within 1 % of it. The plan has only as many
-    CTAs as the tiles need, and as many pipeline stages as fit into shared memory.
+    tile size with which the busiest CTA has the fewest rows, and of several equal sizes the largest. For the shapes of
+    Llama 8B with 1, 8, 16 and 32 rows, this choice was the fastest one measured or within 1 % of it. The plan has only
+    as many CTAs as the tiles need, and as many pipeline stages as fit into shared memory.
     """
     tiles = next(size for size in (1, 2, 4) if 8 * size >= m)
     measured = MEASURED_FP8 if fp8_source else MEASURED_PACKED if header_stride else {}
