@@ -34,7 +34,7 @@ def pack(matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight | None
         return None
     weight, layout = fp8_weight.pack(matrix, gated=gated), WeightLayout.QUANTISED
     address = weight.codes.data_ptr()
-    return PackedWeight(weight.codes, weight.n, weight.k, torch.float8_e4m3fn, layout, gated, address, weight)
+    return PackedWeight(weight.codes, weight.n, weight.k, torch.bfloat16, layout, gated, address, weight)
 
 
 def linear(x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
