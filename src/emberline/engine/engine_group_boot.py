@@ -113,7 +113,7 @@ def boot_engine_group(
         loaded[name] = to_loaded_engine(booted)
         return booted
 
-    total, others = measure_memory(CudaDevice())
+    total, others = measure_memory(CudaDevice(next(iter(configs.values())).gpu.kernels))
     members, space = plan_time_sharing(configs, total, free_memory(), load_on_gpu, other_bytes=others)
     max_waiting = max(config.scheduler.max_waiting for config in configs.values())
     return EngineGroup(members, space, time_sharing, max_waiting=max_waiting), loaded

@@ -48,9 +48,7 @@ class OpBackend(ABC):
 
         `shape`: a matrix on the meta device. Loaders and memory plans ask before the codes are read.
         """
-        if shape.codes.ndim > 2:
-            return type(self).pack_quantised_experts is not OpBackend.pack_quantised_experts
-        return type(self).pack_quantised is not OpBackend.pack_quantised
+        return False
 
     def arrange_gate_rows(self, weight: Tensor) -> Tensor:
         """Return a weight, with the rows of gate before those of up, as `pack_linear` with gated=True expects it."""

@@ -32,6 +32,7 @@ from emberline.kernels.backend import (
 )
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates, StateDrafts, StateSaves
 from emberline.kernels.dense_stack import DenseLayer, DenseStack
+from emberline.kernels.gpu_choice import has_hopper_kernels, selected_gpu_kernels
 from emberline.kernels.latent_planner import LatentPlanner
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
@@ -89,6 +90,7 @@ __all__ = [
     "find_slots",
     "gate_up_gelu",
     "gate_up_silu",
+    "has_hopper_kernels",
     "keeps_quantised",
     "latent_attention",
     "layer_norm",
@@ -108,6 +110,7 @@ __all__ = [
     "run_dense_layers",
     "run_mixture",
     "sample_with_seed",
+    "selected_gpu_kernels",
     "set_threads",
     "shift_positions",
     "soft_cap",
@@ -176,10 +179,11 @@ def fill_dequantised_weight(weight: PackedWeight, values: Tensor) -> int:
 def fill_quantised_experts(experts: PackedExperts, matrices: QuantisedMatrix) -> int:
     """Store the matrices of all experts of a layer, and return the device memory used, in bytes."""
     packed = backend_of(matrices.codes).pack_quantised_experts(matrices)
-    is_plain = isinstance(packed, Tensor)
-    experts.layout, experts.handle = (WeightLayout.ROWS, packed) if is_plain else (packed.layout, packed.handle)
-    experts.nbytes = packed.nbytes
-    return packed.nbytes
+    if isinstance(packed, Tensor):
+        experts.layout, experts.handle, experts.nbytes = WeightLayout.ROWS, packed, packed.nbytes
+    else:
+        experts.layout, experts.handle, experts.nbytes = packed.layout, packed.handle, packed.nbytes
+    return experts.nbytes
 
 
 def add_packed_copy(weight: PackedWeight) -> int:

@@ -27,6 +27,7 @@ from emberline.engine.gpu.attention_log import log_portable_attention
 from emberline.engine.gpu.device import CudaDevice, Device, measure_memory
 from emberline.engine.gpu.draft_boot import load_on_device, measure_draft_model
 from emberline.engine.gpu.exact import require_fixed_order
+from emberline.engine.gpu.portable_limits import reject_unsupported_settings
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_token_counts
@@ -115,7 +116,8 @@ def boot_gpu(
     assert (build_tiers is not None) == settings.tiers.has_tiers
     assert (build_endpoint is not None) == (settings.transfer is not None)
     began = time.perf_counter()
-    device = device or CudaDevice()
+    device = device or CudaDevice(settings.gpu.kernels)
+    reject_unsupported_settings(settings, device.torch_device)
     model = load_model(config, weights, context)
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
@@ -163,7 +165,7 @@ def _fill_and_identify(
 
     Return the format of the weights, and the seconds of each phase, by name."""
     model, seconds = runner.model, _load_weights(weights, runner)
-    if settings.gpu.weights == "both":
+    if settings.gpu.weights == "both" or (weights.narrow_sizes and not weights.packed):
         seconds["pack"] = _add_packed_copies(weights, runner)
     filled = time.perf_counter()
     if weights.packed or settings.gpu.weights == "both":
@@ -200,13 +202,13 @@ def boot_from_checkpoint(
     opened = time.perf_counter()
     with ThreadPoolExecutor(1, "codec") as other:
         codec = other.submit(_load_codec, checkpoint)
-        device = CudaDevice()
+        device = CudaDevice(settings.gpu.kernels)
         torch.cuda.synchronize(device.torch_device)
     codec.result()
     initialized = time.perf_counter()
-    online, exact = settings.gpu.online_format, settings.gpu.exact
+    online, keeps = settings.gpu.online_format, settings.gpu.weights != "plain" and not settings.gpu.exact
     weights = DeviceWeights(
-        checkpoint, dtype, device.torch_device, reader, packed=packed, online=online, keeps_quantised=not exact
+        checkpoint, dtype, device.torch_device, reader, packed=packed, online=online, keeps_quantised=keeps
     )
     grammars = None if make_compiler is None else partial(make_compiler, directory, config)
     booted = boot_gpu(
@@ -255,6 +257,7 @@ def _tune_matrix_products(model: DecoderModel, settings: EngineConfig) -> float:
         weights,
         model.config.hidden,
         captured_token_counts(settings.scheduler.max_running, settings.scheduler.max_batch_tokens),
+        portable=not ops.has_hopper_kernels(),
     )
 
 
@@ -322,7 +325,9 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
 
 
 def _add_packed_copies(weights: Weights, runner: GPURunner) -> float:
-    """Add a packed (12-bit) copy of all plain weights and load its kernels; return the seconds spent."""
+    """Add a packed (12-bit) copy of all plain weights and load its kernels; return the seconds spent.
+
+    If other weights are quantised, these are the output head and few others, which are not quantised."""
     began = time.perf_counter()
     weights.loaded_bytes += sum(
         ops.add_packed_copy(weight) for weight in iter_instances(ops.PackedWeight, runner.model)
@@ -351,8 +356,8 @@ def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = ()) -> flo
         return 0.0
     from emberline.kernels.cuda import driver, nvrtc, sample
 
-    facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs), nvrtc.digest_sources()]
-    facts += sorted(set(map(repr, narrow)))
+    facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs), *sorted(set(map(repr, narrow)))]
+    facts += [nvrtc.digest_sources(driver.device_options()), ops.selected_gpu_kernels().name]
     limits = runner.shapes, runner.max_batch_tokens, runner.exact, runner.groups.windows, runner.cache.keys.dtype
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join([*facts, str(limits)]).encode()).hexdigest()[:32]}"
     if not done.exists():
