@@ -13,7 +13,7 @@ ITL_TAIL = 3.0  # default of itl_tail
 # Ports reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare.
 KV_PORT_COUNT = 8
 DEVICES = ("auto", "cpu", "cuda")
-WEIGHT_FORMATS = ("auto", "plain", "packed", "both")  # formats of weights in GPU memory
+WEIGHT_FORMATS = ("auto", "plain", "packed", "both", "q4", "q8")  # formats of weights in memory
 KV_CODECS = ("auto", "none", "uw")
 GPU_BLOCK_SIZES = (16, 32, 64)
 SPECULATION_METHODS = ("off", "auto", "ngram", "suffix", "mtp")
@@ -73,8 +73,9 @@ class GPUConfig:
 
     weights: str = option(
         "auto",
-        "Format of the weights in GPU memory. packed: 12 bits instead of 16, lossless; both: packed for small"
-        " batches and plain for large ones; auto: packed if the files are.",
+        "Format of the weights in memory. On a GPU: packed: 12 bits instead of 16, lossless; both: packed for small"
+        " batches and plain for large ones; auto: packed if the files are. On a CPU: q4, q8: quantised when they are"
+        " loaded, to 4.5 and 8.5 bits; auto: as in the files, also for GGUF; plain: quantised files as bfloat16.",
         choices=WEIGHT_FORMATS,
     )
     kernels: str = option(

@@ -116,6 +116,19 @@ def _load_scale(
 
 
 @jit
+def _scale_sums(
+    sums: tensor, scales: tensor, row_scales: tensor, row: tensor, inside: tensor, DEPTH: constexpr,
+    GROUP_ROWS: constexpr, GROUP: constexpr, KIND: constexpr,
+) -> tensor:  # fmt: skip
+    """Return the sums of products, multiplied by the scales of whole rows."""
+    if GROUP >= DEPTH:
+        sums = sums * _load_scale(scales, row, 0, inside, DEPTH, GROUP_ROWS, GROUP, KIND)[None, :]
+    if KIND == NVFP4:
+        sums = sums * tl.load(row_scales + row, inside, 0.0)[None, :]
+    return sums
+
+
+@jit
 def _multiply_narrow(
     x: tensor, codes: tensor, scales: tensor, zeros: tensor, row_scales: tensor, bias: tensor, residual: tensor,
     weights: tensor, order: tensor, tile_experts: tensor, tile_counts: tensor, num_tiles: tensor, out: tensor,
@@ -125,8 +138,7 @@ def _multiply_narrow(
     HAS_BIAS: constexpr, HAS_RESIDUAL: constexpr, CLAMPED: constexpr, SCALED: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     """Multiply rows of x [*, DEPTH] by a matrix, or if SORTED by that of the tile's expert, as in `grouped.py`."""
-    blocks = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    tile = tl.program_id(0) // blocks
+    tile = tl.program_id(0) // tl.cdiv(WIDTH, BLOCK_N)
     pdl_wait_and_trigger(PDL)
     if SORTED:
         if tile >= tl.load(num_tiles):
@@ -138,7 +150,7 @@ def _multiply_narrow(
         expert = tile.to(tl.int64) * 0
         assignment = tile * ROWS + tl.arange(0, ROWS)
         is_row = assignment < rows
-    column = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(0) % tl.cdiv(WIDTH, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < WIDTH
     w_row = expert * (2 * WIDTH if GATED else WIDTH) + column
     k = tl.arange(0, BLOCK_K)
@@ -166,17 +178,9 @@ def _multiply_narrow(
                 up = sums
             else:
                 product = sums
-    for half in tl.static_range(2 if GATED else 1):
-        sums = up if half else product
-        if GROUP >= DEPTH:
-            factor = _load_scale(scales, w_row + half * WIDTH, 0, inside, DEPTH, GROUP_ROWS, GROUP, KIND)
-            sums = sums * factor[None, :]
-        if KIND == NVFP4:
-            sums = sums * tl.load(row_scales + w_row + half * WIDTH, inside, 0.0)[None, :]
-        if half:
-            up = sums
-        else:
-            product = sums
+    product = _scale_sums(product, scales, row_scales, w_row, inside, DEPTH, GROUP_ROWS, GROUP, KIND)
+    if GATED:
+        up = _scale_sums(up, scales, row_scales, w_row + WIDTH, inside, DEPTH, GROUP_ROWS, GROUP, KIND)
     product = finish_products(
         product, up, bias, weights, assignment, is_row, expert, column, alpha, limit,
         WIDTH, GATED, HAS_BIAS, CLAMPED, SCALED,
