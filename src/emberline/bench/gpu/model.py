@@ -17,7 +17,10 @@ from emberline.core.config import core_count
 from emberline.hub.checkpoint import INDEX_FILE
 from emberline.hub.tensorfile import write_tensors
 from emberline.kernels import ops
+from emberline.kernels.backend import backend_of
 from emberline.kernels.cpu.library import find_library
+from emberline.kernels.quantise import quantise
+from emberline.kernels.quantised_matrix import CodeKind, stack_rows
 from emberline.models.config import ModelConfig
 from emberline.models.weights import StackPart, Weights
 from emberline.unweight.codec import select_weight_codec
@@ -54,6 +57,8 @@ LLAMA_8B: dict[str, Any] = {
 WEIGHT_STD = 0.02  # standard deviation of every matrix
 EMBEDDING_SEED, EMBEDDING_STD = 1, 100.0  # of SuccessorWeights
 SHARDS = 4
+NARROW_WEIGHTS: Mapping[str, CodeKind] = {"fp8": "fp8"}  # kinds of codes by the setting `weights`
+QUANTISED_ROWS = 4096  # rows that are quantised at a time
 PIECE_BYTES = 64 << 20  # copied through pinned memory at a time
 
 Shapes = dict[str, tuple[int, ...]]
@@ -64,9 +69,19 @@ class GPURandomWeights(Weights):
 
     stacks_experts = True
 
-    def __init__(self, device: str | torch.device, dtype: torch.dtype, seed: int = 0, *, packed: bool = False) -> None:
+    def __init__(
+        self,
+        device: str | torch.device,
+        dtype: torch.dtype,
+        seed: int = 0,
+        *,
+        packed: bool = False,
+        kind: CodeKind | None = None,
+    ) -> None:
+        """`kind`: matrices are quantised to codes of this kind, except that of the output head, which is kept both
+        plain and packed."""
         self.device = torch.device(device)
-        self.packed = packed
+        self.packed, self.kind = packed, kind
         self.dtype = dtype
         self.loaded_bytes = 0
         self._generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -95,6 +110,8 @@ class GPURandomWeights(Weights):
         return self.load_matrix(parts[0][0], sum(rows for _, rows in parts), columns)
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
+        if self.kind is not None:
+            return self._make_narrow(parts, columns, self.kind, gated)
         if not self.packed:
             return super().linear(parts, columns, gated=gated)
         drawn, taken = self.stack(parts, columns, gated=gated), self.loaded_bytes
@@ -102,6 +119,18 @@ class GPURandomWeights(Weights):
         weight = ops.empty_weight(rows, columns, drawn.dtype, drawn.device, gated=gated)
         self.loaded_bytes = taken - drawn.nbytes + ops.fill_weight(weight, drawn)
         return weight
+
+    def _make_narrow(
+        self, parts: Sequence[tuple[str, int]], columns: int, kind: CodeKind, gated: bool
+    ) -> ops.PackedWeight:
+        drawn = self.stack(parts, columns, gated=gated)
+        if "lm_head" in parts[0][0]:
+            weight = ops.pack_linear(drawn)
+            self.loaded_bytes += ops.add_packed_copy(weight)
+            return weight
+        matrix = stack_rows([quantise(part, kind) for part in drawn.split(QUANTISED_ROWS)])
+        self.loaded_bytes += matrix.nbytes - drawn.nbytes
+        return backend_of(drawn).pack_quantised(matrix, gated=gated)
 
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         return self.load_vector(parts[0][0], sum(size for _, size in parts))
