@@ -3,8 +3,9 @@
 Matrix products with up to 64 rows of x, where reading the weights takes most of the time, use `triton/linear.py`, which
 also adds the bias and the residual, or computes silu(gate) * up, or cuBLAS if that was measured to be faster. For uw12
 weights (compressed to 12 bits) it is `triton/packed_linear.py`. Products with more rows use cuBLAS; uw12 weights are
-unpacked first. Attention is computed by Triton kernels for every shape. Sampling and the
-unpacking of weights are CUDA C++ that is compiled for the GPU's architecture.
+unpacked first. `triton/narrow.py` multiplies by codes of narrow formats, for any number of rows. Attention is computed
+by Triton kernels for every shape. Sampling and the unpacking of weights are CUDA C++ that is compiled for the GPU's
+architecture.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +38,8 @@ from emberline.kernels.cuda.expert_layer import ExpertLayer
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
-from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
+from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.triton import (
     activation,
@@ -44,6 +47,7 @@ from emberline.kernels.triton import (
     cache_slots,
     convolution,
     delta,
+    narrow,
     norm,
     output_gate,
     packed_linear,
@@ -80,6 +84,25 @@ class PortableBackend(OpBackend):
             return packed.nbytes
         return super().fill_weight(weight, values)
 
+    def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
+        if narrow.supports(matrix):
+            layout, address = WeightLayout.QUANTISED, matrix.codes.data_ptr()
+            return PackedWeight(matrix.codes, matrix.n, matrix.k, torch.bfloat16, layout, gated, address, matrix)
+        values = dequantise(matrix).to(torch.bfloat16)
+        return self.pack_linear(self.arrange_gate_rows(values) if gated else values, gated=gated)
+
+    def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
+        if not narrow.supports(matrices) or matrices.columns is not None:
+            return super().pack_quantised_experts(matrices)
+        count, layout = len(matrices.codes), WeightLayout.QUANTISED
+        return PackedExperts(count, matrices.n, matrices.k, layout, matrices, matrices.nbytes)
+
+    def arrange_gate_rows(self, weight: Tensor) -> Tensor:
+        """Return a weight, with the rows of gate before those of up, as `pack_linear` with gated=True expects it."""
+        width, columns = len(weight) // 2, weight.shape[1]
+        group = gate_group(width)
+        return weight.view(2, width // group, group, columns).transpose(0, 1).reshape(weight.shape)
+
     def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
         x, w, bias = apply_norm(x, layer), layer.weight, layer.bias
         add_to, out, is_float32, unpacker = output
@@ -103,6 +126,8 @@ class PortableBackend(OpBackend):
         x, w = apply_norm(x, layer), layer.weight
         width = w.n // 2
         y, group = x.new_empty(len(x), width) if out is None else out, gate_group(width)
+        if isinstance(w.handle, QuantisedMatrix):
+            return _multiply_quantised(x, w.handle, out=y, gated=True, pdl=True)
         if group == GATE_GROUP_ROWS and (product := _find_few_rows_kernel(x, w, ProductKind.GATED)):
             return product(out=y, group=group, pdl=True)
         with unpacked_rows(w, unpacker, lambda following: True) as rows_:
@@ -113,10 +138,10 @@ class PortableBackend(OpBackend):
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
         """Return gelu(gate) * up. Our product kernels have no gelu, so a kernel of its own follows the product."""
-        width = layer.weight.n // 2
+        width, is_quantised = layer.weight.n // 2, isinstance(layer.weight.handle, QuantisedMatrix)
         gate_and_up = self.linear(x, layer, LinearOutput(unpacker=unpacker))
         y = x.new_empty(len(x), width) if out is None else out
-        return activation.gelu_mul(gate_and_up, y, gate_group(width), pdl=True)
+        return activation.gelu_mul(gate_and_up, y, width if is_quantised else gate_group(width), pdl=True)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         return norm.rms_norm(x, weight, eps, out, pdl=True)
@@ -210,12 +235,21 @@ def _find_few_rows_kernel(x: Tensor, w: PackedWeight, kind: ProductKind | None) 
 
     It is used if tuning did not compare both. `kind` is None for a float32 result, which tuning does not measure."""
     m = len(x)
+    if isinstance(w.handle, QuantisedMatrix):  # for any number of rows
+        return partial(_multiply_quantised, x, w.handle)
     if isinstance(w.handle, uw12.UW12Weight):
         return partial(packed_linear.linear, x, w.handle) if packed_linear.supports(m) else None
     if not few_rows.supports(m, w.n, w.k, x.dtype) or w.data.dtype is not x.dtype:
         return None
     choice = OWN_KERNEL if kind is None else cublas.choices.get(MatmulProblem(m, w.n, w.k, kind), OWN_KERNEL)
     return partial(few_rows.linear, x, w.data) if choice == OWN_KERNEL else None
+
+
+def _multiply_quantised(x: Tensor, matrix: QuantisedMatrix, *, out: Tensor, **options: Any) -> Tensor:
+    """Write the product into `out` and return it. The options are those of `triton.narrow.multiply`."""
+    y = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    narrow.multiply(x.contiguous(), matrix, y, **options)
+    return y if y is out else out.copy_(y)
 
 
 def allocate_attention_output(inputs: AttentionInputs) -> Tensor:
