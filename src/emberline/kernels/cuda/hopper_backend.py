@@ -85,6 +85,8 @@ class HopperBackend(PortableBackend):
     def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
         if isinstance(layer.weight.handle, FP8Weight):
             return fp8.linear(x, layer, output)
+        if isinstance(layer.weight.handle, QuantisedMatrix):
+            return super().linear(x, layer, output)
         x, w, bias = apply_norm(x, layer), layer.weight, layer.bias
         add_to, out, is_float32, unpacker = output
         if product := _find_custom_kernel(x, w):
@@ -114,6 +116,8 @@ class HopperBackend(PortableBackend):
     ) -> Tensor:
         if isinstance(layer.weight.handle, FP8Weight):
             return fp8.gate_up_silu(x, layer, out)
+        if isinstance(layer.weight.handle, QuantisedMatrix):
+            return super().gate_up_silu(x, layer, out)
         x, w = apply_norm(x, layer), layer.weight
         width = w.n // 2
         y = x.new_empty(len(x), width) if out is None else out
