@@ -26,7 +26,7 @@ from emberline.kernels import worklist
 from emberline.kernels.arguments import AttentionInputs, LinearLayer, LinearOutput
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
 from emberline.kernels.attention_support import ScoreKind
-from emberline.kernels.cuda import cublas, decode, fixed_order, fp8, gemm, prefill, uw12, wide, wide_parts
+from emberline.kernels.cuda import cublas, decode, fixed_order, fp8, fp8_weight, gemm, prefill, uw12, wide, wide_parts
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
 from emberline.kernels.cuda.fp8_weight import FP8Weight
@@ -63,8 +63,16 @@ class HopperBackend(PortableBackend):
         handle = skinny.BF16Weight(weight) if has_own_kernel else None
         return PackedWeight(weight, n, k, weight.dtype, WeightLayout.ROWS, gated, weight.data_ptr(), handle)
 
+    def keeps_quantised(self, matrix: QuantisedMatrix) -> bool:
+        return fp8_weight.supports(matrix)
+
     def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
         return fp8.pack(matrix, gated=gated) or super().pack_quantised(matrix, gated=gated)
+
+    def arrange_gate_rows(self, weight: Tensor) -> Tensor:
+        width, columns = len(weight) // 2, weight.shape[1]
+        group = gate_group(width)
+        return weight.view(2, width // group, group, columns).transpose(0, 1).reshape(weight.shape)
 
     def add_packed_copy(self, weight: PackedWeight) -> int:
         if weight.uw12_copy is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:
