@@ -43,10 +43,11 @@ class OpBackend(ABC):
         weight.data, weight.ptr, weight.handle, weight.layout = packed.data, packed.ptr, packed.handle, packed.layout
         return packed.data.nbytes
 
-    def keeps_quantised(self, shape: QuantisedMatrix) -> bool:
-        """Return whether `pack_quantised`, or of several matrices `pack_quantised_experts`, keeps such codes.
+    def keeps_quantised(self, matrix: QuantisedMatrix) -> bool:
+        """Return whether `pack_quantised`, or `pack_quantised_experts` for stacked matrices, keeps the codes.
 
-        `shape`: a matrix on the meta device. Loaders and memory plans ask before the codes are read.
+        Loaders and memory plans ask before the codes are read, with a matrix on the meta device. If not, bf16 values
+        are loaded.
         """
         return False
 

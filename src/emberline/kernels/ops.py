@@ -144,12 +144,12 @@ def fill_weight(weight: PackedWeight, values: Tensor) -> int:
     return backend_of(values).fill_weight(weight, values)
 
 
-def keeps_quantised(device: torch.device, shape: QuantisedMatrix) -> bool:
-    """Return whether the device's kernels read such codes; if not, load the matrix as bf16.
+def keeps_quantised(device: torch.device, matrix: QuantisedMatrix) -> bool:
+    """Return whether the device's kernels read the codes of such a matrix. If not, load its values as bf16.
 
-    `shape`: a matrix, or one for each expert, on the meta device.
+    `matrix`: on any device, with the sizes and dtypes of the real one.
     """
-    return backend_of(torch.empty(0, device=device)).keeps_quantised(shape)
+    return backend_of(torch.empty(0, device=device)).keeps_quantised(matrix)
 
 
 def empty_quantised_weight(shape: QuantisedMatrix, device: torch.device, *, gated: bool = False) -> PackedWeight:

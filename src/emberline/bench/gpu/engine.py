@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from emberline.bench import workload
 from emberline.bench.gpu.limits import H200, choose_limits, compute_token_cost, min_decode_step_ms, min_prefill_ms
-from emberline.bench.gpu.model import LLAMA_8B, NARROW_WEIGHTS, GPURandomWeights
+from emberline.bench.gpu.model import LLAMA_8B, GPURandomWeights
 from emberline.bench.gpu.shapes import DEFAULT_SHAPE, BenchShape, find_routing, find_shape, shape_of
 from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.bench.machine_limits import MachineLimits, TokenCost
 from emberline.bench.report import BenchReport
-from emberline.core.engine_config import EngineConfig
+from emberline.core.engine_config import ONLINE_FORMATS, EngineConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
@@ -336,12 +336,11 @@ def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
     from emberline.bench.gpu.sampled_decode import make_grammar_compiler
     from emberline.engine.gpu.boot import boot_gpu
 
-    chosen = settings.get("weights")
-    kind = NARROW_WEIGHTS.get(str(chosen))
-    weights = GPURandomWeights("cuda", torch.bfloat16, packed=chosen == "packed", kind=kind)
+    form = str(settings.get("weights", ""))
+    online = form if form in ONLINE_FORMATS else ""
+    weights = GPURandomWeights("cuda", torch.bfloat16, packed=form == "packed", online=online)
     has_tied_scores = find_routing(settings) == "tied"
-    own = ("shape", "routing", "prefix") if kind is None else ("shape", "routing", "prefix", "weights")
-    others = {name: value for name, value in settings.items() if name not in own}
+    others = {name: value for name, value in settings.items() if name not in ("shape", "routing", "prefix")}
     config = EngineConfig.build("", **{"max_waiting": MAX_WAITING, **others}).with_gpu_defaults()
     model = ModelConfig.from_hf(shape_of(settings).hf_config)
     compiler = make_grammar_compiler if model == CONFIG else None

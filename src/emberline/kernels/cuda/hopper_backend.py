@@ -63,11 +63,11 @@ class HopperBackend(PortableBackend):
         handle = skinny.BF16Weight(weight) if has_own_kernel else None
         return PackedWeight(weight, n, k, weight.dtype, WeightLayout.ROWS, gated, weight.data_ptr(), handle)
 
+    def keeps_quantised(self, matrix: QuantisedMatrix) -> bool:
+        return fp8_weight.supports(matrix) or super().keeps_quantised(matrix)
+
     def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
         return fp8.pack(matrix, gated=gated) or super().pack_quantised(matrix, gated=gated)
-
-    def keeps_quantised(self, shape: QuantisedMatrix) -> bool:
-        return fp8_weight.supports(shape) or super().keeps_quantised(shape)
 
     def add_packed_copy(self, weight: PackedWeight) -> int:
         if weight.uw12_copy is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:
@@ -80,6 +80,8 @@ class HopperBackend(PortableBackend):
     def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
         if isinstance(layer.weight.handle, FP8Weight):
             return fp8.linear(x, layer, output)
+        if isinstance(layer.weight.handle, QuantisedMatrix):
+            return super().linear(x, layer, output)
         x, w, bias = apply_norm(x, layer), layer.weight, layer.bias
         add_to, out, is_float32, unpacker = output
         if product := _find_custom_kernel(x, w):
@@ -109,6 +111,8 @@ class HopperBackend(PortableBackend):
     ) -> Tensor:
         if isinstance(layer.weight.handle, FP8Weight):
             return fp8.gate_up_silu(x, layer, out)
+        if isinstance(layer.weight.handle, QuantisedMatrix):
+            return super().gate_up_silu(x, layer, out)
         x, w = apply_norm(x, layer), layer.weight
         width = w.n // 2
         y = x.new_empty(len(x), width) if out is None else out

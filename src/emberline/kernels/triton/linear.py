@@ -59,7 +59,7 @@ def _multiply_few_rows(
             inputs = tl.load(x_at + at, is_row & inside[:, None], 0.0)
         total = tl.dot(weights, inputs, total)
     if not SPLITS:
-        _finish_tile(
+        finish_tile(
             total, bias, residual, out, row, column, m, n, out_stride, ROWS, COLUMNS, GROUP, HAS_BIAS, ADDS
         )  # fmt: skip
     else:
@@ -72,13 +72,13 @@ def _multiply_few_rows(
             total = tl.zeros([COLUMNS, ROWS], tl.float32)
             for each in range(split):
                 total += tl.load(first + each * (COLUMNS * ROWS), cache_modifier=".cg")  # other SMs wrote them
-            _finish_tile(
+            finish_tile(
                 total, bias, residual, out, row, column, m, n, out_stride, ROWS, COLUMNS, GROUP, HAS_BIAS, ADDS
             )  # fmt: skip
 
 
 @jit
-def _finish_tile(
+def finish_tile(
     total: tensor, bias: tensor, residual: tensor, out: tensor, row: tensor, column: tensor, m: tensor, n: tensor,
     out_stride: tensor, ROWS: constexpr, COLUMNS: constexpr, GROUP: constexpr, HAS_BIAS: constexpr, ADDS: constexpr,
 ) -> None:  # fmt: skip
