@@ -22,6 +22,7 @@ from emberline.core.engine_config import EngineConfig, TimeSharingConfig, Transf
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
 from emberline.engine.async_engine import AsyncEngine, EngineState
+from emberline.engine.engine_child import EngineChild
 from emberline.engine.messages import LoadedModelInfo
 from emberline.hub.source import resolve_model
 from emberline.server.cross_site import CrossSiteGuard, CrossSitePolicy
@@ -45,9 +46,16 @@ T = TypeVar("T")
 
 
 async def serve(
-    config: ServerConfig, engine_config: EngineConfig, time_sharing_config: TimeSharingConfig, start_time: float
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    time_sharing_config: TimeSharingConfig,
+    start_time: float,
+    child: EngineChild | None = None,
 ) -> None:
-    """Serve until a signal stops the process. `start_time`: when the process started, by the monotonic clock."""
+    """Serve until a signal stops the process.
+
+    `start_time`: when the process started, by the monotonic clock. `child`: an engine process that has been started.
+    """
     listener = bind_listener(config.host, config.port)
     port = listener.getsockname()[1]
     config = _check_access(config, listener)
@@ -63,7 +71,7 @@ async def serve(
         name: replace(engine_config.with_kv_ports(i), model=str(directory))
         for i, (name, directory) in enumerate(directories.items())
     }
-    engine = AsyncEngine(configs, time_sharing_config, stall_timeout=config.stall_timeout)
+    engine = AsyncEngine(configs, time_sharing_config, stall_timeout=config.stall_timeout, child=child)
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0)  # lets the task spawn the process before the imports below block this one
     assembled = registrar = None
