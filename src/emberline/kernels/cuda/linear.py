@@ -280,11 +280,11 @@ def choose_epilogue(out: Tensor, residual: Tensor | None, gated: bool) -> str:
 
 
 def _list_kernel_names() -> Sequence[str]:
-    shapes = [(stride, "", *sizes) for stride, *sizes in product((0, 16), (1, 2, 3, 4), (1, 2, 4))]
-    shapes += [(0, *sizes) for sizes in product(("Fp8Rows", "Fp8Blocks"), (2, 3, 4), (1, 2))]
+    shapes = list(product((0, 16), ("",), (1, 2, 3, 4), (1, 2, 4)))
+    shapes += product((0,), ("Fp8Rows", "Fp8Blocks"), (2, 3, 4), (1, 2))
     return [
-        SkinnyPlan(blocks, tiles, WARPS, 1, 0, 1, stride, fp8_source=fp8_source).kernel_name(epilogue)
-        for stride, fp8_source, blocks, tiles in shapes
+        SkinnyPlan(blocks, tiles, WARPS, 1, 0, 1, stride, fp8_source=source).kernel_name(epilogue)
+        for stride, source, blocks, tiles in shapes
         for epilogue in EPILOGUES
         if epilogue != "GATED" or blocks % 2 == 0
     ]
