@@ -25,6 +25,7 @@ REPLACED_MODULES = frozenset(
         "_export",
         "_functorch",
         "_higher_order_ops",
+        "_meta_registrations",
         "ao",
         "distributions",
         "export",
