@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import narrow_cases
 import pytest
 import torch
+from narrow_cases import BF16, make_matrix
+from torch import Tensor
 
+from emberline.kernels.cuda import narrow as packed_narrow
+from emberline.kernels.cuda.narrow_layout import pack
 from emberline.kernels.mixture import ClampedSwiGLU
-from emberline.kernels.triton import experts
+from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
+from emberline.kernels.triton import experts, narrow
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 GPU = "cuda"
+PACKED = [name for name in narrow_cases.FORMATS if not name.startswith("fp8")]
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +30,96 @@ def seed() -> None:
 @pytest.mark.parametrize("name", narrow_cases.FORMATS)
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 512, 1024), (20, 96, 256), (50, 576, 2944), (200, 256, 512)])
 def test_triton_products(name: str, rows: int, n: int, k: int) -> None:
-    narrow_cases.check_multiply(GPU, name, rows, n, k, pdl=True)
+    narrow_cases.check_multiply(GPU, name, rows, n, k, partial(narrow.multiply, pdl=True))
+    narrow_cases.check_dequantised(GPU, name, n, k, pdl=True)
 
 
 @pytest.mark.parametrize("name", ["int4-32", "int4-64-zeros", "mxfp4", "nvfp4", "fp8-block"])
 @pytest.mark.parametrize(("rows", "sizes"), [(1, (256, 128)), (40, (384, 256)), (300, (256, 640))])
 def test_triton_experts(name: str, rows: int, sizes: tuple[int, int]) -> None:
-    tiles = experts.choose_tiles(4 * rows, 6, narrow_cases.BF16)
-    products = (tiles.gate_up, tiles.down)
+    tiles = experts.choose_tiles(4 * rows, 6, BF16)
+    products = partial(narrow.multiply_gate_up, tile=tiles.gate_up), partial(narrow.multiply_down, tile=tiles.down)
     clamp = ClampedSwiGLU(1.7, 1.0)
-    narrow_cases.check_expert_products(GPU, name, "gpt-oss", rows, sizes, tiles.rows, products, clamp=clamp, pdl=True)
-    narrow_cases.check_expert_products(GPU, name, "llama4", rows, sizes, tiles.rows, products, pdl=True)
+    narrow_cases.check_expert_products(GPU, name, "gpt-oss", rows, sizes, tiles.rows, *products, clamp=clamp, pdl=True)
+    narrow_cases.check_expert_products(GPU, name, "llama4", rows, sizes, tiles.rows, *products, pdl=True)
+
+
+def pack_matrix(matrix: QuantisedMatrix) -> Any:
+    packed = pack(matrix)
+    assert packed is not None
+    return packed
+
+
+def multiply_packed(x: Tensor, matrix: QuantisedMatrix, out: Tensor, **options: Any) -> Tensor:
+    result = packed_narrow.linear(x, pack_matrix(matrix), out=out, **options)
+    again = packed_narrow.linear(x, pack_matrix(matrix), out=torch.empty_like(out), **{**options, "residual": None})
+    rows = torch.randperm(len(x), device=x.device)[: max(1, len(x) // 3)]
+    few = packed_narrow.linear(x[rows], pack_matrix(matrix), out=out.new_empty(len(rows), out.shape[1]), **{
+        **options, "residual": None, "pdl": False
+    })  # fmt: skip
+    assert torch.equal(few, again[rows])  # a row's result does not depend on the others
+    return result
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(("rows", "n", "k"), [
+    (1, 512, 1024), (8, 96, 2944), (9, 6144, 512), (20, 160, 256), (32, 2880, 2944), (50, 576, 128), (100, 96, 4096),
+])  # fmt: skip
+def test_products(name: str, rows: int, n: int, k: int) -> None:
+    narrow_cases.check_multiply(GPU, name, rows, n, k, multiply_packed)
+
+
+@pytest.mark.parametrize("name", ["int4-32", "mxfp4", "nvfp4"])
+def test_depth_that_fills_no_unit(name: str) -> None:
+    for rows, k in ((3, 2880), (17, 96), (9, 416)):
+        narrow_cases.check_multiply(GPU, name, rows, 128, k, multiply_packed)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+def test_plans(blocks: int, tiles: int) -> None:
+    """All plans give the same results, whatever the stages, buffers and warps that share k."""
+    if (blocks, tiles) not in packed_narrow.TILE_SIZES:
+        return
+    matrix, rows = make_matrix("int4-64-zeros", 672, 1408, device=GPU), 8 * tiles - 1
+    x, w = torch.randn(rows, 1408, device=GPU).to(BF16), pack_matrix(matrix)
+    exact = x.double() @ dequantise(matrix).double().T
+    for parts in (1, 2, 4):
+        for stages, has_buffers in ((1, True), (2, False), (3, True)):
+            plan = packed_narrow.NarrowPlan(blocks, tiles, parts, stages, has_buffers, 1)
+            if plan.shared_bytes(rows, w.unit_bytes) > packed_narrow.MAX_SHARED_BYTES:
+                continue
+            out = torch.full((rows, 672), torch.nan, device=GPU)
+            packed_narrow.linear(x, w, out=out, plan=plan)
+            assert float((out.double() - exact).norm() / exact.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_unpack(name: str) -> None:
+    for n, k in ((96, 2944), (672, 256)):
+        matrix = make_matrix(name, n, k, device=GPU)
+        out = torch.full((n, k), torch.nan, device=GPU, dtype=BF16)
+        values = dequantise(matrix).to(BF16)
+        assert torch.equal(packed_narrow.unpack(pack_matrix(matrix), out), values)
+        group = 16 if n // 2 % 16 == 0 else n // 2
+        gates, ups = values.view(2, -1, group, k)
+        packed_narrow.unpack(pack_matrix(matrix), out, gated=True)
+        assert torch.equal(out, torch.stack([gates, ups], 1).view(n, k))
+
+
+def multiply_packed_gate_up(x: Tensor, matrices: QuantisedMatrix, *args: Any, **options: Any) -> Tensor:
+    return packed_narrow.multiply_gate_up(x, pack_matrix(matrices), *args, **options)
+
+
+def multiply_packed_down(x: Tensor, matrices: QuantisedMatrix, *args: Any, **options: Any) -> Tensor:
+    return packed_narrow.multiply_down(x, pack_matrix(matrices), *args, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in PACKED if "order" not in name])
+@pytest.mark.parametrize("tile_rows", [8, 16, 32])
+@pytest.mark.parametrize(("rows", "sizes"), [(1, (256, 128)), (40, (384, 256)), (300, (256, 640))])
+def test_experts(name: str, tile_rows: int, rows: int, sizes: tuple[int, int]) -> None:
+    products = multiply_packed_gate_up, multiply_packed_down
+    clamp = ClampedSwiGLU(1.7, 1.0)
+    narrow_cases.check_expert_products(GPU, name, "gpt-oss", rows, sizes, tile_rows, *products, clamp=clamp, pdl=True)
+    narrow_cases.check_expert_products(GPU, name, "llama4", rows, sizes, tile_rows, *products, pdl=True)
