@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.arguments import LinearLayer, LinearOutput
+from emberline.kernels.cuda import narrow_experts
 from emberline.kernels.mixture import Mixture, SharedExpert
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import WeightLayout
@@ -63,7 +64,7 @@ class ExpertLayer:
         second.wait_stream(main)
         with torch.cuda.stream(second):
             self._run_shared(normed, shared, inner, outputs)
-        routed = experts.run_routed_experts(normed, logits, mixture, pdl=True)
+        routed = _run_routed_experts(normed, logits, mixture)
         main.wait_stream(second)
         return add_expert_outputs(
             x, routed, mixture.routing.experts_per_row, shared=outputs, shared_gate=gate, shared_scale=shared.scale,
@@ -82,8 +83,14 @@ class ExpertLayer:
         shared: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor:
-        routed = experts.run_routed_experts(normed, logits, mixture, pdl=True)
+        routed = _run_routed_experts(normed, logits, mixture)
         return add_expert_outputs(
             x, routed, mixture.routing.experts_per_row, shared=shared, shared_gate=gate,
             shared_scale=mixture.shared_scale, pdl=True,
         )  # fmt: skip
+
+
+def _run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture) -> Tensor:
+    if narrow_experts.has_narrow_codes(mixture):
+        return narrow_experts.run_routed_experts(normed, logits, mixture)
+    return experts.run_routed_experts(normed, logits, mixture, pdl=True)

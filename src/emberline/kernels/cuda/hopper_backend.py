@@ -36,15 +36,18 @@ from emberline.kernels.arguments import (
 )
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
 from emberline.kernels.attention_support import ScoreKind
-from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, prefill, uw12, wide, wide_parts
+from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, narrow, prefill, uw12, wide, wide_parts
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
 from emberline.kernels.cuda.expert_layer import ExpertLayer
+from emberline.kernels.cuda.narrow_experts import pack_experts
+from emberline.kernels.cuda.narrow_layout import NarrowWeight
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
-from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
+from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.triton import (
     activation,
@@ -59,7 +62,7 @@ from emberline.kernels.triton import (
     widen,
 )
 from emberline.kernels.triton import decode as split_decode
-from emberline.kernels.weight_unpacker import WeightUnpacker
+from emberline.kernels.weight_unpacker import WeightUnpacker, unpack_weight
 
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
 # Pairs (n * k, m): a matrix of more than n * k elements that is kept in both forms is read as uw12 up to m rows of x.
@@ -91,6 +94,12 @@ class HopperBackend(OpBackend):
             weight.data, weight.handle, weight.layout = packed.planes, packed, WeightLayout.UW12
             return packed.nbytes
         return super().fill_weight(weight, values)
+
+    def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
+        return narrow.pack_weight(matrix, gated=gated) or super().pack_quantised(matrix, gated=gated)
+
+    def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
+        return pack_experts(matrices) or super().pack_quantised_experts(matrices)
 
     def add_packed_copy(self, weight: PackedWeight) -> int:
         if weight.uw12_copy is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:
@@ -154,8 +163,10 @@ class HopperBackend(OpBackend):
     ) -> Tensor:
         """Return gelu(gate) * up. Our product kernels have no gelu, so a kernel of its own follows the product."""
         width = layer.weight.n // 2
-        gate_and_up = self.linear(x, layer, LinearOutput(unpacker=unpacker))
         y = x.new_empty(len(x), width) if out is None else out
+        if isinstance(layer.weight.handle, NarrowWeight) and len(x) <= narrow.MAX_ROWS:
+            return narrow.linear(_apply_norm(x, layer), layer.weight.handle, out=y, gated=True, gelu=True)
+        gate_and_up = self.linear(x, layer, LinearOutput(unpacker=unpacker))
         return activation.gelu_mul(gate_and_up, y, _gate_group(width), pdl=True)
 
     def embed(self, ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
@@ -313,6 +324,8 @@ def _find_custom_kernel(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | N
     m = len(x)
     if w.handle is None or x.dtype is not torch.bfloat16:
         return None
+    if isinstance(w.handle, NarrowWeight):
+        return partial(narrow.linear, x, w.handle) if m <= narrow.MAX_ROWS or w.fixed_order else None
     handle: Any = w.uw12_copy if w.uw12_copy is not None and m <= _max_rows_for_uw12(w) else w.handle
     if w.fixed_order:
         needs_unpacking = m > wide.MAX_ROWS and isinstance(handle, uw12.UW12Weight)
@@ -362,7 +375,10 @@ def _multiply_float32(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tens
         step = max(64, MAX_UNPACKED_WEIGHTS // w.k // 64 * 64)
         for at in range(0, w.n, step):
             part = w.handle.slice_rows(at, min(at + step, w.n))
-            torch.mm(x, _unpack_weight(part).t(), out_dtype=torch.float32, out=y[:, at : at + part.n])
+            rows_ = uw12.unpack(part, x.new_empty(part.n, part.k))
+            torch.mm(x, rows_.t(), out_dtype=torch.float32, out=y[:, at : at + part.n])
+    elif isinstance(w.handle, NarrowWeight):
+        torch.mm(x, _unpack_weight(w).t(), out_dtype=torch.float32, out=y)
     elif x.dtype is torch.float32:
         torch.mm(x, w.data.t(), out=y)
     else:
@@ -372,17 +388,17 @@ def _multiply_float32(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tens
 
 def _unpacked_rows(x: Tensor, w: PackedWeight, unpacker: WeightUnpacker | None) -> AbstractContextManager[Tensor]:
     """Return a context manager that yields the weight as plain bf16 [n, k]; launch one product inside it."""
-    if not isinstance(w.handle, uw12.UW12Weight):
+    if not isinstance(w.handle, uw12.UW12Weight | NarrowWeight):
         return nullcontext(w.data)
     if unpacker is None:
-        return nullcontext(_unpack_weight(w.handle))
+        return nullcontext(_unpack_weight(w))
     following = unpacker.next_weight(w)
-    unpack_next = (
-        following is not None and following.layout is WeightLayout.UW12 and _find_custom_kernel(x, following) is None
-    )
+    is_packed = following is not None and isinstance(following.handle, uw12.UW12Weight | NarrowWeight)
+    unpack_next = following is not None and is_packed and _find_custom_kernel(x, following) is None
     return unpacker.unpacked_rows(w, following if unpack_next else None)
 
 
-def _unpack_weight(packed: uw12.UW12Weight) -> Tensor:
-    out = torch.empty(packed.n, packed.k, dtype=torch.bfloat16, device=packed.planes.device)
-    return uw12.unpack(packed, out)
+def _unpack_weight(w: PackedWeight) -> Tensor:
+    out = torch.empty(w.n, w.k, dtype=torch.bfloat16, device=w.data.device)
+    unpack_weight(w, out)
+    return out

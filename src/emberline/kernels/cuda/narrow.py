@@ -16,8 +16,10 @@ from torch import Tensor
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS
-from emberline.kernels.cuda.narrow_layout import BLOCK_ROWS, NarrowWeight
+from emberline.kernels.cuda.narrow_layout import BLOCK_ROWS, NarrowWeight, pack
 from emberline.kernels.mixture import ClampedSwiGLU
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.triton.routing import SortedRows
 
 FILE = "narrow.cu"
@@ -79,6 +81,14 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("gated", "activation", "float32", "early", "triggers_late")),
         *((name, ctypes.c_float) for name in ("factor", "alpha", "limit")),
     )
+
+
+def pack_weight(matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight | None:
+    """Return the matrix as a weight of a model, or None if the kernel cannot read it."""
+    if (packed := pack(matrix)) is None:
+        return None
+    layout, pointer = WeightLayout.QUANTISED, packed.data.data_ptr()
+    return PackedWeight(packed.data, matrix.n, matrix.k, torch.bfloat16, layout, gated, pointer, packed)
 
 
 def linear(
