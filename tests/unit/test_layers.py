@@ -16,7 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "tokens": {"core"},
     "hub": {"core"},
-    "kernels": {"core.config"},
+    "kernels": {"core.config", "hub.dequant"},
     "unweight": {"core", "hub.checkpoint", "hub.tensorfile", "kernels.cpu"},
     "models": {"core", "kernels", "hub.checkpoint", "hub.dequant", "hub.tensorfile", "unweight"},
     "kv": {"core", "tokens.blockhash", "kernels"},

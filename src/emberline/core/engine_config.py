@@ -83,8 +83,8 @@ class GPUConfig:
     )
     gpu_memory_utilization: float = option(
         0.98,
-        "Fraction of a GPU's memory that the engine may use, above 0 and at most 1, of what other processes leave free"
-        " at its start.",
+        "Fraction of a GPU's memory that the engine may use, above 0 and at most 1. What other processes use when it"
+        " starts is never planned.",
     )
     graphs: bool = True  # run steps as captured CUDA graphs where possible
     overlap: bool = True  # plan and launch a step while the one before it runs

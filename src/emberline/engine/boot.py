@@ -28,7 +28,7 @@ from emberline.engine.speculation.draft_cache import make_draft_cache, share_cac
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.make_drafter import make_drafter
-from emberline.engine.state_memory import allocate_states, without_unsupported_settings
+from emberline.engine.state_memory import allocate_states
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
@@ -113,8 +113,8 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
     def load_library() -> ctypes.CDLL | None:
         return ops.start_backend(threads=1).library
 
-    def make_tiers(layout: str, shape: KVShape) -> TierStack:
-        return _make_tiers(config, layout, shape, load_library())
+    def make_tiers(layout: str, shape: KVShape, snapshot_blocks: int) -> TierStack:
+        return _make_tiers(config, layout, shape, load_library(), snapshot_blocks)
 
     def open_endpoint(region: DeviceRegion) -> TransferEndpoint | None:
         assert config.transfer is not None
@@ -160,7 +160,6 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     torch.set_num_threads(1 if backend.library else threads)
     kernels = time.perf_counter()
     checkpoint = Checkpoint.open(Path(config.model))
-    config = without_unsupported_settings(config, ModelConfig.from_checkpoint(checkpoint), can_move_states=True)
     model = load_checkpoint(checkpoint, config.dtype, config.requested_context)
     loaded = time.perf_counter()
     scheduler = config.scheduler.for_model(model.context)

@@ -19,6 +19,16 @@ class WeightLayout(IntEnum):
     F32 = 1  # panels of columns in float32
     AMX = 2  # bf16 in panels of AMX tiles, k padded to the depth of a tile
     F16 = 3  # panels of columns in float16
+    Q4_0 = 4  # this and the following: panels of columns with the codes and scales of GGUF blocks
+    Q4_1 = 5
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q4_K = 9
+    Q5_K = 10
+    Q6_K = 11
+    IQ4_NL = 12
+    MXFP4 = 13
 
 
 @dataclass(slots=True, eq=False)

@@ -30,6 +30,7 @@ from emberline.kernels.arguments import (
 )
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
+from emberline.kernels.gguf_blocks import dequantise_blocks
 from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert, StackedExperts
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight
@@ -60,6 +61,9 @@ class ReferenceBackend(OpBackend):
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
         n, k = weight.shape
         return PackedWeight(weight.to(torch.float32, copy=True).contiguous(), n, k, weight.dtype, gated=gated)
+
+    def pack_gguf(self, blocks: Tensor, type_name: str, k: int, *, gated: bool = False) -> PackedWeight:
+        return self.pack_linear(dequantise_blocks(blocks, type_name, k), gated=gated)
 
     def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
         x = x if layer.norm is None else rms_norm(x, layer.norm, layer.eps)
