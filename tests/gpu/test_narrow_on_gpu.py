@@ -8,12 +8,17 @@ from typing import Any
 import narrow_cases
 import pytest
 import torch
+import torch.nn.functional as F
 from narrow_cases import BF16, make_matrix
 from torch import Tensor
 
+from emberline.kernels import ops
+from emberline.kernels.arguments import LinearLayer, LinearOutput
 from emberline.kernels.cuda import narrow as packed_narrow
+from emberline.kernels.cuda.hopper_backend import HopperBackend
 from emberline.kernels.cuda.narrow_layout import pack
-from emberline.kernels.mixture import ClampedSwiGLU
+from emberline.kernels.mixture import ClampedSwiGLU, Mixture, Routing, StackedExperts
+from emberline.kernels.packed_weight import PackedExperts
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
 from emberline.kernels.triton import experts, narrow
 
@@ -123,3 +128,54 @@ def test_experts(name: str, tile_rows: int, rows: int, sizes: tuple[int, int]) -
     clamp = ClampedSwiGLU(1.7, 1.0)
     narrow_cases.check_expert_products(GPU, name, "gpt-oss", rows, sizes, tile_rows, *products, clamp=clamp, pdl=True)
     narrow_cases.check_expert_products(GPU, name, "llama4", rows, sizes, tile_rows, *products, pdl=True)
+
+
+@pytest.mark.parametrize("name", ["int4-32", "mxfp4", "fp8-row"])
+def test_mixture(name: str) -> None:
+    """A mixture with narrow experts agrees with one of their values, captured too."""
+    matrices = [make_matrix(name, 6, n, k, device=GPU) for n, k in ((512, 384), (384, 256))]
+    norm, router = torch.rand(384, device=GPU) + 0.5, torch.randn(6, 384, device=GPU).to(BF16) / 20
+    rules, backend = Routing(4, renormalize=True), HopperBackend()
+    biases = [torch.randn(6, n, device=GPU) for n in (512, 384)]
+    packed = StackedExperts(*map(backend.pack_quantised_experts, matrices), *biases)
+    plain = StackedExperts(*(dequantise(matrix).to(BF16) for matrix in matrices), *biases)
+    assert isinstance(packed.down, PackedExperts)
+    narrow_mixture, plain_mixture = (
+        Mixture(norm, 1e-6, ops.pack_linear(router), experts, rules, clamp=ClampedSwiGLU(1.7, 3.0))
+        for experts in (packed, plain)
+    )
+    for rows in (1, 5, 64, 700):
+        x = torch.randn(rows, 384, device=GPU).to(BF16)
+        ours, theirs = (ops.run_mixture(x.clone(), mixture) for mixture in (narrow_mixture, plain_mixture))
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.05)
+        state, graph = x.clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ops.run_mixture(state, narrow_mixture)
+        for _ in range(10):
+            state.copy_(x)
+            graph.replay()
+            assert torch.equal(state, ours)
+
+
+@pytest.mark.parametrize("name", ["int4-128-f16", "int4-128-zeros-f16-order", "nvfp4"])
+def test_layers(name: str) -> None:
+    """The ops of the backend agree with dequantised weights, for few rows and for many, which unpack the weight."""
+    matrix, backend = make_matrix(name, 512, 384, device=GPU), HopperBackend()
+    values, bias = dequantise(matrix), torch.randn(512, device=GPU)
+    weight = backend.pack_quantised(matrix)
+    gated = backend.pack_quantised(matrix, gated=True)
+    for rows in (1, 40, 300):
+        x, residual = (torch.randn(rows, size, device=GPU).to(BF16) for size in (384, 512))
+        product = x.float() @ values.T
+        layer = LinearLayer(weight, bias)
+        for ours, exact in (
+            (backend.linear(x, layer, LinearOutput()), product + bias),
+            (backend.linear(x, layer, LinearOutput(float32=True)), product + bias),
+            (backend.linear(x, layer, LinearOutput(add_to=residual.clone())), product + bias + residual.float()),
+            (backend.gate_up_silu(x, LinearLayer(gated)), F.silu(product[:, :256]) * product[:, 256:]),
+            (
+                backend.gate_up_gelu(x, LinearLayer(gated)),
+                F.gelu(product[:, :256], approximate="tanh") * product[:, 256:],
+            ),
+        ):
+            assert float((ours.float() - exact).norm() / exact.norm()) < 6e-3

@@ -110,12 +110,11 @@ class WeightUnpacker:
         return buffer
 
 
-def unpack_weight(weight: PackedWeight, out: Tensor) -> None:
-    """Write a packed weight of a GPU as bf16 [n, k] into `out`, in the order of rows of `pack_linear`."""
+def unpack_weight(weight: PackedWeight, out: Tensor) -> Tensor:
+    """Write a packed GPU weight as bf16 [n, k] into `out`, with rows in the order of `pack_linear`, and return it."""
     from emberline.kernels.cuda import narrow, narrow_layout, uw12
 
     if isinstance(weight.handle, narrow_layout.NarrowWeight):
-        narrow.unpack(weight.handle, out, gated=weight.gated)
-        return
+        return narrow.unpack(weight.handle, out, gated=weight.gated)
     assert isinstance(weight.handle, uw12.UW12Weight)
-    uw12.unpack(weight.handle, out, pdl=False)
+    return uw12.unpack(weight.handle, out, pdl=False)

@@ -6,9 +6,8 @@ bias and the residual, or compute silu(gate) * up. They read uw12 weights (compr
 the same bits as for plain weights. Up to 384 rows, products with uw12 weights are computed for two halves of the rows.
 Products with more rows use cuBLAS, for which uw12 weights are unpacked first; with a `WeightUnpacker`, the next matrix
 is unpacked during the current product. If a weight is kept both plain and as uw12, each product reads the faster form.
-A weight with `fixed_order` uses `cuda/fixed_order.py` for any number of rows, so that a row's result does not depend on
-the other rows. All our kernels use programmatic dependent launch: they may start before the preceding kernel in the
-stream has ended.
+A weight with `fixed_order` uses `cuda/fixed_order.py` for any number of rows: a row's result depends on no other
+row. 4-bit weights use `cuda/narrow.py`. With programmatic dependent launch, kernels may start before others have ended.
 """
 
 from __future__ import annotations
@@ -67,6 +66,7 @@ from emberline.kernels.weight_unpacker import WeightUnpacker, unpack_weight
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
 # Pairs (n * k, m): a matrix of more than n * k elements that is kept in both forms is read as uw12 up to m rows of x.
 MAX_PACKED_ROWS = ((4096 * 16384, 128), (4096 * 4096, 64), (0, 32))
+PACKED = (uw12.UW12Weight, NarrowWeight)  # handles of weights that are unpacked for cuBLAS
 MIN_GEMM_ROWS = 1024  # rows of x from which our GEMM mostly beats cuBLAS followed by a kernel for silu(gate) * up
 
 
@@ -162,10 +162,10 @@ class HopperBackend(OpBackend):
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
         """Return gelu(gate) * up. Our product kernels have no gelu, so a kernel of its own follows the product."""
-        width = layer.weight.n // 2
+        width, handle = layer.weight.n // 2, layer.weight.handle
         y = x.new_empty(len(x), width) if out is None else out
-        if isinstance(layer.weight.handle, NarrowWeight) and len(x) <= narrow.MAX_ROWS:
-            return narrow.linear(_apply_norm(x, layer), layer.weight.handle, out=y, gated=True, gelu=True)
+        if isinstance(handle, NarrowWeight) and len(x) <= narrow.MAX_ROWS:
+            return narrow.linear(_apply_norm(x, layer), handle, out=y, gated=True, gelu=True)
         gate_and_up = self.linear(x, layer, LinearOutput(unpacker=unpacker))
         return activation.gelu_mul(gate_and_up, y, _gate_group(width), pdl=True)
 
@@ -324,7 +324,7 @@ def _find_custom_kernel(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | N
     m = len(x)
     if w.handle is None or x.dtype is not torch.bfloat16:
         return None
-    if isinstance(w.handle, NarrowWeight):
+    if isinstance(w.handle, NarrowWeight):  # the order of sums is the same for any number of rows
         return partial(narrow.linear, x, w.handle) if m <= narrow.MAX_ROWS or w.fixed_order else None
     handle: Any = w.uw12_copy if w.uw12_copy is not None and m <= _max_rows_for_uw12(w) else w.handle
     if w.fixed_order:
@@ -377,28 +377,24 @@ def _multiply_float32(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tens
             part = w.handle.slice_rows(at, min(at + step, w.n))
             rows_ = uw12.unpack(part, x.new_empty(part.n, part.k))
             torch.mm(x, rows_.t(), out_dtype=torch.float32, out=y[:, at : at + part.n])
-    elif isinstance(w.handle, NarrowWeight):
-        torch.mm(x, _unpack_weight(w).t(), out_dtype=torch.float32, out=y)
     elif x.dtype is torch.float32:
         torch.mm(x, w.data.t(), out=y)
     else:
-        torch.mm(x, w.data.t(), out_dtype=torch.float32, out=y)
+        rows_ = _unpack_weight(w) if isinstance(w.handle, NarrowWeight) else w.data
+        torch.mm(x, rows_.t(), out_dtype=torch.float32, out=y)
     return y if bias is None else y.add_(bias)
 
 
 def _unpacked_rows(x: Tensor, w: PackedWeight, unpacker: WeightUnpacker | None) -> AbstractContextManager[Tensor]:
     """Return a context manager that yields the weight as plain bf16 [n, k]; launch one product inside it."""
-    if not isinstance(w.handle, uw12.UW12Weight | NarrowWeight):
+    if not isinstance(w.handle, PACKED):
         return nullcontext(w.data)
     if unpacker is None:
         return nullcontext(_unpack_weight(w))
     following = unpacker.next_weight(w)
-    is_packed = following is not None and isinstance(following.handle, uw12.UW12Weight | NarrowWeight)
-    unpack_next = following is not None and is_packed and _find_custom_kernel(x, following) is None
-    return unpacker.unpacked_rows(w, following if unpack_next else None)
+    needs_unpacking = following and isinstance(following.handle, PACKED) and not _find_custom_kernel(x, following)
+    return unpacker.unpacked_rows(w, following if needs_unpacking else None)
 
 
 def _unpack_weight(w: PackedWeight) -> Tensor:
-    out = torch.empty(w.n, w.k, dtype=torch.bfloat16, device=w.data.device)
-    unpack_weight(w, out)
-    return out
+    return unpack_weight(w, torch.empty(w.n, w.k, dtype=torch.bfloat16, device=w.data.device))

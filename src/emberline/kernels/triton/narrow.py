@@ -116,6 +116,19 @@ def _load_scale(
 
 
 @jit
+def _scale_rows(
+    sums: tensor, scales: tensor, row_scales: tensor, row: tensor, inside: tensor, DEPTH: constexpr,
+    GROUP_ROWS: constexpr, GROUP: constexpr, KIND: constexpr,
+) -> tensor:  # fmt: skip
+    """Return the sums times the scales that are the same for all columns of a row of weights."""
+    if GROUP >= DEPTH:
+        sums = sums * _load_scale(scales, row, 0, inside, DEPTH, GROUP_ROWS, GROUP, KIND)[None, :]
+    if KIND == NVFP4:
+        sums = sums * tl.load(row_scales + row, inside, 0.0)[None, :]
+    return sums
+
+
+@jit
 def _multiply_narrow(
     x: tensor, codes: tensor, scales: tensor, zeros: tensor, row_scales: tensor, bias: tensor, residual: tensor,
     weights: tensor, order: tensor, tile_experts: tensor, tile_counts: tensor, num_tiles: tensor, out: tensor,
@@ -139,8 +152,7 @@ def _multiply_narrow(
         assignment = tile * ROWS + tl.arange(0, ROWS)
         is_row = assignment < rows
     column = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = column < WIDTH
-    w_row = expert * (2 * WIDTH if GATED else WIDTH) + column
+    inside, w_row = column < WIDTH, expert * (2 * WIDTH if GATED else WIDTH) + column
     k = tl.arange(0, BLOCK_K)
     x_at = x + (assignment // DIVISOR).to(tl.int64)[:, None] * DEPTH + k[None, :]
     product = tl.zeros([ROWS, BLOCK_N], tl.float32)
@@ -166,17 +178,9 @@ def _multiply_narrow(
                 up = sums
             else:
                 product = sums
-    for half in tl.static_range(2 if GATED else 1):
-        sums = up if half else product
-        if GROUP >= DEPTH:
-            factor = _load_scale(scales, w_row + half * WIDTH, 0, inside, DEPTH, GROUP_ROWS, GROUP, KIND)
-            sums = sums * factor[None, :]
-        if KIND == NVFP4:
-            sums = sums * tl.load(row_scales + w_row + half * WIDTH, inside, 0.0)[None, :]
-        if half:
-            up = sums
-        else:
-            product = sums
+    product = _scale_rows(product, scales, row_scales, w_row, inside, DEPTH, GROUP_ROWS, GROUP, KIND)
+    if GATED:
+        up = _scale_rows(up, scales, row_scales, w_row + WIDTH, inside, DEPTH, GROUP_ROWS, GROUP, KIND)
     product = finish_products(
         product, up, bias, weights, assignment, is_row, expert, column, alpha, limit,
         WIDTH, GATED, HAS_BIAS, CLAMPED, SCALED,
