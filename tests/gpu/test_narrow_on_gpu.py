@@ -15,12 +15,14 @@ from torch import Tensor
 from emberline.kernels import ops
 from emberline.kernels.arguments import LinearLayer, LinearOutput
 from emberline.kernels.cuda import narrow as packed_narrow
+from emberline.kernels.cuda import narrow_wide
 from emberline.kernels.cuda.hopper_backend import HopperBackend
 from emberline.kernels.cuda.narrow_layout import pack
 from emberline.kernels.mixture import ClampedSwiGLU, Mixture, Routing, StackedExperts
 from emberline.kernels.packed_weight import PackedExperts
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
 from emberline.kernels.triton import experts, narrow
+from emberline.kernels.triton.routing import SortedRows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 GPU = "cuda"
@@ -99,6 +101,31 @@ def test_plans(blocks: int, tiles: int) -> None:
             assert float((out.double() - exact).norm() / exact.norm()) < 1e-5
 
 
+def multiply_wide(x: Tensor, matrix: QuantisedMatrix, out: Tensor, **options: Any) -> Tensor:
+    return narrow_wide.linear(x, pack_matrix(matrix), out=out, **options)
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(
+    ("rows", "n", "k"),
+    [(1, 512, 1024), (20, 192, 256), (32, 2880, 2944), (50, 576, 128), (100, 64, 4096), (256, 6144, 512)],
+)
+def test_products_of_many_rows(name: str, rows: int, n: int, k: int) -> None:
+    narrow_cases.check_multiply(GPU, name, rows, n, k, multiply_wide)
+
+
+@pytest.mark.parametrize("columns", narrow_wide.COLUMNS)
+def test_wide_plans(columns: int) -> None:
+    matrix, rows = make_matrix("int4-32", 672, 1376, device=GPU), columns - 3
+    x, w = torch.randn(rows, 1376, device=GPU).to(BF16), pack_matrix(matrix)
+    exact = x.double() @ dequantise(matrix).double().T
+    for groups in narrow_wide.GROUPS[columns]:
+        for parts, stages in ((1, 1), (2, 2), (4, 3)):
+            out = torch.full((rows, 672), torch.nan, device=GPU)
+            narrow_wide.linear(x, w, out=out, plan=narrow_wide.WideNarrowPlan(groups, columns, parts, stages))
+            assert float((out.double() - exact).norm() / exact.norm()) < 1e-5
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_unpack(name: str) -> None:
     for n, k in ((96, 2944), (672, 256)):
@@ -128,6 +155,35 @@ def test_experts(name: str, tile_rows: int, rows: int, sizes: tuple[int, int]) -
     clamp = ClampedSwiGLU(1.7, 1.0)
     narrow_cases.check_expert_products(GPU, name, "gpt-oss", rows, sizes, tile_rows, *products, clamp=clamp, pdl=True)
     narrow_cases.check_expert_products(GPU, name, "llama4", rows, sizes, tile_rows, *products, pdl=True)
+
+
+@pytest.mark.parametrize("name", ["int4-32", "int4-64-zeros", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("tile_rows", narrow_wide.COLUMNS)
+@pytest.mark.parametrize(("rows", "sizes"), [(1, (256, 128)), (40, (384, 256)), (300, (256, 672))])
+def test_experts_of_many_rows(name: str, tile_rows: int, rows: int, sizes: tuple[int, int]) -> None:
+    """The inner activations are in the order of sorted rows, and are compared in that of assignments."""
+
+    def multiply_gate_up(x: Tensor, matrices: QuantisedMatrix, sorted_rows: SortedRows, **options: Any) -> Tensor:
+        return narrow_wide.multiply_gate_up(x, pack_matrix(matrices), sorted_rows, **options)[find_places(sorted_rows)]
+
+    def multiply_down(inner: Tensor, matrices: QuantisedMatrix, sorted_rows: SortedRows, **options: Any) -> Tensor:
+        placed = inner.new_zeros(len(sorted_rows.order), inner.shape[1])
+        placed[find_places(sorted_rows)] = inner
+        return narrow_wide.multiply_down(placed, pack_matrix(matrices), sorted_rows, **options)
+
+    products = multiply_gate_up, multiply_down
+    clamp = ClampedSwiGLU(1.7, 1.0)
+    narrow_cases.check_expert_products(GPU, name, "gpt-oss", rows, sizes, tile_rows, *products, clamp=clamp)
+    narrow_cases.check_expert_products(GPU, name, "llama4", rows, sizes, tile_rows, *products)
+
+
+def find_places(rows: SortedRows) -> Tensor:
+    """Return the place of each assignment in the order of sorted rows."""
+    places = torch.empty(len(rows.weights), dtype=torch.int64, device=rows.order.device)
+    for tile, count in enumerate(rows.tile_counts[: int(rows.num_tiles)].tolist()):
+        start = tile * rows.tile_rows
+        places[rows.order[start : start + count].long()] = torch.arange(start, start + count, device=places.device)
+    return places
 
 
 @pytest.mark.parametrize("name", ["int4-32", "mxfp4", "fp8-row"])

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
-from emberline.kernels.cuda import narrow
+from emberline.core.config import core_count
+from emberline.kernels.cuda import narrow, narrow_wide, nvrtc
 from emberline.kernels.cuda.narrow import NarrowPlan
 from emberline.kernels.cuda.narrow_layout import NarrowWeight, pack
+from emberline.kernels.cuda.narrow_wide import WideNarrowPlan
 from emberline.kernels.mixture import ClampedSwiGLU, Routing
 from emberline.kernels.quantised_matrix import CodeKind, QuantisedMatrix
 from emberline.kernels.triton.grouped import add_expert_outputs
@@ -23,7 +27,7 @@ from emberline.kernels.triton.routing import SortedRows, route_rows
 
 BYTES_PER_US = 4.39e6  # of a reduction on an H200
 DENSE_SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-DENSE_ROWS = (1, 8, 16, 32, 64)
+DENSE_ROWS = (1, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +96,13 @@ def _pack(matrix: QuantisedMatrix) -> NarrowWeight:
 
 
 def _make_dense_calls(
-    weights: list[NarrowWeight], m: int, *, gated: bool, plan: NarrowPlan | None = None
+    weights: list[NarrowWeight], m: int, *, gated: bool, plan: NarrowPlan | WideNarrowPlan | None = None
 ) -> list[Callable[[], object]]:
     x, n = _draw_inputs(m, weights[0].k), weights[0].n
     out = torch.empty(m, n // 2 if gated else n, device="cuda", dtype=torch.bfloat16)
-    return [partial(narrow.linear, x, weight, out=out, gated=gated, plan=plan) for weight in weights]
+    is_wide = narrow_wide.supports(m, weights[0], gated=gated) if plan is None else isinstance(plan, WideNarrowPlan)
+    kernel: Any = narrow_wide.linear if is_wide else narrow.linear
+    return [partial(kernel, x, weight, out=out, gated=gated, plan=plan) for weight in weights]
 
 
 def _draw_inputs(rows: int, columns: int) -> Tensor:
@@ -172,6 +178,7 @@ def _candidate_plans(rule: NarrowPlan, x_rows: int, unit_bytes: int) -> Iterator
 
 def sweep_plans() -> None:
     """Print the time of several plans for dense products and for both products of experts."""
+    _compile_kernels()
     for name, (n, k) in DENSE_SHAPES.items():
         weights, gated = _make_weights(n, k), name == "gate_up"
         for m in (1, 8, 32):
@@ -182,10 +189,45 @@ def sweep_plans() -> None:
                 if plan.blocks > 1 or not gated
             ]
             _print_best(f"{name} m={m}", times, weights[0].nbytes)
+        for m in (32, 64, 128):
+            _sweep_wide(name, weights, m, gated=gated)
     for name, shape in EXPERT_SHAPES.items():
         layer = ExpertLayerBench(shape)
         for batch in shape.batches:
             _sweep_experts(f"{name} b{batch}", layer, batch)
+
+
+def _compile_kernels() -> None:
+    """Compile the kernels of all plans in parallel. The results are cached on disk."""
+    formats = ("Int4<1, false>", "Int4<4, false>", "Float4<4>")
+    names = [
+        (narrow.FILE, NarrowPlan(*size, 1, 1, True, 1).kernel_name(name))
+        for name, size in product(formats, narrow.TILE_SIZES)
+    ]
+    names += [
+        (narrow_wide.FILE, WideNarrowPlan(groups, columns, 1, 1).kernel_name("Int4<1, false>"))
+        for columns, counts in narrow_wide.GROUPS.items()
+        for groups in counts
+    ]
+    with ThreadPoolExecutor(core_count()) as pool:
+        list(pool.map(lambda pair: nvrtc.compile_cached(pair[0], [pair[1]]), names))
+
+
+def _sweep_wide(name: str, weights: list[NarrowWeight], m: int, *, gated: bool) -> None:
+    w = weights[0]
+    rule = narrow_wide.choose_plan(m, 1, w.n, w.units, w.unit_bytes)
+    plans = [rule] + [
+        narrow_wide.make_plan(groups, rule.columns, parts, w.unit_bytes)
+        for groups, parts in product(narrow_wide.GROUPS[rule.columns], narrow_wide.PARTS)
+    ]
+    times = [
+        (time_graph_replay(_make_dense_calls(weights, m, gated=gated, plan=plan), replays=3), plan) for plan in plans
+    ]
+    limit = w.nbytes / BYTES_PER_US
+    text = ", ".join(
+        f"G{plan.groups} P{plan.parts} S{plan.stages} {us:.2f} ({100 * limit / us:.0f} %)" for us, plan in times
+    )
+    print(f"{name} m={m} wide: rule {text}", flush=True)
 
 
 def _sweep_experts(name: str, layer: ExpertLayerBench, batch: int) -> None:

@@ -7,7 +7,7 @@ the same bits as for plain weights. Up to 384 rows, products with uw12 weights a
 Products with more rows use cuBLAS, for which uw12 weights are unpacked first; with a `WeightUnpacker`, the next matrix
 is unpacked during the current product. If a weight is kept both plain and as uw12, each product reads the faster form.
 A weight with `fixed_order` uses `cuda/fixed_order.py` for any number of rows: a row's result depends on no other
-row. 4-bit weights use `cuda/narrow.py`. With programmatic dependent launch, kernels may start before others have ended.
+row. `narrow_linear.py` has 4-bit weights. With programmatic dependent launch, kernels start before others have ended.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from emberline.kernels.arguments import (
 )
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
 from emberline.kernels.attention_support import ScoreKind
-from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, narrow, prefill, uw12, wide, wide_parts
+from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, prefill, uw12, wide, wide_parts
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
 from emberline.kernels.cuda.expert_layer import ExpertLayer
 from emberline.kernels.cuda.narrow_experts import pack_experts
 from emberline.kernels.cuda.narrow_layout import NarrowWeight
+from emberline.kernels.cuda.narrow_linear import find_product, pack_weight
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
@@ -96,7 +97,7 @@ class HopperBackend(OpBackend):
         return super().fill_weight(weight, values)
 
     def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
-        return narrow.pack_weight(matrix, gated=gated) or super().pack_quantised(matrix, gated=gated)
+        return pack_weight(matrix, gated=gated) or super().pack_quantised(matrix, gated=gated)
 
     def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
         return pack_experts(matrices) or super().pack_quantised_experts(matrices)
@@ -161,11 +162,11 @@ class HopperBackend(OpBackend):
     def gate_up_gelu(
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
-        """Return gelu(gate) * up. Our product kernels have no gelu, so a kernel of its own follows the product."""
+        """Return gelu(gate) * up. Most product kernels have no gelu, so a kernel of its own follows the product."""
         width, handle = layer.weight.n // 2, layer.weight.handle
         y = x.new_empty(len(x), width) if out is None else out
-        if isinstance(handle, NarrowWeight) and len(x) <= narrow.MAX_ROWS:
-            return narrow.linear(_apply_norm(x, layer), handle, out=y, gated=True, gelu=True)
+        if isinstance(handle, NarrowWeight) and (product := _find_custom_kernel(_apply_norm(x, layer), layer.weight)):
+            return product(out=y, gated=True, gelu=True)
         gate_and_up = self.linear(x, layer, LinearOutput(unpacker=unpacker))
         return activation.gelu_mul(gate_and_up, y, _gate_group(width), pdl=True)
 
@@ -324,8 +325,8 @@ def _find_custom_kernel(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | N
     m = len(x)
     if w.handle is None or x.dtype is not torch.bfloat16:
         return None
-    if isinstance(w.handle, NarrowWeight):  # the order of sums is the same for any number of rows
-        return partial(narrow.linear, x, w.handle) if m <= narrow.MAX_ROWS or w.fixed_order else None
+    if isinstance(w.handle, NarrowWeight):
+        return find_product(x, w)
     handle: Any = w.uw12_copy if w.uw12_copy is not None and m <= _max_rows_for_uw12(w) else w.handle
     if w.fixed_order:
         needs_unpacking = m > wide.MAX_ROWS and isinstance(handle, uw12.UW12Weight)
@@ -374,9 +375,8 @@ def _multiply_float32(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tens
     if isinstance(w.handle, uw12.UW12Weight):
         step = max(64, MAX_UNPACKED_WEIGHTS // w.k // 64 * 64)
         for at in range(0, w.n, step):
-            part = w.handle.slice_rows(at, min(at + step, w.n))
-            rows_ = uw12.unpack(part, x.new_empty(part.n, part.k))
-            torch.mm(x, rows_.t(), out_dtype=torch.float32, out=y[:, at : at + part.n])
+            rows_ = uw12.unpack(w.handle.slice_rows(at, min(at + step, w.n)), x.new_empty(min(step, w.n - at), w.k))
+            torch.mm(x, rows_.t(), out_dtype=torch.float32, out=y[:, at : at + step])
     elif x.dtype is torch.float32:
         torch.mm(x, w.data.t(), out=y)
     else:

@@ -16,10 +16,8 @@ from torch import Tensor
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS
-from emberline.kernels.cuda.narrow_layout import BLOCK_ROWS, NarrowWeight, pack
+from emberline.kernels.cuda.narrow_layout import BLOCK_ROWS, NarrowWeight
 from emberline.kernels.mixture import ClampedSwiGLU
-from emberline.kernels.packed_weight import PackedWeight, WeightLayout
-from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.triton.routing import SortedRows
 
 FILE = "narrow.cu"
@@ -62,14 +60,19 @@ class NarrowPlan:
         return WARPS * (self.stages * slot + self.has_buffers * x_rows * (BLOCK_ROWS * self.blocks + 4) * 4)
 
 
-VARIANTS = (
-    *(NarrowPlan(*size, 1, 1, True, 1).kernel_name(name) for name, size in product(FORMATS, TILE_SIZES)),
+VARIANTS = (  # all formats and all tile sizes, but not all pairs of them: those would take long to compile
+    *(NarrowPlan(4, 1, 1, 1, True, 1).kernel_name(name) for name in FORMATS),
+    *(
+        NarrowPlan(*size, 1, 1, True, 1).kernel_name(name)
+        for name, size in product(("Int4<1, false>", "Float4<4>"), TILE_SIZES)
+        if size != (4, 1)
+    ),
     *(f"unpack<{name}>" for name in FORMATS),
 )
 
 
-class _Problem(ctypes.Structure):
-    """The kernel's parameter, as in narrow.cu."""
+class NarrowProblem(ctypes.Structure):
+    """The kernels' parameter, `Problem` in narrow.cuh."""
 
     _fields_ = (
         ("codes", ctypes.c_void_p),
@@ -78,17 +81,9 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("order", "tile_experts", "tile_counts", "num_tiles")),
         *((name, ctypes.c_int) for name in ("blocks", "width", "k", "rows", "tile_rows", "divisor")),
         *((name, ctypes.c_int) for name in ("stages", "parts", "buffers", "x_rows")),
-        *((name, ctypes.c_int) for name in ("gated", "activation", "float32", "early", "triggers_late")),
+        *((name, ctypes.c_int) for name in ("gated", "activation", "float32", "early", "triggers_late", "keeps_order")),
         *((name, ctypes.c_float) for name in ("factor", "alpha", "limit")),
     )
-
-
-def pack_weight(matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight | None:
-    """Return the matrix as a weight of a model, or None if the kernel cannot read it."""
-    if (packed := pack(matrix)) is None:
-        return None
-    layout, pointer = WeightLayout.QUANTISED, packed.data.data_ptr()
-    return PackedWeight(packed.data, matrix.n, matrix.k, torch.bfloat16, layout, gated, pointer, packed)
 
 
 def linear(
@@ -109,19 +104,13 @@ def linear(
     rows of gate before those of up, and the result is silu(gate) * up, or with `gelu` gelu(gate) * up. `plan` overrides
     the chosen plan, for benchmarks.
     """
-    m, width = out.shape
-    assert m >= 1 and w.n == (2 * width if gated else width) and len(w.data) == 1
-    assert out.is_contiguous() and out.dtype in (torch.bfloat16, torch.float32)
-    assert residual is None or (residual.shape == out.shape and residual.is_contiguous() and out.dtype is x.dtype)
     if w.columns is not None:
         x = x.index_select(1, w.columns)
+    m = len(x)
     plan = plan or choose_plan(min(m, MAX_TILE_ROWS), 1, w.n, w.units, w.unit_bytes, gated=gated)
     tile_rows = 8 * plan.tiles
-    problem = _describe(x, w, out, plan, bias)
-    problem.gated, problem.activation = gated, ACTIVATIONS.index("gelu" if gelu else "silu")
-    problem.rows, problem.tile_rows, problem.x_rows, problem.divisor = m, tile_rows, min(m, tile_rows), 1
-    problem.residual = None if residual is None else residual.data_ptr()
-    problem.float32, problem.early = out.dtype is torch.float32, True
+    problem = describe_dense(x, w, out, bias, residual, gated=gated, gelu=gelu)
+    problem.tile_rows, problem.x_rows = tile_rows, min(m, tile_rows)
     _launch(problem, w, plan, -(-m // tile_rows), pdl=pdl)
     return out
 
@@ -141,7 +130,7 @@ def multiply_gate_up(
     assert len(x) == len(rows.weights) // rows.experts_per_row
     out = x.new_empty(len(rows.weights), w.n // 2)
     plan = plan or choose_plan(rows.tile_rows, rows.max_tiles, w.n, w.units, w.unit_bytes, gated=True)
-    problem = _describe(x, w, out, plan, bias)
+    problem = describe_problem(x, w, out, bias)
     problem.gated, problem.divisor, problem.triggers_late = True, rows.experts_per_row, True
     if clamp is not None:
         problem.activation, problem.alpha, problem.limit = ACTIVATIONS.index("clamped"), clamp.alpha, clamp.limit
@@ -166,8 +155,8 @@ def multiply_down(
     assert len(inner) == len(rows.weights)
     out = inner.new_empty(len(inner), w.n)
     plan = plan or choose_plan(rows.tile_rows, rows.max_tiles, w.n, w.units, w.unit_bytes)
-    problem = _describe(inner, w, out, plan, bias)
-    problem.divisor, problem.early = 1, True
+    problem = describe_problem(inner, w, out, bias)
+    problem.early = True
     _launch_sorted(problem, w, plan, rows, scaled=scaled, pdl=pdl)
     return out
 
@@ -229,10 +218,12 @@ def make_plan(
     raise AssertionError(f"no plan fits {x_rows} rows with {blocks} blocks of {unit_bytes} bytes")
 
 
-def _describe(x: Tensor, w: NarrowWeight, out: Tensor, plan: NarrowPlan, bias: Tensor | None) -> _Problem:
+def describe_problem(x: Tensor, w: NarrowWeight, out: Tensor, bias: Tensor | None) -> NarrowProblem:
+    """Return a problem without rows and plan. `bias`: float32 [n], or [experts, n]."""
     assert x.dtype is torch.bfloat16 and x.is_contiguous() and x.shape[1] == w.k and x.data_ptr() % 16 == 0
     assert bias is None or (bias.dtype is torch.float32 and bias.is_contiguous() and bias.shape[-1] == w.n)
-    return _Problem(
+    assert out.is_contiguous() and out.dtype in (torch.bfloat16, torch.float32)
+    return NarrowProblem(
         codes=w.data.data_ptr(),
         expert_bytes=w.data.stride(0),
         row_scales=None if w.row_scales is None else w.row_scales.data_ptr(),
@@ -242,25 +233,44 @@ def _describe(x: Tensor, w: NarrowWeight, out: Tensor, plan: NarrowPlan, bias: T
         blocks=w.blocks,
         width=out.shape[1],
         k=w.k,
-        stages=plan.stages,
-        parts=plan.parts,
-        buffers=plan.has_buffers,
+        divisor=1,
+        float32=out.dtype is torch.float32,
         factor=w.factor,
     )
 
 
-def _launch_sorted(
-    problem: _Problem, w: NarrowWeight, plan: NarrowPlan, rows: SortedRows, *, scaled: bool, pdl: bool
-) -> None:
-    assert rows.tile_rows == 8 * plan.tiles
+def describe_dense(
+    x: Tensor, w: NarrowWeight, out: Tensor, bias: Tensor | None, residual: Tensor | None, *, gated: bool, gelu: bool
+) -> NarrowProblem:
+    """Return the problem of a dense product, without plan."""
+    m, width = out.shape
+    assert m == len(x) >= 1 and w.n == (2 * width if gated else width) and len(w.data) == 1
+    assert residual is None or (residual.shape == out.shape and residual.is_contiguous() and out.dtype is x.dtype)
+    problem = describe_problem(x, w, out, bias)
+    problem.rows, problem.early = m, True
+    problem.gated, problem.activation = gated, ACTIVATIONS.index("gelu" if gelu else "silu")
+    problem.residual = None if residual is None else residual.data_ptr()
+    return problem
+
+
+def describe_sorted(problem: NarrowProblem, rows: SortedRows, *, scaled: bool) -> None:
+    """Add sorted rows to the problem of experts. `scaled`: whether outputs, or inputs, are multiplied by weights."""
     problem.order, problem.tile_experts = rows.order.data_ptr(), rows.tile_experts.data_ptr()
     problem.tile_counts, problem.num_tiles = rows.tile_counts.data_ptr(), rows.num_tiles.data_ptr()
     problem.tile_rows = problem.x_rows = rows.tile_rows
     problem.weights = rows.weights.data_ptr() if scaled else None
+
+
+def _launch_sorted(
+    problem: NarrowProblem, w: NarrowWeight, plan: NarrowPlan, rows: SortedRows, *, scaled: bool, pdl: bool
+) -> None:
+    assert rows.tile_rows == 8 * plan.tiles
+    describe_sorted(problem, rows, scaled=scaled)
     _launch(problem, w, plan, rows.max_tiles, pdl=pdl)
 
 
-def _launch(problem: _Problem, w: NarrowWeight, plan: NarrowPlan, row_tiles: int, *, pdl: bool) -> None:
+def _launch(problem: NarrowProblem, w: NarrowWeight, plan: NarrowPlan, row_tiles: int, *, pdl: bool) -> None:
+    problem.stages, problem.parts, problem.buffers = plan.stages, plan.parts, plan.has_buffers
     items, ctas = row_tiles * -(-w.n // plan.cta_rows), plan.ctas_per_sm * NUM_SMS
     waves = -(-items // ctas)
     _get_kernel(plan.kernel_name(w.format))(

@@ -1,13 +1,15 @@
 """pack_experts, run_routed_experts: experts whose matrices are narrow codes.
 
-4-bit codes are computed by `narrow.py`, float8 codes by `triton/narrow.py`.
+4-bit codes are computed by `narrow.py`, or with many rows by `narrow_wide.py`, float8 codes by `triton/narrow.py`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from emberline.kernels.cuda import narrow
+from emberline.kernels.cuda import narrow, narrow_wide
 from emberline.kernels.cuda.narrow_layout import NarrowWeight, pack
 from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kernels.packed_weight import PackedExperts, WeightLayout
@@ -15,6 +17,8 @@ from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.triton import experts as triton_experts
 from emberline.kernels.triton import narrow as triton_narrow
 from emberline.kernels.triton import routing
+
+MIN_WIDE_ROWS = 16  # rows of an expert on average from which the kernels for many rows are faster
 
 
 def pack_experts(matrices: QuantisedMatrix) -> PackedExperts | None:
@@ -39,9 +43,12 @@ def run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture) -> Tens
     gate_up, down, scaled = experts.gate_up.handle, experts.down.handle, rules.scales_inputs
     biases, assignments = (experts.gate_up_bias, experts.down_bias), len(normed) * rules.experts_per_row
     if isinstance(gate_up, NarrowWeight) and isinstance(down, NarrowWeight):
-        rows = routing.route_rows(logits, rules, narrow.choose_tile_rows(assignments, logits.shape[1]), pdl=True)
-        inner = narrow.multiply_gate_up(normed, gate_up, rows, bias=biases[0], clamp=mixture.clamp, scaled=scaled)
-        return narrow.multiply_down(inner, down, rows, bias=biases[1], scaled=not scaled)
+        many = assignments > MIN_WIDE_ROWS * logits.shape[1] and gate_up.n // 2 % 32 == 0
+        kernels: Any = narrow_wide if many else narrow
+        rows = routing.route_rows(logits, rules, kernels.choose_tile_rows(assignments, logits.shape[1]), pdl=True)
+        inner = kernels.multiply_gate_up(normed, gate_up, rows, bias=biases[0], clamp=mixture.clamp, scaled=scaled)
+        outputs: Tensor = kernels.multiply_down(inner, down, rows, bias=biases[1], scaled=not scaled)
+        return outputs
     assert isinstance(gate_up, QuantisedMatrix) and isinstance(down, QuantisedMatrix), "both matrices have one format"
     tiles = triton_experts.choose_tiles(assignments, logits.shape[1], normed.dtype)
     rows = routing.route_rows(logits, rules, tiles.rows, pdl=True)
