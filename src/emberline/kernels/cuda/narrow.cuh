@@ -40,6 +40,12 @@ DEVICE u32 multiply_pairs(u32 a, u32 b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+// (a & mask) | bits in one instruction, for which the compiler needs two.
+DEVICE u32 select_bits(u32 a, u32 mask, u32 bits) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+  return d;
+}
 DEVICE float half_to_float(u32 bits) {
   float x;
   asm("{ .reg .b16 h;\n mov.b16 h, %1;\n cvt.f32.f16 %0, h; }" : "=f"(x) : "h"(u16(bits)));
@@ -86,7 +92,7 @@ template <int GROUPS, bool ZEROS> struct Int4 {
   DEVICE void decode(u32 (&a)[4], u32 word, int group) const {
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      a[i] = subtract_pairs(((word >> (4 * i)) & 0x000f000fu) | 0x43004300u, zero(i % 2, group));
+      a[i] = subtract_pairs(select_bits(word >> (4 * i), 0x000f000fu, 0x43004300u), zero(i % 2, group));
   }
 };
 
@@ -111,7 +117,8 @@ template <int GROUPS> struct Float4 {
     a[0] = multiply_pairs(word & 0x81c081c0u, first);
     a[1] = multiply_pairs((word << 3) & 0x81c081c0u, second);
     a[2] = multiply_pairs((word << 6) & 0x81c081c0u, first);
-    a[3] = multiply_pairs(((word << 1) & 0x80008000u) | ((word >> 5) & 0x01000100u) | ((word >> 4) & 0x00c000c0u), second);
+    const u32 sign = (word << 1) & 0x80008000u;
+    a[3] = multiply_pairs(select_bits(word >> 4, 0x00c000c0u, select_bits(word >> 5, 0x01000100u, sign)), second);
   }
 };
 
