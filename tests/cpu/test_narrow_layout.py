@@ -97,7 +97,7 @@ def test_plans_fit_into_shared_memory(n: int, k: int, unit_bytes: int) -> None:
         for tiles in (1, 40):
             plan = narrow.choose_plan(rows, tiles, n, units, unit_bytes, gated=n != 7168)
             limit = MAX_SHARED_BYTES // plan.ctas_per_sm
-            assert 8 * plan.tiles >= rows and plan.stages > 1 and plan.shared_bytes(rows, unit_bytes) <= limit
+            assert 8 * plan.tiles >= rows and plan.stages > 1 and plan.layout_bytes(rows, unit_bytes) <= limit
     for rows in (17, 64, 65, 256):
         wide = narrow_wide.choose_plan(rows, 1, n, units, unit_bytes)
         assert wide.stages > 1 and wide.shared_bytes(unit_bytes) <= MAX_SHARED_BYTES and wide.parts <= units

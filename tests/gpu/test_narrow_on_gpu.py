@@ -59,12 +59,11 @@ def pack_matrix(matrix: QuantisedMatrix) -> Any:
 
 def multiply_packed(x: Tensor, matrix: QuantisedMatrix, out: Tensor, **options: Any) -> Tensor:
     result = packed_narrow.linear(x, pack_matrix(matrix), out=out, **options)
-    again = packed_narrow.linear(x, pack_matrix(matrix), out=torch.empty_like(out), **{**options, "residual": None})
+    options |= {"residual": None, "fixed_order": True}
+    all_rows = packed_narrow.linear(x, pack_matrix(matrix), out=torch.empty_like(out), **options)
     rows = torch.randperm(len(x), device=x.device)[: max(1, len(x) // 3)]
-    few = packed_narrow.linear(x[rows], pack_matrix(matrix), out=out.new_empty(len(rows), out.shape[1]), **{
-        **options, "residual": None, "pdl": False
-    })  # fmt: skip
-    assert torch.equal(few, again[rows])  # a row's result does not depend on the others
+    few = packed_narrow.linear(x[rows], pack_matrix(matrix), out=out.new_empty(len(rows), out.shape[1]), **options)
+    assert torch.equal(few, all_rows[rows])  # a row's result does not depend on the others
     return result
 
 
@@ -82,18 +81,15 @@ def test_depth_that_fills_no_unit(name: str) -> None:
         narrow_cases.check_multiply(GPU, name, rows, 128, k, multiply_packed)
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 4])
-@pytest.mark.parametrize("tiles", [1, 2, 4])
-def test_plans(blocks: int, tiles: int) -> None:
+@pytest.mark.parametrize("size", packed_narrow.TILE_SIZES, ids=str)
+def test_plans(size: tuple[int, int, int]) -> None:
     """All plans give the same results, whatever the stages, buffers and warps that share k."""
-    if (blocks, tiles) not in packed_narrow.TILE_SIZES:
-        return
-    matrix, rows = make_matrix("int4-64-zeros", 672, 1408, device=GPU), 8 * tiles - 1
+    matrix, rows = make_matrix("int4-64-zeros", 672, 1408, device=GPU), 8 * size[1] - 1
     x, w = torch.randn(rows, 1408, device=GPU).to(BF16), pack_matrix(matrix)
     exact = x.double() @ dequantise(matrix).double().T
-    for parts in (1, 2, 4):
-        for stages, has_buffers in ((1, True), (2, False), (3, True)):
-            plan = packed_narrow.NarrowPlan(blocks, tiles, parts, stages, has_buffers, 1)
+    for parts in (part for part in (1, 2, 4, 16) if part <= size[2]):
+        for stages, buffers in ((1, 1), (2, 0), (3, 1), (2, 2)):
+            plan = packed_narrow.NarrowPlan(*size, parts, stages, buffers, 1)
             if plan.shared_bytes(rows, w.unit_bytes) > packed_narrow.MAX_SHARED_BYTES:
                 continue
             out = torch.full((rows, 672), torch.nan, device=GPU)
@@ -159,7 +155,7 @@ def test_experts(name: str, tile_rows: int, rows: int, sizes: tuple[int, int]) -
 
 @pytest.mark.parametrize("name", ["int4-32", "int4-64-zeros", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("tile_rows", narrow_wide.COLUMNS)
-@pytest.mark.parametrize(("rows", "sizes"), [(1, (256, 128)), (40, (384, 256)), (300, (256, 672))])
+@pytest.mark.parametrize(("rows", "sizes"), [(1, (256, 128)), (40, (384, 256)), (300, (256, 704))])
 def test_experts_of_many_rows(name: str, tile_rows: int, rows: int, sizes: tuple[int, int]) -> None:
     """The inner activations are in the order of sorted rows, and are compared in that of assignments."""
 
@@ -203,7 +199,7 @@ def test_mixture(name: str) -> None:
     for rows in (1, 5, 64, 700):
         x = torch.randn(rows, 384, device=GPU).to(BF16)
         ours, theirs = (ops.run_mixture(x.clone(), mixture) for mixture in (narrow_mixture, plain_mixture))
-        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.05)
+        assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < 0.01
         state, graph = x.clone(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             ops.run_mixture(state, narrow_mixture)

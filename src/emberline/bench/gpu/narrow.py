@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -163,17 +163,14 @@ def _candidate_plans(rule: NarrowPlan, x_rows: int, unit_bytes: int) -> Iterator
     """Yield the chosen plan and plans that differ from it in blocks, parts of k, CTAs per SM, buffers and stages."""
     seen = {rule}
     yield rule
-    for blocks, parts, ctas in product((1, 2, 4), (1, 2, 4), (2, 3, 4)):
-        if (blocks, rule.tiles) not in narrow.TILE_SIZES:
+    for (blocks, tiles, warps), parts, ctas in product(narrow.TILE_SIZES, (1, 2, 4, 8, 16), (1, 2, 3, 4)):
+        too_many = ctas * warps > narrow.MAX_WARPS_PER_SM or parts > warps or ctas * warps < 8
+        if tiles != rule.tiles or too_many or (warps == narrow.MANY_WARPS and parts < 8 and rule.parts > 2):
             continue
-        try:
-            plan = narrow.make_plan(blocks, rule.tiles, parts, x_rows, unit_bytes, (ctas,))
-        except AssertionError:
-            continue
-        for other in (plan, replace(plan, stages=2)):
-            if other not in seen:
-                seen.add(other)
-                yield other
+        plan = narrow.make_plan(blocks, tiles, warps, parts, x_rows, unit_bytes, ctas)
+        if plan.ctas_per_sm == ctas and plan not in seen:
+            seen.add(plan)
+            yield plan
 
 
 def sweep_plans() -> None:
@@ -181,7 +178,7 @@ def sweep_plans() -> None:
     _compile_kernels()
     for name, (n, k) in DENSE_SHAPES.items():
         weights, gated = _make_weights(n, k), name == "gate_up"
-        for m in (1, 8, 32):
+        for m in (1, 8):
             rule = narrow.choose_plan(m, 1, n, weights[0].units, weights[0].unit_bytes, gated=gated)
             times = [
                 (time_graph_replay(_make_dense_calls(weights, m, gated=gated, plan=plan), replays=3), plan)
@@ -189,7 +186,7 @@ def sweep_plans() -> None:
                 if plan.blocks > 1 or not gated
             ]
             _print_best(f"{name} m={m}", times, weights[0].nbytes)
-        for m in (32, 64, 128):
+        for m in (16, 32, 64):
             _sweep_wide(name, weights, m, gated=gated)
     for name, shape in EXPERT_SHAPES.items():
         layer = ExpertLayerBench(shape)
@@ -201,7 +198,7 @@ def _compile_kernels() -> None:
     """Compile the kernels of all plans in parallel. The results are cached on disk."""
     formats = ("Int4<1, false>", "Int4<4, false>", "Float4<4>")
     names = [
-        (narrow.FILE, NarrowPlan(*size, 1, 1, True, 1).kernel_name(name))
+        (narrow.FILE, NarrowPlan(*size, 1, 1, 1, 1).kernel_name(name))
         for name, size in product(formats, narrow.TILE_SIZES)
     ]
     names += [
@@ -256,7 +253,7 @@ def _print_best(name: str, times: list[tuple[float, NarrowPlan]], weight_bytes: 
     limit = weight_bytes / BYTES_PER_US
 
     def describe(us: float, plan: NarrowPlan) -> str:
-        shape = f"B{plan.blocks} P{plan.parts} S{plan.stages} C{plan.ctas_per_sm} buf{int(plan.has_buffers)}"
+        shape = f"B{plan.blocks} W{plan.warps} P{plan.parts} S{plan.stages} C{plan.ctas_per_sm} buf{plan.buffers}"
         return f"{us:.2f} ({shape}, {100 * limit / us:.0f} %)"
 
     best = sorted(times, key=lambda pair: pair[0])[:4]

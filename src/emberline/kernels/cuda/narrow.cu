@@ -31,46 +31,52 @@ template <int BLOCKS, int TILES, int WARPS> struct Work {
   }
 };
 
-// What a warp fetches next. Step s of the warp is in slot s % stages.
+// What a warp fetches next. Step s of the warp is in slot s % stages. The row of x and the expert of an item are loaded
+// while the item before it is fetched, which hides the latency.
 template <class F, int BLOCKS, class W> struct Fetcher {
   const Problem& p;
   const W& work;
   u32 slots, slot_bytes, barriers;
   int group, part, units, own, lane;  // own: steps of the warp in an item, the last of which may be beyond k
   u64 evict_first, evict_last;
-  int item, items, j, slot, rows;  // rows: of x in the item
-  const u8 *w, *ups;  // ups: if gated
-  const bf16* x;      // the lane's row
-  bool has_rows;      // of w
+  int item, items, j, slot;
+  int rows, next_rows, next_expert, next_assignment;  // rows: of x in the item
+  int left;                                           // bytes of a row of x from the next step on
+  const u8 *w, *ups;                                  // the next codes; ups: if gated
+  const bf16* x;                                      // the lane's row
+  bool has_rows;                                      // of w
 
+  DEVICE void load_item(int next) {
+    if (next >= items) return;
+    const int tile = next % work.row_tiles;
+    next_rows = work.rows(tile), next_expert = work.expert(tile), next_assignment = work.assignment(tile, lane);
+  }
   DEVICE void open_item() {
     if (item >= items) return;
-    const int tile = item % work.row_tiles, column = item / work.row_tiles * work.tile_columns;
+    const int column = item / work.row_tiles * work.tile_columns;
     const int block = column / 16 + group * (p.gated ? BLOCKS / 2 : BLOCKS);
-    has_rows = 16 * block < p.width;
-    const int expert = work.expert(tile);
-    rows = work.rows(tile);
-    const int row = lane < rows ? work.assignment(tile, lane) : 0;
-    x = p.x + i64(row / p.divisor) * p.k;
-    w = p.codes + expert * p.expert_bytes + block_offset<F>(block, units);
-    if (p.gated) ups = p.codes + expert * p.expert_bytes + block_offset<F>(block + p.width / 16, units);
+    const u8* const codes = p.codes + next_expert * p.expert_bytes + i64(part) * 4 * UNIT<F>;
+    has_rows = 16 * block < p.width, rows = next_rows, left = 2 * (p.k - 128 * part);
+    x = p.x + i64(lane < rows ? next_assignment / p.divisor : 0) * p.k + 128 * part;
+    w = codes + block_offset<F>(block, units);
+    if (p.gated) ups = codes + block_offset<F>(block + p.width / 16, units);
+    load_item(item + gridDim.x);
   }
   // Fetches codes, x, or both, for the next step into its slot, which must be free. Nothing is beyond k.
   template <bool CODES, bool X> DEVICE void fetch() {
     if (item >= items) return;
-    const int unit = part + j * p.parts, left = 2 * (p.k - 128 * unit);
     const u32 at = slots + slot * slot_bytes, barrier = barriers + 8 * slot;
     const u32 w_bytes = has_rows && left > 0 ? BLOCKS * UNIT<F> : 0, x_bytes = max(0, min(256, left));
     if (CODES && lane == 0) {
       barrier_expect_bytes(barrier, w_bytes + rows * x_bytes);
       const u32 first_bytes = p.gated ? w_bytes / 2 : w_bytes;
-      if (w_bytes) copy_bytes(at, w + i64(unit) * 4 * UNIT<F>, first_bytes, barrier, evict_first);
-      if (w_bytes && p.gated)
-        copy_bytes(at + first_bytes, ups + i64(unit) * 4 * UNIT<F>, first_bytes, barrier, evict_first);
+      if (w_bytes) copy_bytes(at, w, first_bytes, barrier, evict_first);
+      if (w_bytes && p.gated) copy_bytes(at + first_bytes, ups, first_bytes, barrier, evict_first);
     }
     if (X && lane < rows && x_bytes)
-      copy_bytes(at + BLOCKS * UNIT<F> + lane * X_PITCH, x + 128 * unit, x_bytes, barrier, evict_last);
+      copy_bytes(at + BLOCKS * UNIT<F> + lane * X_PITCH, x, x_bytes, barrier, evict_last);
     if (++slot == p.stages) slot = 0;
+    w += p.parts * 4 * UNIT<F>, ups += p.parts * 4 * UNIT<F>, x += 128 * p.parts, left -= 256 * p.parts;
     if (++j < own) return;
     j = 0, item += gridDim.x;
     open_item();
@@ -104,8 +110,8 @@ DEVICE void multiply_slot(float (&sums)[BLOCKS][TILES][4], u32 slot, int x_rows,
         format.decode(a, words[s], g);
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
-          if constexpr (F::SCALES_SUMS) multiply(group_sums[t], a, b[t][s / 2][2 * (s % 2)], b[t][s / 2][2 * (s % 2) + 1]);
-          else multiply(sums[r][t], a, b[t][s / 2][2 * (s % 2)], b[t][s / 2][2 * (s % 2) + 1]);
+          float(&target)[4] = F::SCALES_SUMS ? group_sums[t] : sums[r][t];
+          multiply(target, a, b[t][s / 2][2 * (s % 2)], b[t][s / 2][2 * (s % 2) + 1]);
         }
       }
       if constexpr (F::SCALES_SUMS) {
@@ -157,12 +163,12 @@ template <int BLOCKS, class W> struct Outputs {
     pairs = work.tile_columns / 2;
     tile = item % work.row_tiles, column_tile = item / work.row_tiles;
     rows = work.rows(tile), expert = work.expert(tile);
-    const int row = threadIdx.x / pairs;
-    assignment = row < rows ? work.assignment(tile, row) : 0;
+    assignment = work.assignment(tile, min(int(threadIdx.x) / pairs, p.tile_rows - 1));
   }
   DEVICE float2 sum(int group, int row, int local) const {
     const float* at = partials + group * p.parts * pitch + row * PITCH + local;
     float2 total = *reinterpret_cast<const float2*>(at);
+#pragma unroll 4
     for (int i = 1; i < p.parts; i++) {
       const float2 more = *reinterpret_cast<const float2*>(at + i * pitch);
       total.x += more.x, total.y += more.y;
@@ -183,10 +189,11 @@ template <int BLOCKS, class W> struct Outputs {
   }
 };
 
-// Shared memory: the rings of the warps, the partial sums if `buffers`, and the barriers. Without `buffers`, a warp's
-// partial sums are in the slot that it read last, which is refilled after they have been summed.
+// Shared memory: the rings of the warps, `buffers` sets of partial sums, and the barriers. With two sets, a warp writes
+// one while slower warps read the other. With none, a warp's partial sums are in the slot that it read last, which is
+// refilled after they have been summed.
 template <class F, int BLOCKS, int TILES, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS, TILES == 4 ? 2 : 4) narrow(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(32 * WARPS, TILES == 4 ? 2 : TILES == 2 ? 3 : 16 / WARPS) narrow(const __grid_constant__ Problem p) {
   using W = Work<BLOCKS, TILES, WARPS>;
   extern __shared__ __align__(128) u8 memory[];
   constexpr int PARTIAL_PITCH = 16 * BLOCKS + 4;
@@ -194,7 +201,7 @@ __global__ void __launch_bounds__(32 * WARPS, TILES == 4 ? 2 : 4) narrow(const _
   const u32 base = shared_address(memory), slot_bytes = BLOCKS * UNIT<F> + p.x_rows * X_PITCH;
   const u32 ring_bytes = p.stages * slot_bytes, rings_bytes = WARPS * ring_bytes;
   const u32 partial_bytes = p.x_rows * PARTIAL_PITCH * 4;
-  const u32 barriers = base + rings_bytes + (p.buffers ? WARPS * partial_bytes : 0) + 8 * warp * p.stages;
+  const u32 barriers = base + rings_bytes + p.buffers * WARPS * partial_bytes + 8 * warp * p.stages;
   if (lane == 0) {
     for (int i = 0; i < p.stages; i++) barrier_init(barriers + 8 * i, 1);
     fence_barrier_init();
@@ -207,7 +214,7 @@ __global__ void __launch_bounds__(32 * WARPS, TILES == 4 ? 2 : 4) narrow(const _
   const int items = work.count();
   Fetcher<F, BLOCKS, W> fetcher{p, work, base + warp * ring_bytes, slot_bytes, barriers, warp / p.parts, part, units, own,
                                 lane, l2_evict_first(), l2_evict_last(), int(blockIdx.x), items};
-  fetcher.j = fetcher.slot = 0;
+  fetcher.load_item(blockIdx.x);
   fetcher.open_item();
   if (p.early) {
     auto inputs = fetcher;
@@ -222,7 +229,7 @@ __global__ void __launch_bounds__(32 * WARPS, TILES == 4 ? 2 : 4) narrow(const _
   }
   if (p.triggers_late) let_next_kernel_start();
 
-  u32 parity = 0;
+  u32 parity = 0, set = 0;  // set: of partial sums
   int slot = 0;
 #pragma unroll 1
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
@@ -242,11 +249,12 @@ __global__ void __launch_bounds__(32 * WARPS, TILES == 4 ? 2 : 4) narrow(const _
       last = slot;
       if (++slot == p.stages) slot = 0, parity ^= 1;
     }
-    float* const shared = reinterpret_cast<float*>(memory);
-    outputs.pitch = (p.buffers ? partial_bytes : ring_bytes) / 4;
-    outputs.partials = shared + (p.buffers ? rings_bytes : last * slot_bytes) / 4;
-    float* own_partial = shared + (p.buffers ? rings_bytes + warp * partial_bytes : warp * ring_bytes + last * slot_bytes) / 4;
-    if (p.buffers && item != blockIdx.x) __syncthreads();  // all threads have read the previous item's partial sums
+    const u32 first = p.buffers ? rings_bytes + set * WARPS * partial_bytes : last * slot_bytes;
+    const u32 pitch = p.buffers ? partial_bytes : ring_bytes;  // from a warp's partial sums to the next warp's
+    outputs.pitch = pitch / 4, outputs.partials = reinterpret_cast<const float*>(memory + first);
+    float* const own_partial = reinterpret_cast<float*>(memory + first + warp * pitch);
+    if (p.buffers == 2) set ^= 1;
+    if (p.buffers == 1 && item != blockIdx.x) __syncthreads();  // all threads have read the previous item's sums
     store_partial(own_partial, sums, p.x_rows, lane);
     __syncthreads();
     outputs.finish();

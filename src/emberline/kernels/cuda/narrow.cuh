@@ -107,8 +107,8 @@ template <int GROUPS> struct Float4 {
     load_scales<ROW_BYTES>(scales[1], at + (lane / 4 + 8) * ROW_BYTES);
   }
   DEVICE u32 scale(int row, int group) const {
-    const u32 byte = scales[row][group / 4] >> (8 * (group % 4)) & 255u;
-    if constexpr (GROUPS == 4) return ((byte + 94) << 7) * 0x10001u;  // 2^(byte - 33)
+    const u32 byte = __byte_perm(scales[row][group / 4], 0, 0x4440 + group % 4);
+    if constexpr (GROUPS == 4) return byte * 0x00800080u + 94 * 0x00800080u;  // 2^(byte - 33), twice
     const u32 exact = multiply_pairs((byte << 4) * 0x10001u, 0x7b807b80u);  // e4m3's bits in bf16, times 2^120
     return multiply_pairs(exact, 0x71807180u);                              // times 2^100
   }

@@ -1,6 +1,7 @@
 """linear, multiply_gate_up, multiply_down: products with 4-bit codes, for at most some dozens of rows of a matrix.
 
-`narrow.cu` has the kernel. A row's result does not depend, bit for bit, on its index or on other rows, but on the plan.
+`narrow.cu` has the kernel. A row's result does not depend, bit for bit, on its index or on other rows, but on the number
+of warps among which the plan divides k.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from emberline.kernels.triton.routing import SortedRows
 FILE = "narrow.cu"
 MAX_ROWS = 128  # of a dense product: with more, unpacking the matrix for cuBLAS is faster
 MAX_TILE_ROWS = 32
-WARPS = 4
+FEW_WARPS, MANY_WARPS = 4, 16  # of a CTA: many for small products, where one CTA on each SM computes all
 ACTIVATIONS = ("silu", "gelu", "clamped")  # as in narrow.cu
 X_PITCH = 272  # bytes of a row of x in a slot
 RESERVED_SHARED_BYTES = 1024  # of each CTA
@@ -33,7 +34,22 @@ FORMATS = (
     "Float4<4>",
     "Float4<8>",
 )
-TILE_SIZES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2), (2, 4), (4, 4))  # blocks, tiles
+TILE_SIZES = (  # blocks, tiles, warps
+    *((blocks, 1, FEW_WARPS) for blocks in (1, 2, 4)),
+    *((blocks, tiles, FEW_WARPS) for tiles in (2, 4) for blocks in (2, 4)),
+    *((blocks, 1, MANY_WARPS) for blocks in (1, 2)),
+)
+MAX_WARPS_PER_SM, MAX_STAGES = 16, 8
+# Cost of a plan: by blocks and warps of a CTA, because small CTAs and small copies are slower, and by the warps of an
+# SM, because few hide little latency.
+SIZE_COSTS = {
+    (1, FEW_WARPS): 1.4,
+    (2, FEW_WARPS): 1.25,
+    (4, FEW_WARPS): 1.0,
+    (1, MANY_WARPS): 1.15,
+    (2, MANY_WARPS): 1.05,
+}
+MIN_COST, WARP_COST = 0.5, 8.0  # 1.0 with 16 warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +58,43 @@ class NarrowPlan:
 
     blocks: int  # blocks of 16 rows of w of a warp
     tiles: int  # tiles of 8 rows of x
+    warps: int
     parts: int  # warps that share k
     stages: int  # of each warp's pipeline
-    has_buffers: bool  # whether partial sums have memory besides the pipeline
+    buffers: int  # sets of partial sums besides the pipeline's own memory
     ctas_per_sm: int
 
     def kernel_name(self, format_name: str) -> str:
-        return f"narrow<{format_name}, {self.blocks}, {self.tiles}, {WARPS}>"
+        return f"narrow<{format_name}, {self.blocks}, {self.tiles}, {self.warps}>"
 
     @property
     def cta_rows(self) -> int:
-        return BLOCK_ROWS * self.blocks * WARPS // self.parts
+        return BLOCK_ROWS * self.blocks * self.warps // self.parts
 
     def shared_bytes(self, x_rows: int, unit_bytes: int) -> int:
-        """Bytes of shared memory: the layout in narrow.cu."""
+        """Bytes of shared memory: the layout in narrow.cu.
+
+        A small layout is enlarged so that no more than `ctas_per_sm` CTAs fit on an SM. Otherwise several CTAs of the
+        next kernel could start on one SM while other SMs are idle.
+        """
+        minimum = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // (self.ctas_per_sm + 1) + 16
+        return max(minimum, self.layout_bytes(x_rows, unit_bytes))
+
+    def layout_bytes(self, x_rows: int, unit_bytes: int) -> int:
         slot = self.blocks * unit_bytes + x_rows * X_PITCH + 8
-        return WARPS * (self.stages * slot + self.has_buffers * x_rows * (BLOCK_ROWS * self.blocks + 4) * 4)
+        return self.warps * (self.stages * slot + self.buffers * x_rows * (BLOCK_ROWS * self.blocks + 4) * 4)
+
+
+def _name_kernel(size: tuple[int, int, int], format_name: str) -> str:
+    return NarrowPlan(*size, 1, 1, 1, 1).kernel_name(format_name)
 
 
 VARIANTS = (  # all formats and all tile sizes, but not all pairs of them: those would take long to compile
-    *(NarrowPlan(4, 1, 1, 1, True, 1).kernel_name(name) for name in FORMATS),
+    *(_name_kernel((4, 1, FEW_WARPS), name) for name in FORMATS),
     *(
-        NarrowPlan(*size, 1, 1, True, 1).kernel_name(name)
+        _name_kernel(size, name)
         for name, size in product(("Int4<1, false>", "Float4<4>"), TILE_SIZES)
-        if size != (4, 1)
+        if size != (4, 1, FEW_WARPS)
     ),
     *(f"unpack<{name}>" for name in FORMATS),
 )
@@ -95,19 +124,22 @@ def linear(
     residual: Tensor | None = None,
     gated: bool = False,
     gelu: bool = False,
+    fixed_order: bool = False,
     pdl: bool = True,
     plan: NarrowPlan | None = None,
 ) -> Tensor:
     """Write x w^T into `out`, which is bf16 or float32, and return it.
 
     `bias`: float32 [n]. `residual` is added to the product and may be `out` itself. With `gated`, the matrix has the
-    rows of gate before those of up, and the result is silu(gate) * up, or with `gelu` gelu(gate) * up. `plan` overrides
-    the chosen plan, for benchmarks.
+    rows of gate before those of up, and the result is silu(gate) * up, or gelu(gate) * up with `gelu`. With `fixed_order`
+    the order of sums does not depend on the number of rows. `plan` overrides the chosen plan, for benchmarks.
     """
     if w.columns is not None:
         x = x.index_select(1, w.columns)
     m = len(x)
-    plan = plan or choose_plan(min(m, MAX_TILE_ROWS), 1, w.n, w.units, w.unit_bytes, gated=gated)
+    if plan is None:
+        rows, options = min(m, MAX_TILE_ROWS), {"gated": gated, "fixed_order": fixed_order}
+        plan = choose_plan(rows, 1, w.n, w.units, w.unit_bytes, **options)
     tile_rows = 8 * plan.tiles
     problem = describe_dense(x, w, out, bias, residual, gated=gated, gelu=gelu)
     problem.tile_rows, problem.x_rows = tile_rows, min(m, tile_rows)
@@ -171,50 +203,66 @@ def unpack(w: NarrowWeight, out: Tensor, *, gated: bool = False, pdl: bool = Fal
     width = w.n // 2
     group = (GATE_GROUP_ROWS if width % GATE_GROUP_ROWS == 0 else width) if gated else 0
     units = w.blocks * w.units
-    _get_kernel(f"unpack<{w.format}>")(
+    _get_kernel(f"unpack<{w.format}>", shared_bytes=0)(
         (-(-units // UNPACKED_UNITS), 1, 1),
         32 * UNPACKED_UNITS,
         (w.data, w.row_scales, w.columns, out, units, w.units, w.n, w.k, group, w.factor),
         pdl=pdl,
-        shared_bytes=0,
     )
     return out
 
 
 def choose_tile_rows(assignments: int, experts: int) -> int:
     """Return the rows of a tile for so many pairs of a row and one of its experts."""
-    return next((rows for rows in (8, 16) if assignments <= rows * experts * 3 // 4), MAX_TILE_ROWS)
+    return next((rows for rows in (8, 16) if assignments <= rows * experts), MAX_TILE_ROWS)
 
 
 @cache
-def choose_plan(x_rows: int, row_tiles: int, n: int, units: int, unit_bytes: int, *, gated: bool = False) -> NarrowPlan:
-    """Return the plan with which the busiest SM has the fewest rows of w, and of several the one with the most blocks.
+def choose_plan(
+    x_rows: int,
+    row_tiles: int,
+    n: int,
+    units: int,
+    unit_bytes: int,
+    *,
+    gated: bool = False,
+    fixed_order: bool = False,
+) -> NarrowPlan:
+    """Return the plan with the least cost: the rows of w of the busiest SM, and more with few warps or small tiles.
 
     `x_rows`: of a tile. `row_tiles`: how many there may be.
     """
     tiles = next(size for size in (1, 2, 4) if 8 * size >= x_rows)
-    parts = 4 if units >= 8 else 2 if units >= 4 else 1
-
-    def count_rows(plan: NarrowPlan) -> tuple[int, int]:
-        items = row_tiles * -(-n // plan.cta_rows)
-        return -(-items // NUM_SMS) * plan.cta_rows, -plan.blocks
-
     allowed = ((2,) if n // 2 % (2 * BLOCK_ROWS) else (2, 4)) if gated else (1, 2, 4)  # halves are gates and ups
-    sizes = [size for size, size_tiles in TILE_SIZES if size_tiles == tiles and size in allowed]
-    return min((make_plan(size, tiles, parts, x_rows, unit_bytes) for size in sizes), key=count_rows)
+    plans = []
+    for blocks, size_tiles, warps in TILE_SIZES:
+        if size_tiles != tiles or blocks not in allowed or (fixed_order and warps != FEW_WARPS):
+            continue
+        parts = 1 << (min(warps, max(units // 2, 1)).bit_length() - 1)
+        items = row_tiles * -(-n // (BLOCK_ROWS * blocks * warps // parts))
+        busiest = -(-items // NUM_SMS)
+        plan = make_plan(blocks, tiles, warps, parts, x_rows, unit_bytes, min(busiest, MAX_WARPS_PER_SM // warps))
+        active = min(busiest, plan.ctas_per_sm) * warps
+        plans.append((busiest * plan.cta_rows * SIZE_COSTS[blocks, warps] * (MIN_COST + WARP_COST / active), plan))
+    return min(plans, key=lambda pair: pair[0])[1]
 
 
 def make_plan(
-    blocks: int, tiles: int, parts: int, x_rows: int, unit_bytes: int, ctas_per_sm: tuple[int, ...] = (4, 3, 2)
+    blocks: int, tiles: int, warps: int, parts: int, x_rows: int, unit_bytes: int, max_ctas: int
 ) -> NarrowPlan:
-    """Return the plan with the most CTAs on an SM that leave memory for two stages, and the stages that fit."""
-    for ctas, has_buffers in product(ctas_per_sm, (True, False)):
-        plan = NarrowPlan(blocks, tiles, parts, 0, has_buffers, ctas)
+    """Return the plan with the most CTAs on an SM, up to `max_ctas`, that leave memory for two stages.
+
+    A CTA with many warps has three stages, if possible, and then as many sets of partial sums as fit.
+    """
+    many = warps == MANY_WARPS
+    options = product((3, 2) if many else (2,), range(max_ctas, 0, -1), (2, 1, 0) if many else (1, 0))
+    for min_stages, ctas, buffers in options:
+        plan = NarrowPlan(blocks, tiles, warps, parts, 0, buffers, ctas)
         limit = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // ctas - RESERVED_SHARED_BYTES
-        base = plan.shared_bytes(x_rows, unit_bytes)
-        stages = (limit - base) // (replace(plan, stages=1).shared_bytes(x_rows, unit_bytes) - base)
-        if stages >= 2 and not (tiles == 4 and ctas > 2):
-            return replace(plan, stages=min(stages, 8))
+        base = plan.layout_bytes(x_rows, unit_bytes)
+        stages = (limit - base) // (replace(plan, stages=1).layout_bytes(x_rows, unit_bytes) - base)
+        if stages >= min_stages and not (tiles == 4 and ctas > 2) and not (tiles == 2 and ctas > 3):
+            return replace(plan, stages=min(stages, MAX_STAGES))
     raise AssertionError(f"no plan fits {x_rows} rows with {blocks} blocks of {unit_bytes} bytes")
 
 
@@ -270,12 +318,12 @@ def _launch_sorted(
 
 
 def _launch(problem: NarrowProblem, w: NarrowWeight, plan: NarrowPlan, row_tiles: int, *, pdl: bool) -> None:
-    problem.stages, problem.parts, problem.buffers = plan.stages, plan.parts, plan.has_buffers
+    problem.stages, problem.parts, problem.buffers = plan.stages, plan.parts, plan.buffers
     items, ctas = row_tiles * -(-w.n // plan.cta_rows), plan.ctas_per_sm * NUM_SMS
     waves = -(-items // ctas)
     _get_kernel(plan.kernel_name(w.format))(
         (-(-items // waves), 1, 1),
-        32 * WARPS,
+        32 * plan.warps,
         (problem,),
         pdl=pdl,
         shared_bytes=plan.shared_bytes(problem.x_rows, w.unit_bytes),
@@ -283,6 +331,6 @@ def _launch(problem: NarrowProblem, w: NarrowWeight, plan: NarrowPlan, row_tiles
 
 
 @cache
-def _get_kernel(kernel_name: str) -> CudaKernel:
+def _get_kernel(kernel_name: str, shared_bytes: int = MAX_SHARED_BYTES) -> CudaKernel:
     """Return the kernel with this name. It is compiled on first use, because a model needs only a few kernels."""
-    return CudaModule(FILE, [kernel_name]).kernel(kernel_name, MAX_SHARED_BYTES)
+    return CudaModule(FILE, [kernel_name]).kernel(kernel_name, shared_bytes)

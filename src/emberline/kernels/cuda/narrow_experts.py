@@ -18,7 +18,7 @@ from emberline.kernels.triton import experts as triton_experts
 from emberline.kernels.triton import narrow as triton_narrow
 from emberline.kernels.triton import routing
 
-MIN_WIDE_ROWS = 16  # rows of an expert on average from which the kernels for many rows are faster
+MIN_WIDE_ROWS = 8  # rows of an expert on average from which the kernels for many rows are faster
 
 
 def pack_experts(matrices: QuantisedMatrix) -> PackedExperts | None:

@@ -28,5 +28,6 @@ def find_product(x: Tensor, weight: PackedWeight) -> Callable[..., Tensor] | Non
     assert isinstance(handle, NarrowWeight)
     if not weight.fixed_order and narrow_wide.supports(len(x), handle, gated=weight.gated):
         return partial(narrow_wide.linear, x, handle)
-    # The order of sums of this kernel is the same for any number of rows.
-    return partial(narrow.linear, x, handle) if len(x) <= narrow.MAX_ROWS or weight.fixed_order else None
+    if weight.fixed_order:
+        return partial(narrow.linear, x, handle, fixed_order=True)
+    return partial(narrow.linear, x, handle) if len(x) <= narrow.MAX_ROWS else None

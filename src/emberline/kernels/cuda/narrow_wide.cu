@@ -92,18 +92,23 @@ template <class F, class S> DEVICE void multiply_unit(float (&sums)[S::COLUMNS /
   const u64 tiles[2] = {matrix_descriptor(x), matrix_descriptor(x + S::HALF_X_BYTES)};
 #pragma unroll
   for (int start = 0; start < 8; start += STEPS) {
-    u32 a[STEPS][4];
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) format.decode(a[s], words[start + s], (start + s) * F::GROUP_COUNT / 8);
     float group_sums[S::COLUMNS / 2];
-    wgmma_fence();
+    // Half of the products run while the codes of the other half are decoded.
+    constexpr int HALF = STEPS > 2 ? STEPS / 2 : STEPS;
 #pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-      const u64 tile = tiles[(start + s) / 4] + 2 * ((start + s) % 4);
-      if constexpr (F::SCALES_SUMS) wgmma(group_sums, a[s], tile, s ? 1 : 0);
-      else wgmma(sums, a[s], tile, 1);
+    for (int half = start; half < start + STEPS; half += HALF) {
+      u32 a[HALF][4];
+#pragma unroll
+      for (int s = 0; s < HALF; s++) format.decode(a[s], words[half + s], (half + s) * F::GROUP_COUNT / 8);
+      wgmma_fence();
+#pragma unroll
+      for (int s = half; s < half + HALF; s++) {
+        const u64 tile = tiles[s / 4] + 2 * (s % 4);
+        if constexpr (F::SCALES_SUMS) wgmma(group_sums, a[s - half], tile, s > start ? 1 : 0);
+        else wgmma(sums, a[s - half], tile, 1);
+      }
+      wgmma_commit();
     }
-    wgmma_commit();
     wgmma_wait<0>();
     if constexpr (F::SCALES_SUMS) {
       order_after_wait(group_sums);
@@ -138,8 +143,12 @@ template <class S> DEVICE void finish(const Problem& p, const Part& part, u32 pa
   }
 }
 
+// CTAs that fit on an SM, if shared memory allows. More of them hide more latency: a warpgroup decodes, multiplies and
+// scales in turn.
+constexpr int wide_ctas(int groups, int columns) { return columns > 64 || groups > 2 ? 1 : groups == 2 ? 2 : columns == 64 ? 3 : 4; }
+
 template <class F, int GROUPS, int COLUMNS>
-__global__ void __launch_bounds__(128 * GROUPS + 32, GROUPS == 1 && COLUMNS <= 64 ? 2 : 1)
+__global__ void __launch_bounds__(128 * GROUPS + 32, wide_ctas(GROUPS, COLUMNS))
     narrow_wide(const __grid_constant__ Problem p, const __grid_constant__ TensorMap x_map) {
   using S = WideShape<F, GROUPS, COLUMNS>;
   extern __shared__ u8 unaligned[];

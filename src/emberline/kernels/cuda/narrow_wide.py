@@ -16,7 +16,9 @@ from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS
 from emberline.kernels.cuda.narrow import (
     ACTIVATIONS,
     FORMATS,
+    MIN_COST,
     RESERVED_SHARED_BYTES,
+    WARP_COST,
     NarrowProblem,
     describe_dense,
     describe_problem,
@@ -27,10 +29,10 @@ from emberline.kernels.mixture import ClampedSwiGLU
 from emberline.kernels.triton.routing import SortedRows
 
 FILE = "narrow_wide.cu"
-MIN_ROWS, MAX_ROWS = 17, 256  # of a dense product
+MIN_ROWS, MAX_ROWS = 9, 256  # of a dense product
 COLUMNS = (32, 64, 128)  # rows of x in a tile
 GROUPS = {32: (1, 2, 3), 64: (1, 2, 3), 128: (1, 2)}  # warpgroups of a CTA, each with 64 rows of w
-PARTS = (1, 2, 4)  # CTAs that share the k of a tile
+PARTS = (1, 2, 4, 8)  # CTAs that share the k of a tile
 SLOT_K = 64  # columns of a copy of x
 # Limits of a plan: bytes per microsecond from memory, from the L2, and into one SM; and the cost of sharing k.
 MEMORY_BYTES_PER_US, L2_BYTES_PER_US, SM_BYTES_PER_US, SHARING_US = 4.39e6, 7.0e6, 0.07e6, 1.0
@@ -158,12 +160,19 @@ def choose_plan(m: int, experts: int, n: int, units: int, unit_bytes: int) -> Wi
 
 
 def make_plan(groups: int, columns: int, parts: int, unit_bytes: int) -> WideNarrowPlan:
-    """Return the plan with as many stages as fit, for two CTAs on an SM if they have one warpgroup."""
-    ctas = 2 if groups == 1 and columns <= 64 else 1
+    """Return the plan with as many stages as fit."""
+    ctas = count_ctas(groups, columns)
     limit = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // ctas - RESERVED_SHARED_BYTES
     plan = WideNarrowPlan(groups, columns, parts, 1)
     stages = min(MAX_STAGES, (limit - 1024) // (plan.slot_bytes(unit_bytes) + 16))
     return WideNarrowPlan(groups, columns, parts, stages)
+
+
+def count_ctas(groups: int, columns: int) -> int:
+    """Return how many CTAs shall run on an SM, as in narrow_wide.cu."""
+    if columns > 64 or groups > 2:
+        return 1
+    return 2 if groups == 2 else 3 if columns == 64 else 4
 
 
 def estimate_us(plan: WideNarrowPlan, row_tiles: int, n: int, units: int, unit_bytes: int) -> float:
@@ -177,7 +186,8 @@ def estimate_us(plan: WideNarrowPlan, row_tiles: int, n: int, units: int, unit_b
         ctas * cta_bytes / L2_BYTES_PER_US,
         -(-ctas // NUM_SMS) * cta_bytes / SM_BYTES_PER_US,
     )
-    return max(limits) + SHARING_US * (plan.parts > 1)
+    busiest = min(-(-ctas // NUM_SMS), count_ctas(plan.groups, plan.columns))
+    return max(limits) * (MIN_COST + WARP_COST / (4 * plan.groups * busiest)) + SHARING_US * (plan.parts > 1)
 
 
 def _launch_sorted(
