@@ -131,8 +131,8 @@ def linear(
     """Write x w^T into `out`, which is bf16 or float32, and return it.
 
     `bias`: float32 [n]. `residual` is added to the product and may be `out` itself. With `gated`, the matrix has the
-    rows of gate before those of up, and the result is silu(gate) * up, or gelu(gate) * up with `gelu`. With `fixed_order`
-    the order of sums does not depend on the number of rows. `plan` overrides the chosen plan, for benchmarks.
+    rows of gate before those of up, and the result is silu(gate) * up, or gelu(gate) * up with `gelu`. `fixed_order`:
+    whether sums have the same order for any number of rows. `plan` overrides the chosen plan, for benchmarks.
     """
     if w.columns is not None:
         x = x.index_select(1, w.columns)
