@@ -128,7 +128,8 @@ class DecoderModel:
             not weights.has_tensor(HEAD_NAME) or weights.drop_duplicate(HEAD_NAME, EMBEDDING_NAME, *size)
         )
         embedding = None if tied else weights.load_embedding_table(EMBEDDING_NAME, *size)
-        head = weights.linear([(EMBEDDING_NAME if tied else HEAD_NAME, config.vocab)], config.hidden)
+        head_name = EMBEDDING_NAME if tied else HEAD_NAME
+        head = weights.linear([(head_name, config.vocab)], config.hidden, full_precision=True)
         norm = weights.load_vector("model.norm.weight", config.hidden, offset=config.parts.norm_offset)
         is_rms, dtype = config.parts.norm_kind == "rms", layers[0].attention.qkv.weight.dtype
         return DecoderModel(
@@ -242,12 +243,11 @@ def _round_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
 def _make_dense_stack(layers: tuple[DecoderLayer | ParallelLayer, ...]) -> ops.DenseStack | None:
     """Return all layers as one stack, or None if they cannot run as one op.
 
-    The result is None if a layer has an unsupported part, the weights differ in layout, rotary embeddings differ, or
-    torch computes the products.
+    The result is None if a layer has an unsupported part, rotary embeddings differ, or torch computes the products.
     """
     dense = [dense_layer for layer in layers if (dense_layer := layer.as_dense_layer()) is not None]
     layouts = {weight.layout for layer in dense for weight in layer.weights}
-    if len(dense) < len(layers) or len(layouts) > 1 or min(layouts) < 0:
+    if len(dense) < len(layers) or min(layouts) < 0:
         return None
     if any(layer.attention.cos_sin is not dense[0].attention.cos_sin for layer in dense):
         return None

@@ -16,7 +16,8 @@ from torch import Tensor
 from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
 from emberline.core.config import core_count
-from emberline.kernels.cuda import narrow, narrow_wide, nvrtc
+from emberline.kernels.cuda import narrow, narrow_wide
+from emberline.kernels.cuda.driver import CudaModule
 from emberline.kernels.cuda.narrow import NarrowPlan
 from emberline.kernels.cuda.narrow_layout import NarrowWeight, pack
 from emberline.kernels.cuda.narrow_wide import WideNarrowPlan
@@ -207,7 +208,7 @@ def _compile_kernels() -> None:
         for groups in counts
     ]
     with ThreadPoolExecutor(core_count()) as pool:
-        list(pool.map(lambda pair: nvrtc.compile_cached(pair[0], [pair[1]]), names))
+        list(pool.map(lambda pair: CudaModule(pair[0], [pair[1]]).compile(), names))
 
 
 def _sweep_wide(name: str, weights: list[NarrowWeight], m: int, *, gated: bool) -> None:

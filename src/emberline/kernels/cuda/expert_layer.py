@@ -93,6 +93,6 @@ class ExpertLayer:
 
 
 def _run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture) -> Tensor:
-    if narrow_experts.has_narrow_codes(mixture):
-        return narrow_experts.run_routed_experts(normed, logits, mixture)
+    if matrices := narrow_experts.find_matrices(mixture):
+        return narrow_experts.run_routed_experts(normed, logits, mixture, matrices)
     return experts.run_routed_experts(normed, logits, mixture, pdl=True)

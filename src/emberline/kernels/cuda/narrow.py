@@ -1,7 +1,7 @@
 """linear, multiply_gate_up, multiply_down: products with 4-bit codes, for at most some dozens of rows of a matrix.
 
-`narrow.cu` has the kernel. A row's result does not depend, bit for bit, on its index or on other rows, but on the number
-of warps among which the plan divides k.
+`narrow.cu` has the kernel. A row's result does not depend, bit for bit, on its index or on other rows, but on the
+number of warps among which the plan divides k.
 """
 
 from __future__ import annotations

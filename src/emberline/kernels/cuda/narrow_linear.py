@@ -22,6 +22,14 @@ def pack_weight(matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight
     return PackedWeight(packed.data, matrix.n, matrix.k, torch.bfloat16, layout, gated, pointer, packed)
 
 
+def unpack(weight: PackedWeight) -> PackedWeight:
+    """Return the weight as rows of bf16."""
+    assert isinstance(weight.handle, NarrowWeight)
+    rows = torch.empty(weight.n, weight.k, dtype=torch.bfloat16, device=weight.data.device)
+    narrow.unpack(weight.handle, rows, gated=weight.gated)
+    return PackedWeight(rows, weight.n, weight.k, rows.dtype, WeightLayout.ROWS, weight.gated, rows.data_ptr())
+
+
 def find_product(x: Tensor, weight: PackedWeight) -> Callable[..., Tensor] | None:
     """Return a kernel bound to x and the weight; None if the weight should be unpacked, because x has many rows."""
     handle = weight.handle

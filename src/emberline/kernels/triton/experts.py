@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from emberline.kernels.mixture import Mixture, StackedExperts
-from emberline.kernels.triton import routing
+from emberline.kernels.packed_weight import PackedExperts
+from emberline.kernels.quantised_matrix import QuantisedMatrix
+from emberline.kernels.triton import narrow, routing
 from emberline.kernels.triton.grouped import ProductTile, multiply_down, multiply_gate_up
 
 
@@ -45,12 +48,21 @@ def run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture, *, pdl:
     """
     experts, rules = mixture.experts, mixture.routing
     assert isinstance(experts, StackedExperts), "a GPU needs stacked experts"
-    assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor), "other forms have own kernels"
     scaled = rules.scales_inputs
     tiles = choose_tiles(len(normed) * rules.experts_per_row, logits.shape[1], normed.dtype)
     rows = routing.route_rows(logits, rules, tiles.rows, pdl=pdl)
-    inner = multiply_gate_up(
-        normed, experts.gate_up, rows, tiles.gate_up,
+    gate_up, down = experts.gate_up, experts.down
+    inner = (multiply_gate_up if isinstance(gate_up, Tensor) else narrow.multiply_gate_up)(
+        normed, _find_matrices(gate_up), rows, tiles.gate_up,
         bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled, pdl=pdl,
     )  # fmt: skip
-    return multiply_down(inner, experts.down, rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl)
+    multiply = multiply_down if isinstance(down, Tensor) else narrow.multiply_down
+    return multiply(inner, _find_matrices(down), rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl)
+
+
+def _find_matrices(weights: Tensor | PackedExperts) -> Any:
+    """Return the tensor, or the codes of all experts."""
+    if isinstance(weights, Tensor):
+        return weights
+    assert isinstance(weights.handle, QuantisedMatrix), "experts in a form that Triton's kernels do not read"
+    return weights.handle

@@ -116,11 +116,11 @@ def _load_scale(
 
 
 @jit
-def _scale_rows(
+def _scale_sums(
     sums: tensor, scales: tensor, row_scales: tensor, row: tensor, inside: tensor, DEPTH: constexpr,
     GROUP_ROWS: constexpr, GROUP: constexpr, KIND: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return the sums times the scales that are the same for all columns of a row of weights."""
+    """Return the sums of products, multiplied by the scales of whole rows."""
     if GROUP >= DEPTH:
         sums = sums * _load_scale(scales, row, 0, inside, DEPTH, GROUP_ROWS, GROUP, KIND)[None, :]
     if KIND == NVFP4:
@@ -138,8 +138,7 @@ def _multiply_narrow(
     HAS_BIAS: constexpr, HAS_RESIDUAL: constexpr, CLAMPED: constexpr, SCALED: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     """Multiply rows of x [*, DEPTH] by a matrix, or if SORTED by that of the tile's expert, as in `grouped.py`."""
-    blocks = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    tile = tl.program_id(0) // blocks
+    tile = tl.program_id(0) // tl.cdiv(WIDTH, BLOCK_N)
     pdl_wait_and_trigger(PDL)
     if SORTED:
         if tile >= tl.load(num_tiles):
@@ -151,8 +150,9 @@ def _multiply_narrow(
         expert = tile.to(tl.int64) * 0
         assignment = tile * ROWS + tl.arange(0, ROWS)
         is_row = assignment < rows
-    column = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside, w_row = column < WIDTH, expert * (2 * WIDTH if GATED else WIDTH) + column
+    column = tl.program_id(0) % tl.cdiv(WIDTH, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < WIDTH
+    w_row = expert * (2 * WIDTH if GATED else WIDTH) + column
     k = tl.arange(0, BLOCK_K)
     x_at = x + (assignment // DIVISOR).to(tl.int64)[:, None] * DEPTH + k[None, :]
     product = tl.zeros([ROWS, BLOCK_N], tl.float32)
@@ -178,9 +178,9 @@ def _multiply_narrow(
                 up = sums
             else:
                 product = sums
-    product = _scale_rows(product, scales, row_scales, w_row, inside, DEPTH, GROUP_ROWS, GROUP, KIND)
+    product = _scale_sums(product, scales, row_scales, w_row, inside, DEPTH, GROUP_ROWS, GROUP, KIND)
     if GATED:
-        up = _scale_rows(up, scales, row_scales, w_row + WIDTH, inside, DEPTH, GROUP_ROWS, GROUP, KIND)
+        up = _scale_sums(up, scales, row_scales, w_row + WIDTH, inside, DEPTH, GROUP_ROWS, GROUP, KIND)
     product = finish_products(
         product, up, bias, weights, assignment, is_row, expert, column, alpha, limit,
         WIDTH, GATED, HAS_BIAS, CLAMPED, SCALED,
