@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from emberline.kernels import weight_unpacker
 from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
@@ -56,7 +57,7 @@ from emberline.kernels.triton import (
 )
 from emberline.kernels.triton import decode as split_decode
 from emberline.kernels.triton import linear as few_rows
-from emberline.kernels.weight_unpacker import WeightUnpacker
+from emberline.kernels.weight_unpacker import WeightUnpacker, is_packed
 
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
 
@@ -310,13 +311,14 @@ def unpacked_rows(
 ) -> AbstractContextManager[Tensor]:
     """Return a context manager that yields the weight as plain bf16 [n, k]; launch one product inside it.
 
-    `needs_unpacking`: whether the following weight, which is uw12, is unpacked too for as many rows of x."""
-    if not isinstance(w.handle, uw12.UW12Weight):
+    `needs_unpacking`: whether the following weight, which is packed, is unpacked too for as many rows of x."""
+    if not is_packed(w):
         return nullcontext(w.data)
     if unpacker is None:
-        return nullcontext(unpack_weight(w.handle))
+        out = torch.empty(w.n, w.k, dtype=torch.bfloat16, device=w.data.device)
+        return nullcontext(weight_unpacker.unpack_weight(w, out))
     following = unpacker.next_weight(w)
-    unpack_next = following is not None and following.layout is WeightLayout.UW12 and needs_unpacking(following)
+    unpack_next = following is not None and is_packed(following) and needs_unpacking(following)
     return unpacker.unpacked_rows(w, following if unpack_next else None)
 
 
