@@ -39,7 +39,7 @@ from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
-from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
+from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.triton import (
     activation,
@@ -84,21 +84,22 @@ class PortableBackend(OpBackend):
             return packed.nbytes
         return super().fill_weight(weight, values)
 
+    def keeps_quantised(self, matrix: QuantisedMatrix) -> bool:
+        return _has_narrow_kernel(matrix)
+
     def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
-        if narrow.supports(matrix):
-            layout, address = WeightLayout.QUANTISED, matrix.codes.data_ptr()
-            return PackedWeight(matrix.codes, matrix.n, matrix.k, torch.bfloat16, layout, gated, address, matrix)
-        values = dequantise(matrix).to(torch.bfloat16)
-        return self.pack_linear(self.arrange_gate_rows(values) if gated else values, gated=gated)
+        if not _has_narrow_kernel(matrix):
+            return super().pack_quantised(matrix, gated=gated)
+        layout, address = WeightLayout.QUANTISED, matrix.codes.data_ptr()
+        return PackedWeight(matrix.codes, matrix.n, matrix.k, torch.bfloat16, layout, gated, address, matrix)
 
     def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
-        if not narrow.supports(matrices) or matrices.columns is not None:
+        if not _has_narrow_kernel(matrices):
             return super().pack_quantised_experts(matrices)
         count, layout = len(matrices.codes), WeightLayout.QUANTISED
         return PackedExperts(count, matrices.n, matrices.k, layout, matrices, matrices.nbytes)
 
     def arrange_gate_rows(self, weight: Tensor) -> Tensor:
-        """Return a weight, with the rows of gate before those of up, as `pack_linear` with gated=True expects it."""
         width, columns = len(weight) // 2, weight.shape[1]
         group = gate_group(width)
         return weight.view(2, width // group, group, columns).transpose(0, 1).reshape(weight.shape)
@@ -243,6 +244,10 @@ def _find_few_rows_kernel(x: Tensor, w: PackedWeight, kind: ProductKind | None) 
         return None
     choice = OWN_KERNEL if kind is None else cublas.choices.get(MatmulProblem(m, w.n, w.k, kind), OWN_KERNEL)
     return partial(few_rows.linear, x, w.data) if choice == OWN_KERNEL else None
+
+
+def _has_narrow_kernel(matrix: QuantisedMatrix) -> bool:
+    return narrow.supports(matrix) and (matrix.codes.dim() == 2 or matrix.columns is None)
 
 
 def _multiply_quantised(x: Tensor, matrix: QuantisedMatrix, *, out: Tensor, **options: Any) -> Tensor:
