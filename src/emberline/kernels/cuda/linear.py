@@ -23,7 +23,7 @@ from emberline.kernels.cuda.uw12 import UNIT_BYTES, PackedUnits, UW12Weight
 FILE = "linear.cu"
 MAX_ROWS = 32  # with more rows, tiles of x take more of the L2's bandwidth than the weights
 SLOT_K = 64  # columns (k) in a slot of the pipeline: rows of 128 bytes, the widest TMA swizzle
-NUM_SMS = 132
+NUM_SMS = 132  # of an H100 or H200, for which work is divided; other Hopper GPUs compute the same parts in more waves
 MAX_SHARED_BYTES = 227 << 10
 MIN_IN_FLIGHT_BYTES = 96 << 10  # weights that an SM must have requested to keep memory busy
 WARPS = 8  # warps split k, which determines the order of sums: the same for all shapes
