@@ -20,7 +20,7 @@ from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.triton import norm
 
-MAX_EXACT_ROWS = 16  # rows of x up to which inputs stay bf16
+MAX_EXACT_ROWS = skinny.MAX_FP8_ROWS  # rows of x up to which inputs stay bf16
 MAX_WIDE_ROWS = 128  # rows of x up to which fp8_wide is faster than fp8_gemm
 MAX_DEEP_WIDE_ROWS = 256  # the same for weights with more columns than rows, of which fp8_gemm has too few tiles
 
