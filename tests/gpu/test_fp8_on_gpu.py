@@ -9,6 +9,7 @@ import linear_checks
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_settings import needs_hopper_kernels
 from linear_cases import poisoned, random
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from emberline.kernels.quantise import quantise
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
 from emberline.kernels.triton import norm
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_hopper_kernels
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROW_SCALES, BLOCK_SCALES = (1, 0), (128, 128)

@@ -78,7 +78,7 @@ class HopperBackend(PortableBackend):
         return PackedWeight(weight, n, k, weight.dtype, WeightLayout.ROWS, gated, weight.data_ptr(), handle)
 
     def keeps_quantised(self, matrix: QuantisedMatrix) -> bool:
-        return fp8_weight.supports(matrix) or narrow.supports(matrix)
+        return fp8_weight.supports(matrix) or narrow.supports(matrix) or super().keeps_quantised(matrix)
 
     def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
         if packed := fp8.pack(matrix, gated=gated) or narrow_linear.pack_weight(matrix, gated=gated):
@@ -87,11 +87,6 @@ class HopperBackend(PortableBackend):
 
     def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
         return narrow_experts.pack_experts(matrices) or super().pack_quantised_experts(matrices)
-
-    def arrange_gate_rows(self, weight: Tensor) -> Tensor:
-        width, columns = len(weight) // 2, weight.shape[1]
-        group = gate_group(width)
-        return weight.view(2, width // group, group, columns).transpose(0, 1).reshape(weight.shape)
 
     def add_packed_copy(self, weight: PackedWeight) -> int:
         if weight.uw12_copy is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:
