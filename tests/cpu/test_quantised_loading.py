@@ -250,7 +250,7 @@ def test_scales_of_norms_and_bad_scales_of_a_float8_cache(tmp_path: Path) -> Non
     tensors |= {f"{at}.{name}_norm.weight": torch.ones(8) for name in ("q", "k")}
     for scale, message in (
         (torch.tensor(3.0), ""),
-        (torch.tensor(float("nan")), "k_scale"),
+        (torch.tensor(torch.nan), "k_scale"),
         (torch.ones(8), "k_scale"),
     ):
         config = tiny.config("qwen3", quantization_config={"quant_method": "fp8"})
