@@ -156,7 +156,7 @@ def test_matrices_quantised_at_load(name: str, tmp_path: Path, keeping: list[Qua
     (matrix,) = keeping
     assert weight.gated and (matrix.kind, matrix.group_columns) == (name, 256 if name == "fp8" else 128)
     values, exact = dequantise(matrix), torch.cat([tensors["gate.weight"], tensors["up.weight"]]).float()
-    assert (values - exact).abs().max() <= exact.abs().max() * (0.04 if name == "fp8" else 0.08)
+    assert (values - exact).square().mean().sqrt() <= exact.square().mean().sqrt() * (0.03 if name == "fp8" else 0.11)
     assert head.layout is not WeightLayout.QUANTISED
     assert weights.narrow_sizes[0].num_bytes == matrix.nbytes
 

@@ -50,7 +50,7 @@ Rounding = Callable[[Tensor], Tensor]
 def round_to_int4(values: Tensor) -> Tensor:
     """Round to groups of 128, or of 64 or 32 if the columns are no multiple of 128, as `--weights int4` does."""
     found = choose_online_format("int4", values.shape[-1])
-    return values if found is None else dequantise(quantise(values, "int4", 1, found.group_columns))
+    return values if found is None else dequantise(quantise(values, "int4", 1, found.group_columns, search=True))
 
 
 ROUNDINGS: Mapping[str, Rounding] = {
@@ -58,7 +58,7 @@ ROUNDINGS: Mapping[str, Rounding] = {
     "fp8_rows": lambda values: dequantise(quantise(values, "fp8")),
     "fp8_blocks": lambda values: dequantise(quantise(values, "fp8", FP8_BLOCK, FP8_BLOCK)),
     "int4_g128": round_to_int4,
-    "int4_g32": lambda values: dequantise(quantise(values, "int4", 1, INT4_SMALL_GROUP)),
+    "int4_g32": lambda values: dequantise(quantise(values, "int4", 1, INT4_SMALL_GROUP, search=True)),
     "mxfp4": lambda values: dequantise(quantise(values, "mxfp4")),
     "nvfp4": lambda values: dequantise(quantise(values, "nvfp4")),
 }
