@@ -1,0 +1,173 @@
+// Which rows of x use which expert: tables that `triton/routing.py` wrote, or, for at most 8 rows, tables that each CTA
+// makes itself in shared memory. Include after common.cuh.
+#pragma once
+
+// Loads past L1. With PDL this CTA started early, and L1 may hold data from before the preceding kernel's writes.
+DEVICE int load_int(const int* at) {
+  int v;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+DEVICE float load_float(const float* at) {
+  float v;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+  return v;
+}
+
+// The rows that use one expert, or some of them: a tile has at most COLUMNS.
+struct RowTile {
+  int expert;
+  u32 mask;  // the columns that have a row
+  int row;   // row of x in the lane's column, if it has one
+};
+
+// `SortedRows` of routing.py. The input of place p is row order[p] / divisor of x, or row p if `divisor` is 0.
+template <int COLUMNS> struct SortedTiles {
+  const int *experts, *counts, *order;
+  int divisor, count;
+  DEVICE RowTile load(int tile, int lane) const {
+    if (tile >= count) return RowTile{0, 0, 0};
+    const int rows = load_int(counts + tile), place = tile * COLUMNS + lane;
+    RowTile found{load_int(experts + tile), rows < 32 ? (1u << rows) - 1 : ALL_LANES, place};
+    if (divisor && lane < rows) found.row = load_int(order + place) / divisor;
+    return found;
+  }
+};
+
+// -- selection within a CTA -------------------------------------------------------------------------------------------
+
+constexpr int MAX_SELECTING_ROWS = 8;
+
+// How rows select experts: `Routing` of mixture.py, without groups.
+struct SelectionRules {
+  const float *logits, *correction;  // [rows, experts], [experts] or null
+  int rows, experts, top, sigmoid, renormalize;
+  float scale;
+};
+
+// Numbers that sort as the floats do; 0 is below all. NaN is as low as the lowest number.
+DEVICE u32 sortable(float x) {
+  const u32 bits = __float_as_uint(x > -3.4028234663852886e38f ? x : -3.4028234663852886e38f);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+DEVICE float sum_lanes(float x) {
+#pragma unroll
+  for (int distance = 16; distance; distance /= 2) x += __shfl_xor_sync(ALL_LANES, x, distance);
+  return x;
+}
+
+// Tables in shared memory, for 32 PER_LANE experts. Column r of each tile is row r of x.
+template <int PER_LANE> struct SelectedTiles {
+  static constexpr int EXPERTS = 32 * PER_LANE;
+  u32 masks[EXPERTS];                         // of each expert, the rows that selected it
+  float scores[EXPERTS][MAX_SELECTING_ROWS];  // of the selected experts
+  float factors[MAX_SELECTING_ROWS];          // by which the scores of a row are multiplied
+  u32 entries[EXPERTS];                       // of each tile: its expert, and its rows << 16
+  int count;
+
+  DEVICE RowTile load(int tile, int lane) const {
+    if (tile >= count) return RowTile{0, 0, 0};
+    return RowTile{int(entries[tile] & 0xffff), entries[tile] >> 16, lane};
+  }
+  // The same for products whose inputs are those of the tiles, 8 rows each.
+  DEVICE RowTile load_inner(int tile, int lane) const {
+    RowTile found = load(tile, lane);
+    found.row = MAX_SELECTING_ROWS * tile + lane;
+    return found;
+  }
+  DEVICE float weight(int expert, int row) const { return scores[expert][row] * factors[row]; }
+
+  // Selects the experts of all rows. Called by all threads of the CTA, after the kernel that wrote the logits.
+  DEVICE void select(const SelectionRules& rules, int warp, int warps, int lane) {
+    for (int i = threadIdx.x; i < EXPERTS; i += 32 * warps) masks[i] = 0;
+    __syncthreads();
+    for (int row = warp; row < rules.rows; row += warps) select_row(rules, row, lane);
+    __syncthreads();
+    if (warp == 0) list_tiles(lane);
+    __syncthreads();
+  }
+
+ private:
+  DEVICE void select_row(const SelectionRules& rules, int row, int lane) {
+    float score[PER_LANE];
+    u32 key[PER_LANE];
+    const int first = lane * PER_LANE;
+    const float* const logits = rules.logits + i64(row) * rules.experts + first;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) score[i] = first + i < rules.experts ? load_float(logits + i) : 0.f;
+    float total = 1.f;
+    if (rules.sigmoid) {
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++) {
+        key[i] = sortable(score[i]);  // the sigmoids of large logits are equal
+        score[i] = 1.f / (1.f + expf(-score[i]));
+      }
+    } else {
+      float highest = -3.4028234663852886e38f;
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++) {
+        key[i] = sortable(score[i]);
+        if (first + i < rules.experts) highest = fmaxf(highest, score[i]);
+      }
+#pragma unroll
+      for (int distance = 16; distance; distance /= 2)
+        highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, distance));
+      total = 0.f;
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++) {
+        score[i] = expf(score[i] - highest);
+        if (first + i < rules.experts) total += score[i];
+      }
+      total = sum_lanes(total);
+    }
+    if (rules.correction) {
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++)
+        if (first + i < rules.experts) key[i] = sortable(score[i] / total + rules.correction[first + i]);
+    }
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+      if (first + i >= rules.experts) key[i] = 0;
+    float chosen = 0.f;
+#pragma unroll 1
+    for (int rank = 0; rank < rules.top; rank++) {
+      u32 best = 0, number = ALL_LANES;
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++) best = max(best, key[i]);
+      best = __reduce_max_sync(ALL_LANES, best);
+#pragma unroll
+      for (int i = PER_LANE - 1; i >= 0; i--)
+        if (key[i] == best) number = first + i;
+      number = __reduce_min_sync(ALL_LANES, number);
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++)
+        if (number == u32(first + i)) {
+          key[i] = 0, chosen += score[i];
+          scores[number][row] = score[i];
+          atomicOr(&masks[number], 1u << row);
+        }
+    }
+    chosen = sum_lanes(chosen);
+    if (rules.renormalize) total = rules.sigmoid ? chosen + 1e-20f : chosen;
+    if (lane == 0) factors[row] = rules.scale / total;
+  }
+  // Lists the experts that any row selected, in their order.
+  DEVICE void list_tiles(int lane) {
+    int used = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) used += masks[lane * PER_LANE + i] != 0;
+    int end = used;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int more = __shfl_up_sync(ALL_LANES, end, distance);
+      if (lane >= distance) end += more;
+    }
+    int place = end - used;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+      const int expert = lane * PER_LANE + i;
+      if (masks[expert]) entries[place++] = expert | masks[expert] << 16;
+    }
+    if (lane == 31) count = end;
+  }
+};

@@ -1,0 +1,435 @@
+// Products of rows with the matrices of their experts, for few rows of each expert: the weights of each expert that any
+// row uses are read once. As in linear.cu, a CTA has no producer warp: warp i has the units i, i + WARPS, .. of 64 k,
+// and a private ring of slots that only it fills and reads.
+//
+// Tiles. The rows that use an expert are a tile, or several: at most COLUMNS rows each (expert_tiles.cuh). An item is
+// a tile and 16 BLOCKS rows of its expert's matrix; a CTA computes item after item while its rings run on. A slot has
+// 64 k of the tile's rows of x, each fetched on its own, and of the rows of w. Columns without a row have arbitrary
+// values, which do not affect the others.
+//
+// `multiply_gate_up` writes silu(gate) * up of each place of a tile, tile after tile. `multiply_down` reads them, and
+// writes the weighted outputs of each assignment. For at most 8 rows of x, both select the experts themselves, and
+// `add_down` adds the weighted outputs of all experts to the residual: a CTA has 16 rows of w of every expert in use.
+//
+// Order of sums. An output is the sum over warps, in order, of each warp's sum unit by unit; in `add_down`, of each
+// warp's weighted sums expert by expert. It does not depend on the other rows.
+#include "common.cuh"
+#include "uw12.cuh"
+#include "skinny.cuh"
+#include "expert_tiles.cuh"
+
+template <class W, int BLOCKS, int TILES, int WARPS_, bool GATED_> struct Shape {
+  static constexpr bool GATED = GATED_;
+  static constexpr int WARPS = WARPS_, THREADS = 32 * WARPS;
+  static constexpr int ROWS = 16 * BLOCKS, COLUMNS = 8 * TILES;
+  // Gated: the first half of the blocks are rows of gate, the others those of up.
+  static constexpr int PARTS = GATED ? 2 : 1, PART_BLOCKS = BLOCKS / PARTS;
+  static constexpr u32 X_BYTES = 128 * COLUMNS, W_BYTES = W::BLOCK_BYTES * BLOCKS, PART_BYTES = W_BYTES / PARTS;
+  static constexpr u32 SLOT = (X_BYTES + W_BYTES + 1023) & ~1023u;  // tiles of x must be aligned to 1024
+  static constexpr int PITCH = ROWS + 4, PARTIAL = COLUMNS * PITCH;  // floats
+};
+
+// The matrices of a layer's experts, in units of 16 rows.
+struct ExpertStack {
+  int blocks;  // of an expert's matrix
+  int half;    // from the rows of gate to those of up
+  int units;   // k / 64
+};
+
+// Copies 64 k of COUNT adjacent blocks, which are in the same 64 rows.
+template <int COUNT>
+DEVICE void fetch_blocks(const PlainRows& w, u32 to, int block, int unit, int, u32 barrier, u64 policy) {
+  copy_tile(to, &w.map, 64 * unit, 16 * block, barrier, policy);
+}
+template <int COUNT>
+DEVICE void fetch_blocks(const PackedUnits& w, u32 to, int block, int unit, int units, u32 barrier, u64 policy) {
+  copy_bytes(to, w.planes + unit_offset(block, unit, units), COUNT * UNIT_BYTES, barrier, policy);
+}
+
+// The step that a warp fetches next: a unit of an item, and the slot for it.
+struct Cursor {
+  int item, unit, slot;
+  RowTile tile, next;  // of this item, and of the CTA's next item
+};
+
+// A warp's ring of slots. The warp's steps are its units, item after item.
+template <class W, class S, class Tiles> struct Ring {
+  const W* weights;
+  const TensorMap* x;
+  const Tiles* tiles;
+  ExpertStack stack;
+  u32 slots, barriers;
+  int stages, warp, lane;
+  int items, items_per_tile;
+  u64 evict_first, evict_last;  // L2 eviction policies of weights and of x
+
+  DEVICE RowTile load_tile(int item) const { return tiles->load(item / items_per_tile, lane); }
+  DEVICE Cursor begin() const {
+    const int first = warp < stack.units ? int(blockIdx.x) : items;
+    return Cursor{first, warp, 0, load_tile(first), load_tile(first + gridDim.x)};
+  }
+  DEVICE void advance(Cursor& at) const {
+    if (++at.slot == stages) at.slot = 0;
+    if ((at.unit += S::WARPS) < stack.units) return;
+    at.unit = warp, at.item += gridDim.x;
+    at.tile = at.next, at.next = load_tile(at.item + gridDim.x);
+  }
+  // Returns the first block of a part of the item.
+  DEVICE int block(const Cursor& at, int part) const {
+    return at.tile.expert * stack.blocks + part * stack.half + at.item % items_per_tile * S::PART_BLOCKS;
+  }
+  DEVICE void fetch_weights(const Cursor& at) const {
+    if (lane || at.item >= items) return;
+    const u32 to = slots + at.slot * S::SLOT + S::X_BYTES, barrier = barriers + 8 * at.slot;
+    barrier_expect_bytes(barrier, 128 * __popc(at.tile.mask) + S::W_BYTES);
+#pragma unroll
+    for (int part = 0; part < S::PARTS; part++)
+      fetch_blocks<S::PART_BLOCKS>(*weights, to + part * S::PART_BYTES, block(at, part), at.unit, stack.units, barrier,
+                                   evict_first);
+  }
+  DEVICE void fetch_x(const Cursor& at) const {
+    if (at.item < items && lane < S::COLUMNS && at.tile.mask >> lane & 1)
+      copy_tile(slots + at.slot * S::SLOT + 128 * lane, x, 64 * at.unit, at.tile.row, barriers + 8 * at.slot,
+                evict_last);
+  }
+  DEVICE void fetch(Cursor& at) const {
+    fetch_weights(at);
+    __syncwarp();
+    fetch_x(at);
+    advance(at);
+  }
+};
+
+// The headers of the CTA's item i, double-buffered: half i % 2 of their memory. Plain rows have none.
+template <class W, class S, class Tiles> struct Headers {
+  static DEVICE u32 bytes(const W&) { return 0; }
+  DEVICE void open(const Ring<W, S, Tiles>&, u32, u32) {}
+  DEVICE void fetch(const Ring<W, S, Tiles>&, int) {}
+  DEVICE u32 wait(int) const { return 0; }
+};
+template <class S, class Tiles> struct Headers<PackedUnits, S, Tiles> {
+  u32 memory, barriers, stride;
+  RowTile next;  // of the next item whose headers are fetched
+  static DEVICE u32 bytes(const PackedUnits& w) { return 2 * S::PARTS * S::PART_BLOCKS * w.stride; }
+  DEVICE void open(const Ring<PackedUnits, S, Tiles>& ring, u32 at, u32 barriers_at) {
+    memory = at, barriers = barriers_at, stride = ring.weights->stride;
+    if (threadIdx.x == 0) {
+      barrier_init(barriers, 1), barrier_init(barriers + 8, 1);
+      fence_barrier_init();
+    }
+    __syncthreads();
+    next = ring.load_tile(blockIdx.x);
+    fetch(ring, 0), fetch(ring, 1);
+  }
+  // Fetches the headers of item i, if it exists. Those of item i - 2 must no longer be in use.
+  DEVICE void fetch(const Ring<PackedUnits, S, Tiles>& ring, int i) {
+    const int item = blockIdx.x + i * gridDim.x;
+    if (item >= ring.items) return;
+    const RowTile tile = next;
+    next = ring.load_tile(item + gridDim.x);
+    if (threadIdx.x) return;
+    const u32 barrier = barriers + 8 * (i & 1), bytes = S::PART_BLOCKS * stride;
+    const Cursor at{item, 0, 0, tile};
+    barrier_expect_bytes(barrier, S::PARTS * bytes);
+#pragma unroll
+    for (int part = 0; part < S::PARTS; part++)
+      copy_bytes(memory + ((i & 1) * S::PARTS + part) * bytes,
+                 ring.weights->headers + i64(ring.block(at, part)) * stride, bytes, barrier, ring.evict_first);
+  }
+  DEVICE u32 wait(int i) const {
+    barrier_wait(barriers + 8 * (i & 1), i >> 1 & 1);
+    return memory + (i & 1) * S::PARTS * S::PART_BLOCKS * stride;
+  }
+};
+
+// Where the outputs of items go. The CTA's threads share an item's outputs in pairs.
+// Activations: place p of a tile is row p of `out`, [places, width].
+struct Activations {
+  bf16* out;
+  int width;
+  DEVICE void start_item(const RowTile&, int, int) {}
+  template <class S> DEVICE void finish(const float* partials, const RowTile& tile, int index, int part) const {
+    constexpr int PAIRS = S::ROWS / 4;
+    for (int i = threadIdx.x; i < S::COLUMNS * PAIRS; i += S::THREADS) {
+      const int column = i / PAIRS, pair = i % PAIRS;
+      if (!(tile.mask >> column & 1)) continue;
+      const float* const at = partials + column * S::PITCH + 2 * pair;
+      const float2 gate = sum_partials<S::WARPS>(at, S::PARTIAL);
+      const float2 up = sum_partials<S::WARPS>(at + S::ROWS / 2, S::PARTIAL);
+      const float first = gate.x / (1.f + __expf(-gate.x)) * up.x, second = gate.y / (1.f + __expf(-gate.y)) * up.y;
+      bf16* const to = out + i64(index * S::COLUMNS + column) * width + part * (S::ROWS / 2) + 2 * pair;
+      *reinterpret_cast<u32*>(to) = pack(first, second);
+    }
+  }
+};
+// Weighted outputs: assignment a is row a of `out`, [assignments, n].
+struct WeightedOutputs {
+  bf16* out;
+  const int* order;
+  const float* weights;
+  int n;
+  int* assignments;  // in shared memory: of the items i and i + 1, double-buffered
+  float* factors;
+  template <class S> DEVICE void load(const RowTile& tile, int index, int i) const {
+    const int lane = threadIdx.x;
+    if (lane >= S::COLUMNS || !(tile.mask >> lane & 1)) return;
+    const int assignment = load_int(order + index * S::COLUMNS + lane);
+    assignments[(i & 1) * S::COLUMNS + lane] = assignment;
+    factors[(i & 1) * S::COLUMNS + lane] = weights ? load_float(weights + assignment) : 1.f;
+  }
+  template <class S> DEVICE void finish(const float* partials, const RowTile& tile, int part, int i) const {
+    constexpr int PAIRS = S::ROWS / 2;
+    for (int j = threadIdx.x; j < S::COLUMNS * PAIRS; j += S::THREADS) {
+      const int column = j / PAIRS, pair = j % PAIRS;
+      if (!(tile.mask >> column & 1)) continue;
+      const float factor = factors[(i & 1) * S::COLUMNS + column];
+      const float2 y = sum_partials<S::WARPS>(partials + column * S::PITCH + 2 * pair, S::PARTIAL);
+      bf16* const to = out + i64(assignments[(i & 1) * S::COLUMNS + column]) * n + part * S::ROWS + 2 * pair;
+      *reinterpret_cast<u32*>(to) = pack(y.x * factor, y.y * factor);
+    }
+  }
+};
+
+// Computes the CTA's items. `weights_first`: the tables of tiles are complete, but x is not before the preceding kernel
+// has ended. Shared memory: the rings, `buffers` sets of partial sums, two sets of headers, and the barriers. With two
+// sets of sums, a warp writes one while slower warps read the other; with one, a CTA barrier separates them.
+template <class W, class S, class Tiles, class Outputs>
+DEVICE void run_items(const W& weights, const TensorMap* x, const Tiles& tiles, int num_tiles, ExpertStack stack,
+                      Outputs outputs, u32 base, int stages, int buffers, bool weights_first) {
+  constexpr int BLOCKS = S::ROWS / 16, TILES = S::COLUMNS / 8;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int per_tile = (S::GATED ? stack.half : stack.blocks) / S::PART_BLOCKS;
+  const u32 sums_at = base + S::WARPS * stages * S::SLOT;
+  const u32 headers_at = sums_at + buffers * S::WARPS * S::PARTIAL * 4;
+  const u32 barriers = headers_at + Headers<W, S, Tiles>::bytes(weights);
+  float* const shared_sums = static_cast<float*>(__cvta_shared_to_generic(sums_at));
+  const Ring<W, S, Tiles> ring{&weights, x, &tiles, stack, base + warp * stages * S::SLOT, barriers + 8 * warp * stages,
+                               stages, warp, lane, num_tiles * per_tile, per_tile, l2_evict_first(), l2_evict_last()};
+  if (lane == 0) {
+    prefetch_map(x);
+#pragma unroll 1
+    for (int i = 0; i < stages; i++) barrier_init(ring.barriers + 8 * i, 1);
+    fence_barrier_init();
+  }
+  __syncwarp();
+  Cursor next = ring.begin();
+  Headers<W, S, Tiles> headers;
+  if (weights_first) {
+    Cursor at = next;
+#pragma unroll 1
+    for (int i = 0; i < stages; i++) ring.fetch_weights(next), ring.advance(next);
+    headers.open(ring, headers_at, barriers + 8 * S::WARPS * stages);
+    wait_for_previous_kernel();
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < stages; i++) ring.fetch_x(at), ring.advance(at);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < stages; i++) ring.fetch(next);
+    headers.open(ring, headers_at, barriers + 8 * S::WARPS * stages);
+  }
+  u32 parity = 0;
+  RowTile tile = ring.load_tile(blockIdx.x);
+#pragma unroll 1
+  for (int i = 0, slot = 0; blockIdx.x + i * gridDim.x < u32(ring.items); i++) {
+    const int item = blockIdx.x + i * gridDim.x;
+    const RowTile following = ring.load_tile(item + gridDim.x);
+    if constexpr (!S::GATED) outputs.template load<S>(tile, item / per_tile, i);
+    WeightFragments<W, BLOCKS> rows;
+    rows.start_tile(weights, headers.wait(i), 0, warp, S::WARPS, stack.units, lane);
+    float sums[BLOCKS][TILES][4] = {};
+#pragma unroll 1
+    for (int j = 0; warp + j * S::WARPS < stack.units; j++) {
+      barrier_wait(ring.barriers + 8 * slot, parity);
+      const u32 at = ring.slots + slot * S::SLOT;
+      InputFragments<TILES> columns;
+      columns.load(at, lane);
+      rows.load(at + S::X_BYTES, j, lane);
+      __syncwarp();  // all lanes have read the slot
+      ring.fetch(next);
+      rows.decode(j, lane);
+      multiply_into(sums, rows.a, columns.b);
+      if (++slot == stages) slot = 0, parity ^= 1;
+    }
+    if (buffers == 1 && i) __syncthreads();  // all threads have read the previous item's partial sums
+    float* const set = shared_sums + (buffers == 2 ? (i & 1) * S::WARPS * S::PARTIAL : 0);
+    store_partial<S>(set + warp * S::PARTIAL, sums, lane);
+    __syncthreads();
+    headers.fetch(ring, i + 2);
+    if constexpr (S::GATED) outputs.template finish<S>(set, tile, item / per_tile, item % per_tile);
+    else outputs.template finish<S>(set, tile, item % per_tile, i);
+    tile = following;
+  }
+}
+
+DEVICE u32 aligned_shared_memory() {
+  extern __shared__ u8 unaligned[];
+  return (shared_address(unaligned) + 1023) & ~1023u;
+}
+
+template <class W, int BLOCKS, int TILES, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS, 1)
+    multiply_gate_up(const __grid_constant__ W weights, const __grid_constant__ TensorMap x, bf16* out,
+                     const int* experts, const int* counts, const int* order, const int* num_tiles, int top, int n,
+                     int k, int stages, int buffers) {
+  using S = Shape<W, BLOCKS, TILES, WARPS, true>;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int count = load_int(num_tiles);
+  const SortedTiles<S::COLUMNS> tiles{experts, counts, order, top, count};
+  run_items<W, S>(weights, &x, tiles, count, ExpertStack{n / 16, n / 32, k / 64}, Activations{out, n / 2},
+                  aligned_shared_memory(), stages, buffers, false);
+}
+
+// The kernel that wrote the tables must have ended before the preceding kernel let this one start.
+template <class W, int BLOCKS, int TILES, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS, 1)
+    multiply_down(const __grid_constant__ W weights, const __grid_constant__ TensorMap inner, bf16* out,
+                  const int* experts, const int* counts, const int* order, const int* num_tiles,
+                  const float* factors, int n, int k, int stages, int buffers) {
+  using S = Shape<W, BLOCKS, TILES, WARPS, false>;
+  __shared__ int assignments[2 * S::COLUMNS];
+  __shared__ float shared_factors[2 * S::COLUMNS];
+  let_next_kernel_start();
+  const int count = load_int(num_tiles);
+  const SortedTiles<S::COLUMNS> tiles{experts, counts, order, 0, count};
+  run_items<W, S>(weights, &inner, tiles, count, ExpertStack{n / 16, 0, k / 64},
+                  WeightedOutputs{out, order, factors, n, assignments, shared_factors}, aligned_shared_memory(), stages,
+                  buffers, true);
+}
+
+// -- at most 8 rows ---------------------------------------------------------------------------------------------------
+
+template <class W, int BLOCKS, int WARPS, int PER_LANE>
+__global__ void __launch_bounds__(32 * WARPS, 1)
+    select_and_multiply_gate_up(const __grid_constant__ W weights, const __grid_constant__ TensorMap x, bf16* out,
+                                const float* logits, const float* correction, int rows, int num_experts, int top,
+                                int sigmoid, int renormalize, float scale, int n, int k, int stages,
+                                int buffers) {
+  using S = Shape<W, BLOCKS, 1, WARPS, true>;
+  __shared__ SelectedTiles<PER_LANE> tiles;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  tiles.select(SelectionRules{logits, correction, rows, num_experts, top, sigmoid, renormalize, scale},
+               threadIdx.x / 32, WARPS, threadIdx.x % 32);
+  run_items<W, S>(weights, &x, tiles, tiles.count, ExpertStack{n / 16, n / 32, k / 64}, Activations{out, n / 2},
+                  aligned_shared_memory(), stages, buffers, false);
+}
+
+// One step of `add_down`: 16 rows x 64 k of an expert. Packed: its header follows in the slot.
+DEVICE u32 step_bytes(const PlainRows&) { return PlainRows::BLOCK_BYTES; }
+DEVICE u32 step_bytes(const PackedUnits& w) { return UNIT_BYTES + w.stride; }
+DEVICE void fetch_header(const PlainRows&, u32, int, u32, u64) {}
+DEVICE void fetch_header(const PackedUnits& w, u32 to, int block, u32 barrier, u64 policy) {
+  copy_bytes(to + UNIT_BYTES, w.headers + i64(block) * w.stride, w.stride, barrier, policy);
+}
+DEVICE void load_fragments(u32 (&a)[4][4], const PlainRows&, u32 from, int, int, int lane) {
+  const u32 at = swizzled_offset(lane & 15, lane >> 4);
+#pragma unroll
+  for (int f = 0; f < 4; f++) load_matrices(a[f], from + (at ^ (32 * f)));
+}
+DEVICE void load_fragments(u32 (&a)[4][4], const PackedUnits&, u32 from, int unit, int units, int lane) {
+  const u32 header = from + UNIT_BYTES;
+  Unit packed;
+  packed.load_shared(from, lane);
+  decode_unit(a, packed, load_shared_4(header + lane / 4 * 4), load_shared_4(header + lane / 4 * 4 + 32));
+  const u32 begin = load_shared_2(header + STARTS_OFFSET + 2 * unit);
+  const u32 end = load_shared_2(header + STARTS_OFFSET + 2 * unit + 2);
+#pragma unroll 1
+  for (u32 i = begin; i < end; i++) restore_escape(a, load_shared_4(header + escapes_offset(units) + 4 * i), lane);
+}
+
+// Adds the weighted outputs of all experts to `state`, [rows, n]. CTA b has the 16 rows b of w of every expert. The
+// kernel that wrote the logits must have ended before the preceding kernel let this one start. `slot`: bytes of a slot.
+template <class W, int WARPS, int PER_LANE>
+__global__ void __launch_bounds__(32 * WARPS, 1)
+    add_down(const __grid_constant__ W weights, const __grid_constant__ TensorMap inner, bf16* state,
+             const float* logits, const float* correction, int rows, int num_experts, int top, int sigmoid,
+             int renormalize, float scale, int n, int k, int slot_bytes, int stages) {
+  constexpr int PITCH = 16 + 4, PARTIAL = 8 * PITCH;
+  __shared__ SelectedTiles<PER_LANE> tiles;
+  __shared__ float partials[WARPS * PARTIAL];
+  const u32 base = aligned_shared_memory();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, units = k / 64;
+  const u32 slots = base + warp * stages * slot_bytes, barriers = base + WARPS * stages * slot_bytes + 8 * warp * stages;
+  let_next_kernel_start();
+  if (lane == 0) {
+    prefetch_map(&inner);
+#pragma unroll 1
+    for (int i = 0; i < stages; i++) barrier_init(barriers + 8 * i, 1);
+    fence_barrier_init();
+  }
+  tiles.select(SelectionRules{logits, correction, rows, num_experts, top, sigmoid, renormalize, scale}, warp, WARPS,
+               lane);
+  const u64 evict_first = l2_evict_first(), evict_last = l2_evict_last();
+  const int own_units = (units - warp + WARPS - 1) / WARPS, steps = tiles.count * max(own_units, 0);
+  // A step s is unit s % own_units of the warp, of tile s / own_units.
+  struct Step { int number, tile, unit, slot; };
+  const auto advance = [&](Step& at) {
+    at.number++;
+    if (++at.slot == stages) at.slot = 0;
+    if ((at.unit += WARPS) >= units) at.unit = warp, at.tile++;
+  };
+  const auto fetch_weights = [&](const Step& at) {
+    if (lane || at.number >= steps) return;
+    const RowTile tile = tiles.load_inner(at.tile, lane);
+    const u32 to = slots + at.slot * slot_bytes + 1024, barrier = barriers + 8 * at.slot;
+    const int block = tile.expert * (n / 16) + blockIdx.x;
+    barrier_expect_bytes(barrier, 128 * __popc(tile.mask) + step_bytes(weights));
+    fetch_blocks<1>(weights, to, block, at.unit, units, barrier, evict_first);
+    fetch_header(weights, to, block, barrier, evict_first);
+  };
+  const auto fetch_x = [&](const Step& at) {
+    if (at.number >= steps) return;
+    const RowTile tile = tiles.load_inner(at.tile, lane);
+    if (lane < 8 && tile.mask >> lane & 1)
+      copy_tile(slots + at.slot * slot_bytes + 128 * lane, &inner, 64 * at.unit, tile.row, barriers + 8 * at.slot,
+                evict_last);
+  };
+  Step next{0, 0, warp, 0}, first = next, now = next;
+#pragma unroll 1
+  for (int i = 0; i < stages; i++) fetch_weights(next), advance(next);
+  wait_for_previous_kernel();
+  __syncwarp();
+#pragma unroll 1
+  for (int i = 0; i < stages; i++) fetch_x(first), advance(first);
+  // The outputs that this thread adds to: columns 16 b + 2 (i % 8) and the next, of row i / 8.
+  bf16* const to = state + i64(threadIdx.x / 8) * n + 16 * blockIdx.x + 2 * (threadIdx.x % 8);
+  const bool adds = threadIdx.x < 8 * u32(rows);
+  const u32 before = adds ? load_past_l1(to) : 0;
+  const int column = 2 * (lane % 4);
+  float total[4] = {};
+  u32 parity = 0;
+#pragma unroll 1
+  while (now.number < steps) {
+    const RowTile tile = tiles.load_inner(now.tile, lane);
+    float sums[1][1][4] = {};
+#pragma unroll 1
+    for (int j = 0; j < own_units; j++) {
+      barrier_wait(barriers + 8 * now.slot, parity);
+      const u32 at = slots + now.slot * slot_bytes;
+      InputFragments<1> columns;
+      u32 a[1][4][4];
+      columns.load(at, lane);
+      load_fragments(a[0], weights, at + 1024, now.unit, units, lane);
+      __syncwarp();  // all lanes have read the slot
+      fetch_weights(next);
+      __syncwarp();
+      fetch_x(next), advance(next);
+      multiply_into(sums, a, columns.b);
+      advance(now);
+      if (now.slot == 0) parity ^= 1;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int row = column + i % 2;
+      if (tile.mask >> row & 1) total[i] += tiles.weight(tile.expert, row) * sums[0][0][i];
+    }
+  }
+  float* const own = partials + warp * PARTIAL + column * PITCH + lane / 4;
+  own[0] = total[0], own[PITCH] = total[1], own[8] = total[2], own[PITCH + 8] = total[3];
+  __syncthreads();
+  if (!adds) return;
+  const float2 y = sum_partials<WARPS>(partials + threadIdx.x / 8 * PITCH + 2 * (threadIdx.x % 8), PARTIAL);
+  *reinterpret_cast<u32*>(to) = pack(low(before) + y.x, high(before) + y.y);
+}

@@ -1,0 +1,216 @@
+"""Grouped products: rows times the matrices of their experts, for few rows of each expert, bf16 or uw12 weights.
+
+`grouped.cu` has the kernels. `multiply_gate_up` and `multiply_down` take rows that `triton/routing.py` sorted by
+expert. For at most 8 rows, `select_and_multiply_gate_up` and `add_down` select the experts themselves, from the logits
+of the router, and need no other kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument, make_tensor_map
+from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS, SLOT_K, BF16Weight
+from emberline.kernels.cuda.uw12 import BLOCK_ROWS, UNIT_BYTES, PackedUnits, UW12Weight
+from emberline.kernels.mixture import Routing
+from emberline.kernels.triton.routing import SortedRows
+
+FILE = "grouped.cu"
+MAX_SELECTING_ROWS = 8  # of x, for which the kernels select the experts themselves
+MAX_TILE_ROWS = 32
+MAX_EXPERTS = 256  # of a layer, for kernels that select
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPlan:
+    """The tile sizes and the launch parameters of a grouped product."""
+
+    blocks: int  # blocks of 16 rows of a matrix in an item; a quarter of 64 rows, a half or all of them
+    warps: int  # of a CTA, which split k
+    stages: int  # of each warp's pipeline
+    ctas_per_sm: int = 1
+    buffers: int = 2  # sets of partial sums
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """The matrices [count, n, k] of a layer's experts as one matrix of count * n rows."""
+
+    rows: BF16Weight | UW12Weight
+    n: int
+    k: int
+
+    @property
+    def source_name(self) -> str:
+        return "PackedUnits" if isinstance(self.rows, UW12Weight) else "PlainRows"
+
+    @property
+    def header_stride(self) -> int:
+        return self.rows.header_stride if isinstance(self.rows, UW12Weight) else 0
+
+    def make_argument(self, blocks: int) -> KernelArgument:
+        if isinstance(self.rows, UW12Weight):
+            return PackedUnits.from_weight(self.rows)
+        return self.rows.get_tensor_map(blocks)
+
+
+def count_shared_bytes(plan: GroupedPlan, tile_rows: int, header_stride: int) -> int:
+    """Return the bytes of shared memory: the layout in grouped.cu with padding for alignment."""
+    slot = 128 * tile_rows + plan.blocks * (UNIT_BYTES if header_stride else 2048)
+    partial = 4 * tile_rows * (BLOCK_ROWS * plan.blocks + 4)
+    headers = 2 * (plan.blocks * header_stride + 8) if header_stride else 0
+    return 1024 + headers + plan.warps * (plan.stages * (-(-slot // 1024) * 1024 + 8) + plan.buffers * partial)
+
+
+def multiply_gate_up(
+    x: Tensor, weight: ExpertMatrices, rows: SortedRows, plan: GroupedPlan, *, pdl: bool = True
+) -> Tensor:
+    """Return silu(gate) * up for each place of the sorted rows, [max_tiles * tile_rows, n / 2].
+
+    Places without a row are not written. The rows of gate are before those of up.
+    """
+    tile_rows, width = rows.tile_rows, weight.n // 2
+    assert x.dtype is torch.bfloat16 and x.is_contiguous() and x.shape[1] == weight.k and tile_rows <= MAX_TILE_ROWS
+    inner = x.new_empty(rows.max_tiles * tile_rows, width)
+    _get_kernel(f"multiply_gate_up<{weight.source_name}, {plan.blocks}, {tile_rows // 8}, {plan.warps}>")(
+        (plan.ctas_per_sm * NUM_SMS, 1, 1),
+        32 * plan.warps,
+        (
+            *(weight.make_argument(plan.blocks // 2), make_tensor_map(x, (1, SLOT_K)), inner),
+            *(rows.tile_experts, rows.tile_counts, rows.order, rows.num_tiles),
+            *(rows.experts_per_row, weight.n, weight.k, plan.stages, plan.buffers),
+        ),
+        pdl=pdl,
+        shared_bytes=count_shared_bytes(plan, tile_rows, weight.header_stride),
+    )
+    return inner
+
+
+def multiply_down(
+    inner: Tensor, weight: ExpertMatrices, rows: SortedRows, plan: GroupedPlan, *, pdl: bool = True
+) -> Tensor:
+    """Return the weighted outputs of each assignment, [assignments, n]. `inner`: from `multiply_gate_up`.
+
+    With `pdl`, the kernel before the preceding one must have ended: `multiply_gate_up` waits for it.
+    """
+    tile_rows = rows.tile_rows
+    out = inner.new_empty(len(rows.weights), weight.n)
+    _get_kernel(f"multiply_down<{weight.source_name}, {plan.blocks}, {tile_rows // 8}, {plan.warps}>")(
+        (plan.ctas_per_sm * NUM_SMS, 1, 1),
+        32 * plan.warps,
+        (
+            *(weight.make_argument(plan.blocks), make_tensor_map(inner, (1, SLOT_K)), out),
+            *(rows.tile_experts, rows.tile_counts, rows.order, rows.num_tiles, rows.weights),
+            *(weight.n, weight.k, plan.stages, plan.buffers),
+        ),
+        pdl=pdl,
+        shared_bytes=count_shared_bytes(plan, tile_rows, weight.header_stride),
+    )
+    return out
+
+
+def select_and_multiply_gate_up(
+    x: Tensor, logits: Tensor, routing: Routing, weight: ExpertMatrices, plan: GroupedPlan, *, pdl: bool = True
+) -> Tensor:
+    """Return silu(gate) * up of the experts in use, [8 * experts in use, n / 2]: of expert i, row r is 8 i + r."""
+    rows, experts = logits.shape
+    assert x.is_contiguous() and x.shape == (rows, weight.k) and rows <= MAX_SELECTING_ROWS
+    used = min(experts, rows * routing.experts_per_row)
+    inner = x.new_empty(MAX_SELECTING_ROWS * used, weight.n // 2)
+    name = f"select_and_multiply_gate_up<{weight.source_name}, {plan.blocks}, {plan.warps}, {_per_lane(experts)}>"
+    _get_kernel(name)(
+        (plan.ctas_per_sm * NUM_SMS, 1, 1),
+        32 * plan.warps,
+        (
+            *(weight.make_argument(plan.blocks // 2), make_tensor_map(x, (1, SLOT_K)), inner),
+            *_make_rules(logits, routing),
+            *(weight.n, weight.k, plan.stages, plan.buffers),
+        ),
+        pdl=pdl,
+        shared_bytes=count_shared_bytes(plan, MAX_SELECTING_ROWS, weight.header_stride),
+    )
+    return inner
+
+
+def add_down(
+    state: Tensor,
+    inner: Tensor,
+    logits: Tensor,
+    routing: Routing,
+    weight: ExpertMatrices,
+    plan: GroupedPlan,
+    *,
+    pdl: bool = True,
+) -> Tensor:
+    """Add the weighted outputs of the experts to `state` in place. `inner`: of `select_and_multiply_gate_up`.
+
+    With `pdl`, the kernel that wrote the logits must be the one before the preceding one.
+    """
+    rows, experts = logits.shape
+    assert state.is_contiguous() and state.shape == (rows, weight.n) and 8 * rows <= 32 * plan.warps
+    slot = -(-(1024 + (UNIT_BYTES + weight.header_stride if weight.header_stride else 2048)) // 1024) * 1024
+    _get_kernel(f"add_down<{weight.source_name}, {plan.warps}, {_per_lane(experts)}>")(
+        (weight.n // BLOCK_ROWS, 1, 1),
+        32 * plan.warps,
+        (
+            *(weight.make_argument(1), make_tensor_map(inner, (1, SLOT_K)), state),
+            *_make_rules(logits, routing),
+            *(weight.n, weight.k, slot, plan.stages),
+        ),
+        pdl=pdl,
+        shared_bytes=1024 + plan.warps * plan.stages * (slot + 8),
+    )
+    return state
+
+
+def _make_rules(logits: Tensor, routing: Routing) -> tuple[KernelArgument, ...]:
+    rows, experts = logits.shape
+    is_sigmoid = routing.scores == "sigmoid"
+    return (
+        *(logits, routing.correction, rows, experts, routing.experts_per_row),
+        *(is_sigmoid, routing.renormalize, float(routing.scale)),
+    )
+
+
+def _per_lane(experts: int) -> int:
+    """Return how many experts a lane of a selecting warp has."""
+    return next(count for count in (4, 8) if 32 * count >= experts)
+
+
+def _list_kernel_names() -> list[str]:
+    sources = ("PackedUnits", "PlainRows")
+    sorted_names = [
+        f"{name}<{source}, {blocks}, {tiles}, {warps}>"
+        for name, source, blocks, tiles, warps in product(
+            ("multiply_gate_up", "multiply_down"), sources, (2, 4), (1, 2, 4), (4, 8)
+        )
+    ]
+    few = [f"select_and_multiply_gate_up<{source}, 2, 8, {count}>" for source, count in product(sources, (4, 8))]
+    down = [f"add_down<{source}, {warps}, {count}>" for source, warps, count in product(sources, (8, 12), (4, 8))]
+    return [*sorted_names, *few, *down]
+
+
+VARIANTS = tuple(_list_kernel_names())
+
+
+def count_static_bytes(kernel_name: str) -> int:
+    """Return an upper bound of the shared memory that a kernel has beside the dynamic one, in bytes."""
+    function, _, arguments = kernel_name.rstrip(">").partition("<")
+    numbers = [int(number) for number in arguments.split(", ")[1:]]
+    if function == "multiply_gate_up":
+        return 0
+    if function == "multiply_down":
+        return 16 * 8 * numbers[1]
+    tables = 64 + 32 * numbers[-1] * (8 + 4 * MAX_SELECTING_ROWS)
+    return tables + (numbers[0] * 640 if function == "add_down" else 0)
+
+
+@cache
+def _get_kernel(kernel_name: str) -> CudaKernel:
+    limit = MAX_SHARED_BYTES - count_static_bytes(kernel_name)
+    return CudaModule(FILE, [kernel_name]).kernel(kernel_name, limit)
