@@ -7,6 +7,9 @@
 // 64 k of the tile's rows of x, each fetched on its own, and of the rows of w. Columns without a row have arbitrary
 // values, which do not affect the others.
 //
+// Gates and ups. A block of 16 rows has 8 rows of gate and the 8 matching rows of up. Packed weights are stored so;
+// plain ones have all rows of gate before those of up, and are fetched in this order.
+//
 // `multiply_gate_up` writes silu(gate) * up of each place of a tile, tile after tile. `multiply_down` reads them, and
 // writes the weighted outputs of each assignment. For at most 8 rows of x, both select the experts themselves, and
 // `add_down` adds the weighted outputs of all experts to the residual: a CTA has 16 rows of w of every expert in use.
@@ -18,32 +21,44 @@
 #include "skinny.cuh"
 #include "expert_tiles.cuh"
 
-template <class W, int BLOCKS, int TILES, int WARPS_, bool GATED_> struct Shape {
-  static constexpr bool GATED = GATED_;
-  static constexpr int WARPS = WARPS_, THREADS = 32 * WARPS;
+template <class W, int BLOCKS_, int TILES_, int WARPS_> struct Shape {
+  static constexpr int BLOCKS = BLOCKS_, TILES = TILES_, WARPS = WARPS_, THREADS = 32 * WARPS;
   static constexpr int ROWS = 16 * BLOCKS, COLUMNS = 8 * TILES;
-  // Gated: the first half of the blocks are rows of gate, the others those of up.
-  static constexpr int PARTS = GATED ? 2 : 1, PART_BLOCKS = BLOCKS / PARTS;
-  static constexpr u32 X_BYTES = 128 * COLUMNS, W_BYTES = W::BLOCK_BYTES * BLOCKS, PART_BYTES = W_BYTES / PARTS;
+  static constexpr u32 X_BYTES = 128 * COLUMNS, W_BYTES = W::BLOCK_BYTES * BLOCKS;
   static constexpr u32 SLOT = (X_BYTES + W_BYTES + 1023) & ~1023u;  // tiles of x must be aligned to 1024
   static constexpr int PITCH = ROWS + 4, PARTIAL = COLUMNS * PITCH;  // floats
 };
 
-// The matrices of a layer's experts, in units of 16 rows.
-struct ExpertStack {
-  int blocks;  // of an expert's matrix
-  int half;    // from the rows of gate to those of up
-  int units;   // k / 64
+// Gates and ups as [experts, width / 8, 2, 8, k].
+struct PlainPairs {
+  static constexpr u32 BLOCK_BYTES = 2048;
+  TensorMap map;
 };
 
-// Copies 64 k of COUNT adjacent blocks, which are in the same 64 rows.
+// The matrices of a layer's experts: blocks of 16 rows of each, and k / 64.
+struct ExpertStack {
+  int blocks, units;
+};
+
+// Copies 64 k of COUNT adjacent blocks of an expert, which are in the same 64 rows.
 template <int COUNT>
-DEVICE void fetch_blocks(const PlainRows& w, u32 to, int block, int unit, int, u32 barrier, u64 policy) {
-  copy_tile(to, &w.map, 64 * unit, 16 * block, barrier, policy);
+DEVICE void fetch_blocks(const PlainRows& w, u32 to, ExpertStack stack, int expert, int block, int unit, u32 barrier,
+                         u64 policy) {
+  copy_tile(to, &w.map, 64 * unit, 16 * (expert * stack.blocks + block), barrier, policy);
 }
 template <int COUNT>
-DEVICE void fetch_blocks(const PackedUnits& w, u32 to, int block, int unit, int units, u32 barrier, u64 policy) {
-  copy_bytes(to, w.planes + unit_offset(block, unit, units), COUNT * UNIT_BYTES, barrier, policy);
+DEVICE void fetch_blocks(const PlainPairs& w, u32 to, ExpertStack, int expert, int block, int unit, u32 barrier,
+                         u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;"
+      ::"r"(to), "l"(&w.map), "r"(barrier), "r"(64 * unit), "r"(0), "r"(block), "r"(expert), "l"(policy) : "memory");
+}
+template <int COUNT>
+DEVICE void fetch_blocks(const PackedUnits& w, u32 to, ExpertStack stack, int expert, int block, int unit, u32 barrier,
+                         u64 policy) {
+  const u8* const from = w.planes + unit_offset(expert * stack.blocks + block, unit, stack.units);
+  copy_bytes(to, from, COUNT * UNIT_BYTES, barrier, policy);
 }
 
 // The step that a warp fetches next: a unit of an item, and the slot for it.
@@ -74,18 +89,13 @@ template <class W, class S, class Tiles> struct Ring {
     at.unit = warp, at.item += gridDim.x;
     at.tile = at.next, at.next = load_tile(at.item + gridDim.x);
   }
-  // Returns the first block of a part of the item.
-  DEVICE int block(const Cursor& at, int part) const {
-    return at.tile.expert * stack.blocks + part * stack.half + at.item % items_per_tile * S::PART_BLOCKS;
-  }
+  // Returns the first block of the item in its expert's matrix.
+  DEVICE int block(int item) const { return item % items_per_tile * S::BLOCKS; }
   DEVICE void fetch_weights(const Cursor& at) const {
     if (lane || at.item >= items) return;
     const u32 to = slots + at.slot * S::SLOT + S::X_BYTES, barrier = barriers + 8 * at.slot;
     barrier_expect_bytes(barrier, 128 * __popc(at.tile.mask) + S::W_BYTES);
-#pragma unroll
-    for (int part = 0; part < S::PARTS; part++)
-      fetch_blocks<S::PART_BLOCKS>(*weights, to + part * S::PART_BYTES, block(at, part), at.unit, stack.units, barrier,
-                                   evict_first);
+    fetch_blocks<S::BLOCKS>(*weights, to, stack, at.tile.expert, block(at.item), at.unit, barrier, evict_first);
   }
   DEVICE void fetch_x(const Cursor& at) const {
     if (at.item < items && lane < S::COLUMNS && at.tile.mask >> lane & 1)
@@ -110,7 +120,7 @@ template <class W, class S, class Tiles> struct Headers {
 template <class S, class Tiles> struct Headers<PackedUnits, S, Tiles> {
   u32 memory, barriers, stride;
   RowTile next;  // of the next item whose headers are fetched
-  static DEVICE u32 bytes(const PackedUnits& w) { return 2 * S::PARTS * S::PART_BLOCKS * w.stride; }
+  static DEVICE u32 bytes(const PackedUnits& w) { return 2 * S::BLOCKS * w.stride; }
   DEVICE void open(const Ring<PackedUnits, S, Tiles>& ring, u32 at, u32 barriers_at) {
     memory = at, barriers = barriers_at, stride = ring.weights->stride;
     if (threadIdx.x == 0) {
@@ -128,17 +138,14 @@ template <class S, class Tiles> struct Headers<PackedUnits, S, Tiles> {
     const RowTile tile = next;
     next = ring.load_tile(item + gridDim.x);
     if (threadIdx.x) return;
-    const u32 barrier = barriers + 8 * (i & 1), bytes = S::PART_BLOCKS * stride;
-    const Cursor at{item, 0, 0, tile};
-    barrier_expect_bytes(barrier, S::PARTS * bytes);
-#pragma unroll
-    for (int part = 0; part < S::PARTS; part++)
-      copy_bytes(memory + ((i & 1) * S::PARTS + part) * bytes,
-                 ring.weights->headers + i64(ring.block(at, part)) * stride, bytes, barrier, ring.evict_first);
+    const u32 barrier = barriers + 8 * (i & 1), bytes = S::BLOCKS * stride;
+    const int block = tile.expert * ring.stack.blocks + ring.block(item);
+    barrier_expect_bytes(barrier, bytes);
+    copy_bytes(memory + (i & 1) * bytes, ring.weights->headers + i64(block) * stride, bytes, barrier, ring.evict_first);
   }
   DEVICE u32 wait(int i) const {
     barrier_wait(barriers + 8 * (i & 1), i >> 1 & 1);
-    return memory + (i & 1) * S::PARTS * S::PART_BLOCKS * stride;
+    return memory + (i & 1) * S::BLOCKS * stride;
   }
 };
 
@@ -147,15 +154,16 @@ template <class S, class Tiles> struct Headers<PackedUnits, S, Tiles> {
 struct Activations {
   bf16* out;
   int width;
-  DEVICE void start_item(const RowTile&, int, int) {}
-  template <class S> DEVICE void finish(const float* partials, const RowTile& tile, int index, int part) const {
+  template <class S> DEVICE void load(const RowTile&, int, int) const {}
+  template <class S>
+  DEVICE void finish(const float* partials, const RowTile& tile, int index, int part, int) const {
     constexpr int PAIRS = S::ROWS / 4;
-    for (int i = threadIdx.x; i < S::COLUMNS * PAIRS; i += S::THREADS) {
-      const int column = i / PAIRS, pair = i % PAIRS;
+    for (int j = threadIdx.x; j < S::COLUMNS * PAIRS; j += S::THREADS) {
+      const int column = j / PAIRS, pair = j % PAIRS;
       if (!(tile.mask >> column & 1)) continue;
-      const float* const at = partials + column * S::PITCH + 2 * pair;
+      const float* const at = partials + column * S::PITCH + pair / 4 * 16 + pair % 4 * 2;
       const float2 gate = sum_partials<S::WARPS>(at, S::PARTIAL);
-      const float2 up = sum_partials<S::WARPS>(at + S::ROWS / 2, S::PARTIAL);
+      const float2 up = sum_partials<S::WARPS>(at + 8, S::PARTIAL);
       const float first = gate.x / (1.f + __expf(-gate.x)) * up.x, second = gate.y / (1.f + __expf(-gate.y)) * up.y;
       bf16* const to = out + i64(index * S::COLUMNS + column) * width + part * (S::ROWS / 2) + 2 * pair;
       *reinterpret_cast<u32*>(to) = pack(first, second);
@@ -177,7 +185,8 @@ struct WeightedOutputs {
     assignments[(i & 1) * S::COLUMNS + lane] = assignment;
     factors[(i & 1) * S::COLUMNS + lane] = weights ? load_float(weights + assignment) : 1.f;
   }
-  template <class S> DEVICE void finish(const float* partials, const RowTile& tile, int part, int i) const {
+  template <class S>
+  DEVICE void finish(const float* partials, const RowTile& tile, int, int part, int i) const {
     constexpr int PAIRS = S::ROWS / 2;
     for (int j = threadIdx.x; j < S::COLUMNS * PAIRS; j += S::THREADS) {
       const int column = j / PAIRS, pair = j % PAIRS;
@@ -196,9 +205,8 @@ struct WeightedOutputs {
 template <class W, class S, class Tiles, class Outputs>
 DEVICE void run_items(const W& weights, const TensorMap* x, const Tiles& tiles, int num_tiles, ExpertStack stack,
                       Outputs outputs, u32 base, int stages, int buffers, bool weights_first) {
-  constexpr int BLOCKS = S::ROWS / 16, TILES = S::COLUMNS / 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int per_tile = (S::GATED ? stack.half : stack.blocks) / S::PART_BLOCKS;
+  const int per_tile = stack.blocks / S::BLOCKS;
   const u32 sums_at = base + S::WARPS * stages * S::SLOT;
   const u32 headers_at = sums_at + buffers * S::WARPS * S::PARTIAL * 4;
   const u32 barriers = headers_at + Headers<W, S, Tiles>::bytes(weights);
@@ -234,15 +242,15 @@ DEVICE void run_items(const W& weights, const TensorMap* x, const Tiles& tiles, 
   for (int i = 0, slot = 0; blockIdx.x + i * gridDim.x < u32(ring.items); i++) {
     const int item = blockIdx.x + i * gridDim.x;
     const RowTile following = ring.load_tile(item + gridDim.x);
-    if constexpr (!S::GATED) outputs.template load<S>(tile, item / per_tile, i);
-    WeightFragments<W, BLOCKS> rows;
+    outputs.template load<S>(tile, item / per_tile, i);
+    WeightFragments<W, S::BLOCKS> rows;
     rows.start_tile(weights, headers.wait(i), 0, warp, S::WARPS, stack.units, lane);
-    float sums[BLOCKS][TILES][4] = {};
+    float sums[S::BLOCKS][S::TILES][4] = {};
 #pragma unroll 1
     for (int j = 0; warp + j * S::WARPS < stack.units; j++) {
       barrier_wait(ring.barriers + 8 * slot, parity);
       const u32 at = ring.slots + slot * S::SLOT;
-      InputFragments<TILES> columns;
+      InputFragments<S::TILES> columns;
       columns.load(at, lane);
       rows.load(at + S::X_BYTES, j, lane);
       __syncwarp();  // all lanes have read the slot
@@ -256,8 +264,7 @@ DEVICE void run_items(const W& weights, const TensorMap* x, const Tiles& tiles, 
     store_partial<S>(set + warp * S::PARTIAL, sums, lane);
     __syncthreads();
     headers.fetch(ring, i + 2);
-    if constexpr (S::GATED) outputs.template finish<S>(set, tile, item / per_tile, item % per_tile);
-    else outputs.template finish<S>(set, tile, item % per_tile, i);
+    outputs.template finish<S>(set, tile, item / per_tile, item % per_tile, i);
     tile = following;
   }
 }
@@ -272,12 +279,12 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
     multiply_gate_up(const __grid_constant__ W weights, const __grid_constant__ TensorMap x, bf16* out,
                      const int* experts, const int* counts, const int* order, const int* num_tiles, int top, int n,
                      int k, int stages, int buffers) {
-  using S = Shape<W, BLOCKS, TILES, WARPS, true>;
+  using S = Shape<W, BLOCKS, TILES, WARPS>;
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int count = load_int(num_tiles);
   const SortedTiles<S::COLUMNS> tiles{experts, counts, order, top, count};
-  run_items<W, S>(weights, &x, tiles, count, ExpertStack{n / 16, n / 32, k / 64}, Activations{out, n / 2},
+  run_items<W, S>(weights, &x, tiles, count, ExpertStack{n / 16, k / 64}, Activations{out, n / 2},
                   aligned_shared_memory(), stages, buffers, false);
 }
 
@@ -287,13 +294,13 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
     multiply_down(const __grid_constant__ W weights, const __grid_constant__ TensorMap inner, bf16* out,
                   const int* experts, const int* counts, const int* order, const int* num_tiles,
                   const float* factors, int n, int k, int stages, int buffers) {
-  using S = Shape<W, BLOCKS, TILES, WARPS, false>;
+  using S = Shape<W, BLOCKS, TILES, WARPS>;
   __shared__ int assignments[2 * S::COLUMNS];
   __shared__ float shared_factors[2 * S::COLUMNS];
   let_next_kernel_start();
   const int count = load_int(num_tiles);
   const SortedTiles<S::COLUMNS> tiles{experts, counts, order, 0, count};
-  run_items<W, S>(weights, &inner, tiles, count, ExpertStack{n / 16, 0, k / 64},
+  run_items<W, S>(weights, &inner, tiles, count, ExpertStack{n / 16, k / 64},
                   WeightedOutputs{out, order, factors, n, assignments, shared_factors}, aligned_shared_memory(), stages,
                   buffers, true);
 }
@@ -306,13 +313,13 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
                                 const float* logits, const float* correction, int rows, int num_experts, int top,
                                 int sigmoid, int renormalize, float scale, int n, int k, int stages,
                                 int buffers) {
-  using S = Shape<W, BLOCKS, 1, WARPS, true>;
+  using S = Shape<W, BLOCKS, 1, WARPS>;
   __shared__ SelectedTiles<PER_LANE> tiles;
   wait_for_previous_kernel();
   let_next_kernel_start();
   tiles.select(SelectionRules{logits, correction, rows, num_experts, top, sigmoid, renormalize, scale},
                threadIdx.x / 32, WARPS, threadIdx.x % 32);
-  run_items<W, S>(weights, &x, tiles, tiles.count, ExpertStack{n / 16, n / 32, k / 64}, Activations{out, n / 2},
+  run_items<W, S>(weights, &x, tiles, tiles.count, ExpertStack{n / 16, k / 64}, Activations{out, n / 2},
                   aligned_shared_memory(), stages, buffers, false);
 }
 
@@ -374,10 +381,9 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
     if (lane || at.number >= steps) return;
     const RowTile tile = tiles.load_inner(at.tile, lane);
     const u32 to = slots + at.slot * slot_bytes + 1024, barrier = barriers + 8 * at.slot;
-    const int block = tile.expert * (n / 16) + blockIdx.x;
     barrier_expect_bytes(barrier, 128 * __popc(tile.mask) + step_bytes(weights));
-    fetch_blocks<1>(weights, to, block, at.unit, units, barrier, evict_first);
-    fetch_header(weights, to, block, barrier, evict_first);
+    fetch_blocks<1>(weights, to, ExpertStack{n / 16, units}, tile.expert, blockIdx.x, at.unit, barrier, evict_first);
+    fetch_header(weights, to, tile.expert * (n / 16) + blockIdx.x, barrier, evict_first);
   };
   const auto fetch_x = [&](const Step& at) {
     if (at.number >= steps) return;

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument, make_tensor_map
-from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS, SLOT_K, BF16Weight
+from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS, SLOT_K
 from emberline.kernels.cuda.uw12 import BLOCK_ROWS, UNIT_BYTES, PackedUnits, UW12Weight
 from emberline.kernels.mixture import Routing
 from emberline.kernels.triton.routing import SortedRows
@@ -23,6 +23,7 @@ from emberline.kernels.triton.routing import SortedRows
 FILE = "grouped.cu"
 MAX_SELECTING_ROWS = 8  # of x, for which the kernels select the experts themselves
 MAX_TILE_ROWS = 32
+PAIRED_ROWS = 8  # rows of gate, and as many rows of up, that a block of 16 rows of packed weights has
 MAX_EXPERTS = 256  # of a layer, for kernels that select
 
 
@@ -39,24 +40,39 @@ class GroupedPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """The matrices [count, n, k] of a layer's experts as one matrix of count * n rows."""
+    """The matrices [count, n, k] of a layer's experts.
 
-    rows: BF16Weight | UW12Weight
+    `data`: bf16, with the rows of gate before those of up; or packed as one matrix of count * n rows, where `gated`
+    ones have 8 rows of gate and 8 of up alternating.
+    """
+
+    data: Tensor | UW12Weight
     n: int
     k: int
+    gated: bool = False
 
     @property
     def source_name(self) -> str:
-        return "PackedUnits" if isinstance(self.rows, UW12Weight) else "PlainRows"
+        return "PackedUnits" if isinstance(self.data, UW12Weight) else "PlainPairs" if self.gated else "PlainRows"
 
     @property
     def header_stride(self) -> int:
-        return self.rows.header_stride if isinstance(self.rows, UW12Weight) else 0
+        return self.data.header_stride if isinstance(self.data, UW12Weight) else 0
 
     def make_argument(self, blocks: int) -> KernelArgument:
-        if isinstance(self.rows, UW12Weight):
-            return PackedUnits.from_weight(self.rows)
-        return self.rows.get_tensor_map(blocks)
+        """Return the argument of kernels that fetch so many blocks of 16 rows at a time."""
+        if isinstance(self.data, UW12Weight):
+            return PackedUnits.from_weight(self.data)
+        if not self.gated:
+            return make_tensor_map(self.data.flatten(0, 1), (BLOCK_ROWS * blocks, SLOT_K))
+        pairs = self.data.view(len(self.data), 2, -1, PAIRED_ROWS, self.k).transpose(1, 2)
+        return make_tensor_map(pairs, (1, blocks, 2, PAIRED_ROWS, SLOT_K))
+
+
+def interleave_gate_up(stack: Tensor) -> Tensor:
+    """Return a copy of [experts, 2 * width, k] in which 8 rows of gate and the 8 matching rows of up alternate."""
+    count, rows, columns = stack.shape
+    return stack.view(count, 2, rows // (2 * PAIRED_ROWS), PAIRED_ROWS, columns).transpose(1, 2).reshape(stack.shape)
 
 
 def count_shared_bytes(plan: GroupedPlan, tile_rows: int, header_stride: int) -> int:
@@ -81,7 +97,7 @@ def multiply_gate_up(
         (plan.ctas_per_sm * NUM_SMS, 1, 1),
         32 * plan.warps,
         (
-            *(weight.make_argument(plan.blocks // 2), make_tensor_map(x, (1, SLOT_K)), inner),
+            *(weight.make_argument(plan.blocks), make_tensor_map(x, (1, SLOT_K)), inner),
             *(rows.tile_experts, rows.tile_counts, rows.order, rows.num_tiles),
             *(rows.experts_per_row, weight.n, weight.k, plan.stages, plan.buffers),
         ),
@@ -127,7 +143,7 @@ def select_and_multiply_gate_up(
         (plan.ctas_per_sm * NUM_SMS, 1, 1),
         32 * plan.warps,
         (
-            *(weight.make_argument(plan.blocks // 2), make_tensor_map(x, (1, SLOT_K)), inner),
+            *(weight.make_argument(plan.blocks), make_tensor_map(x, (1, SLOT_K)), inner),
             *_make_rules(logits, routing),
             *(weight.n, weight.k, plan.stages, plan.buffers),
         ),
@@ -183,16 +199,13 @@ def _per_lane(experts: int) -> int:
 
 
 def _list_kernel_names() -> list[str]:
-    sources = ("PackedUnits", "PlainRows")
-    sorted_names = [
-        f"{name}<{source}, {blocks}, {tiles}, {warps}>"
-        for name, source, blocks, tiles, warps in product(
-            ("multiply_gate_up", "multiply_down"), sources, (2, 4), (1, 2, 4), (4, 8)
-        )
-    ]
-    few = [f"select_and_multiply_gate_up<{source}, 2, 8, {count}>" for source, count in product(sources, (4, 8))]
-    down = [f"add_down<{source}, {warps}, {count}>" for source, warps, count in product(sources, (8, 12), (4, 8))]
-    return [*sorted_names, *few, *down]
+    gate_up, down = ("PackedUnits", "PlainPairs"), ("PackedUnits", "PlainRows")
+    sizes = list(product((2, 4), (1, 2, 4), (4, 8)))
+    names = [f"multiply_gate_up<{source}, {b}, {t}, {w}>" for source, (b, t, w) in product(gate_up, sizes)]
+    names += [f"multiply_down<{source}, {b}, {t}, {w}>" for source, (b, t, w) in product(down, sizes)]
+    names += [f"select_and_multiply_gate_up<{source}, 2, 8, {count}>" for source, count in product(gate_up, (4, 8))]
+    names += [f"add_down<{source}, {warps}, {count}>" for source, warps, count in product(down, (8, 12), (4, 8))]
+    return names
 
 
 VARIANTS = tuple(_list_kernel_names())
