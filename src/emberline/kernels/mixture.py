@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from emberline.kernels.cpu.library import NativeExpert, NativeMixture
-from emberline.kernels.packed_weight import PackedWeight
+from emberline.kernels.packed_weight import PackedExperts, PackedWeight
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -58,14 +58,15 @@ class Expert:
 class StackedExperts:
     """All experts of a layer, stacked in a few tensors, as GPU kernels read them."""
 
-    gate_up: Tensor  # [experts, 2 * width, hidden], the rows of gate before those of up
-    down: Tensor  # [experts, hidden, width]
+    gate_up: Tensor | PackedExperts  # [experts, 2 * width, hidden], the rows of gate before those of up
+    down: Tensor | PackedExperts  # [experts, hidden, width]
     gate_up_bias: Tensor | None = None  # float32 [experts, 2 * width]
     down_bias: Tensor | None = None  # float32 [experts, hidden]
 
     def split(self) -> tuple[Expert, ...]:
         """Return each expert with matrices for the reference backend, which are copies in float32."""
         gate_up_bias, down_bias = self.gate_up_bias, self.down_bias
+        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "only plain experts can be split"
         return tuple(
             Expert(
                 PackedWeight(gate_up.float(), len(gate_up), gate_up.shape[1], gate_up.dtype),

@@ -34,7 +34,7 @@ from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates, St
 from emberline.kernels.dense_stack import DenseLayer, DenseStack
 from emberline.kernels.latent_planner import LatentPlanner
 from emberline.kernels.mixture import Mixture
-from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
 from emberline.kernels.reference import ReferenceBackend
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
@@ -58,6 +58,7 @@ __all__ = [
     "LinearLayer",
     "LogProbs",
     "Mixture",
+    "PackedExperts",
     "PackedWeight",
     "PerHeadWeights",
     "PlannerOptions",
@@ -77,7 +78,9 @@ __all__ = [
     "current_backend",
     "edit_logits",
     "embed",
+    "empty_experts",
     "empty_weight",
+    "fill_experts",
     "fill_newest_tokens",
     "fill_weight",
     "find_slots",
@@ -124,6 +127,19 @@ def fill_weight(weight: PackedWeight, values: Tensor) -> int:
     Return the bytes used.
     """
     return backend_of(values).fill_weight(weight, values)
+
+
+def empty_experts(count: int, n: int, k: int, *, gated: bool = False) -> PackedExperts:
+    """Return the experts of a layer on a GPU without memory; `fill_experts` sets their values later."""
+    return PackedExperts(count, n, k, WeightLayout.ROWS, None, 0, gated)
+
+
+def fill_experts(experts: PackedExperts, values: Tensor) -> int:
+    """Store the values [count, n, k] in the empty experts, losslessly compressed if that is smaller.
+
+    Return the bytes used.
+    """
+    return backend_of(values).fill_experts(experts, values)
 
 
 def add_packed_copy(weight: PackedWeight) -> int:

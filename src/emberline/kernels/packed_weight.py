@@ -37,13 +37,17 @@ class PackedWeight:
     fixed_order: bool = False  # on a GPU: the order of sums shall not depend on the number of rows of x
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PackedExperts:
-    """The matrices [count, n, k] of all experts of a layer, in another form than rows of bf16."""
+    """The matrices [count, n, k] of all experts of a layer, in another form than a tensor of bf16.
+
+    Their values may be loaded later; those that cannot be compressed are then a tensor after all, with layout ROWS.
+    """
 
     count: int
     n: int
     k: int
-    layout: WeightLayout  # UW12 or QUANTISED
-    handle: object  # what the GPU kernels need
+    layout: WeightLayout  # UW12, QUANTISED or ROWS
+    handle: object  # what the GPU kernels need; ROWS: the tensor [count, n, k]
     nbytes: int
+    gated: bool = False  # whether rows of gate and of up alternate in groups of 8, with layout UW12

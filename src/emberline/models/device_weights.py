@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -126,9 +125,10 @@ class DeviceWeights(Weights):
         def settle(whole: Tensor) -> None:
             self.loaded_bytes += ops.fill_weight(weight, whole)
 
-        pending = PendingMatrix(
-            sum(rows), columns, dtype, self.device, partial(split_stack, rows=rows, gated=gated), settle
-        )
+        def select_part(whole: Tensor, index: int) -> Tensor:
+            return split_stack(whole, rows, gated)[index]
+
+        pending = PendingMatrix((sum(rows), columns), dtype, self.device, select_part, settle)
         for i, (name, count) in enumerate(parts):
             self._queue_load(name, (count, columns), pending.add_part(i))
         return weight
@@ -141,6 +141,22 @@ class DeviceWeights(Weights):
         for name, part_shape, select in parts:
             self._queue_load(name, part_shape, select(whole))
         return whole
+
+    def load_experts(
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False
+    ) -> Tensor | ops.PackedExperts:
+        dtype = self._final_dtype([part.name for part in parts])
+        if not self.packed or dtype is not torch.bfloat16:
+            return self.stack_experts(shape, parts)
+        experts = ops.empty_experts(*shape, gated=gated)
+
+        def settle(whole: Tensor) -> None:
+            self.loaded_bytes += ops.fill_experts(experts, whole)
+
+        pending = PendingMatrix(shape, dtype, self.device, lambda whole, i: parts[i].select(whole), settle)
+        for i, part in enumerate(parts):
+            self._queue_load(part.name, part.shape, pending.add_part(i))
+        return experts
 
     def transform(self, tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         self._transforms.append((tensor, function))

@@ -32,19 +32,19 @@ def split_stack(stacked: Tensor, rows: Sequence[int], gated: bool) -> list[Tenso
 
 
 class PendingMatrix:
-    """A matrix that is allocated when its first part arrives and passed to `on_complete` after the last."""
+    """A matrix, or a stack of them, that is allocated when its first part arrives and passed to `on_complete` after the last."""
 
     def __init__(
         self,
-        rows: int,
-        columns: int,
+        shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        split: Callable[[Tensor], list[Tensor]],
+        select_part: Callable[[Tensor, int], Tensor],
         on_complete: Callable[[Tensor], None],
     ) -> None:
-        self._size, self._dtype, self._device = (rows, columns), dtype, device
-        self._split, self._on_complete = split, on_complete
+        """`select_part`: returns a view of the matrix for the part with an index."""
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._select_part, self._on_complete = select_part, on_complete
         self._whole: Tensor | None = None
         self._missing_parts = 0
 
@@ -54,8 +54,8 @@ class PendingMatrix:
 
     def get_destination(self, index: int) -> Tensor:
         if self._whole is None:
-            self._whole = torch.empty(self._size, dtype=self._dtype, device=self._device)
-        return self._split(self._whole)[index]
+            self._whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return self._select_part(self._whole, index)
 
     def mark_part_complete(self) -> None:
         self._missing_parts -= 1

@@ -80,6 +80,16 @@ class GPURandomWeights(Weights):
         drawn = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return self._add_to_loaded_bytes(drawn.normal_(0.0, WEIGHT_STD, generator=self._generator))
 
+    def load_experts(
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False
+    ) -> Tensor | ops.PackedExperts:
+        drawn, taken = self.stack_experts(shape, parts), self.loaded_bytes
+        if not self.packed:
+            return drawn
+        experts = ops.empty_experts(*shape, gated=gated)
+        self.loaded_bytes = taken - drawn.nbytes + ops.fill_experts(experts, drawn)
+        return experts
+
     def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
         return self._add_to_loaded_bytes(torch.ones(shape, device=self.device))
 

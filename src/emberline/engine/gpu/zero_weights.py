@@ -24,20 +24,36 @@ def make_zero_weight_model(model: DecoderModel) -> DecoderModel:
         ops.fill_weight(weight, torch.zeros(n, k, dtype=torch.bfloat16, device=device))
         return weight
 
-    parts = {name: _with_zero_weights(getattr(model, name), zero_weight) for name in ("embedding", "layers", "head")}
+    @cache
+    def zero_experts(count: int, n: int, k: int, gated: bool) -> ops.PackedExperts:
+        experts = ops.empty_experts(count, n, k, gated=gated)
+        ops.fill_experts(experts, torch.zeros(count, n, k, dtype=torch.bfloat16, device=device))
+        return experts
+
+    parts = {name: _with_zero_weights(getattr(model, name), zero_weight, zero_experts) for name in ("embedding", "layers", "head")}
     return replace(model, **parts)
 
 
-def _with_zero_weights(part: Any, make_zero_weight: Callable[[int, int, bool], ops.PackedWeight]) -> Any:
+def _with_zero_weights(
+    part: Any,
+    make_zero_weight: Callable[[int, int, bool], ops.PackedWeight],
+    make_zero_experts: Callable[[int, int, int, bool], ops.PackedExperts],
+) -> Any:
     """Return a part of a model with its weights replaced by zeros.
 
-    `make_zero_weight`: returns a zero weight for the arguments n, k and gated. This is not a nested function, since a
-    recursive closure would keep the zero weights in memory until the next garbage collection."""
+    `make_zero_weight`: returns a zero weight for the arguments n, k and gated. `make_zero_experts`: the same with the
+    number of experts first. This is not a nested function, since a recursive closure would keep the zero weights in
+    memory until the next garbage collection."""
     if isinstance(part, ops.PackedWeight):
         return make_zero_weight(part.n, part.k, part.gated) if part.dtype is torch.bfloat16 else part
+    if isinstance(part, ops.PackedExperts):
+        return make_zero_experts(part.count, part.n, part.k, part.gated) if part.handle is None else part
     if isinstance(part, tuple):
-        return tuple(_with_zero_weights(one, make_zero_weight) for one in part)
+        return tuple(_with_zero_weights(one, make_zero_weight, make_zero_experts) for one in part)
     if not is_dataclass(part) or isinstance(part, type):
         return part
-    changes = {field.name: _with_zero_weights(getattr(part, field.name), make_zero_weight) for field in fields(part)}
+    changes = {
+        field.name: _with_zero_weights(getattr(part, field.name), make_zero_weight, make_zero_experts)
+        for field in fields(part)
+    }
     return replace(part, **changes)

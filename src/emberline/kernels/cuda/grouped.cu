@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
              int renormalize, float scale, int n, int k, int slot_bytes, int stages) {
   constexpr int PITCH = 16 + 4, PARTIAL = 8 * PITCH;
   __shared__ SelectedTiles<PER_LANE> tiles;
-  __shared__ float partials[WARPS * PARTIAL];
+  __shared__ alignas(16) float partials[WARPS * PARTIAL];
   const u32 base = aligned_shared_memory();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, units = k / 64;
   const u32 slots = base + warp * stages * slot_bytes, barriers = base + WARPS * stages * slot_bytes + 8 * warp * stages;

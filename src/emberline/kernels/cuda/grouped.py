@@ -7,6 +7,7 @@ of the router, and need no other kernel.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument, make_tensor_map
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS, SLOT_K
+from emberline.kernels.cuda import uw12
 from emberline.kernels.cuda.uw12 import BLOCK_ROWS, UNIT_BYTES, PackedUnits, UW12Weight
 from emberline.kernels.mixture import Routing
 from emberline.kernels.triton.routing import SortedRows
@@ -23,6 +25,7 @@ from emberline.kernels.triton.routing import SortedRows
 FILE = "grouped.cu"
 MAX_SELECTING_ROWS = 8  # of x, for which the kernels select the experts themselves
 MAX_TILE_ROWS = 32
+MAX_COPIED_WEIGHTS = 32 << 20  # elements that are copied at a time, to alternate rows of gate and of up
 PAIRED_ROWS = 8  # rows of gate, and as many rows of up, that a block of 16 rows of packed weights has
 MAX_EXPERTS = 256  # of a layer, for kernels that select
 
@@ -73,6 +76,23 @@ def interleave_gate_up(stack: Tensor) -> Tensor:
     """Return a copy of [experts, 2 * width, k] in which 8 rows of gate and the 8 matching rows of up alternate."""
     count, rows, columns = stack.shape
     return stack.view(count, 2, rows // (2 * PAIRED_ROWS), PAIRED_ROWS, columns).transpose(1, 2).reshape(stack.shape)
+
+
+def pack_experts(stack: Tensor, *, gated: bool) -> UW12Weight | None:
+    """Return [experts, n, k] as packed matrices, or None if they cannot be packed or packing does not save enough.
+
+    `gated`: whether they are the rows of gate, then those of up. Of these, copies of a few experts exist at a time.
+    """
+    count, n, k = stack.shape
+    if stack.dtype is not torch.bfloat16 or n % 64 or not uw12.supports(count * n, k) or (gated and n % 128):
+        return None
+    step = max(1, MAX_COPIED_WEIGHTS // (n * k))
+
+    def make_pieces() -> Iterator[Tensor]:
+        for part in stack.split(step) if gated else (stack,):
+            yield (interleave_gate_up(part) if gated else part).flatten(0, 1)
+
+    return uw12.pack_pieces(count * n, k, make_pieces, stack.device)
 
 
 def count_shared_bytes(plan: GroupedPlan, tile_rows: int, header_stride: int) -> int:

@@ -36,7 +36,7 @@ from emberline.kernels.arguments import (
 )
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
 from emberline.kernels.attention_support import ScoreKind
-from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, prefill, uw12, wide, wide_parts
+from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, grouped, latent, prefill, uw12, wide, wide_parts
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
@@ -44,7 +44,7 @@ from emberline.kernels.cuda.expert_layer import ExpertLayer
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
-from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.triton import (
     activation,
@@ -91,6 +91,16 @@ class HopperBackend(OpBackend):
             weight.data, weight.handle, weight.layout = packed.planes, packed, WeightLayout.UW12
             return packed.nbytes
         return super().fill_weight(weight, values)
+
+    def fill_experts(self, experts: PackedExperts, values: Tensor) -> int:
+        """Store the values in the empty experts and return the device memory used, in bytes.
+
+        The values are stored as uw12 (12 bits per weight) if that is smaller.
+        """
+        if (packed := grouped.pack_experts(values, gated=experts.gated)) is None:
+            return super().fill_experts(experts, values)
+        experts.handle, experts.layout, experts.nbytes = packed, WeightLayout.UW12, packed.nbytes
+        return packed.nbytes
 
     def add_packed_copy(self, weight: PackedWeight) -> int:
         if weight.uw12_copy is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:
