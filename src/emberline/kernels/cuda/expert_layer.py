@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.arguments import LinearLayer, LinearOutput
+from emberline.kernels.cuda import routed_experts
 from emberline.kernels.mixture import Mixture, SharedExpert
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import WeightLayout
-from emberline.kernels.triton import experts, norm, router
+from emberline.kernels.triton import norm, router
 from emberline.kernels.triton.grouped import add_expert_outputs
 
 MAX_ROWS_IN_TWO_STREAMS = 64  # with 256 rows of DeepSeek-V2-Lite, one stream is 3 % faster
@@ -30,6 +31,8 @@ class ExpertLayer:
         shared = mixture.shared
         normed, logits = self._norm_and_score(x, mixture)
         if shared is None:
+            if routed_experts.add_selected_experts(x, normed, logits, mixture):
+                return x
             return self._add_experts(x, normed, logits, mixture)
         assert mixture.clamp is None, "no shared expert has a clamped activation"
         gate = None
@@ -63,7 +66,7 @@ class ExpertLayer:
         second.wait_stream(main)
         with torch.cuda.stream(second):
             self._run_shared(normed, shared, inner, outputs)
-        routed = experts.run_routed_experts(normed, logits, mixture, pdl=True)
+        routed = routed_experts.run_routed_experts(normed, logits, mixture)
         main.wait_stream(second)
         return add_expert_outputs(
             x, routed, mixture.routing.experts_per_row, shared=outputs, shared_gate=gate, shared_scale=shared.scale,
@@ -82,7 +85,7 @@ class ExpertLayer:
         shared: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor:
-        routed = experts.run_routed_experts(normed, logits, mixture, pdl=True)
+        routed = routed_experts.run_routed_experts(normed, logits, mixture)
         return add_expert_outputs(
             x, routed, mixture.routing.experts_per_row, shared=shared, shared_gate=gate,
             shared_scale=mixture.shared_scale, pdl=True,

@@ -149,21 +149,42 @@ template <class S, class Tiles> struct Headers<PackedUnits, S, Tiles> {
   }
 };
 
+// The assignments of an item's columns and their weights, in shared memory, double-buffered.
+template <int COLUMNS> struct ItemColumns {
+  int assignments[2][COLUMNS];
+  float factors[2][COLUMNS];
+  // Loads those of item i, for a tile with this index. `weights`: null: all are 1. Read them after a CTA barrier.
+  DEVICE void load(const int* order, const float* weights, const RowTile& tile, int index, int i) {
+    const int column = threadIdx.x;
+    if (column >= COLUMNS || !(tile.mask >> column & 1)) return;
+    const int assignment = load_int(order + index * COLUMNS + column);
+    assignments[i & 1][column] = assignment;
+    factors[i & 1][column] = weights ? load_float(weights + assignment) : 1.f;
+  }
+};
+
 // Where the outputs of items go. The CTA's threads share an item's outputs in pairs.
-// Activations: place p of a tile is row p of `out`, [places, width].
-struct Activations {
+// Activations: place p of a tile is row p of `out`, [places, width]. Inputs are multiplied by `weights`, if not null.
+template <class S> struct Activations {
   bf16* out;
   int width;
-  template <class S> DEVICE void load(const RowTile&, int, int) const {}
-  template <class S>
-  DEVICE void finish(const float* partials, const RowTile& tile, int index, int part, int) const {
+  const int* order;
+  const float* weights;
+  ItemColumns<S::COLUMNS>* columns;
+  DEVICE void load(const RowTile& tile, int index, int i) const {
+    if (weights) columns->load(order, weights, tile, index, i);
+  }
+  DEVICE void finish(const float* partials, const RowTile& tile, int index, int part, int i) const {
     constexpr int PAIRS = S::ROWS / 4;
     for (int j = threadIdx.x; j < S::COLUMNS * PAIRS; j += S::THREADS) {
       const int column = j / PAIRS, pair = j % PAIRS;
       if (!(tile.mask >> column & 1)) continue;
       const float* const at = partials + column * S::PITCH + pair / 4 * 16 + pair % 4 * 2;
-      const float2 gate = sum_partials<S::WARPS>(at, S::PARTIAL);
-      const float2 up = sum_partials<S::WARPS>(at + 8, S::PARTIAL);
+      float2 gate = sum_partials<S::WARPS>(at, S::PARTIAL), up = sum_partials<S::WARPS>(at + 8, S::PARTIAL);
+      if (weights) {
+        const float factor = columns->factors[i & 1][column];
+        gate.x *= factor, gate.y *= factor, up.x *= factor, up.y *= factor;
+      }
       const float first = gate.x / (1.f + __expf(-gate.x)) * up.x, second = gate.y / (1.f + __expf(-gate.y)) * up.y;
       bf16* const to = out + i64(index * S::COLUMNS + column) * width + part * (S::ROWS / 2) + 2 * pair;
       *reinterpret_cast<u32*>(to) = pack(first, second);
@@ -171,29 +192,21 @@ struct Activations {
   }
 };
 // Weighted outputs: assignment a is row a of `out`, [assignments, n].
-struct WeightedOutputs {
+template <class S> struct WeightedOutputs {
   bf16* out;
+  int n;
   const int* order;
   const float* weights;
-  int n;
-  int* assignments;  // in shared memory: of the items i and i + 1, double-buffered
-  float* factors;
-  template <class S> DEVICE void load(const RowTile& tile, int index, int i) const {
-    const int lane = threadIdx.x;
-    if (lane >= S::COLUMNS || !(tile.mask >> lane & 1)) return;
-    const int assignment = load_int(order + index * S::COLUMNS + lane);
-    assignments[(i & 1) * S::COLUMNS + lane] = assignment;
-    factors[(i & 1) * S::COLUMNS + lane] = weights ? load_float(weights + assignment) : 1.f;
-  }
-  template <class S>
+  ItemColumns<S::COLUMNS>* columns;
+  DEVICE void load(const RowTile& tile, int index, int i) const { columns->load(order, weights, tile, index, i); }
   DEVICE void finish(const float* partials, const RowTile& tile, int, int part, int i) const {
     constexpr int PAIRS = S::ROWS / 2;
     for (int j = threadIdx.x; j < S::COLUMNS * PAIRS; j += S::THREADS) {
       const int column = j / PAIRS, pair = j % PAIRS;
       if (!(tile.mask >> column & 1)) continue;
-      const float factor = factors[(i & 1) * S::COLUMNS + column];
+      const float factor = columns->factors[i & 1][column];
       const float2 y = sum_partials<S::WARPS>(partials + column * S::PITCH + 2 * pair, S::PARTIAL);
-      bf16* const to = out + i64(assignments[(i & 1) * S::COLUMNS + column]) * n + part * S::ROWS + 2 * pair;
+      bf16* const to = out + i64(columns->assignments[i & 1][column]) * n + part * S::ROWS + 2 * pair;
       *reinterpret_cast<u32*>(to) = pack(y.x * factor, y.y * factor);
     }
   }
@@ -242,7 +255,7 @@ DEVICE void run_items(const W& weights, const TensorMap* x, const Tiles& tiles, 
   for (int i = 0, slot = 0; blockIdx.x + i * gridDim.x < u32(ring.items); i++) {
     const int item = blockIdx.x + i * gridDim.x;
     const RowTile following = ring.load_tile(item + gridDim.x);
-    outputs.template load<S>(tile, item / per_tile, i);
+    outputs.load(tile, item / per_tile, i);
     WeightFragments<W, S::BLOCKS> rows;
     rows.start_tile(weights, headers.wait(i), 0, warp, S::WARPS, stack.units, lane);
     float sums[S::BLOCKS][S::TILES][4] = {};
@@ -264,7 +277,7 @@ DEVICE void run_items(const W& weights, const TensorMap* x, const Tiles& tiles, 
     store_partial<S>(set + warp * S::PARTIAL, sums, lane);
     __syncthreads();
     headers.fetch(ring, i + 2);
-    outputs.template finish<S>(set, tile, item / per_tile, item % per_tile, i);
+    outputs.finish(set, tile, item / per_tile, item % per_tile, i);
     tile = following;
   }
 }
@@ -277,14 +290,16 @@ DEVICE u32 aligned_shared_memory() {
 template <class W, int BLOCKS, int TILES, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS, 1)
     multiply_gate_up(const __grid_constant__ W weights, const __grid_constant__ TensorMap x, bf16* out,
-                     const int* experts, const int* counts, const int* order, const int* num_tiles, int top, int n,
-                     int k, int stages, int buffers) {
+                     const int* experts, const int* counts, const int* order, const int* num_tiles,
+                     const float* factors, int top, int n, int k, int stages, int buffers) {
   using S = Shape<W, BLOCKS, TILES, WARPS>;
+  __shared__ ItemColumns<S::COLUMNS> columns;
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int count = load_int(num_tiles);
   const SortedTiles<S::COLUMNS> tiles{experts, counts, order, top, count};
-  run_items<W, S>(weights, &x, tiles, count, ExpertStack{n / 16, k / 64}, Activations{out, n / 2},
+  run_items<W, S>(weights, &x, tiles, count, ExpertStack{n / 16, k / 64},
+                  Activations<S>{out, n / 2, order, factors, &columns},
                   aligned_shared_memory(), stages, buffers, false);
 }
 
@@ -295,13 +310,12 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
                   const int* experts, const int* counts, const int* order, const int* num_tiles,
                   const float* factors, int n, int k, int stages, int buffers) {
   using S = Shape<W, BLOCKS, TILES, WARPS>;
-  __shared__ int assignments[2 * S::COLUMNS];
-  __shared__ float shared_factors[2 * S::COLUMNS];
+  __shared__ ItemColumns<S::COLUMNS> columns;
   let_next_kernel_start();
   const int count = load_int(num_tiles);
   const SortedTiles<S::COLUMNS> tiles{experts, counts, order, 0, count};
   run_items<W, S>(weights, &inner, tiles, count, ExpertStack{n / 16, k / 64},
-                  WeightedOutputs{out, order, factors, n, assignments, shared_factors}, aligned_shared_memory(), stages,
+                  WeightedOutputs<S>{out, n, order, factors, &columns}, aligned_shared_memory(), stages,
                   buffers, true);
 }
 
@@ -319,7 +333,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   let_next_kernel_start();
   tiles.select(SelectionRules{logits, correction, rows, num_experts, top, sigmoid, renormalize, scale},
                threadIdx.x / 32, WARPS, threadIdx.x % 32);
-  run_items<W, S>(weights, &x, tiles, tiles.count, ExpertStack{n / 16, k / 64}, Activations{out, n / 2},
+  run_items<W, S>(weights, &x, tiles, tiles.count, ExpertStack{n / 16, k / 64}, Activations<S>{out, n / 2},
                   aligned_shared_memory(), stages, buffers, false);
 }
 
@@ -429,7 +443,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int row = column + i % 2;
-      if (tile.mask >> row & 1) total[i] += tiles.weight(tile.expert, row) * sums[0][0][i];
+      if (tile.mask >> row & 1) total[i] += tiles.weights[tile.expert][row] * sums[0][0][i];
     }
   }
   float* const own = partials + warp * PARTIAL + column * PITCH + lane / 4;

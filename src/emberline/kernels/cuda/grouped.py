@@ -15,9 +15,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from emberline.kernels.cuda import uw12
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument, make_tensor_map
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS, SLOT_K
-from emberline.kernels.cuda import uw12
+from emberline.kernels.cuda.routing import EXPERTS_PER_LANE, choose_experts_per_lane
 from emberline.kernels.cuda.uw12 import BLOCK_ROWS, UNIT_BYTES, PackedUnits, UW12Weight
 from emberline.kernels.mixture import Routing
 from emberline.kernels.triton.routing import SortedRows
@@ -25,9 +26,9 @@ from emberline.kernels.triton.routing import SortedRows
 FILE = "grouped.cu"
 MAX_SELECTING_ROWS = 8  # of x, for which the kernels select the experts themselves
 MAX_TILE_ROWS = 32
+DOWN_WARPS = (8, 12)  # of `add_down`
 MAX_COPIED_WEIGHTS = 32 << 20  # elements that are copied at a time, to alternate rows of gate and of up
 PAIRED_ROWS = 8  # rows of gate, and as many rows of up, that a block of 16 rows of packed weights has
-MAX_EXPERTS = 256  # of a layer, for kernels that select
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,10 @@ class ExpertMatrices:
     n: int
     k: int
     gated: bool = False
+
+    @property
+    def is_packed(self) -> bool:
+        return isinstance(self.data, UW12Weight)
 
     @property
     def source_name(self) -> str:
@@ -104,11 +109,17 @@ def count_shared_bytes(plan: GroupedPlan, tile_rows: int, header_stride: int) ->
 
 
 def multiply_gate_up(
-    x: Tensor, weight: ExpertMatrices, rows: SortedRows, plan: GroupedPlan, *, pdl: bool = True
+    x: Tensor,
+    weight: ExpertMatrices,
+    rows: SortedRows,
+    plan: GroupedPlan,
+    *,
+    scaled: bool = False,
+    pdl: bool = True,
 ) -> Tensor:
     """Return silu(gate) * up for each place of the sorted rows, [max_tiles * tile_rows, n / 2].
 
-    Places without a row are not written. The rows of gate are before those of up.
+    Places without a row are not written. `scaled`: whether inputs are multiplied by the weights of assignments.
     """
     tile_rows, width = rows.tile_rows, weight.n // 2
     assert x.dtype is torch.bfloat16 and x.is_contiguous() and x.shape[1] == weight.k and tile_rows <= MAX_TILE_ROWS
@@ -119,7 +130,7 @@ def multiply_gate_up(
         (
             *(weight.make_argument(plan.blocks), make_tensor_map(x, (1, SLOT_K)), inner),
             *(rows.tile_experts, rows.tile_counts, rows.order, rows.num_tiles),
-            *(rows.experts_per_row, weight.n, weight.k, plan.stages, plan.buffers),
+            *(rows.weights if scaled else None, rows.experts_per_row, weight.n, weight.k, plan.stages, plan.buffers),
         ),
         pdl=pdl,
         shared_bytes=count_shared_bytes(plan, tile_rows, weight.header_stride),
@@ -128,11 +139,17 @@ def multiply_gate_up(
 
 
 def multiply_down(
-    inner: Tensor, weight: ExpertMatrices, rows: SortedRows, plan: GroupedPlan, *, pdl: bool = True
+    inner: Tensor,
+    weight: ExpertMatrices,
+    rows: SortedRows,
+    plan: GroupedPlan,
+    *,
+    scaled: bool = True,
+    pdl: bool = True,
 ) -> Tensor:
-    """Return the weighted outputs of each assignment, [assignments, n]. `inner`: from `multiply_gate_up`.
+    """Return the outputs of each assignment, [assignments, n]. `inner`: from `multiply_gate_up`.
 
-    With `pdl`, the kernel before the preceding one must have ended: `multiply_gate_up` waits for it.
+    `scaled`: whether outputs are multiplied by the weights of assignments. With `pdl`, the kernel before the preceding one must have ended: `multiply_gate_up` waits for it.
     """
     tile_rows = rows.tile_rows
     out = inner.new_empty(len(rows.weights), weight.n)
@@ -141,7 +158,7 @@ def multiply_down(
         32 * plan.warps,
         (
             *(weight.make_argument(plan.blocks), make_tensor_map(inner, (1, SLOT_K)), out),
-            *(rows.tile_experts, rows.tile_counts, rows.order, rows.num_tiles, rows.weights),
+            *(rows.tile_experts, rows.tile_counts, rows.order, rows.num_tiles, rows.weights if scaled else None),
             *(weight.n, weight.k, plan.stages, plan.buffers),
         ),
         pdl=pdl,
@@ -158,7 +175,7 @@ def select_and_multiply_gate_up(
     assert x.is_contiguous() and x.shape == (rows, weight.k) and rows <= MAX_SELECTING_ROWS
     used = min(experts, rows * routing.experts_per_row)
     inner = x.new_empty(MAX_SELECTING_ROWS * used, weight.n // 2)
-    name = f"select_and_multiply_gate_up<{weight.source_name}, {plan.blocks}, {plan.warps}, {_per_lane(experts)}>"
+    name = f"select_and_multiply_gate_up<{weight.source_name}, {plan.blocks}, {plan.warps}, {choose_experts_per_lane(experts)}>"
     _get_kernel(name)(
         (plan.ctas_per_sm * NUM_SMS, 1, 1),
         32 * plan.warps,
@@ -190,7 +207,7 @@ def add_down(
     rows, experts = logits.shape
     assert state.is_contiguous() and state.shape == (rows, weight.n) and 8 * rows <= 32 * plan.warps
     slot = -(-(1024 + (UNIT_BYTES + weight.header_stride if weight.header_stride else 2048)) // 1024) * 1024
-    _get_kernel(f"add_down<{weight.source_name}, {plan.warps}, {_per_lane(experts)}>")(
+    _get_kernel(f"add_down<{weight.source_name}, {plan.warps}, {choose_experts_per_lane(experts)}>")(
         (weight.n // BLOCK_ROWS, 1, 1),
         32 * plan.warps,
         (
@@ -213,9 +230,9 @@ def _make_rules(logits: Tensor, routing: Routing) -> tuple[KernelArgument, ...]:
     )
 
 
-def _per_lane(experts: int) -> int:
-    """Return how many experts a lane of a selecting warp has."""
-    return next(count for count in (4, 8) if 32 * count >= experts)
+def choose_down_warps(k: int) -> int:
+    """Return the number of warps of `add_down` with which the busiest warp has the fewest columns (k)."""
+    return min(DOWN_WARPS, key=lambda warps: (-(-k // (SLOT_K * warps)) * warps, warps))
 
 
 def _list_kernel_names() -> list[str]:
@@ -223,8 +240,8 @@ def _list_kernel_names() -> list[str]:
     sizes = list(product((2, 4), (1, 2, 4), (4, 8)))
     names = [f"multiply_gate_up<{source}, {b}, {t}, {w}>" for source, (b, t, w) in product(gate_up, sizes)]
     names += [f"multiply_down<{source}, {b}, {t}, {w}>" for source, (b, t, w) in product(down, sizes)]
-    names += [f"select_and_multiply_gate_up<{source}, 2, 8, {count}>" for source, count in product(gate_up, (4, 8))]
-    names += [f"add_down<{source}, {warps}, {count}>" for source, warps, count in product(down, (8, 12), (4, 8))]
+    names += [f"select_and_multiply_gate_up<{source}, 2, 8, {count}>" for source, count in product(gate_up, EXPERTS_PER_LANE)]
+    names += [f"add_down<{source}, {warps}, {count}>" for source, warps, count in product(down, DOWN_WARPS, EXPERTS_PER_LANE)]
     return names
 
 
@@ -235,11 +252,9 @@ def count_static_bytes(kernel_name: str) -> int:
     """Return an upper bound of the shared memory that a kernel has beside the dynamic one, in bytes."""
     function, _, arguments = kernel_name.rstrip(">").partition("<")
     numbers = [int(number) for number in arguments.split(", ")[1:]]
-    if function == "multiply_gate_up":
-        return 0
-    if function == "multiply_down":
+    if function in ("multiply_gate_up", "multiply_down"):
         return 16 * 8 * numbers[1]
-    tables = 64 + 32 * numbers[-1] * (8 + 4 * MAX_SELECTING_ROWS)
+    tables = 128 + 32 * numbers[-1] * (8 + 4 * MAX_SELECTING_ROWS)
     return tables + (numbers[0] * 640 if function == "add_down" else 0)
 
 
