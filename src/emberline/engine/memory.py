@@ -250,7 +250,7 @@ def step_bytes(
 ) -> dict[str, int]:
     """Return the bytes of everything on a GPU but weights and KV cache. `block_bytes`: of a KV block."""
     tokens, running = limits.max_batch_tokens, limits.max_running
-    grid = ShapeGrid.for_model(sizes.layer_weights, tokens)
+    grid = ShapeGrid.for_model(sizes.layer_weights, tokens, has_experts=sizes.has_experts)
     shapes = captured_shapes(running, tokens, grid, queries=sizes.list_row_queries(limits.max_new_tokens))
     chains = sum(not shape.chunks for shape in shapes) if limits.max_new_tokens > 1 else 0  # of a draft model
     graphs = len(shapes) + chains
@@ -293,7 +293,8 @@ def usable_bytes(total_bytes: int, free_bytes: int, allocated_bytes: int) -> int
 
 def shape_grid_for(config: ModelConfig, max_batch_tokens: int) -> ShapeGrid:
     """Return the sizes of steps with prompt chunks that are captured for this model."""
-    return ShapeGrid.for_model(StepSizes.of(outline_of(config), config.vocab).layer_weights, max_batch_tokens)
+    sizes = StepSizes.of(outline_of(config), config.vocab)
+    return ShapeGrid.for_model(sizes.layer_weights, max_batch_tokens, has_experts=sizes.has_experts)
 
 
 def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False, both: bool = False) -> int:
