@@ -32,7 +32,10 @@ def split_stack(stacked: Tensor, rows: Sequence[int], gated: bool) -> list[Tenso
 
 
 class PendingMatrix:
-    """A matrix, or a stack of them, that is allocated when its first part arrives and passed to `on_complete` after the last."""
+    """A matrix, or a stack of them, that is allocated when its first part arrives.
+
+    After the last part it is passed to `on_complete`.
+    """
 
     def __init__(
         self,

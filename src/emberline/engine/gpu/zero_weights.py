@@ -30,7 +30,10 @@ def make_zero_weight_model(model: DecoderModel) -> DecoderModel:
         ops.fill_experts(experts, torch.zeros(count, n, k, dtype=torch.bfloat16, device=device))
         return experts
 
-    parts = {name: _with_zero_weights(getattr(model, name), zero_weight, zero_experts) for name in ("embedding", "layers", "head")}
+    parts = {
+        name: _with_zero_weights(getattr(model, name), zero_weight, zero_experts)
+        for name in ("embedding", "layers", "head")
+    }
     return replace(model, **parts)
 
 

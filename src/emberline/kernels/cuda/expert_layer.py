@@ -69,7 +69,8 @@ class ExpertLayer:
         routed = routed_experts.run_routed_experts(normed, logits, mixture)
         main.wait_stream(second)
         return add_expert_outputs(
-            x, routed, mixture.routing.experts_per_row, shared=outputs, shared_gate=gate, shared_scale=shared.scale,
+            x, routed.outputs, mixture.routing.experts_per_row, sorted_rows=routed.sorted_rows, shared=outputs,
+            shared_gate=gate, shared_scale=shared.scale,
         )  # fmt: skip
 
     def _run_shared(self, normed: Tensor, shared: SharedExpert, inner: Tensor, outputs: Tensor) -> None:
@@ -87,6 +88,6 @@ class ExpertLayer:
     ) -> Tensor:
         routed = routed_experts.run_routed_experts(normed, logits, mixture)
         return add_expert_outputs(
-            x, routed, mixture.routing.experts_per_row, shared=shared, shared_gate=gate,
-            shared_scale=mixture.shared_scale, pdl=True,
+            x, routed.outputs, mixture.routing.experts_per_row, sorted_rows=routed.sorted_rows, shared=shared,
+            shared_gate=gate, shared_scale=mixture.shared_scale, pdl=True,
         )  # fmt: skip

@@ -26,7 +26,7 @@ from emberline.kernels.triton.routing import SortedRows
 FILE = "grouped.cu"
 MAX_SELECTING_ROWS = 8  # of x, for which the kernels select the experts themselves
 MAX_TILE_ROWS = 32
-DOWN_WARPS = (8, 12)  # of `add_down`
+DOWN_WARPS = (4, 6, 8)  # of `add_down`, each with two units of 64 k at a time
 MAX_COPIED_WEIGHTS = 32 << 20  # elements that are copied at a time, to alternate rows of gate and of up
 PAIRED_ROWS = 8  # rows of gate, and as many rows of up, that a block of 16 rows of packed weights has
 
@@ -149,7 +149,8 @@ def multiply_down(
 ) -> Tensor:
     """Return the outputs of each assignment, [assignments, n]. `inner`: from `multiply_gate_up`.
 
-    `scaled`: whether outputs are multiplied by the weights of assignments. With `pdl`, the kernel before the preceding one must have ended: `multiply_gate_up` waits for it.
+    `scaled`: whether outputs are multiplied by the weights of assignments. With `pdl`, the kernel before the preceding
+    one must have ended: `multiply_gate_up` waits for it.
     """
     tile_rows = rows.tile_rows
     out = inner.new_empty(len(rows.weights), weight.n)
@@ -175,8 +176,8 @@ def select_and_multiply_gate_up(
     assert x.is_contiguous() and x.shape == (rows, weight.k) and rows <= MAX_SELECTING_ROWS
     used = min(experts, rows * routing.experts_per_row)
     inner = x.new_empty(MAX_SELECTING_ROWS * used, weight.n // 2)
-    name = f"select_and_multiply_gate_up<{weight.source_name}, {plan.blocks}, {plan.warps}, {choose_experts_per_lane(experts)}>"
-    _get_kernel(name)(
+    sizes = f"{plan.blocks}, {plan.warps}, {choose_experts_per_lane(experts)}"
+    _get_kernel(f"select_and_multiply_gate_up<{weight.source_name}, {sizes}>")(
         (plan.ctas_per_sm * NUM_SMS, 1, 1),
         32 * plan.warps,
         (
@@ -206,7 +207,8 @@ def add_down(
     """
     rows, experts = logits.shape
     assert state.is_contiguous() and state.shape == (rows, weight.n) and 8 * rows <= 32 * plan.warps
-    slot = -(-(1024 + (UNIT_BYTES + weight.header_stride if weight.header_stride else 2048)) // 1024) * 1024
+    weights_bytes = 2 * UNIT_BYTES + weight.header_stride if weight.header_stride else 2 * 2048
+    slot = -(-(2 * 1024 + weights_bytes) // 1024) * 1024
     _get_kernel(f"add_down<{weight.source_name}, {plan.warps}, {choose_experts_per_lane(experts)}>")(
         (weight.n // BLOCK_ROWS, 1, 1),
         32 * plan.warps,
@@ -232,7 +234,7 @@ def _make_rules(logits: Tensor, routing: Routing) -> tuple[KernelArgument, ...]:
 
 def choose_down_warps(k: int) -> int:
     """Return the number of warps of `add_down` with which the busiest warp has the fewest columns (k)."""
-    return min(DOWN_WARPS, key=lambda warps: (-(-k // (SLOT_K * warps)) * warps, warps))
+    return min(DOWN_WARPS, key=lambda warps: (-(-k // (2 * SLOT_K * warps)) * warps, -warps))
 
 
 def _list_kernel_names() -> list[str]:
@@ -240,8 +242,10 @@ def _list_kernel_names() -> list[str]:
     sizes = list(product((2, 4), (1, 2, 4), (4, 8)))
     names = [f"multiply_gate_up<{source}, {b}, {t}, {w}>" for source, (b, t, w) in product(gate_up, sizes)]
     names += [f"multiply_down<{source}, {b}, {t}, {w}>" for source, (b, t, w) in product(down, sizes)]
-    names += [f"select_and_multiply_gate_up<{source}, 2, 8, {count}>" for source, count in product(gate_up, EXPERTS_PER_LANE)]
-    names += [f"add_down<{source}, {warps}, {count}>" for source, warps, count in product(down, DOWN_WARPS, EXPERTS_PER_LANE)]
+    for source, (b, w), count in product(gate_up, ((2, 8), (4, 4)), EXPERTS_PER_LANE):
+        names.append(f"select_and_multiply_gate_up<{source}, {b}, {w}, {count}>")
+    for source, warps, count in product(down, DOWN_WARPS, EXPERTS_PER_LANE):
+        names.append(f"add_down<{source}, {warps}, {count}>")
     return names
 
 

@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(256) select_rows(const float* logits, const fl
 template <int PER_LANE>
 __global__ void __launch_bounds__(1024) place_rows(const int* chosen, const int* ranks, const int* counts, int rows,
                                                    int top, int rows_per_block, int tile_rows, int* order,
-                                                   int* tile_experts, int* tile_counts, int* num_tiles) {
+                                                   int* places_out, int* tile_experts, int* tile_counts,
+                                                   int* num_tiles) {
   constexpr int EXPERTS = 32 * PER_LANE, GROUPS = 1024 / EXPERTS;  // of threads, which share the blocks
   __shared__ int totals[EXPERTS], places[EXPERTS], first_tiles[EXPERTS];
   const int thread = threadIdx.x, expert = thread % EXPERTS, lane = thread % 32;
@@ -73,7 +74,9 @@ __global__ void __launch_bounds__(1024) place_rows(const int* chosen, const int*
 #pragma unroll 1
   for (int i = begin + thread; i < end; i += 1024) {
     const int number = load_int(chosen + i);
-    order[first_tiles[number] * tile_rows + places[number] + load_int(ranks + i)] = i;
+    const int place = first_tiles[number] * tile_rows + places[number] + load_int(ranks + i);
+    order[place] = i;
+    places_out[i] = place;
   }
   // The tiles of experts b, b + blocks, .. are described by block b, each expert by a warp.
 #pragma unroll 1
@@ -83,4 +86,19 @@ __global__ void __launch_bounds__(1024) place_rows(const int* chosen, const int*
       tile_experts[first_tiles[number] + tile] = number;
       tile_counts[first_tiles[number] + tile] = min(tile_rows, totals[number] - tile * tile_rows);
     }
+}
+
+// Copies each row of x, of `chunks` times 16 bytes, to its places.
+__global__ void __launch_bounds__(256) sort_rows(const uint4* x, const int* places, int top, int chunks, uint4* out) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const i64 row = blockIdx.x;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < chunks; i += 256) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(x + row * chunks + i) : "memory");
+#pragma unroll 4
+    for (int rank = 0; rank < top; rank++) out[i64(load_int(places + row * top + rank)) * chunks + i] = v;
+  }
 }

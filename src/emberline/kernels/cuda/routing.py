@@ -43,9 +43,9 @@ def route_rows(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = Tr
     top, per_lane = rules.experts_per_row, choose_experts_per_lane(experts)
     block_rows = next(size for size, limit in ROWS_PER_BLOCK if rows <= limit)
     blocks, assignments, tiles = -(-rows // block_rows), rows * top, max_tile_count(rows * top, experts, tile_rows)
-    sizes = [assignments, assignments, tiles * tile_rows, tiles, tiles, 1, blocks * 32 * per_lane]
+    sizes = [assignments] * 3 + [tiles * tile_rows, tiles, tiles, 1, blocks * 32 * per_lane]
     integers = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device)
-    chosen, ranks, order, tile_experts, tile_counts, num_tiles, counts = integers.split(sizes)
+    chosen, ranks, places, order, tile_experts, tile_counts, num_tiles, counts = integers.split(sizes)
     weights = torch.empty(assignments, dtype=torch.float32, device=logits.device)
     is_sigmoid = rules.scores == "sigmoid"
     _get_kernel(f"select_rows<{per_lane}>")(
@@ -60,18 +60,35 @@ def route_rows(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = Tr
     _get_kernel(f"place_rows<{per_lane}>")(
         (blocks, 1, 1),
         PLACE_THREADS,
-        (chosen, ranks, counts, rows, top, block_rows, tile_rows, order, tile_experts, tile_counts, num_tiles),
+        (chosen, ranks, counts, rows, top, block_rows, tile_rows, order, places, tile_experts, tile_counts, num_tiles),
         pdl=pdl,
     )
-    return SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top)
+    return SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top, places)
 
 
-VARIANTS = tuple(f"{name}<{count}>" for name in ("select_rows", "place_rows") for count in EXPERTS_PER_LANE)
+def sort_rows(x: Tensor, rows: SortedRows, *, pdl: bool = True) -> Tensor:
+    """Return a copy of the rows of x for each place of the sorted rows, [max_tiles * tile_rows, columns].
+
+    Places without a row are not written.
+    """
+    assert rows.places is not None and x.is_contiguous() and x.shape[1] * x.element_size() % 16 == 0
+    out = x.new_empty(rows.max_tiles * rows.tile_rows, x.shape[1])
+    chunks = x.shape[1] * x.element_size() // 16
+    arguments = (x, rows.places, rows.experts_per_row, chunks, out)
+    _get_kernel("sort_rows")((len(x), 1, 1), SELECT_THREADS, arguments, pdl=pdl)
+    return out
+
+
+VARIANTS = (
+    "sort_rows",
+    *(f"{name}<{count}>" for name in ("select_rows", "place_rows") for count in EXPERTS_PER_LANE),
+)
 
 
 @cache
 def _get_kernel(kernel_name: str) -> CudaKernel:
-    return _get_module().kernel(kernel_name)
+    """Return the kernel, loaded: Triton kernels read its tables also while other kernels are only compiled."""
+    return _get_module().kernel(kernel_name).load()
 
 
 @cache

@@ -61,7 +61,9 @@ def run_routed_experts(
         normed, _view_rows(experts.gate_up), rows, tiles.gate_up,
         bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled, pdl=pdl,
     )  # fmt: skip
-    return multiply_down(inner, _view_rows(experts.down), rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl)
+    return multiply_down(
+        inner, _view_rows(experts.down), rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl
+    )
 
 
 def _view_rows(part: Tensor | PackedExperts) -> Tensor:

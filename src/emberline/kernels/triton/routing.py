@@ -43,6 +43,7 @@ class SortedRows:
     num_tiles: Tensor  # int32 [1], tiles that are used
     tile_rows: int
     experts_per_row: int
+    places: Tensor | None = None  # int32 [assignments], the place of each in `order`, if it was written
 
     @property
     def max_tiles(self) -> int:
