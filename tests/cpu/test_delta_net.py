@@ -136,6 +136,12 @@ def test_states_in_the_plan_of_a_gpu() -> None:
     small = plan(kv_memory=20 * slot)  # half of it is for states, of which one is for padding
     assert small.state_slots == 9 and small.kv_bytes == 10 * slot // block * block
     assert plan(kv_tokens=4096).kv_tokens == 4096
+    # With a number of tokens, their keys and values come first: more than half of the memory, if they need it.
+    most = ((wide := plan(max_running=512)).kv_bytes + wide.states - 16 * slot) // (block // 16)
+    crowded = plan(kv_tokens=most, max_running=512)
+    assert crowded.kv_tokens >= most and 10 < crowded.state_slots < 20
+    with pytest.raises(ModelError, match=r"states of 8928 bytes each get what \d+ bytes of keys and values leave"):
+        plan(kv_tokens=most + 15 * slot // (block // 16), max_running=512)
     with pytest.raises(ModelError, match=r"35712 bytes, and recurrent states of 8928 bytes each get half of it; 1 fit"):
         plan(kv_memory=4 * slot)
     full = ModelConfig.from_hf(tiny_delta.make_config("next") | {"layer_types": ["full_attention"] * 4})

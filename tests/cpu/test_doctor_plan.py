@@ -51,7 +51,7 @@ def boot_plans(monkeypatch: pytest.MonkeyPatch) -> list[memory.MemoryPlan]:
 
     monkeypatch.setattr(memory, "plan_memory", record_plan)
     monkeypatch.setattr(gpu_boot, "CudaDevice", HostDevice)
-    monkeypatch.setattr(gpu_boot, "_device_memory", lambda device: MEMORY)
+    monkeypatch.setattr(gpu_boot, "measure_memory", lambda device: (MEMORY, 0))
     monkeypatch.setattr(gpu_boot, "warm_up", lambda runner: 0.0)  # no kernel of the CPU reads float8
     monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
     )
 
 
-def make_stack(disk: Path | None, layout: str, shape: KVShape) -> TierStack:
+def make_stack(disk: Path | None, layout: str, shape: KVShape, snapshot_blocks: int) -> TierStack:
     size = shape.block_bytes
     below: list[Tier] = [DiskTier(disk, layout, size, 1 << 24)] if disk is not None else []
     return TierStack(HostTier(size, 400 * buffer_bytes_for(size)), below)

@@ -99,7 +99,7 @@ class TieredEngine:
         config = SchedulerConfig(block_size=BLOCK, max_batch_tokens=64, max_running=4, max_context=64)
         self.engine = Engine(config, self.runner, tiers=self.tiers)
 
-    def make_tiers(self, disk: Path | None, layout: str, shape: KVShape) -> TierStack:
+    def make_tiers(self, disk: Path | None, layout: str, shape: KVShape, snapshot_blocks: int) -> TierStack:
         size = shape.block_bytes
         below: list[Tier] = [DiskTier(disk, layout, size, 1 << 24)] if disk is not None else []
         return CheckedTierStack(HostTier(size, 64 * buffer_bytes_for(size)), below, self.device)

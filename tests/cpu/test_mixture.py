@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -151,3 +152,26 @@ def test_rows_of_nan_stay_alone(name: str) -> None:
     out = ops.run_mixture(x.clone(), made)
     assert out[2].isnan().all() and not out[[0, 1, 3, 4]].isnan().any()
     assert torch.equal(out[3:], ops.run_mixture(x[3:].clone(), made))
+
+
+def test_streams_are_joined_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a capture that fails could not be ended, and memory would be reused while the second stream reads."""
+    pytest.importorskip("triton")
+    from emberline.kernels.cuda.expert_layer import ExpertLayer
+
+    waits: list[tuple[object, object]] = []
+
+    class RecordingStream:
+        def wait_stream(self, other: object) -> None:
+            waits.append((self, other))
+
+    main, second, x = RecordingStream(), RecordingStream(), torch.zeros(1, HIDDEN)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: second)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    matrix = PackedWeight(torch.zeros(1), 1, 1, torch.bfloat16)
+    shared = SharedExpert(Expert(matrix, matrix))
+    mixture = Mixture(torch.zeros(1), 1e-5, matrix, (), Routing(1), shared)
+    with pytest.raises(AttributeError):
+        ExpertLayer(None)._run_in_two_streams(x, x, x, mixture, None)  # type: ignore[arg-type]
+    assert waits == [(second, main), (main, second)]

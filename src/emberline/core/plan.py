@@ -67,6 +67,9 @@ class WorkItem:
     # Blocks with states of another engine, which are copied to the request's slot before the step: kv/state_pages.py.
     arrived_states: Sequence[int] = ()
     published_states: Sequence[int] = ()  # blocks to which its states are then copied, for other engines
+    # Blocks of its table that had states, which are filled with zeros before the step: as keys and values, these may be
+    # NaN, and kernels read positions of a block that are not written yet.
+    cleared_blocks: Sequence[int] = ()
 
     @property
     def saves_states(self) -> bool:

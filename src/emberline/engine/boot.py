@@ -18,7 +18,6 @@ from emberline.core.engine_config import EngineConfig, TransferConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.freememory import free_memory
 from emberline.core.numerics import Numerics
-from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import has_hopper_gpu
 from emberline.engine.group_choice import choose_groups
@@ -28,7 +27,7 @@ from emberline.engine.speculation.draft_cache import make_draft_cache, share_cac
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.make_drafter import make_drafter
-from emberline.engine.state_memory import allocate_states, without_unsupported_settings
+from emberline.engine.state_memory import allocate_states
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
@@ -53,6 +52,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.loader import DTYPES, load_checkpoint
 from emberline.models.weight_dtype import check_requested_dtype, default_kv_dtype, stored_weight_format
+from emberline.models.weight_form import check_requested_weights, choose_weight_form
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -108,13 +108,14 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
     check_requested_dtype(config.dtype, on_gpu=True)
+    check_requested_weights(config.gpu.weights, on_gpu=True)
     _check_host_memory(config)
 
     def load_library() -> ctypes.CDLL | None:
         return ops.start_backend(threads=1).library
 
-    def make_tiers(layout: str, shape: KVShape) -> TierStack:
-        return _make_tiers(config, layout, shape, load_library())
+    def make_tiers(layout: str, shape: KVShape, snapshot_blocks: int) -> TierStack:
+        return _make_tiers(config, layout, shape, load_library(), snapshot_blocks)
 
     def open_endpoint(region: DeviceRegion) -> TransferEndpoint | None:
         assert config.transfer is not None
@@ -160,13 +161,16 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     torch.set_num_threads(1 if backend.library else threads)
     kernels = time.perf_counter()
     checkpoint = Checkpoint.open(Path(config.model))
-    config = without_unsupported_settings(config, ModelConfig.from_checkpoint(checkpoint), can_move_states=True)
-    model = load_checkpoint(checkpoint, config.dtype, config.requested_context)
+    form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
+    model = load_checkpoint(checkpoint, config.dtype, config.requested_context, form)
     loaded = time.perf_counter()
     scheduler = config.scheduler.for_model(model.context)
     draft_dtype = torch.bfloat16 if model.dtype is torch.float16 else model.dtype
     draft_model = load_draft_model(
-        config.speculation, model, Path(config.model), lambda checkpoint: Weights(checkpoint, draft_dtype)
+        config.speculation,
+        model,
+        Path(config.model),
+        lambda checkpoint: Weights(checkpoint, draft_dtype, form=choose_weight_form(checkpoint, config.dtype)),
     )
     groups = choose_groups(model.config.windows, model.context, model.config.parts.attention.state_layers)
     chosen_bytes = config.kv_cache.kv_memory or default_kv_bytes
@@ -206,7 +210,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         seconds={"kernels": kernels - began, "weights": loaded - kernels, "cache": planned - loaded},
         device="cpu",
         kv_dtype=_dtype_name(cache.shape.dtype),
-        numerics=_numerics_of(model, cache, "plain", "cpu"),
+        numerics=_numerics_of(model, cache, form, "cpu"),
         stored_dtype=stored_weight_format(checkpoint),
         full_context=_full_context(model),
     )
@@ -228,7 +232,7 @@ def _check_cpu_settings(config: EngineConfig) -> None:
         if value is not None:
             hint = f"drop --{name.replace('_', '-')}"
             raise InvalidRequest(f"{name} is set, but only an engine on a GPU supports it", param=name, hint=hint)
-    memory.reject_packed_weights(config.gpu.weights)
+    check_requested_weights(config.gpu.weights, on_gpu=False)
     block_size = config.scheduler.block_size
     if block_size not in (8, 16, 32) and block_size % 64:
         message = f"block_size is {block_size}; on a CPU it must be 8, 16, 32 or a multiple of 64"

@@ -23,6 +23,7 @@ from emberline.engine.memory_plan import MemoryPlan, format_gib
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import DTYPE_BYTES, choose_weight_dtype
+from emberline.models.weight_form import choose_weight_form, kept_weight_bytes
 
 if TYPE_CHECKING:
     from emberline.engine.gpu.boot import BootedGPUEngine
@@ -71,6 +72,10 @@ class WeightEstimate:
         checkpoint = Checkpoint.open(Path(config.model))
         model = ModelConfig.from_checkpoint(checkpoint)
         dtype = choose_weight_dtype(checkpoint, config.dtype, on_gpu=runs_on_gpu(config))
+        if not runs_on_gpu(config):
+            form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
+            if form != "plain":
+                return WeightEstimate(model, dtype, kept_weight_bytes(checkpoint, model, form), is_packed=False)
         packed = runs_on_gpu(config) and memory.uses_packed_weights(checkpoint, config, dtype, model)
         both = runs_on_gpu(config) and config.gpu.weights == "both"
         size = memory.weight_bytes(model, DTYPE_BYTES[dtype], packed=packed, both=both)
@@ -95,8 +100,7 @@ def boot_engine_group(
 
         awake = {name: AlwaysAwakeEngine(partial(load, name)) for name in configs}
         return EngineGroup(awake, 0, time_sharing), loaded
-    from emberline.engine.gpu.boot import usable_gpu_bytes
-    from emberline.engine.gpu.device import CudaDevice
+    from emberline.engine.gpu.device import CudaDevice, measure_memory
 
     configs = {name: _without_transfer(config) for name, config in configs.items()}
 
@@ -105,7 +109,8 @@ def boot_engine_group(
         loaded[name] = to_loaded_engine(booted)
         return booted
 
-    members, space = plan_time_sharing(configs, usable_gpu_bytes(CudaDevice().torch_device), free_memory(), load_on_gpu)
+    total, others = measure_memory(CudaDevice())
+    members, space = plan_time_sharing(configs, total, free_memory(), load_on_gpu, other_bytes=others)
     max_waiting = max(config.scheduler.max_waiting for config in configs.values())
     return EngineGroup(members, space, time_sharing, max_waiting=max_waiting), loaded
 
@@ -129,11 +134,13 @@ def plan_time_sharing(
     device_bytes: int,
     free_host_bytes: int,
     load: Callable[[str, EngineConfig], BootedGPUEngine],
+    other_bytes: int = 0,
 ) -> tuple[dict[str, SwappedEngine], int]:
     """Plan the memory of models that share a GPU with `device_bytes` on a host with `free_host_bytes`.
 
     Return the models by name, not loaded yet, and the bytes that all models that are awake may use together. Raises
-    ModelError if the models do not fit. `load`: a function that loads the model with a name and its settings."""
+    ModelError if the models do not fit. `load`: a function that loads the model with a name and its settings.
+    `other_bytes`: of the GPU's memory, what other processes use."""
     for name, config in configs.items():
         if config.speculation.uses_draft_model:
             message = f"speculate of the model {name!r} is {config.speculation.speculate}, but models that share a GPU"
@@ -143,12 +150,15 @@ def plan_time_sharing(
 
     def plan_all_models() -> dict[str, MemoryPlan]:
         return {
-            name: memory.plan_engine_memory(w.config, settings[name], device_bytes, w.dtype, packed=w.is_packed)
+            name: memory.plan_engine_memory(
+                w.config, settings[name], device_bytes, w.dtype, packed=w.is_packed, other_bytes=other_bytes
+            )
             for name, w in weighed.items()
         }
 
     planned = plan_all_models()
-    space = usable_model_bytes(device_bytes, min(s.gpu.gpu_memory_utilization for s in settings.values()))
+    utilization = min(s.gpu.gpu_memory_utilization for s in settings.values())
+    space = usable_model_bytes(device_bytes, utilization, other_bytes)
     if all(s.kv_cache.kv_memory is None for s in settings.values()):
         part = equal_kv_share(planned.values(), space)
         if part is not None:

@@ -100,9 +100,11 @@ def plan_engine_memory(
     *,
     packed: bool = False,
     draft: DraftMemory = NO_DRAFT_MODEL,
+    other_bytes: int = 0,
 ) -> MemoryPlan:
     """Return the plan of an engine with these settings and weights of this dtype. `draft`: of its draft model.
 
+    `other_bytes`: of the GPU's memory, what other processes use.
     Raises ModelError if the model does not fit, UnsupportedModel if the GPU cannot run it."""
     reject_unsupported_on_gpu(config, settings)
     reject_unsupported_experts(config, settings)
@@ -133,6 +135,7 @@ def plan_engine_memory(
         draft=draft,
         max_new_tokens=settings.speculation.max_new_tokens,
         utilization=settings.gpu.gpu_memory_utilization,
+        other_bytes=other_bytes,
     )
 
 
@@ -154,13 +157,6 @@ def uses_packed_weights(
         can_pack = can_pack and not model.experts.options.has_biases
     is_useful = coded and dtype == "bfloat16" and can_pack
     return settings.gpu.weights == "packed" or (settings.gpu.weights == "auto" and is_useful)
-
-
-def reject_packed_weights(weights: str) -> None:
-    """Raise InvalidRequest if packed weights are requested on a CPU."""
-    if weights in ("packed", "both"):
-        hint = "use --weights auto, which also reads packed files"
-        raise InvalidRequest(f"weights is {weights}; on a CPU it must be auto or plain", param="weights", hint=hint)
 
 
 def kv_dtype(settings: EngineConfig, dtype: str) -> str:
@@ -203,36 +199,36 @@ def plan_memory(
     draft: DraftMemory = NO_DRAFT_MODEL,
     max_new_tokens: int = 1,
     utilization: float = DEFAULT_UTILIZATION,
+    other_bytes: int = 0,
 ) -> MemoryPlan:
     """Return how an engine uses `total_bytes` of GPU memory. Raises ModelError if the model does not fit.
 
-    `groups`: layers that share block tables; None: all share one.
-    `kv_tokens`: the size of the KV cache in tokens; None: as many as fit. `state_slots`: slots for recurrent states;
-    None: as many as are useful and fit. `both`: weights are kept plain and packed. `tiers`, `transfer`: reserve buffers
-    for KV blocks that move to other tiers or engines. `max_new_tokens`: of a request in a step, with its draft.
-    `utilization`: part of the memory that may be used. The CUDA graphs of all step shapes are included."""
+    `groups`: layers that share block tables; None: all share one. `kv_tokens`: the size of the KV cache in tokens;
+    None: as many as fit. `state_slots`: slots for recurrent states; None: as many as are useful and fit. `both`:
+    weights are kept plain and packed. `tiers`, `transfer`: reserve buffers for KV blocks that move.
+    `max_new_tokens`: of a request in a step, with its draft. `utilization`, `other_bytes`: see `usable_bytes`."""
     groups = groups or LayerGroups.single(config.layers)
-    tables, formats = len(groups.windows), (dtype_bytes, kv_dtype_bytes, block_size)
-    sizes = max_running, max_batch_tokens, max_context, max_new_tokens
+    tables, sizes = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
+    formats = dtype_bytes, kv_dtype_bytes, block_size
     limits = StepLimits(*formats, *sizes, packed=packed, tiers=tiers, transfer=transfer, block_tables=tables)
-    token_bytes = kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + draft.kv_token_values * kv_dtype_bytes
-    block_bytes = token_bytes * block_size
-    fixed = {
-        "weights": weight_bytes(config, dtype_bytes, packed=packed, both=both) + draft.weight_bytes,
-        **step_bytes(StepSizes.of(outline_of(config), config.vocab), limits, block_bytes, draft),
-    }
+    values = draft.kv_token_values * kv_dtype_bytes
+    block_bytes = (kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + values) * block_size
+    weights = weight_bytes(config, dtype_bytes, packed=packed, both=both) + draft.weight_bytes
+    steps = step_bytes(StepSizes.of(outline_of(config), config.vocab), limits, block_bytes, draft)
+    fixed = {"weights": weights, **steps}
     needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
-    usable = int(total_bytes * utilization)
-    if (available := usable - sum(fixed.values())) <= 0:
-        raise does_not_fit_error(fixed, usable, total_bytes, needed * tables * block_bytes)
-    slots = plan_state_slots(config, available, max_running) if state_slots is None else state_slots
+    usable, needed_bytes = usable_bytes(total_bytes, utilization, other_bytes), needed * tables * block_bytes
+    if (available := usable - sum(fixed.values())) < needed_bytes:
+        raise does_not_fit_error(fixed, usable, total_bytes, needed_bytes)
+    if (slots := state_slots) is None:
+        slots = plan_state_slots(config, available, max_running, None if kv_tokens is None else needed_bytes)
     available -= (states := device_state_bytes(config, slots))
     blocks = max(0, available) // (block_bytes * tables)  # of each group, if requests are short
     if blocks < needed:
-        raise does_not_fit_error(fixed | {"states": states}, usable, total_bytes, needed * tables * block_bytes)
-    blocks = blocks if kv_tokens is None else needed
+        raise does_not_fit_error(fixed | {"states": states}, usable, total_bytes, needed_bytes)
+    blocks = needed if kv_tokens is not None else blocks
     return MemoryPlan(
-        total=total_bytes,
+        total=total_bytes - other_bytes,
         **fixed,
         kv_bytes=blocks * tables * block_bytes,
         kv_tokens=blocks * block_size,
@@ -282,13 +278,18 @@ def max_widened_blocks(block_size: int, max_context: int, max_batch_tokens: int)
     return -(-max(max_context, MIN_WIDENED_TOKENS) // block_size) + -(-max_batch_tokens // block_size) + MAX_CHUNKS
 
 
-def usable_bytes(total_bytes: int, free_bytes: int, allocated_bytes: int) -> int:
-    """Return a device's memory in bytes, without the memory that other processes use.
+def usable_bytes(total_bytes: int, utilization: float, other_bytes: int = 0) -> int:
+    """Return how much of a device's memory an engine may use: a part of the total, and what other processes leave."""
+    return min(int(total_bytes * utilization), total_bytes - other_bytes)
+
+
+def used_by_others(total_bytes: int, free_bytes: int, allocated_bytes: int) -> int:
+    """Return how many bytes of a device's memory other processes use.
 
     `allocated_bytes`: bytes that this process has allocated. Up to RESERVE_BYTES of other use are ignored, because
     this process's own CUDA context looks like memory of another process. The reserve already includes it."""
     others = total_bytes - free_bytes - allocated_bytes
-    return total_bytes if others <= RESERVE_BYTES else total_bytes - others
+    return others if others > RESERVE_BYTES else 0
 
 
 def shape_grid_for(config: ModelConfig, max_batch_tokens: int) -> ShapeGrid:

@@ -65,6 +65,7 @@ class TorchRunner:
         began = time.perf_counter()
         self._copier.save(plan.saves)
         self._copier.load(plan.loads)
+        self._copier.clear([block for w in plan.work for block in w.cleared_blocks])
         for request_id in plan.ended_ids:
             self._sampler.forget(request_id)
             if self._draft_runner is not None:

@@ -23,29 +23,42 @@ def device_state_bytes(config: ModelConfig, num_slots: int) -> int:
     return (num_slots + 1) * state_slot_bytes(config)
 
 
-def plan_state_slots(config: ModelConfig, memory_bytes: int, max_running: int) -> int:
+def plan_state_slots(config: ModelConfig, memory_bytes: int, max_running: int, kv_bytes: int | None = None) -> int:
     """Return the slots of an engine on a GPU, whose KV cache has this memory; 0 without recurrent layers."""
     slot_bytes = state_slot_bytes(config)
-    return count_state_slots(slot_bytes, memory_bytes, max_running, num_padding=1) if slot_bytes else 0
+    if not slot_bytes:
+        return 0
+    return count_state_slots(slot_bytes, memory_bytes, max_running, num_padding=1, kv_bytes=kv_bytes)
 
 
 def count_state_slots(
-    slot_bytes: int, memory_bytes: int, max_running: int, *, draft_bytes: int = 0, num_padding: int = 0
+    slot_bytes: int,
+    memory_bytes: int,
+    max_running: int,
+    *,
+    draft_bytes: int = 0,
+    num_padding: int = 0,
+    kv_bytes: int | None = None,
 ) -> int:
     """Return how many slots for states are allocated: at most half of the memory of the KV cache.
+
+    `kv_bytes`: if keys and values must have so many bytes, states get the rest instead of half.
 
     Fewer slots than `max_running` limit the number of requests that run together. `draft_bytes`: what each running
     request needs for drafted tokens, in the same half. `num_padding`: slots that are allocated beside these. Raises
     ModelError if too few fit."""
-    available = memory_bytes // 2 - num_padding * slot_bytes
+    share = memory_bytes // 2 if kv_bytes is None else memory_bytes - kv_bytes
+    available = share - num_padding * slot_bytes
     slots = (available - max_running * draft_bytes) // slot_bytes
     if slots < max_running:  # each slot may be that of a running request
         slots = available // (slot_bytes + draft_bytes)
     slots = min(max(SLOTS_PER_REQUEST * max_running, MIN_SLOTS), slots)
     if slots < MIN_SLOTS:
+        part = "half of it" if kv_bytes is None else f"what {kv_bytes} bytes of keys and values leave"
+        hint = "raise --kv-memory" if kv_bytes is None else "lower --kv-tokens"
         raise ModelError(
-            f"the KV cache has {memory_bytes} bytes, and recurrent states of {slot_bytes} bytes each get half of "
-            f"it; {max(0, slots)} fit, but at least {MIN_SLOTS} are needed",
-            hint="raise --kv-memory, or lower --max-draft" if draft_bytes else "raise --kv-memory",
+            f"the KV cache has {memory_bytes} bytes, and recurrent states of {slot_bytes} bytes each get {part}; "
+            f"{max(0, slots)} fit, but at least {MIN_SLOTS} are needed",
+            hint=f"{hint}, or lower --max-draft" if draft_bytes else hint,
         )
     return slots

@@ -36,6 +36,7 @@ def make_work(
         for item, (request, _) in zip(work, planned, strict=True):
             item.state = kv.plan_states(request, item)
             item.arrived_states, item.published_states = kv.plan_moves(request, item.start)
+            item.cleared_blocks = kv.take_cleared_blocks(request, item.start)
     return work
 
 

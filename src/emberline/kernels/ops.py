@@ -116,6 +116,14 @@ def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
     return backend_of(weight).pack_linear(weight, gated=gated)
 
 
+def pack_gguf(blocks: Tensor, type_name: str, k: int, *, gated: bool = False) -> PackedWeight:
+    """Return a matrix of GGUF blocks, uint8 [n, bytes of a row], as the products and `embed` read it.
+
+    Raises UnsupportedBlocks if the type has no kernel or k is not a multiple of its block.
+    """
+    return backend_of(blocks).pack_gguf(blocks, type_name, k, gated=gated)
+
+
 def empty_weight(n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False) -> PackedWeight:
     """Return a GPU weight without memory; `fill_weight` allocates and sets its values later."""
     return PackedWeight(torch.empty(0, dtype=dtype, device=device), n, k, dtype, WeightLayout.ROWS, gated)

@@ -79,6 +79,7 @@ class StateKVManager(KVManager):
         # By request: blocks that receive states from another engine, and blocks with states for other engines.
         self._arriving: dict[str, list[int]] = {}
         self._leaving: dict[str, list[int]] = {}
+        self._blocks_with_states: set[int] = set()  # blocks that had states, and no keys and values since
 
     def admit(self, request: Request, reserved_blocks: int = 0) -> bool:
         if not self.states.can_admit or not super().admit(request, reserved_blocks):
@@ -126,6 +127,22 @@ class StateKVManager(KVManager):
             self.kept.unpin(arrived)  # only plans after this one can overwrite them
         leaving = self._leaving.get(request.id, ())
         return arrived, leaving if start == self._handoff_blocks(request) * self.block_size else ()
+
+    def take_cleared_blocks(self, request: Request, start: int) -> Sequence[int]:
+        """Return the blocks of a request that had states, and whose keys and values its steps from `start` on write.
+
+        The others were loaded or pulled as a whole. All blocks of the request then count as keys and values."""
+        if not self._blocks_with_states:
+            return ()
+        table, first = self._block_tables[request.id], start // self.block_size
+        cleared = [block for block in table[first:] if block in self._blocks_with_states]
+        self._blocks_with_states.difference_update(table)
+        return cleared
+
+    def _allocate_for_states(self) -> list[int]:
+        blocks = self.kept.allocate(self._pages.per_slot)
+        self._blocks_with_states.update(blocks)
+        return blocks
 
     def index_full_blocks(self, request: Request) -> None:
         super().index_full_blocks(request)
@@ -217,7 +234,7 @@ class StateKVManager(KVManager):
         cached, wanted = self.states.longest_prefix(hashes[:num_shared]), len(hashes)
         request.num_computed = request.num_planned = request.num_cached = cached * self.block_size
         if request.publish and self._num_moving_blocks(request):
-            self._leaving[request.id] = self.kept.allocate(self._pages.per_slot)
+            self._leaving[request.id] = self._allocate_for_states()
         if self.pulls is not None and request.source is not None:
             is_pulling = self._start_pull(request, num_shared)
             self.states.admit(request.id, hashes[cached - 1] if cached and not is_pulling else None)
@@ -278,7 +295,7 @@ class StateKVManager(KVManager):
             self.pulls.drop_lease(request)
             request.source = None
             return False
-        first, arriving = min(num_shared, pulled), self.kept.allocate(self._pages.per_slot)
+        first, arriving = min(num_shared, pulled), self._allocate_for_states()
         targets = self._block_tables[request.id][:pulled] + arriving
         if (pull := self.pulls.start(request, targets, (first, pulled * self.block_size))) is None:
             self.kept.unpin(arriving)

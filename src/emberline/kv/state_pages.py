@@ -6,7 +6,7 @@ get the pages in blocks of the KV cache. This module does not import torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from emberline.tokens.blockhash import state_page_hash
@@ -33,3 +33,15 @@ class StatePages:
     def hashes(self, digest: bytes) -> Sequence[bytes]:
         """Return the hashes of the pages of the snapshot behind the block `digest`."""
         return [state_page_hash(digest, page) for page in range(self.per_slot)]
+
+
+def split_page(page: int, page_bytes: int, part_sizes: Sequence[int]) -> Iterator[tuple[int, slice, slice]]:
+    """Yield which parts of a slot a page contains: the index of a part, the bytes of it, and their place in the page.
+
+    `part_sizes`: bytes of the parts, which are the states of one kind in one layer."""
+    first, at = page * page_bytes, 0
+    for index, size in enumerate(part_sizes):
+        low, high = max(first, at), min(first + page_bytes, at + size)
+        if low < high:
+            yield index, slice(low - at, high - at), slice(low - first, high - first)
+        at += size

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from emberline.core.errors import ModelFileError
 from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoad
@@ -86,7 +87,8 @@ class DeviceWeights(Weights):
         self._reader = reader
         self._loads: list[TensorLoad] = []
         self._transforms: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []  # what `finish` replaces in place
-        self._quantised: list[tuple[str, Tensor | MatrixPart]] = []  # tensors that `finish` dequantises on the host
+        # Tensors that `finish` dequantises on the host, and what is added to each of their elements.
+        self._quantised: list[tuple[str, Tensor | MatrixPart, float]] = []
 
     def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
         vector = torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -188,18 +190,19 @@ class DeviceWeights(Weights):
         info = self.checkpoint.tensor_info(name)
         self._unused.remove(name)
         self.loaded_bytes += destination.nbytes if isinstance(destination, Tensor) else 0
-        if isinstance(info, QuantisedTensorInfo):
-            assert not offset
-            self._quantised.append((name, destination))
+        if isinstance(info, QuantisedTensorInfo | GGUFTensorInfo):
+            self._quantised.append((name, destination, offset))
         else:
             self._loads.append(self._make_load(name, info, destination, offset))
 
     def _fill_quantised_tensors(self) -> None:
-        for name, target in self._quantised:
+        for name, target, offset in self._quantised:
             shape = self.shard.shard_shape(name, self.checkpoint.tensor_info(name).shape)
             values = self._view_tensor(name, shape)
             destination = target if isinstance(target, Tensor) else target.matrix.get_destination(target.index)
             destination.copy_(values.reshape(destination.shape))
+            if offset:
+                destination.add_(offset)
             if isinstance(target, MatrixPart):
                 target.matrix.mark_part_complete()
 

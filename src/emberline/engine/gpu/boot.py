@@ -25,7 +25,7 @@ from emberline.core.request import Submission
 from emberline.engine import expert_limits, kv_shape, memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.attention_log import log_portable_attention
-from emberline.engine.gpu.device import CudaDevice, Device
+from emberline.engine.gpu.device import CudaDevice, Device, measure_memory
 from emberline.engine.gpu.draft_boot import load_on_device, measure_draft_model
 from emberline.engine.gpu.exact import require_fixed_order
 from emberline.engine.gpu.region import DeviceRegion
@@ -35,7 +35,7 @@ from emberline.engine.gpu.zero_weights import make_zero_weight_model
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.make_drafter import make_drafter
-from emberline.engine.state_memory import allocate_device_states, without_unsupported_settings
+from emberline.engine.state_memory import allocate_device_states
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
@@ -62,7 +62,8 @@ log = logging.getLogger("emberline.engine")
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
 WARM_UP_TOKENS = 16
 CAPTURE_BUDGET_S = 4.0  # for capturing steps before requests are accepted; the rest is captured in idle time
-MakeTiers = Callable[[str, KVShape], TierStack]  # called with the layout and shape of the cache
+# Called with the layout and shape of the cache, and the blocks that hold a snapshot of recurrent states, if any.
+MakeTiers = Callable[[str, KVShape, int], TierStack]
 LoadDraftModel = Callable[[DecoderModel], DraftModel | None]  # called with the target model
 MakeTransferEndpoint = Callable[[DeviceRegion], TransferEndpoint | None]
 SWITCH_INTERVAL_S = 5e-4  # Python's thread switch interval while several threads load the weights
@@ -84,7 +85,8 @@ class SyncRunner:
     def __init__(self, runner: GPURunner) -> None:
         self.num_blocks, self.vocab_size = runner.num_blocks, runner.vocab_size
         self.eos, self.layout, self.prepare = runner.eos, runner.layout, runner.prepare
-        self.groups, self.num_state_slots = runner.groups, runner.num_state_slots
+        self.groups = runner.groups
+        self.num_state_slots, self.pages_per_slot = runner.num_state_slots, runner.pages_per_slot
         self._runner = runner
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -118,7 +120,10 @@ def boot_gpu(
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
     served = settings.with_settings(max_context=context)
     extra = measure_draft_model(draft := load_draft(model))
-    plan = memory.plan_engine_memory(config, served, _device_memory(device), dtype, packed=weights.packed, draft=extra)
+    total, others = measure_memory(device)
+    plan = memory.plan_engine_memory(
+        config, served, total, dtype, packed=weights.packed, draft=extra, other_bytes=others
+    )
     shape = kv_shape.make_kv_shape(config, settings.scheduler.block_size, kv_dtype, plan.groups)
     if exact := settings.gpu.exact:
         require_fixed_order(model, shape)
@@ -195,7 +200,6 @@ def boot_from_checkpoint(
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_checkpoint(checkpoint)
     expert_limits.reject_unsupported_experts(config, settings)
-    settings = without_unsupported_settings(settings, config)
     context = memory.choose_max_context(config, settings)
     used = choose_weight_dtype(checkpoint, "auto" if dtype is None else str(dtype).removeprefix("torch."), on_gpu=True)
     packed = memory.uses_packed_weights(checkpoint, settings, used, config)
@@ -217,7 +221,7 @@ def boot_from_checkpoint(
         make_compiler=grammars,
         device=device,
         build_tiers=build_tiers,
-        build_endpoint=None if settings.transfer is None else build_endpoint,
+        build_endpoint=build_endpoint,
         load_draft=lambda target: load_on_device(settings.speculation, target, directory, device, packed=packed),
     )
     seconds = {"config": opened - began, "device": initialized - opened, **booted.seconds}
@@ -229,7 +233,7 @@ def make_tiers(runner: GPURunner, make_stack: MakeTiers) -> TierStack:
 
     The memory of the first tier, which is main memory, stays pinned until the tier is closed."""
     assert runner.copier is not None
-    tiers = make_stack(runner.layout, runner.cache.shape)
+    tiers = make_stack(runner.layout, runner.cache.shape, runner.pages_per_slot)
     runner.copier.attach_host_memory(tiers.host.memory)
     tiers.host.on_close = runner.copier.detach_host_memory
     return tiers
@@ -388,13 +392,3 @@ def warm_up(runner: GPURunner) -> float:
         torch.cuda.default_stream(keys.device).synchronize()
     runner.graphs = graphs
     return time.perf_counter() - began
-
-
-def _device_memory(device: Device) -> int:
-    return usable_gpu_bytes(device.torch_device) if device.torch_device.type == "cuda" else 1 << 30
-
-
-def usable_gpu_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU's memory that other processes do not use."""
-    free, total = torch.cuda.mem_get_info(device)
-    return memory.usable_bytes(total, free, torch.cuda.memory_reserved(device))

@@ -2,7 +2,8 @@
 
 A buffer has the format of kv/tiers/copier.py. On the device, a block has separate parts for the keys and the values
 of each layer. Kernels gather several blocks into scratch memory, or scatter them from it, on the stream of the
-steps. Between scratch and main memory the blocks are copied on a second stream, while the model runs:
+steps; pages of recurrent states are copied there too. Between scratch and main memory the blocks are copied on a second
+stream, while the model runs:
 
     save    step stream: gather |--> out stream: scratch to buffers
     load    in stream: buffers to scratch |--> step stream: scatter
@@ -25,6 +26,7 @@ from emberline.core.plan import BlockCopy
 from emberline.engine import memory
 from emberline.engine.gpu.device import Device, DeviceEvent, DeviceStream
 from emberline.engine.gpu.staging import ALIGN_BYTES, InputStaging
+from emberline.engine.gpu.state_copies import DeviceStateCopies
 from emberline.kv.cache import KVCache
 
 WORD_DTYPE = torch.int64  # unit in which kernels copy, independent of the cache's dtype
@@ -56,8 +58,10 @@ class ScratchBuffer:
 
 
 class DeviceCopier:
-    def __init__(self, cache: KVCache, device: Device) -> None:
+    def __init__(self, cache: KVCache, device: Device, states: DeviceStateCopies | None = None) -> None:
+        """`states`: of a model with recurrent layers, whose pages are copied too."""
         self._device = device
+        self._num_blocks, self._states = cache.num_blocks, states
         self._size = cache.shape.block_bytes
         self._blocks_per_piece = at_once = memory.blocks_per_scratch_buffer(self._size)
         parts = (part.flatten(2).view(WORD_DTYPE) for part in cache.parts)
@@ -101,11 +105,14 @@ class DeviceCopier:
         assert self._area is not None
         # A block may be given to another request while a plan is made: only its last load counts.
         loads = list({copy.block: copy for copy in loads}.values())
+        (saves, saved_pages), (loads, loaded_pages) = self._separate_pages(saves), self._separate_pages(loads)
         staged = self._block_ids.new_inputs()
         saved, loaded = (staged.put(np.array([c.block for c in copies], np.int64)) for copies in (saves, loads))
         staged.send()
         pending = [self._save_blocks(*part) for part in self._split_to_fit_scratch(saves, saved)]
+        pending += [self._save_blocks(*part) for part in self._split_to_fit_scratch(saved_pages)]
         pending += [self._load_blocks(*part) for part in self._split_to_fit_scratch(loads, loaded)]
+        pending += [self._load_blocks(*part) for part in self._split_to_fit_scratch(loaded_pages)]
 
         def finish() -> None:
             for copy in pending:
@@ -119,16 +126,28 @@ class DeviceCopier:
     def device_buffers(self) -> list[Tensor]:
         return [self._block_ids.device, *(piece.memory for piece in self._pieces)]
 
-    def _split_to_fit_scratch(
-        self, copies: Sequence[BlockCopy], block_ids: Tensor
-    ) -> Iterator[tuple[Sequence[BlockCopy], Tensor]]:
-        for i in range(0, len(copies), self._blocks_per_piece):
-            yield copies[i : i + self._blocks_per_piece], block_ids[i : i + self._blocks_per_piece]
+    def _separate_pages(self, copies: Sequence[BlockCopy]) -> tuple[list[BlockCopy], list[BlockCopy]]:
+        """Return the copies of blocks, and those of pages of states."""
+        blocks = [copy for copy in copies if copy.block < self._num_blocks]
+        return blocks, [copy for copy in copies if copy.block >= self._num_blocks]
 
-    def _save_blocks(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> PendingCopy:
+    def _split_to_fit_scratch(
+        self, copies: Sequence[BlockCopy], block_ids: Tensor | None = None
+    ) -> Iterator[tuple[Sequence[BlockCopy], Tensor | None]]:
+        for i in range(0, len(copies), self._blocks_per_piece):
+            end = i + self._blocks_per_piece
+            yield copies[i:end], None if block_ids is None else block_ids[i:end]
+
+    def _save_blocks(self, copies: Sequence[BlockCopy], block_ids: Tensor | None) -> PendingCopy:
+        """Queue the save of blocks, whose numbers the device has, or of pages of states."""
         piece = self._wait_until_free(next(self._next_out), self._step_stream)
-        for at, part in enumerate(self._parts):
-            torch.index_select(part, 0, block_ids, out=piece.memory[: len(copies), at])
+        if block_ids is None:
+            assert self._states is not None
+            for copy, row in zip(copies, piece.rows[: len(copies)], strict=True):
+                self._states.copy_from_page(copy.block, row)
+        else:
+            for at, part in enumerate(self._parts):
+                torch.index_select(part, 0, block_ids, out=piece.memory[: len(copies), at])
         self._out_stream.wait_event(self._step_stream.record_event())
         with self._out_stream.activate():
             buffers, host_copies = [self._buffer_as_tensor(copy) for copy in copies], []
@@ -141,7 +160,7 @@ class DeviceCopier:
             piece.last_copy = PendingCopy(self._out_stream.record_event(), host_copies)
         return piece.last_copy
 
-    def _load_blocks(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> PendingCopy:
+    def _load_blocks(self, copies: Sequence[BlockCopy], block_ids: Tensor | None) -> PendingCopy:
         piece = self._wait_until_free(next(self._next_in), self._in_stream)
         buffers = [self._buffer_as_tensor(copy) for copy in copies]
         if piece.pinned is not None:
@@ -152,8 +171,13 @@ class DeviceCopier:
             for row, buffer in zip(piece.rows[: len(copies)], buffers, strict=True):
                 row.copy_(buffer, non_blocking=True)
             self._step_stream.wait_event(self._in_stream.record_event())
-        for at, part in enumerate(self._parts):
-            part.index_copy_(0, block_ids, piece.memory[: len(copies), at])
+        if block_ids is None:
+            assert self._states is not None
+            for copy, row in zip(copies, piece.rows[: len(copies)], strict=True):
+                self._states.copy_to_page(copy.block, row)
+        else:
+            for at, part in enumerate(self._parts):
+                part.index_copy_(0, block_ids, piece.memory[: len(copies), at])
         piece.last_copy = PendingCopy(self._step_stream.record_event(), [])
         return piece.last_copy
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from emberline.core.errors import InvalidRequest, ModelError
+from emberline.engine.memory import used_by_others
 from emberline.models.pinned import pin, unpin
 
 log = logging.getLogger("emberline.engine")
@@ -199,3 +200,12 @@ class HostDevice:
 
     def new_stream(self) -> DeviceStream:
         return HostStream()
+
+
+def measure_memory(device: Device) -> tuple[int, int]:
+    """Return the bytes of a device's memory, and how many of them other processes use."""
+    where = device.torch_device
+    if where.type != "cuda":
+        return 1 << 30, 0
+    free, total = torch.cuda.mem_get_info(where)
+    return total, used_by_others(total, free, torch.cuda.memory_reserved(where))

@@ -33,6 +33,7 @@ from emberline.engine.gpu.rows import DeviceRows
 from emberline.engine.gpu.sampling import StepSampling, words_per_mask
 from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows, max_step_tokens, order_by_expected_use
 from emberline.engine.gpu.staging import InputStaging, StagedInputs
+from emberline.engine.gpu.state_copies import DeviceStateCopies
 from emberline.engine.gpu.step_batch import build_step_batch
 from emberline.engine.memory import shape_grid_for
 from emberline.engine.sampler import SamplingStateFactory
@@ -99,7 +100,9 @@ class GPURunner:
         self._graphs = StepGraphs(device.step_stream, InputStaging(size, device), ahead, max_step_rows(running))
         self._extra_inputs = InputStaging(size + running * words_per_mask(self.vocab_size) * 4, device)  # of sampling
         self._table_inputs = InputStaging(size, device)
-        self.copier = DeviceCopier(cache, device) if settings.tiers.has_tiers else None
+        self._state_copies = None if states is None else DeviceStateCopies(states, cache)
+        self.pages_per_slot = 0 if self._state_copies is None else self._state_copies.pages.per_slot
+        self.copier = DeviceCopier(cache, device, self._state_copies) if settings.tiers.has_tiers else None
         self.draft_model = draft_model
         self._drafting: DeviceDrafting | None = None
         if draft_model is not None:
@@ -168,6 +171,8 @@ class GPURunner:
         return [*state, *recurrent, *staged, *self._attention_planner.scratch_buffers(), *copying, *drafting]
 
     def _launch_copies(self, plan: StepPlan) -> Callable[[], None]:
+        if self._state_copies is not None:
+            self._state_copies.clear_blocks(plan.work)
         if not plan.saves and not plan.loads:
             return lambda: None
         assert self.copier is not None, "EngineConfig.tiers has no tier"
@@ -186,9 +191,11 @@ class GPURunner:
         assert queries > 1 or not (has_drafts and self._has_decode_kernel), "drafts need EngineConfig.speculation"
         shape = self._choose_captured_shape(batch.single_tokens, chunks, queries)
         model_step = self._prepare_model_step(batch, shape, queries)
-        self._copy_states([(w.state.load_from, w.state.slot) for w in work if w.state is not None])
+        if self._state_copies is not None:
+            self._state_copies.begin_step(work)
         logits = self._run_model_step(model_step)
-        self._copy_states([(w.state.slot, w.state.save_to) for w in work if w.state is not None])
+        if self._state_copies is not None:
+            self._state_copies.save_snapshots(work)
         sampled = StepSampling([*singles, *(w for w in chunks if w.samples)], self._rows, self._penalties)
         waits = sampled.waits_for_tokens()
         staged = self._extra_inputs.new_inputs()
@@ -233,14 +240,6 @@ class GPURunner:
             device_indexes, device_blocks = staged.put(indexes), staged.put(blocks)
             staged.send()
             self._rows.tables.view(-1).index_copy_(0, device_indexes, device_blocks)
-
-    def _copy_states(self, copies: Sequence[tuple[int | None, int | None]]) -> None:
-        """Queue copies of recurrent states between slots, for pairs of which neither slot is None.
-
-        Plans may reuse a slot before the steps that use it have run: all steps and copies run in the order of plans."""
-        for source, target in copies:
-            if self.states is not None and source is not None and target is not None:
-                self.states.copy_slot(source, target)
 
     def _sample_waiting_step(self) -> None:
         """If the newest step waits for the tokens that were just read, sample it now."""

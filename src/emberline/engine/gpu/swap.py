@@ -17,7 +17,7 @@ from emberline.core.clock import Clock, SystemClock
 from emberline.core.errors import ModelError, ModelNotFound, Overloaded
 from emberline.core.events import SleepStats
 from emberline.engine.engine import Engine
-from emberline.engine.memory import DEFAULT_UTILIZATION, RESERVE_BYTES
+from emberline.engine.memory import DEFAULT_UTILIZATION, RESERVE_BYTES, usable_bytes
 from emberline.engine.memory_plan import MemoryPlan, format_gib
 
 if TYPE_CHECKING:
@@ -194,12 +194,12 @@ class SwappedEngine:
         self._gpu_engine, self._sleeping_memory, self._is_awake = None, None, False
 
 
-def usable_model_bytes(device_bytes: int, utilization: float = DEFAULT_UTILIZATION) -> int:
-    """Return how many of a device's `device_bytes` may be used by models that are awake.
+def usable_model_bytes(device_bytes: int, utilization: float = DEFAULT_UTILIZATION, other_bytes: int = 0) -> int:
+    """Return how many of a device's `device_bytes`, of which other processes use some, models that are awake may use.
 
     The rest is a reserve. It also holds what sleeping models leave on the device: compiled kernels and workspaces of
     libraries."""
-    return int(device_bytes * utilization) - RESERVE_BYTES
+    return usable_bytes(device_bytes, utilization, other_bytes) - RESERVE_BYTES
 
 
 def equal_kv_share(plans: Collection[MemoryPlan], available_bytes: int) -> int | None:

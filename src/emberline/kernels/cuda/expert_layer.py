@@ -64,10 +64,12 @@ class ExpertLayer:
         if second is None:
             second = self._streams[x.device] = torch.cuda.Stream(x.device)
         second.wait_stream(main)
-        with torch.cuda.stream(second):
-            self._run_shared(normed, shared, inner, outputs)
-        routed = routed_experts.run_routed_experts(normed, logits, mixture)
-        main.wait_stream(second)
+        try:
+            with torch.cuda.stream(second):
+                self._run_shared(normed, shared, inner, outputs)
+            routed = routed_experts.run_routed_experts(normed, logits, mixture)
+        finally:  # also after an error: a capture cannot end while a stream is not joined, and memory is reused
+            main.wait_stream(second)
         return add_expert_outputs(
             x, routed.outputs, mixture.routing.experts_per_row, sorted_rows=routed.sorted_rows, shared=outputs,
             shared_gate=gate, shared_scale=shared.scale,

@@ -33,7 +33,7 @@ class ProductTile:
 
 
 @jit
-def _finish_products(
+def finish_products(
     product: tensor, up: tensor, bias: tensor, weights: tensor, assignment: tensor, is_row: tensor, expert: tensor,
     column: tensor, alpha: tensor, limit: tensor,
     WIDTH: constexpr, GATED: constexpr, HAS_BIAS: constexpr, CLAMPED: constexpr, SCALED: constexpr,
@@ -110,7 +110,7 @@ def _multiply_experts(
             if GATED:
                 matrix = tl.load(w_at + start + WIDTH * DEPTH, w_inside, 0.0)
                 up = tl.dot(inputs, matrix, up, input_precision="ieee")
-    product = _finish_products(
+    product = finish_products(
         product, up, bias, weights, assignment, is_row, expert, column, alpha, limit,
         WIDTH, GATED, HAS_BIAS, CLAMPED, SCALED,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from emberline.core.plan import BlockCopy
 from emberline.kv.cache import KVCache, StateCache
-from emberline.kv.state_pages import StatePages
+from emberline.kv.state_pages import StatePages, split_page
 
 Bytes = NDArray[np.uint8]
 
@@ -48,6 +48,11 @@ class HostBlockCopier:
             for part, buffer in zip(self._parts, self._view_buffer_as_array(copy.buffer), strict=True):
                 part[:, copy.block] = buffer
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Fill blocks that had states with zeros: kernels read keys and values that are not written yet."""
+        for part in self._parts:
+            part[:, list(blocks)] = 0
+
     def read_states(self, slot: int, blocks: Sequence[int]) -> None:
         """Copy the states that are in these blocks to a slot."""
         for page, block in enumerate(blocks):
@@ -70,14 +75,9 @@ class HostBlockCopier:
 
     def _page_parts(self, slot: int, page: int) -> Iterator[tuple[Bytes, slice]]:
         """Yield the memory of a page, part by part, each with its place in a buffer."""
-        size = self._shape.block_bytes
-        first, at = page * size, 0
-        for states in self._states:
-            for layer in states[:, slot]:
-                low, high = max(first, at), min(first + size, at + len(layer))
-                if low < high:
-                    yield layer[low - at : high - at], slice(low - first, high - first)
-                at += len(layer)
+        parts = [layer for states in self._states for layer in states[:, slot]]
+        for index, part, place in split_page(page, self._shape.block_bytes, [len(part) for part in parts]):
+            yield parts[index][part], place
 
     def _view_buffer_as_array(self, buffer: memoryview) -> NDArray[np.uint8]:
         shape = self._shape
