@@ -73,7 +73,7 @@ def select_parts(args: argparse.Namespace) -> list[BenchPart]:
     if args.what in ("engine", "all") and any(
         engine.is_measurement_selected(name, only) for name in (*engine.NAMES, *sampled_decode.NAMES)
     ):
-        work = partial(engine.measure, name_patterns=only, settings=settings, rounds=rounds)
+        work = partial(engine.measure, name_patterns=only, settings=settings, rounds=rounds, prefix=args.prefix)
         selected.append(BenchPart("engine", 150.0 + 50.0 * (rounds or engine.ROUNDS), work))
     if args.what == "speculation":
         from emberline.bench.gpu import speculation
@@ -229,6 +229,7 @@ def _argument_parser() -> argparse.ArgumentParser:
         metavar="NAMES",
         help="measurements to run, such as decode_b1,prefill_*,linear",
     )
+    parser.add_argument("--prefix", default="", help="begins the names of the engine's results, such as moe_bf16")
     parser.add_argument("--rounds", type=int, default=0, help="rounds of each measurement; 0: its own default")
     parser.add_argument(
         "--rates", type=parse_rates, default=list(openloop.RATES), help="requests per second in the open loop"

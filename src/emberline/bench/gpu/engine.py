@@ -228,6 +228,7 @@ class EngineBench:
     cost: TokenCost
     rounds: int = ROUNDS
     peer: str = ""
+    prefix: str = ""  # of the names of results, in place of "decode"
     shape: BenchShape = field(default_factory=lambda: find_shape(DEFAULT_SHAPE))
     count_experts: Callable[[int], float] | None = None  # returns the distinct experts of a layer, for a batch
 
@@ -290,14 +291,19 @@ class EngineBench:
         return self.cost.with_experts(config, 0 if config.experts is None else config.experts.count)
 
     def _add_result(self, name: str, values: float | list[float], unit: str, limit: float | None = None) -> None:
+        shown = f"{self.prefix}_{name.removeprefix('decode_')}" if self.prefix else name
         if self.peer:
-            self.report.add(f"{name}/{self.peer}", values, unit)
+            self.report.add(f"{shown}/{self.peer}", values, unit)
         else:
-            self.report.add(name, values, unit, peer=self.shape.vllm_figures.get(name), limit=limit)
+            self.report.add(shown, values, unit, peer=self.shape.vllm_figures.get(name), limit=limit)
 
 
 def measure(
-    report: BenchReport, name_patterns: Sequence[str] = (), settings: dict[str, Any] | None = None, rounds: int = 0
+    report: BenchReport,
+    name_patterns: Sequence[str] = (),
+    settings: dict[str, Any] | None = None,
+    rounds: int = 0,
+    prefix: str = "",
 ) -> None:
     from emberline.bench.gpu import sampled_decode
 
@@ -313,7 +319,7 @@ def measure(
     }
     shape, run, cost = shape_of(chosen), partial(run_job, booted.engine), compute_token_cost(chosen)
     counter = _make_counter(booted, shape)
-    bench = EngineBench(report, run, cost, rounds or ROUNDS, shape=shape, count_experts=counter)
+    bench = EngineBench(report, run, cost, rounds or ROUNDS, prefix=prefix, shape=shape, count_experts=counter)
     for name in NAMES:
         if is_measurement_selected(name, name_patterns):
             run_measurement(report, name, partial(bench.measure_by_name, name))
