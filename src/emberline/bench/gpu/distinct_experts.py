@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from emberline.engine.gpu.runner import GPURunner
-from emberline.kernels.cuda import grouped, routing
-from emberline.kernels.cuda.grouped import select_and_multiply_gate_up
+from emberline.kernels.cuda import few_experts, routing
+from emberline.kernels.cuda.few_experts import multiply_gate_up
 from emberline.kernels.cuda.routing import route_rows
 from emberline.kernels.mixture import Mixture, Routing
 from emberline.kernels.packed_weight import WeightLayout
@@ -59,10 +59,10 @@ def _recorded_counts(batch: int) -> Iterator[list[int]]:
 
     def multiply_and_count(x: Tensor, logits: Tensor, rules: Routing, *arguments: Any) -> Tensor:
         record(logits, rules)
-        return select_and_multiply_gate_up(x, logits, rules, *arguments)
+        return multiply_gate_up(x, logits, rules, *arguments)
 
-    routing.route_rows, grouped.select_and_multiply_gate_up = route_and_count, multiply_and_count
+    routing.route_rows, few_experts.multiply_gate_up = route_and_count, multiply_and_count
     try:
         yield counts
     finally:
-        routing.route_rows, grouped.select_and_multiply_gate_up = route_rows, select_and_multiply_gate_up
+        routing.route_rows, few_experts.multiply_gate_up = route_rows, multiply_gate_up

@@ -71,8 +71,8 @@ class ExpertLayer:
         finally:  # also after an error: a capture cannot end while a stream is not joined, and memory is reused
             main.wait_stream(second)
         return add_expert_outputs(
-            x, routed.outputs, mixture.routing.experts_per_row, sorted_rows=routed.sorted_rows, shared=outputs,
-            shared_gate=gate, shared_scale=shared.scale,
+            x, routed.outputs, mixture.routing.experts_per_row, sorted_rows=routed.sorted_rows,
+            weighted=routed.weighted, shared=outputs, shared_gate=gate, shared_scale=shared.scale,
         )  # fmt: skip
 
     def _run_shared(self, normed: Tensor, shared: SharedExpert, inner: Tensor, outputs: Tensor) -> None:
@@ -90,6 +90,6 @@ class ExpertLayer:
     ) -> Tensor:
         routed = routed_experts.run_routed_experts(normed, logits, mixture)
         return add_expert_outputs(
-            x, routed.outputs, mixture.routing.experts_per_row, sorted_rows=routed.sorted_rows, shared=shared,
-            shared_gate=gate, shared_scale=mixture.shared_scale, pdl=True,
+            x, routed.outputs, mixture.routing.experts_per_row, sorted_rows=routed.sorted_rows,
+            weighted=routed.weighted, shared=shared, shared_gate=gate, shared_scale=mixture.shared_scale, pdl=True,
         )  # fmt: skip

@@ -1,5 +1,5 @@
-// Which rows of x use which expert: tables that `triton/routing.py` wrote, or, for at most 8 rows, tables that each CTA
-// makes itself in shared memory. Include after common.cuh.
+// The selection of experts by their scores; and for at most 8 rows, tables of the rows of each selected expert, which
+// each CTA makes itself in shared memory. Include after common.cuh.
 #pragma once
 
 // Loads past L1. With PDL this CTA started early, and L1 may hold data from before the preceding kernel's writes.
@@ -14,24 +14,10 @@ DEVICE float load_float(const float* at) {
   return v;
 }
 
-// The rows that use one expert, or some of them: a tile has at most COLUMNS.
+// The rows that selected one expert.
 struct RowTile {
   int expert;
-  u32 mask;  // the columns that have a row
-  int row;   // row of x in the lane's column, if it has one
-};
-
-// `SortedRows` of routing.py. The input of place p is row order[p] / divisor of x, or row p if `divisor` is 0.
-template <int COLUMNS> struct SortedTiles {
-  const int *experts, *counts, *order;
-  int divisor, count;
-  DEVICE RowTile load(int tile, int lane) const {
-    if (tile >= count) return RowTile{0, 0, 0};
-    const int rows = load_int(counts + tile), place = tile * COLUMNS + lane;
-    RowTile found{load_int(experts + tile), rows < 32 ? (1u << rows) - 1 : ALL_LANES, place};
-    if (divisor && lane < rows) found.row = load_int(order + place) / divisor;
-    return found;
-  }
+  u32 mask;  // of these rows
 };
 
 // -- selection --------------------------------------------------------------------------------------------------------
@@ -141,16 +127,7 @@ template <int PER_LANE> struct SelectedTiles {
   u32 entries[EXPERTS];                        // of each tile: its expert, and its rows << 16
   int count;
 
-  DEVICE RowTile load(int tile, int lane) const {
-    if (tile >= count) return RowTile{0, 0, 0};
-    return RowTile{int(entries[tile] & 0xffff), entries[tile] >> 16, lane};
-  }
-  // The same for products whose inputs are those of the tiles, 8 rows each.
-  DEVICE RowTile load_inner(int tile, int lane) const {
-    RowTile found = load(tile, lane);
-    found.row = MAX_SELECTING_ROWS * tile + lane;
-    return found;
-  }
+  DEVICE RowTile load(int tile) const { return RowTile{int(entries[tile] & 0xffff), entries[tile] >> 16}; }
   // Selects the experts of all rows. Called by all threads of the CTA, after the kernel that wrote the logits.
   DEVICE void select(const SelectionRules& rules, int warp, int warps, int lane) {
     for (int i = threadIdx.x; i < EXPERTS; i += 32 * warps) masks[i] = 0;

@@ -1,340 +1,409 @@
-// Products of rows with the matrices of their experts, for few rows of each expert: the weights of each expert that any
-// row uses are read once. As in linear.cu, a CTA has no producer warp: warp i has the units i, i + WARPS, .. of 64 k,
-// and a private ring of slots that only it fills and reads.
+// Products of rows with the matrices of their experts by Hopper's wgmma. As in wide.cu, the product is computed as
+// y^T = w x^T, one producer warp fetches into a ring of slots, and packed weights are decoded into registers. The rows
+// of x are sorted by expert into tiles of up to COLUMNS rows.
 //
-// Tiles. The rows that use an expert are a tile, or several: at most COLUMNS rows each (expert_tiles.cuh). An item is
-// a tile and 16 BLOCKS rows of its expert's matrix; a CTA computes item after item while its rings run on. A slot has
-// 64 k of the tile's rows of x, each fetched on its own, and of the rows of w. Columns without a row have arbitrary
-// values, which do not affect the others.
+// Items. An item is a tile and 64 GROUPS rows of its expert's matrix, 64 for each warpgroup. A CTA computes item after
+// item while the ring runs on.
 //
-// Gates and ups. A block of 16 rows has 8 rows of gate and the 8 matching rows of up. Packed weights are stored so;
-// plain ones have all rows of gate before those of up, and are fetched in this order.
+// Few rows of each expert (COLUMNS is 32): reading the weights takes most of the time. The rows of x are fetched one by
+// one, from where they are.
 //
-// `multiply_gate_up` writes silu(gate) * up of each place of a tile, tile after tile. `multiply_down` reads them, and
-// writes the weighted outputs of each assignment. For at most 8 rows of x, both select the experts themselves, and
-// `add_down` adds the weighted outputs of all experts to the residual: a CTA has 16 rows of w of every expert in use.
+// Many rows: x was copied into the order of the tiles. The instruction has as many columns as the tile has rows, rounded
+// up to 32. Two CTAs of a cluster may compute different rows of w for the same tile; each fetches half of the rows of x,
+// by multicast. Otherwise the L2 would have to deliver more than it can.
 //
-// Order of sums. An output is the sum over warps, in order, of each warp's sum unit by unit; in `add_down`, of each
-// warp's weighted sums expert by expert. It does not depend on the other rows.
+// Gates and ups. A block of 16 rows has 8 rows of gate and the 8 matching rows of up, as in few_experts.cu, so that a lane
+// holds both of an output.
 #include "common.cuh"
+#include "wgmma.cuh"
 #include "uw12.cuh"
-#include "skinny.cuh"
-#include "expert_tiles.cuh"
+#include "wide_products.cuh"
+#include "wide.cuh"
 
-template <class W, int BLOCKS_, int TILES_, int WARPS_> struct Shape {
-  static constexpr int BLOCKS = BLOCKS_, TILES = TILES_, WARPS = WARPS_, THREADS = 32 * WARPS;
-  static constexpr int ROWS = 16 * BLOCKS, COLUMNS = 8 * TILES;
-  static constexpr u32 X_BYTES = 128 * COLUMNS, W_BYTES = W::BLOCK_BYTES * BLOCKS;
-  static constexpr u32 SLOT = (X_BYTES + W_BYTES + 1023) & ~1023u;  // tiles of x must be aligned to 1024
-  static constexpr int PITCH = ROWS + 4, PARTIAL = COLUMNS * PITCH;  // floats
+constexpr int BOX_ROWS = 32;  // rows of x that a copy fetches, with many rows
+
+DEVICE int load_int(const int* at) {
+  int v;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+
+// -- weights ----------------------------------------------------------------------------------------------------------
+
+// An item's rows of w: 64 GROUPS rows `block` of an expert's matrix, which has `blocks` such blocks.
+struct ItemRows {
+  int expert, block, blocks;
+  DEVICE int index() const { return expert * blocks + block; }
 };
 
-// Gates and ups as [experts, width / 8, 2, 8, k].
-struct PlainPairs {
-  static constexpr u32 BLOCK_BYTES = 2048;
+struct PlainRows {  // [experts * n, k]
+  static constexpr bool PACKED = false;
   TensorMap map;
+  DEVICE u32 header_bytes(int) const { return 0; }
+  template <int GROUPS> DEVICE void fetch(u32 to, ItemRows rows, int unit, int, u32 barrier, u64 policy) const {
+    copy_tile(to, &map, 64 * unit, 64 * GROUPS * rows.index(), barrier, policy);
+  }
+  template <int GROUPS> DEVICE void fetch_headers(u32, ItemRows, u32, u64) const {}
+};
+struct PlainPairs {  // [experts, width / 8, 2, 8, k]
+  static constexpr bool PACKED = false;
+  TensorMap map;
+  DEVICE u32 header_bytes(int) const { return 0; }
+  template <int GROUPS> DEVICE void fetch(u32 to, ItemRows rows, int unit, int, u32 barrier, u64 policy) const {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;"
+        ::"r"(to), "l"(&map), "r"(barrier), "r"(64 * unit), "r"(0), "r"(4 * GROUPS * rows.block), "r"(rows.expert),
+          "l"(policy) : "memory");
+  }
+  template <int GROUPS> DEVICE void fetch_headers(u32, ItemRows, u32, u64) const {}
+};
+struct PackedUnits {
+  static constexpr bool PACKED = true;
+  const u8 *planes, *headers;
+  u32 stride;  // bytes of a header
+  int total_blocks;
+  DEVICE u32 header_bytes(int groups) const { return 4 * groups * stride; }
+  template <int GROUPS> DEVICE void fetch(u32 to, ItemRows rows, int unit, int units, u32 barrier, u64 policy) const {
+    const u8* const from = planes + unit_offset(4 * GROUPS * rows.index(), unit, units);
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++)
+      copy_bytes(to + i * 4 * UNIT_BYTES, from + i64(i) * units * 4 * UNIT_BYTES, 4 * UNIT_BYTES, barrier, policy);
+  }
+  template <int GROUPS> DEVICE void fetch_headers(u32 to, ItemRows rows, u32 barrier, u64 policy) const {
+    copy_bytes(to, headers + i64(4 * GROUPS) * rows.index() * stride, 4 * GROUPS * stride, barrier, policy);
+  }
 };
 
-// The matrices of a layer's experts: blocks of 16 rows of each, and k / 64.
-struct ExpertStack {
-  int blocks, units;
+// -- items ------------------------------------------------------------------------------------------------------------
+
+// The tiles. The input of place p is row order[p] / divisor of x, or row p if `divisor` is 0. It is multiplied by
+// factors[order[p]], if not null.
+struct Tiles {
+  const int *experts, *counts, *order;
+  const float* factors;
+  int divisor, count;
 };
 
-// Copies 64 k of COUNT adjacent blocks of an expert, which are in the same 64 rows.
-template <int COUNT>
-DEVICE void fetch_blocks(const PlainRows& w, u32 to, ExpertStack stack, int expert, int block, int unit, u32 barrier,
-                         u64 policy) {
-  copy_tile(to, &w.map, 64 * unit, 16 * (expert * stack.blocks + block), barrier, policy);
-}
-template <int COUNT>
-DEVICE void fetch_blocks(const PlainPairs& w, u32 to, ExpertStack, int expert, int block, int unit, u32 barrier,
-                         u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;"
-      ::"r"(to), "l"(&w.map), "r"(barrier), "r"(64 * unit), "r"(0), "r"(block), "r"(expert), "l"(policy) : "memory");
-}
-template <int COUNT>
-DEVICE void fetch_blocks(const PackedUnits& w, u32 to, ExpertStack stack, int expert, int block, int unit, u32 barrier,
-                         u64 policy) {
-  const u8* const from = w.planes + unit_offset(expert * stack.blocks + block, unit, stack.units);
-  copy_bytes(to, from, COUNT * UNIT_BYTES, barrier, policy);
-}
-
-// The step that a warp fetches next: a unit of an item, and the slot for it.
-struct Cursor {
-  int item, unit, slot;
-  RowTile tile, next;  // of this item, and of the CTA's next item
+// The items of a CTA. Those of a cluster have the same tile.
+struct Items {
+  Tiles tiles;
+  int blocks, steps_per_tile;  // blocks of rows of an expert's matrix; of them, or pairs of them, for a cluster
+  int share, rank, first, stride;
+  DEVICE int count() const { return tiles.count * steps_per_tile; }
+  DEVICE int tile(int step) const { return u32(step) / u32(steps_per_tile); }
+  DEVICE int block(int step) const { return u32(step) % u32(steps_per_tile) * share + rank; }
 };
 
-// A warp's ring of slots. The warp's steps are its units, item after item.
-template <class W, class S, class Tiles> struct Ring {
+// What the producer needs of an item.
+struct FetchedItem {
+  int step, tile, expert, rows;
+  int row;  // of x, of the lane's column
+};
+template <int COLUMNS> DEVICE FetchedItem load_item(const Items& items, int step, int lane) {
+  FetchedItem found{step, items.tile(step), 0, 0, 0};
+  if (step >= items.count()) return found;
+  found.expert = load_int(items.tiles.experts + found.tile), found.rows = load_int(items.tiles.counts + found.tile);
+  found.row = found.tile * COLUMNS + lane;
+  if (COLUMNS <= 32 && items.tiles.divisor && lane < COLUMNS)
+    found.row = load_int(items.tiles.order + found.row) / items.tiles.divisor;
+  return found;
+}
+
+// The headers of an item's rows in shared memory, double-buffered; each warp reads one. Barriers: two FULL, two EMPTY.
+struct HeaderBuffers {
+  u32 memory, bytes, barriers;
+  DEVICE u32 at(int i) const { return memory + (i & 1) * bytes; }
+  DEVICE u32 full(int i) const { return barriers + 8 * (i & 1); }
+  DEVICE u32 empty(int i) const { return barriers + 16 + 8 * (i & 1); }
+};
+
+// Fetches item after item into the ring. Called by a warp. `weights_first`: x is not complete before the preceding
+// kernel has ended, but all else is.
+template <class S, class W> struct Producer {
+  Ring ring;
   const W* weights;
   const TensorMap* x;
-  const Tiles* tiles;
-  ExpertStack stack;
-  u32 slots, barriers;
-  int stages, warp, lane;
-  int items, items_per_tile;
-  u64 evict_first, evict_last;  // L2 eviction policies of weights and of x
+  const Items* items;
+  HeaderBuffers headers;
+  int units, lane;
+  u64 evict_first, evict_last;
 
-  DEVICE RowTile load_tile(int item) const { return tiles->load(item / items_per_tile, lane); }
-  DEVICE Cursor begin() const {
-    const int first = warp < stack.units ? int(blockIdx.x) : items;
-    return Cursor{first, warp, 0, load_tile(first), load_tile(first + gridDim.x)};
+  DEVICE ItemRows rows_of(const FetchedItem& item) const {
+    return ItemRows{item.expert, items->block(item.step), items->blocks};
   }
-  DEVICE void advance(Cursor& at) const {
-    if (++at.slot == stages) at.slot = 0;
-    if ((at.unit += S::WARPS) < stack.units) return;
-    at.unit = warp, at.item += gridDim.x;
-    at.tile = at.next, at.next = load_tile(at.item + gridDim.x);
+  DEVICE void fetch_headers(const FetchedItem& item, int i) const {
+    if (!W::PACKED || lane) return;
+    barrier_wait_without_trap<S>(headers.empty(i), (i >> 1 & 1) ^ 1);
+    barrier_expect_bytes(headers.full(i), headers.bytes);
+    weights->template fetch_headers<S::GROUPS>(headers.at(i), rows_of(item), headers.full(i), evict_first);
   }
-  // Returns the first block of the item in its expert's matrix.
-  DEVICE int block(int item) const { return item % items_per_tile * S::BLOCKS; }
-  DEVICE void fetch_weights(const Cursor& at) const {
-    if (lane || at.item >= items) return;
-    const u32 to = slots + at.slot * S::SLOT + S::X_BYTES, barrier = barriers + 8 * at.slot;
-    barrier_expect_bytes(barrier, 128 * __popc(at.tile.mask) + S::W_BYTES);
-    fetch_blocks<S::BLOCKS>(*weights, to, stack, at.tile.expert, block(at.item), at.unit, barrier, evict_first);
+  DEVICE void fetch_weights(const FetchedItem& item, int unit, int stage) const {
+    if (lane) return;
+    const u32 barrier = ring.full + 8 * stage;
+    const int rows = S::COLUMNS <= 32 ? item.rows : (item.rows + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS;
+    barrier_expect_bytes(barrier, 128 * rows + S::W_BYTES);
+    weights->template fetch<S::GROUPS>(ring.slots + stage * S::SLOT + S::X_BYTES, rows_of(item), unit, units, barrier,
+                                       evict_first);
   }
-  DEVICE void fetch_x(const Cursor& at) const {
-    if (at.item < items && lane < S::COLUMNS && at.tile.mask >> lane & 1)
-      copy_tile(slots + at.slot * S::SLOT + 128 * lane, x, 64 * at.unit, at.tile.row, barriers + 8 * at.slot,
-                evict_last);
-  }
-  DEVICE void fetch(Cursor& at) const {
-    fetch_weights(at);
-    __syncwarp();
-    fetch_x(at);
-    advance(at);
-  }
-};
-
-// The headers of the CTA's item i, double-buffered: half i % 2 of their memory. Plain rows have none.
-template <class W, class S, class Tiles> struct Headers {
-  static DEVICE u32 bytes(const W&) { return 0; }
-  DEVICE void open(const Ring<W, S, Tiles>&, u32, u32) {}
-  DEVICE void fetch(const Ring<W, S, Tiles>&, int) {}
-  DEVICE u32 wait(int) const { return 0; }
-};
-template <class S, class Tiles> struct Headers<PackedUnits, S, Tiles> {
-  u32 memory, barriers, stride;
-  RowTile next;  // of the next item whose headers are fetched
-  static DEVICE u32 bytes(const PackedUnits& w) { return 2 * S::BLOCKS * w.stride; }
-  DEVICE void open(const Ring<PackedUnits, S, Tiles>& ring, u32 at, u32 barriers_at) {
-    memory = at, barriers = barriers_at, stride = ring.weights->stride;
-    if (threadIdx.x == 0) {
-      barrier_init(barriers, 1), barrier_init(barriers + 8, 1);
-      fence_barrier_init();
+  DEVICE void fetch_x(const FetchedItem& item, int unit, int stage) const {
+    const u32 at = ring.slots + stage * S::SLOT, barrier = ring.full + 8 * stage;
+    if (S::COLUMNS <= 32) {
+      if (lane < item.rows) copy_tile(at + 128 * lane, x, 64 * unit, item.row, barrier, evict_last);
+      return;
     }
-    __syncthreads();
-    next = ring.load_tile(blockIdx.x);
-    fetch(ring, 0), fetch(ring, 1);
-  }
-  // Fetches the headers of item i, if it exists. Those of item i - 2 must no longer be in use.
-  DEVICE void fetch(const Ring<PackedUnits, S, Tiles>& ring, int i) {
-    const int item = blockIdx.x + i * gridDim.x;
-    if (item >= ring.items) return;
-    const RowTile tile = next;
-    next = ring.load_tile(item + gridDim.x);
-    if (threadIdx.x) return;
-    const u32 barrier = barriers + 8 * (i & 1), bytes = S::BLOCKS * stride;
-    const int block = tile.expert * ring.stack.blocks + ring.block(item);
-    barrier_expect_bytes(barrier, bytes);
-    copy_bytes(memory + (i & 1) * bytes, ring.weights->headers + i64(block) * stride, bytes, barrier, ring.evict_first);
-  }
-  DEVICE u32 wait(int i) const {
-    barrier_wait(barriers + 8 * (i & 1), i >> 1 & 1);
-    return memory + (i & 1) * S::BLOCKS * stride;
-  }
-};
-
-// The assignments of an item's columns and their weights, in shared memory, double-buffered.
-template <int COLUMNS> struct ItemColumns {
-  int assignments[2][COLUMNS];
-  float factors[2][COLUMNS];
-  // Loads those of item i, for a tile with this index. `weights`: null: all are 1. Read them after a CTA barrier.
-  DEVICE void load(const int* order, const float* weights, const RowTile& tile, int index, int i) {
-    const int column = threadIdx.x;
-    if (column >= COLUMNS || !(tile.mask >> column & 1)) return;
-    const int assignment = load_int(order + index * COLUMNS + column);
-    assignments[i & 1][column] = assignment;
-    factors[i & 1][column] = weights ? load_float(weights + assignment) : 1.f;
-  }
-};
-
-// Where the outputs of items go. The CTA's threads share an item's outputs in pairs.
-// Activations: place p of a tile is row p of `out`, [places, width]. Inputs are multiplied by `weights`, if not null.
-template <class S> struct Activations {
-  bf16* out;
-  int width;
-  const int* order;
-  const float* weights;
-  ItemColumns<S::COLUMNS>* columns;
-  DEVICE void load(const RowTile& tile, int index, int i) const {
-    if (weights) columns->load(order, weights, tile, index, i);
-  }
-  DEVICE void finish(const float* partials, const RowTile& tile, int index, int part, int i) const {
-    constexpr int PAIRS = S::ROWS / 4;
-    for (int j = threadIdx.x; j < S::COLUMNS * PAIRS; j += S::THREADS) {
-      const int column = j / PAIRS, pair = j % PAIRS;
-      if (!(tile.mask >> column & 1)) continue;
-      const float* const at = partials + column * S::PITCH + pair / 4 * 16 + pair % 4 * 2;
-      float2 gate = sum_partials<S::WARPS>(at, S::PARTIAL), up = sum_partials<S::WARPS>(at + 8, S::PARTIAL);
-      if (weights) {
-        const float factor = columns->factors[i & 1][column];
-        gate.x *= factor, gate.y *= factor, up.x *= factor, up.y *= factor;
-      }
-      const float first = gate.x / (1.f + __expf(-gate.x)) * up.x, second = gate.y / (1.f + __expf(-gate.y)) * up.y;
-      bf16* const to = out + i64(index * S::COLUMNS + column) * width + part * (S::ROWS / 2) + 2 * pair;
-      *reinterpret_cast<u32*>(to) = pack(first, second);
-    }
-  }
-};
-// Weighted outputs: assignment a is row a of `out`, [assignments, n].
-template <class S> struct WeightedOutputs {
-  bf16* out;
-  int n;
-  const int* order;
-  const float* weights;
-  ItemColumns<S::COLUMNS>* columns;
-  DEVICE void load(const RowTile& tile, int index, int i) const { columns->load(order, weights, tile, index, i); }
-  DEVICE void finish(const float* partials, const RowTile& tile, int, int part, int i) const {
-    constexpr int PAIRS = S::ROWS / 2;
-    for (int j = threadIdx.x; j < S::COLUMNS * PAIRS; j += S::THREADS) {
-      const int column = j / PAIRS, pair = j % PAIRS;
-      if (!(tile.mask >> column & 1)) continue;
-      const float factor = columns->factors[i & 1][column];
-      const float2 y = sum_partials<S::WARPS>(partials + column * S::PITCH + 2 * pair, S::PARTIAL);
-      bf16* const to = out + i64(columns->assignments[i & 1][column]) * n + part * S::ROWS + 2 * pair;
-      *reinterpret_cast<u32*>(to) = pack(y.x * factor, y.y * factor);
-    }
-  }
-};
-
-// Computes the CTA's items. `weights_first`: the tables of tiles are complete, but x is not before the preceding kernel
-// has ended. Shared memory: the rings, `buffers` sets of partial sums, two sets of headers, and the barriers. With two
-// sets of sums, a warp writes one while slower warps read the other; with one, a CTA barrier separates them.
-template <class W, class S, class Tiles, class Outputs>
-DEVICE void run_items(const W& weights, const TensorMap* x, const Tiles& tiles, int num_tiles, ExpertStack stack,
-                      Outputs outputs, u32 base, int stages, int buffers, bool weights_first) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int per_tile = stack.blocks / S::BLOCKS;
-  const u32 sums_at = base + S::WARPS * stages * S::SLOT;
-  const u32 headers_at = sums_at + buffers * S::WARPS * S::PARTIAL * 4;
-  const u32 barriers = headers_at + Headers<W, S, Tiles>::bytes(weights);
-  float* const shared_sums = static_cast<float*>(__cvta_shared_to_generic(sums_at));
-  const Ring<W, S, Tiles> ring{&weights, x, &tiles, stack, base + warp * stages * S::SLOT, barriers + 8 * warp * stages,
-                               stages, warp, lane, num_tiles * per_tile, per_tile, l2_evict_first(), l2_evict_last()};
-  if (lane == 0) {
-    prefetch_map(x);
+    if (lane) return;
+    const SharedX sharing = ring.sharing;
 #pragma unroll 1
-    for (int i = 0; i < stages; i++) barrier_init(ring.barriers + 8 * i, 1);
+    for (int row = BOX_ROWS * sharing.index; row < item.rows; row += BOX_ROWS * sharing.ctas) {
+      const u32 to = at + 128 * row;
+      const int from = item.tile * S::COLUMNS + row;
+      if (sharing.is_shared()) copy_tile_multicast(to, x, 64 * unit, from, barrier, evict_last, sharing);
+      else copy_tile(to, x, 64 * unit, from, barrier, evict_last);
+    }
+  }
+  DEVICE void run(bool weights_first) {
+    FetchedItem item = load_item<S::COLUMNS>(*items, items->first, lane);
+    int early = 0;  // steps whose weights were fetched before the preceding kernel ended: units of the first item
+    if (weights_first) {
+      if (item.step < items->count()) early = min(units, ring.stages);
+#pragma unroll 1
+      for (int i = 0; i < early; i++) fetch_weights(item, i, i);
+      if (early) fetch_headers(item, 0);
+      wait_for_previous_kernel();
+      __syncwarp();
+    }
+#pragma unroll 1
+    for (int i = 0; item.step < items->count(); i++) {
+      const FetchedItem next = load_item<S::COLUMNS>(*items, item.step + items->stride, lane);
+      if (i || !weights_first) fetch_headers(item, i);
+#pragma unroll 1
+      for (int unit = 0; unit < units; unit++) {
+        if (i || unit >= early) {
+          if (lane == 0) barrier_wait_without_trap<S>(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+          fetch_weights(item, unit, ring.stage);
+        }
+        __syncwarp();
+        fetch_x(item, unit, ring.stage);
+        ring.advance();
+      }
+      item = next;
+    }
+  }
+};
+
+// Computes an item's sums for N columns. The last slot is released too.
+template <class S, int N>
+DEVICE void accumulate_plain(float (&all)[S::COLUMNS / 2], Ring& ring, int units, int warp, int lane) {
+  float(&d)[N / 2] = reinterpret_cast<float(&)[N / 2]>(all);
+  int last = 0;
+#pragma unroll 1
+  for (int i = 0; i < units; i++) {
+    barrier_wait_without_trap<S>(ring.full + 8 * ring.stage, ring.parity);
+    const u32 at = ring.slots + ring.stage * S::SLOT;
+    const u64 x = matrix_descriptor(at), w = matrix_descriptor(at + S::X_BYTES + warp / 4 * 8192);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; step++) wgmma(d, w + 2 * step, x + 2 * step, step ? 1 : i);
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (i) ring.release_slot<S>(last, lane);
+    last = ring.stage;
+    ring.advance();
+  }
+  wgmma_wait<0>();
+  order_after_wait(d);
+  ring.release_slot<S>(last, lane);
+}
+// The same for packed weights. A unit is decoded while the products of the previous one run, with two sets of
+// registers. All warps of a warpgroup issue the same products in the same order, whatever escapes each has.
+template <class S, int N>
+DEVICE void accumulate_packed(float (&all)[S::COLUMNS / 2], Ring& ring, u32 header, int units, int warp, int lane) {
+  float(&d)[N / 2] = reinterpret_cast<float(&)[N / 2]>(all);
+  const u32 scale = load_shared_4(header + lane / 4 * 4), scale8 = load_shared_4(header + lane / 4 * 4 + 32);
+  const u32 list = header + escapes_offset(units);
+  u32 sets[2][4][4];
+  int last = 0;
+  Escapes escapes;
+  const auto step = [&](u32 (&a)[4][4], int i) {
+    barrier_wait_without_trap<S>(ring.full + 8 * ring.stage, ring.parity);
+    const u32 at = ring.slots + ring.stage * S::SLOT;
+    Unit unit;
+    unit.load_shared(at + S::X_BYTES + warp * UNIT_BYTES, lane);
+    decode_unit(a, unit, scale, scale8);
+    if (escapes.has(i & 31)) escapes.restore(a, list, i & 31, lane);
+    const u64 x = matrix_descriptor(at);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; step++) wgmma(d, a[step], x + 2 * step, step ? 1 : i);
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (i) ring.release_slot<S>(last, lane);
+    last = ring.stage;
+    ring.advance();
+  };
+#pragma unroll 1
+  for (int i = 0; i < units; i += 2) {
+    if ((i & 31) == 0) escapes.read_ranges(header, i, 1, units, lane);
+    step(sets[0], i);
+    if (i + 1 < units) step(sets[1], i + 1);
+  }
+  wgmma_wait<0>();
+  order_after_wait(d);
+  ring.release_slot<S>(last, lane);
+}
+
+template <class S, int N>
+DEVICE void accumulate(float (&d)[S::COLUMNS / 2], Ring& ring, u32 header, int units, int warp, int lane) {
+  if constexpr (S::PACKED) accumulate_packed<S, N>(d, ring, header, units, warp, lane);
+  else accumulate_plain<S, N>(d, ring, units, warp, lane);
+}
+
+// The same for as many columns as the tile has rows.
+template <class S>
+DEVICE void accumulate_rows(float (&d)[S::COLUMNS / 2], Ring& ring, u32 header, int rows, int units, int warp,
+                            int lane) {
+  if constexpr (S::COLUMNS == 32) return accumulate<S, 32>(d, ring, header, units, warp, lane);
+  const int boxes = (rows + BOX_ROWS - 1) / BOX_ROWS;
+  if (boxes <= 1) return accumulate<S, 32>(d, ring, header, units, warp, lane);
+  if (boxes == 2 || S::COLUMNS == 64) return accumulate<S, 64>(d, ring, header, units, warp, lane);
+  if constexpr (S::COLUMNS > 64)
+    if (boxes == 3) return accumulate<S, 96>(d, ring, header, units, warp, lane);
+  if constexpr (S::COLUMNS == 128) return accumulate<S, 128>(d, ring, header, units, warp, lane);
+  if constexpr (S::COLUMNS == 256) {
+    if (boxes == 4) return accumulate<S, 128>(d, ring, header, units, warp, lane);
+    if (boxes == 5) return accumulate<S, 160>(d, ring, header, units, warp, lane);
+    if (boxes == 6) return accumulate<S, 192>(d, ring, header, units, warp, lane);
+    accumulate<S, 256>(d, ring, header, units, warp, lane);
+  }
+}
+
+// -- outputs ----------------------------------------------------------------------------------------------------------
+
+DEVICE void store_16(bf16* to, const u32 (&x)[4]) {
+  *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
+}
+// silu(gate) * up of a warp's 16 rows of w, for 32 columns. Lanes exchange values until each has 8 outputs of a row.
+DEVICE void store_activations(const float* c, bf16* out, i64 width, int column, int count, int lane) {
+  u32 x[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    x[i] = transpose_8x8(pack(silu(c[4 * i]) * c[4 * i + 2], silu(c[4 * i + 1]) * c[4 * i + 3]));
+  transpose_quad(x);
+  column += lane % 4 * 8 + lane / 4;
+  if (column < count) store_16(out + column * width, x);
+}
+DEVICE void store_products(const float* c, bf16* out, i64 n, int column, int count, int lane) {
+#pragma unroll
+  for (int pair = 0; pair < 2; pair++) {
+    u32 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = transpose_8x8(pack(c[8 * pair + 2 * i], c[8 * pair + 2 * i + 1]));
+    transpose_quad(x);
+    const int own = column + 16 * pair + lane % 4 / 2 * 8 + lane / 4;
+    if (own < count) store_16(out + own * n + 8 * (lane % 2), x);
+  }
+}
+
+// Multiplies the sums of each column by its factor, which equals scaled inputs.
+template <int N> DEVICE void scale_columns(float (&d)[N], const Tiles& tiles, int tile, int count, int lane) {
+#pragma unroll
+  for (int j = 0; j < N / 4; j++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int column = 8 * j + 2 * (lane % 4) + e;
+      if (column >= count) continue;
+      const int assignment = load_int(tiles.order + tile * (2 * N) + column);
+      float factor;
+      asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(factor) : "l"(tiles.factors + assignment) : "memory");
+      d[4 * j + e] *= factor, d[4 * j + 2 + e] *= factor;
+    }
+}
+
+// Computes item after item. Called by consumer warps.
+template <class S, bool GATED>
+DEVICE void compute_items(Ring ring, const Items& items, HeaderBuffers headers, u32 header_stride, bf16* out, int n,
+                          int units, int warp, int lane) {
+  int i = 0, count = 0;
+  if (items.first < items.count()) count = load_int(items.tiles.counts + items.tile(items.first));
+  float d[S::COLUMNS / 2];
+#pragma unroll 1
+  for (int step = items.first; step < items.count(); step += items.stride, i++) {
+    const int tile = items.tile(step), block = items.block(step), following = step + items.stride;
+    int next_count = 0;
+    if (following < items.count()) next_count = load_int(items.tiles.counts + items.tile(following));
+    u32 header = 0;
+    if (S::PACKED) {
+      barrier_wait_without_trap<S>(headers.full(i), i >> 1 & 1);
+      header = headers.at(i) + warp * header_stride;
+    }
+    accumulate_rows<S>(d, ring, header, count, units, warp, lane);
+    if (S::PACKED && lane == 0) barrier_arrive(headers.empty(i));
+    if (GATED && items.tiles.factors) scale_columns(d, items.tiles, tile, count, lane);
+    const i64 width = GATED ? n / 2 : n;
+    bf16* const to = out + i64(tile) * S::COLUMNS * width + (S::ROWS * block + 16 * warp) / (GATED ? 2 : 1);
+#pragma unroll
+    for (int quad = 0; quad < S::COLUMNS / 32; quad++) {
+      if (32 * quad >= count) break;
+      if (GATED) store_activations(d + 16 * quad, to, width, 32 * quad, count, lane);
+      else store_products(d + 16 * quad, to, width, 32 * quad, count, lane);
+    }
+    count = next_count;
+  }
+}
+
+constexpr int ctas_per_sm(int groups, int columns) { return columns > 64 ? 1 : 4 / groups; }
+
+// out: [places, n], or [places, n / 2] if GATED. `top`: experts of a row, if x is not sorted. The kernel that wrote the
+// tables must have ended before the preceding kernel let this one start if not GATED. Shared memory: the ring, the
+// headers, the barriers.
+template <class W, bool GATED, int GROUPS, int COLUMNS>
+__global__ void __launch_bounds__(count_threads(GROUPS, COLUMNS), ctas_per_sm(GROUPS, COLUMNS))
+    multiply_tiles(const __grid_constant__ W weights, const __grid_constant__ TensorMap x, bf16* out,
+                   const int* experts, const int* counts, const int* order, const int* num_tiles,
+                   const float* factors, int top, int n, int k, int stages, int share) {
+  using S = Shape<GROUPS, COLUMNS, W::PACKED>;
+  extern __shared__ u8 unaligned[];
+  const u32 base = (shared_address(unaligned) + 1023) & ~1023u;
+  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % u32(share);
+  const u32 headers_at = base + stages * S::SLOT, header_bytes = weights.header_bytes(GROUPS);
+  const u32 barriers = headers_at + 2 * header_bytes;
+  const HeaderBuffers headers{headers_at, header_bytes, barriers};
+  const Ring ring{base, barriers + 32, barriers + 32 + 8 * u32(stages), stages, SharedX{share, rank, 0, 0}};
+  if (threadIdx.x == 32 * S::WARPS) {
+    prefetch_map(&x);
+#pragma unroll 1
+    for (int i = 0; i < stages; i++) {
+      barrier_init(ring.full + 8 * i, 1);
+      barrier_init(ring.empty + 8 * i, S::WARPS * share);
+    }
+#pragma unroll 1
+    for (int i = 0; i < 2; i++) barrier_init(headers.full(i), 1), barrier_init(headers.empty(i), S::WARPS);
     fence_barrier_init();
   }
-  __syncwarp();
-  Cursor next = ring.begin();
-  Headers<W, S, Tiles> headers;
-  if (weights_first) {
-    Cursor at = next;
-#pragma unroll 1
-    for (int i = 0; i < stages; i++) ring.fetch_weights(next), ring.advance(next);
-    headers.open(ring, headers_at, barriers + 8 * S::WARPS * stages);
-    wait_for_previous_kernel();
+  __syncthreads();
+  if (share > 1) cluster_sync();
+  const bool weights_first = !GATED && share == 1;
+  if (!weights_first) wait_for_previous_kernel();
+  let_next_kernel_start();
+  const Tiles tiles{experts, counts, order, factors, top, load_int(num_tiles)};
+  const int blocks = u32(n) / u32(S::ROWS), units = k / 64;
+  const Items items{tiles, blocks, int(u32(blocks) / u32(share)), share, rank, int(blockIdx.x / u32(share)),
+                    int(gridDim.x / u32(share))};
+  if (warp >= S::WARPS) {
+    if (S::TRADES_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
+    if (warp == S::WARPS)
+      Producer<S, W>{ring, &weights, &x, &items, headers, units, lane, l2_evict_first(), l2_evict_last()}.run(
+          weights_first);
     __syncwarp();
-#pragma unroll 1
-    for (int i = 0; i < stages; i++) ring.fetch_x(at), ring.advance(at);
   } else {
-#pragma unroll 1
-    for (int i = 0; i < stages; i++) ring.fetch(next);
-    headers.open(ring, headers_at, barriers + 8 * S::WARPS * stages);
+    if (S::TRADES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
+    u32 stride = 0;
+    if constexpr (W::PACKED) stride = weights.stride;
+    compute_items<S, GATED>(ring, items, headers, stride, out, n, units, warp, lane);
+    __syncwarp();
   }
-  u32 parity = 0;
-  RowTile tile = ring.load_tile(blockIdx.x);
-#pragma unroll 1
-  for (int i = 0, slot = 0; blockIdx.x + i * gridDim.x < u32(ring.items); i++) {
-    const int item = blockIdx.x + i * gridDim.x;
-    const RowTile following = ring.load_tile(item + gridDim.x);
-    outputs.load(tile, item / per_tile, i);
-    WeightFragments<W, S::BLOCKS> rows;
-    rows.start_tile(weights, headers.wait(i), 0, warp, S::WARPS, stack.units, lane);
-    float sums[S::BLOCKS][S::TILES][4] = {};
-#pragma unroll 1
-    for (int j = 0; warp + j * S::WARPS < stack.units; j++) {
-      barrier_wait(ring.barriers + 8 * slot, parity);
-      const u32 at = ring.slots + slot * S::SLOT;
-      InputFragments<S::TILES> columns;
-      columns.load(at, lane);
-      rows.load(at + S::X_BYTES, j, lane);
-      __syncwarp();  // all lanes have read the slot
-      ring.fetch(next);
-      rows.decode(j, lane);
-      multiply_into(sums, rows.a, columns.b);
-      if (++slot == stages) slot = 0, parity ^= 1;
-    }
-    if (buffers == 1 && i) __syncthreads();  // all threads have read the previous item's partial sums
-    float* const set = shared_sums + (buffers == 2 ? (i & 1) * S::WARPS * S::PARTIAL : 0);
-    store_partial<S>(set + warp * S::PARTIAL, sums, lane);
-    __syncthreads();
-    headers.fetch(ring, i + 2);
-    outputs.finish(set, tile, item / per_tile, item % per_tile, i);
-    tile = following;
-  }
-}
-
-DEVICE u32 aligned_shared_memory() {
-  extern __shared__ u8 unaligned[];
-  return (shared_address(unaligned) + 1023) & ~1023u;
-}
-
-template <class W, int BLOCKS, int TILES, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS, 1)
-    multiply_gate_up(const __grid_constant__ W weights, const __grid_constant__ TensorMap x, bf16* out,
-                     const int* experts, const int* counts, const int* order, const int* num_tiles,
-                     const float* factors, int top, int n, int k, int stages, int buffers) {
-  using S = Shape<W, BLOCKS, TILES, WARPS>;
-  __shared__ ItemColumns<S::COLUMNS> columns;
   wait_for_previous_kernel();
-  let_next_kernel_start();
-  const int count = load_int(num_tiles);
-  const SortedTiles<S::COLUMNS> tiles{experts, counts, order, top, count};
-  run_items<W, S>(weights, &x, tiles, count, ExpertStack{n / 16, k / 64},
-                  Activations<S>{out, n / 2, order, factors, &columns},
-                  aligned_shared_memory(), stages, buffers, false);
+  if (share > 1) cluster_sync();  // a CTA must not exit before its peer stops arriving at its barriers
 }
-
-// The kernel that wrote the tables must have ended before the preceding kernel let this one start.
-template <class W, int BLOCKS, int TILES, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS, 1)
-    multiply_down(const __grid_constant__ W weights, const __grid_constant__ TensorMap inner, bf16* out,
-                  const int* experts, const int* counts, const int* order, const int* num_tiles,
-                  const float* factors, int n, int k, int stages, int buffers) {
-  using S = Shape<W, BLOCKS, TILES, WARPS>;
-  __shared__ ItemColumns<S::COLUMNS> columns;
-  let_next_kernel_start();
-  const int count = load_int(num_tiles);
-  const SortedTiles<S::COLUMNS> tiles{experts, counts, order, 0, count};
-  run_items<W, S>(weights, &inner, tiles, count, ExpertStack{n / 16, k / 64},
-                  WeightedOutputs<S>{out, n, order, factors, &columns}, aligned_shared_memory(), stages,
-                  buffers, true);
-}
-
-// -- at most 8 rows ---------------------------------------------------------------------------------------------------
-
-template <class W, int BLOCKS, int WARPS, int PER_LANE>
-__global__ void __launch_bounds__(32 * WARPS, 1)
-    select_and_multiply_gate_up(const __grid_constant__ W weights, const __grid_constant__ TensorMap x, bf16* out,
-                                const float* logits, const float* correction, int rows, int num_experts, int top,
-                                int sigmoid, int renormalize, float scale, int n, int k, int stages,
-                                int buffers) {
-  using S = Shape<W, BLOCKS, 1, WARPS>;
-  __shared__ SelectedTiles<PER_LANE> tiles;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  tiles.select(SelectionRules{logits, correction, rows, num_experts, top, sigmoid, renormalize, scale},
-               threadIdx.x / 32, WARPS, threadIdx.x % 32);
-  run_items<W, S>(weights, &x, tiles, tiles.count, ExpertStack{n / 16, k / 64}, Activations<S>{out, n / 2},
-                  aligned_shared_memory(), stages, buffers, false);
-}
-
-#include "add_down.cuh"

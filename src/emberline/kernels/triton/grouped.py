@@ -193,7 +193,7 @@ def _add_outputs(
     x: tensor, outputs: tensor, shared: tensor, shared_gate: tensor, shared_scale: tensor, places: tensor,
     weights: tensor, x_stride: tensor,
     COLUMNS: constexpr, TOP: constexpr, BLOCK: constexpr, HAS_SHARED: constexpr, HAS_GATE: constexpr,
-    SORTED: constexpr, PDL: constexpr,
+    SORTED: constexpr, WEIGHTED: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     pdl_trigger_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -209,7 +209,7 @@ def _add_outputs(
         at = row * TOP + rank
         if SORTED:
             output = tl.load(outputs + tl.load(places + at).to(tl.int64) * COLUMNS + column, inside, 0.0)
-            total += tl.load(weights + at) * output.to(tl.float32)
+            total += output.to(tl.float32) * (tl.load(weights + at) if WEIGHTED else 1.0)
         else:
             total += tl.load(outputs + at * COLUMNS + column, inside, 0.0).to(tl.float32)
     tl.store(x + row * x_stride + column, total.to(x.dtype.element_ty), inside)
@@ -221,6 +221,7 @@ def add_expert_outputs(
     experts_per_row: int,
     *,
     sorted_rows: SortedRows | None = None,
+    weighted: bool = False,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
     shared_scale: float = 1.0,
@@ -228,7 +229,8 @@ def add_expert_outputs(
 ) -> Tensor:
     """Add the outputs [assignments, n] of each row's experts to x in place, in the order of their ranks.
 
-    `sorted_rows`: the outputs are in this order instead, [places, n], and not multiplied by their weights yet.
+    `sorted_rows`: the outputs are in this order instead, [places, n]; with `weighted`, they are multiplied by their
+    weights.
     `shared`: outputs of a shared expert [rows, n], which are added first, times `shared_scale` and the sigmoid of
     `shared_gate`, float32 [rows, 1].
     """
@@ -241,7 +243,7 @@ def add_expert_outputs(
     _add_outputs[(rows, -(-columns // block))](
         x, outputs, x if shared is None else shared, x if shared_gate is None else shared_gate, shared_scale,
         places, weights, x.stride(0), columns, experts_per_row, block, shared is not None, shared_gate is not None,
-        sorted_rows is not None, pdl,
+        sorted_rows is not None, weighted, pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return x
