@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda import grouped, grouped_wide, routed_experts, routing
-from emberline.kernels.cuda.grouped import ExpertMatrices, GroupedPlan
-from emberline.kernels.cuda.grouped_wide import ExpertTilePlan
+from emberline.kernels.cuda import few_experts, grouped, routed_experts, routing
+from emberline.kernels.cuda.expert_matrices import ExpertMatrices, interleave_gate_up, pack_experts
+from emberline.kernels.cuda.few_experts import DownPlan, GateUpPlan
+from emberline.kernels.cuda.grouped import ExpertTilePlan
 from emberline.kernels.mixture import Routing
 from emberline.kernels.packed_weight import PackedExperts, WeightLayout
 from emberline.kernels.reference import select_experts
@@ -70,17 +71,18 @@ def make_matrices(*, packed: bool, escapes: bool = False) -> tuple[Tensor, Tenso
         down[:, 1::5, ::13] *= 2.0**-30
     forms = []
     for matrix, gated in ((gate_up, True), (down, False)):
-        data = grouped.pack_experts(matrix, gated=gated) if packed else matrix
+        data = pack_experts(matrix, gated=gated) if packed else matrix
         assert data is not None
         forms.append(ExpertMatrices(data, matrix.shape[1], matrix.shape[2], gated))
     return gate_up, down, *forms
 
 
-def compute_outputs(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
+def compute_outputs(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, factors: Tensor | None = None) -> Tensor:
     """Return the outputs of the experts of each row, float32 [rows, top, hidden], one row at a time."""
     outputs = []
-    for row, experts in zip(x.float(), chosen.long(), strict=True):
-        gate, up = (gate_up[experts].float() @ row).chunk(2, 1)
+    factors = torch.ones(chosen.shape, device=GPU) if factors is None else factors
+    for row, experts, factor in zip(x.float(), chosen.long(), factors, strict=True):
+        gate, up = (factor[:, None] * (gate_up[experts].float() @ row)).chunk(2, 1)
         inner = (torch.nn.functional.silu(gate) * up).to(BF16).float()
         outputs.append((down[experts].float() @ inner[:, :, None])[:, :, 0])
     return torch.stack(outputs)
@@ -92,28 +94,28 @@ def check_error(found: Tensor, wanted: Tensor, bound: float = 0.006) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("escapes", [False, True])
+@pytest.mark.parametrize("plans", [routed_experts.ONE_ROW_PLANS, routed_experts.FEW_ROWS_PLANS], ids=["one", "few"])
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
-def test_few_rows(rows: int, packed: bool, escapes: bool) -> None:
-    gate_up, down, *forms = make_matrices(packed=packed, escapes=escapes)
+def test_few_rows(rows: int, plans: tuple[GateUpPlan, DownPlan], packed: bool) -> None:
+    gate_up, down, *forms = make_matrices(packed=packed, escapes=True)
     x, logits = torch.randn(rows, HIDDEN, device=GPU, dtype=BF16), torch.randn(rows, COUNT, device=GPU)
-    rules = Routing(TOP, scores="sigmoid", renormalize=True, scale=1.7, correction=torch.randn(COUNT, device=GPU))
-    weights, chosen = select_experts(logits.cpu(), replace(rules, correction=rules.correction.cpu()))  # type: ignore
-    wanted = (compute_outputs(x, gate_up, down, chosen.to(GPU)) * weights.to(GPU)[:, :, None]).sum(1)
-    inner = grouped.select_and_multiply_gate_up(x, logits, rules, forms[0], routed_experts.FEW_ROWS_GATE_UP[packed])
-    state = torch.zeros(rows, HIDDEN, device=GPU, dtype=BF16)
-    plan = GroupedPlan(1, grouped.choose_down_warps(WIDTH), 2)
-    grouped.add_down(state, inner, logits, rules, forms[1], plan)
-    check_error(state, wanted)
-    alone = torch.zeros(1, HIDDEN, device=GPU, dtype=BF16)
-    inner = grouped.select_and_multiply_gate_up(
-        x[-1:].contiguous(), logits[-1:].contiguous(), rules, forms[0], routed_experts.FEW_ROWS_GATE_UP[packed]
-    )
-    grouped.add_down(alone, inner, logits[-1:].contiguous(), rules, forms[1], plan)
-    assert torch.equal(alone, state[-1:])  # a row's result does not depend on the others
+    correction = torch.randn(COUNT)
+    rules = Routing(TOP, scores="sigmoid", renormalize=True, scale=1.7, correction=correction.to(GPU))
+
+    def run(inputs: Tensor, scores: Tensor) -> Tensor:
+        state = torch.zeros_like(inputs)
+        inner = few_experts.multiply_gate_up(inputs, scores, rules, forms[0], plans[0])
+        return few_experts.add_down(state, inner, scores, rules, forms[1], plans[1])
+
+    weights, chosen = select_experts(logits.cpu(), replace(rules, correction=correction))
+    outputs = compute_outputs(x, gate_up, down, chosen.to(GPU)) * weights.to(GPU)[:, :, None]
+    found = run(x, logits)
+    check_error(found, outputs.sum(1))
+    for row in range(rows):  # a row's result does not depend on the others
+        assert torch.equal(run(x[row : row + 1], logits[row : row + 1])[0], found[row])
 
 
-PLANS = {f"{plan.groups}x{plan.tile_rows}": plan for _, plan in routed_experts.WIDE_PLANS}
+PLANS = {f"{plan.groups}x{plan.tile_rows}": plan for _, plan in routed_experts.PACKED_PLANS}
 PLANS["unshared"] = ExpertTilePlan(2, 256)
 
 
@@ -121,18 +123,26 @@ PLANS["unshared"] = ExpertTilePlan(2, 256)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("rows", [3, 100, 700, 2500])
 def test_tiles(name: str, rows: int, packed: bool) -> None:
+    """Rows are also multiplied by their weights before the first product, as some models do."""
     plan = PLANS[name]
     gate_up, down, *forms = make_matrices(packed=packed, escapes=True)
     x, logits = torch.randn(rows, HIDDEN, device=GPU, dtype=BF16), torch.randn(rows, COUNT, device=GPU)
     logits[: rows // 2, 7] += 4  # one expert has many rows
     found = routing.route_rows(logits, Routing(TOP, renormalize=True), plan.tile_rows)
-    inputs = x if plan.tile_rows == grouped_wide.BOX_ROWS else routing.sort_rows(x, found)
-    inner = grouped_wide.multiply_tiles(inputs, forms[0], found, plan)
-    outputs = grouped_wide.multiply_tiles(inner, forms[1], found, plan)
+    inputs = x if plan.tile_rows == grouped.BOX_ROWS else routing.sort_rows(x, found)
     some = torch.randperm(rows, device=GPU)[:200]
     assert found.places is not None
-    places = found.places.view(rows, TOP)[some].long()
-    check_error(outputs[places], compute_outputs(x[some], gate_up, down, found.chosen.view(rows, TOP)[some]))
+    places, chosen = (table.view(rows, TOP)[some] for table in (found.places.long(), found.chosen))
+    for scaled in (False, True):
+        inner = grouped.multiply_tiles(inputs, forms[0], found, plan, scaled=scaled)
+        outputs = grouped.multiply_tiles(inner, forms[1], found, plan)
+        factors = found.weights.view(rows, TOP)[some] if scaled else torch.ones(len(some), TOP, device=GPU)
+        check_error(outputs[places], compute_outputs(x[some], gate_up, down, chosen, factors))
+
+
+def test_places_of_groups() -> None:
+    rules = Routing(4, groups=4, groups_per_row=2)
+    check_places(routing.route_rows(torch.randn(300, 24, device=GPU), rules, 32), 24)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -140,10 +150,10 @@ def test_packed_values_are_those_of_the_tensor(gated: bool) -> None:
     from emberline.kernels.cuda import uw12
 
     stack = torch.randn(5, 256, 128, device=GPU, dtype=BF16)
-    packed = grouped.pack_experts(stack, gated=gated)
+    packed = pack_experts(stack, gated=gated)
     assert packed is not None
     values = uw12.unpack(packed, torch.empty(5 * 256, 128, device=GPU, dtype=BF16), pdl=False)
-    wanted = grouped.interleave_gate_up(stack) if gated else stack
+    wanted = interleave_gate_up(stack) if gated else stack
     assert torch.equal(values.view(stack.shape), wanted)
 
 

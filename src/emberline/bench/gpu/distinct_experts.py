@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import mean
-from typing import Any
 
 from torch import Tensor
 
 from emberline.engine.gpu.runner import GPURunner
 from emberline.kernels.cuda import few_experts, routing
-from emberline.kernels.cuda.few_experts import multiply_gate_up
+from emberline.kernels.cuda.expert_matrices import ExpertMatrices
+from emberline.kernels.cuda.few_experts import GateUpPlan, multiply_gate_up
 from emberline.kernels.cuda.routing import route_rows
 from emberline.kernels.mixture import Mixture, Routing
 from emberline.kernels.packed_weight import WeightLayout
@@ -57,9 +57,11 @@ def _recorded_counts(batch: int) -> Iterator[list[int]]:
         record(logits, rules)
         return route_rows(logits, rules, tile_rows, pdl=pdl)
 
-    def multiply_and_count(x: Tensor, logits: Tensor, rules: Routing, *arguments: Any) -> Tensor:
+    def multiply_and_count(
+        x: Tensor, logits: Tensor, rules: Routing, weight: ExpertMatrices, plan: GateUpPlan, *, pdl: bool = True
+    ) -> Tensor:
         record(logits, rules)
-        return multiply_gate_up(x, logits, rules, *arguments)
+        return multiply_gate_up(x, logits, rules, weight, plan, pdl=pdl)
 
     routing.route_rows, few_experts.multiply_gate_up = route_and_count, multiply_and_count
     try:

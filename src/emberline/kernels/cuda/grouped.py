@@ -51,14 +51,20 @@ TILES_OF_128, TILES_OF_256 = ExpertTilePlan(2, 128), ExpertTilePlan(2, 256, shar
 
 
 def multiply_tiles(
-    x: Tensor, weight: ExpertMatrices, rows: SortedRows, plan: ExpertTilePlan, *, pdl: bool = True
+    x: Tensor,
+    weight: ExpertMatrices,
+    rows: SortedRows,
+    plan: ExpertTilePlan,
+    *,
+    scaled: bool = False,
+    pdl: bool = True,
 ) -> Tensor:
     """Return the products of sorted rows, in the order of their places: silu(gate) * up if the matrices are gated.
 
     `x`: the rows in the order of their places, or in their own if the matrices are gated and a tile has 32 rows.
     Places without a row are not written. `scaled`: whether the inputs of gated matrices are multiplied by the weights
-    of assignments. With `pdl`, the tables of rows must come from an earlier kernel than the
-    preceding one if the matrices are not gated.
+    of assignments. With `pdl`, the tables of rows must come from an earlier kernel than the preceding one if the
+    matrices are not gated.
     """
     assert plan.supports(weight) and rows.tile_rows == plan.tile_rows
     assert x.dtype is torch.bfloat16 and x.is_contiguous() and x.shape[1] == weight.k

@@ -36,22 +36,12 @@ from emberline.kernels.arguments import (
 )
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
 from emberline.kernels.attention_support import ScoreKind
-from emberline.kernels.cuda import (
-    cublas,
-    decode,
-    expert_matrices,
-    fixed_order,
-    gemm,
-    latent,
-    prefill,
-    uw12,
-    wide,
-    wide_parts,
-)
+from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, latent, prefill, uw12, wide, wide_parts
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
 from emberline.kernels.cuda.expert_layer import ExpertLayer
+from emberline.kernels.cuda.expert_matrices import pack_experts
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
@@ -108,7 +98,7 @@ class HopperBackend(OpBackend):
 
         The values are stored as uw12 (12 bits per weight) if that is smaller.
         """
-        if (packed := expert_matrices.pack_experts(values, gated=experts.gated)) is None:
+        if (packed := pack_experts(values, gated=experts.gated)) is None:
             return super().fill_experts(experts, values)
         experts.handle, experts.layout, experts.nbytes = packed, WeightLayout.UW12, packed.nbytes
         return packed.nbytes

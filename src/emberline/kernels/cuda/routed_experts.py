@@ -50,12 +50,9 @@ def add_selected_experts(x: Tensor, normed: Tensor, logits: Tensor, mixture: Mix
     """
     experts, rules, rows = mixture.experts, mixture.routing, len(x)
     assert isinstance(experts, StackedExperts)
-    if (
-        rows > few_experts.MAX_ROWS
-        or not x.is_contiguous()
-        or rules.scales_inputs
-        or not _is_supported(normed, mixture)
-    ):
+    if rows > few_experts.MAX_ROWS or not x.is_contiguous() or not _is_supported(normed, mixture):
+        return False
+    if rules.scales_inputs or not routing.supports(mixture.router.n, rules):
         return False
     gate_up, down = view_matrices(experts.gate_up, gated=True), view_matrices(experts.down)
     if gate_up is None or down is None or rows > MAX_SELECTED_ROWS[gate_up.is_packed]:
@@ -112,5 +109,4 @@ def view_matrices(part: Tensor | PackedExperts, *, gated: bool = False) -> Exper
 def _is_supported(normed: Tensor, mixture: Mixture) -> bool:
     experts = mixture.experts
     assert isinstance(experts, StackedExperts)
-    has_extras = mixture.clamp is not None or experts.gate_up_bias is not None
-    return normed.dtype is torch.bfloat16 and not has_extras and routing.supports(mixture.router.n, mixture.routing)
+    return normed.dtype is torch.bfloat16 and mixture.clamp is None and experts.gate_up_bias is None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -38,7 +39,7 @@ def route_rows(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = Tr
     """
     rows, experts = logits.shape
     if not supports(experts, rules):
-        return routing.route_rows(logits, rules, tile_rows, pdl=pdl)
+        return _with_places(routing.route_rows(logits, rules, tile_rows, pdl=pdl))
     assert logits.dtype is torch.float32 and logits.is_contiguous() and rows
     top, per_lane = rules.experts_per_row, choose_experts_per_lane(experts)
     block_rows = next(size for size, limit in ROWS_PER_BLOCK if rows <= limit)
@@ -64,6 +65,17 @@ def route_rows(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = Tr
         pdl=pdl,
     )
     return SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top, places)
+
+
+def _with_places(rows: SortedRows) -> SortedRows:
+    """Return the same with the place of each assignment."""
+    order, size = rows.order.view(-1, rows.tile_rows), len(rows.weights)
+    column, tile = torch.arange(rows.tile_rows, device=order.device), torch.arange(len(order), device=order.device)
+    is_used = (column < rows.tile_counts[:, None]) & (tile < rows.num_tiles)[:, None]
+    target = torch.where(is_used, order, size).flatten().long()
+    places = torch.empty(size + 1, dtype=torch.int32, device=order.device)
+    places.scatter_(0, target, torch.arange(len(target), dtype=torch.int32, device=order.device))
+    return replace(rows, places=places[:size])
 
 
 def sort_rows(x: Tensor, rows: SortedRows, *, pdl: bool = True) -> Tensor:

@@ -103,7 +103,8 @@ def pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
     The packed weight must need less than `max_bits` bits per element. This waits for the device, and needs n * k / 128
     bytes of scratch memory.
     """
-    return pack_pieces(*weight.shape, lambda: (weight,), weight.device, max_bits=max_bits)
+    n, k = weight.shape
+    return pack_pieces(n, k, lambda: (weight,), weight.device, max_bits=max_bits)
 
 
 def pack_pieces(
