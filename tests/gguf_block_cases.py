@@ -29,7 +29,7 @@ def round_inputs(x: Tensor) -> Tensor:
     blocks = x.view(len(x), -1, INPUT_BLOCK)
     largest = blocks.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest < 1e-30, 0.0, 127 / largest)
-    return ((blocks * inverse).round().double() * (largest / 127).double()).view(x.shape)
+    return ((blocks * inverse).round().double() * (largest * torch.tensor(1 / 127)).double()).view(x.shape)
 
 
 def exact_product(x: Tensor, blocks: Tensor, type_name: str) -> tuple[Tensor, Tensor]:

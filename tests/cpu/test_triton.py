@@ -82,6 +82,14 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
             a, b = (self.create_fp_to_fp(x, triton.language.float32, None) for x in (a, b))
         return dot(self, a, b, *more)
 
+    multiply = interpreter.InterpreterBuilder.create_fmul
+
+    def wide_multiply(self: Any, a: Any, b: Any) -> Any:
+        if a.dtype.scalar != triton.language.bfloat16:
+            return multiply(self, a, b)
+        wide = multiply(self, *(self.create_fp_to_fp(x, triton.language.float32, None) for x in (a, b)))
+        return self.create_fp_to_fp(wide, triton.language.bfloat16, None)
+
     patch = interpreter._patch_lang_tensor
 
     def patch_more(tensor: Any, scope: Any) -> None:
@@ -100,6 +108,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_more)
     monkeypatch.setattr(interpreter, "_convert_float", convert)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", wide_dot)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fmul", wide_multiply)
 
 
 @interpreted
@@ -242,6 +251,31 @@ def test_rows_in_the_interpreter(count: int) -> None:
 @pytest.mark.parametrize("rows,heads,size,dim", [(3, 2, 4, 8), (7, 1, 8, 5)])
 def test_widen_in_the_interpreter(rounding: None, rows: int, heads: int, size: int, dim: int) -> None:
     triton_cases.check_widen(CPU, rows, heads, size, dim)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "m,n,k,split,kind,group",
+    [
+        (1, 128, 64, 1, "", 16),
+        (3, 100, 72, 2, "bias", 0),
+        (17, 64, 160, 3, "residual", 0),
+        (2, 64, 32, 1, "float32", 0),
+    ],
+)
+def test_few_rows_in_the_interpreter(rounding: None, m: int, n: int, k: int, split: int, kind: str, group: int) -> None:
+    triton_cases.check_few_rows(CPU, m, n, k, split=split, kind=kind, group=group)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "m,n,k,split,kind,group,depth",
+    [(1, 64, 128, 1, "", 16, 128), (17, 128, 192, 2, "residual", 0, 64), (3, 64, 448, 3, "float32", 0, 128)],
+)
+def test_packed_rows_in_the_interpreter(
+    rounding: None, m: int, n: int, k: int, split: int, kind: str, group: int, depth: int
+) -> None:
+    triton_cases.check_packed_rows(CPU, m, n, k, split=split, kind=kind, group=group, depth=depth)
 
 
 class Hopper:

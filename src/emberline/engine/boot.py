@@ -19,7 +19,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.freememory import free_memory
 from emberline.core.numerics import Numerics
 from emberline.engine.engine import Engine
-from emberline.engine.gpu.device import has_hopper_gpu
+from emberline.engine.gpu.device import can_use_gpu, warn_of_unused_gpu
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.memory_plan import format_gib
 from emberline.engine.runner import TorchRunner, allocate_cache
@@ -50,6 +50,7 @@ from emberline.kv.transfer.endpoint import (
 from emberline.kv.transfer.region import Region
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
+from emberline.models.draft_model import DraftModel
 from emberline.models.loader import DTYPES, load_checkpoint
 from emberline.models.weight_dtype import check_requested_dtype, default_kv_dtype, stored_weight_format
 from emberline.models.weight_form import check_requested_weights, choose_weight_form
@@ -93,13 +94,15 @@ def boot(
     `default_kv_bytes`: size of the KV cache on a CPU if the config sets none; None: half of the free memory."""
     if runs_on_gpu(config):
         return to_loaded_engine(boot_on_gpu(config.with_gpu_defaults(), reader))
+    if config.device == "auto":
+        warn_of_unused_gpu(config.gpu.kernels)
     if reader is not None:
         reader.close()
     return _boot_on_cpu(config, default_kv_bytes)
 
 
 def runs_on_gpu(config: EngineConfig) -> bool:
-    return config.device == "cuda" or (config.device == "auto" and has_hopper_gpu())
+    return config.device == "cuda" or (config.device == "auto" and can_use_gpu(config.gpu.kernels))
 
 
 def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEngine:
@@ -139,7 +142,7 @@ def to_loaded_engine(booted: BootedGPUEngine) -> LoadedEngine:
         kv_tokens=booted.plan.kv_tokens,
         weight_bytes=booted.runner.model.weight_bytes,
         kv_bytes=booted.plan.kv_bytes + booted.plan.states,
-        kernels=f"cuda ({torch.cuda.get_device_name()})",
+        kernels=f"{ops.selected_gpu_kernels().name} ({torch.cuda.get_device_name()})",
         seconds=dict(booted.seconds),
         device="cuda",
         kv_dtype=_dtype_name(booted.runner.cache.shape.dtype),
@@ -165,13 +168,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     model = load_checkpoint(checkpoint, config.dtype, config.requested_context, form)
     loaded = time.perf_counter()
     scheduler = config.scheduler.for_model(model.context)
-    draft_dtype = torch.bfloat16 if model.dtype is torch.float16 else model.dtype
-    draft_model = load_draft_model(
-        config.speculation,
-        model,
-        Path(config.model),
-        lambda checkpoint: Weights(checkpoint, draft_dtype, form=choose_weight_form(checkpoint, config.dtype)),
-    )
+    draft_model = _load_draft_model(config, model)
     groups = choose_groups(model.config.windows, model.context, model.config.parts.attention.state_layers)
     chosen_bytes = config.kv_cache.kv_memory or default_kv_bytes
     chosen_bytes = chosen_bytes or (free_memory() - config.tiers.kv_host_memory) // 2
@@ -216,6 +213,15 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     )
 
 
+def _load_draft_model(config: EngineConfig, model: DecoderModel) -> DraftModel | None:
+    dtype = torch.bfloat16 if model.dtype is torch.float16 else model.dtype
+
+    def open_weights(checkpoint: Checkpoint) -> Weights:
+        return Weights(checkpoint, dtype, form=choose_weight_form(checkpoint, config.dtype))
+
+    return load_draft_model(config.speculation, model, Path(config.model), open_weights)
+
+
 def _full_context(model: DecoderModel) -> int:
     is_cut = model.config.is_default_context_cut and model.context == model.config.max_context
     return model.config.longest_context if is_cut else 0
@@ -232,6 +238,9 @@ def _check_cpu_settings(config: EngineConfig) -> None:
         if value is not None:
             hint = f"drop --{name.replace('_', '-')}"
             raise InvalidRequest(f"{name} is set, but only an engine on a GPU supports it", param=name, hint=hint)
+    if config.gpu.kernels != "auto":
+        message = f"kernels is {config.gpu.kernels}, but the CPU computes, and only an engine on a GPU uses it"
+        raise InvalidRequest(message, param="kernels", hint="drop --kernels")
     check_requested_weights(config.gpu.weights, on_gpu=False)
     block_size = config.scheduler.block_size
     if block_size not in (8, 16, 32) and block_size % 64:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from emberline.kernels.cpu.library import NativeExpert, NativeMixture
@@ -144,6 +145,28 @@ class Mixture:
             swiglu_alpha=0.0 if clamp is None else clamp.alpha,
             swiglu_limit=0.0 if clamp is None else clamp.limit,
         )
+
+
+def select_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return the weights and the numbers of the experts that each row selects, both [rows, experts_per_row].
+
+    Of experts with equal scores, the first is selected, and also of groups.
+    """
+    scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+    choice = scores if routing.correction is None else scores + routing.correction
+    if routing.scores == "sigmoid" and routing.correction is None and routing.groups == 1:
+        choice = logits  # the sigmoids of large logits are equal
+    if routing.groups > 1:
+        grouped = choice.view(len(choice), routing.groups, -1)
+        best = grouped.topk(routing.group_best, dim=-1).values.sum(-1)
+        excluded = best.sort(dim=-1, descending=True, stable=True).indices[:, routing.groups_per_row :]
+        choice = grouped.index_put((torch.arange(len(choice))[:, None], excluded), torch.tensor(-torch.inf).to(choice))
+        choice = choice.flatten(1)
+    chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.experts_per_row]
+    weights = scores.gather(1, chosen)
+    if routing.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if routing.scores == "sigmoid" else 0.0))
+    return weights * routing.scale, chosen
 
 
 def _address(tensor: Tensor | None) -> int | None:

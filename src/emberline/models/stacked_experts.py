@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.mixture import StackedExperts
-from emberline.kernels.packed_weight import PackedExperts
 from emberline.models.experts_spec import ExpertTensors, GateUpOrder
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.weights import StackPart, Weights
@@ -37,15 +36,11 @@ def load_stacked_experts(
         down_shape = (count, hidden, ffn) if in_rows else (count, ffn, hidden)
         gate_up = [StackPart(f"{at}.{tensors.gate_up[0]}", gate_up_shape, _GATE_UP_VIEWS[order])]
         down = [StackPart(f"{at}.{tensors.down}", down_shape, _select_all if in_rows else _transpose)]
-    shapes: list[tuple[int, int, int]] = [(count, 2 * ffn, hidden), (count, hidden, ffn)]
-    matrices: list[Tensor | PackedExperts]
-    if experts.options.has_biases:  # no kernel reads packed matrices with biases
-        matrices = [weights.stack_experts(shapes[0], gate_up), weights.stack_experts(shapes[1], down)]
-    else:
-        matrices = [weights.load_experts(shapes[0], gate_up, gated=True), weights.load_experts(shapes[1], down)]
     return StackedExperts(
-        gate_up=matrices[0],
-        down=matrices[1],
+        gate_up=weights.stack_expert_matrices(
+            (count, 2 * ffn, hidden), gate_up, gated=True, packable=not experts.options.has_biases
+        ),
+        down=weights.stack_expert_matrices((count, hidden, ffn), down, packable=not experts.options.has_biases),
         gate_up_bias=_load_bias(weights, at, tensors.gate_up_bias, (count, 2 * ffn), order),
         down_bias=_load_bias(weights, at, tensors.down_bias, (count, hidden), "rows"),
     )

@@ -73,7 +73,7 @@ def select_parts(args: argparse.Namespace) -> list[BenchPart]:
     if args.what in ("engine", "all") and any(
         engine.is_measurement_selected(name, only) for name in (*engine.NAMES, *sampled_decode.NAMES)
     ):
-        work = partial(engine.measure, name_patterns=only, settings=settings, rounds=rounds, prefix=args.prefix)
+        work = partial(engine.measure, name_patterns=only, settings=settings, rounds=rounds)
         selected.append(BenchPart("engine", 150.0 + 50.0 * (rounds or engine.ROUNDS), work))
     if args.what == "speculation":
         from emberline.bench.gpu import speculation
@@ -229,7 +229,6 @@ def _argument_parser() -> argparse.ArgumentParser:
         metavar="NAMES",
         help="measurements to run, such as decode_b1,prefill_*,linear",
     )
-    parser.add_argument("--prefix", default="", help="begins the names of the engine's results, such as moe_bf16")
     parser.add_argument("--rounds", type=int, default=0, help="rounds of each measurement; 0: its own default")
     parser.add_argument(
         "--rates", type=parse_rates, default=list(openloop.RATES), help="requests per second in the open loop"
@@ -247,7 +246,8 @@ def _argument_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="setting of the engine, or shape=NAME and routing=NAME: the model, as in shapes.py",
+        help="setting of the engine; shape=NAME and routing=NAME: the model, as in shapes.py; prefix=NAME: results are"
+        " called NAME_b1_ms instead of decode_b1_ms, and so on",
     )
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for all parts together")
     parser.add_argument("--part", help=argparse.SUPPRESS)

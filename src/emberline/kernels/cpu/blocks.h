@@ -65,49 +65,30 @@ inline const uint8_t* code_table(CodeRange range) {
     return range == kWhole ? iq4 : doubled_e2m1;
 }
 
-// One block of one vector of columns, ready to multiply.
-template <int Runs>
-struct UnpackedBlock {
-    Codes codes[kSteps];
-    Vec scale[Runs], minimum;
+// Returns the codes of one step. `p` has those of one vector of columns in one block.
+template <BlockFormat F, int Step>
+inline __attribute__((always_inline)) Codes codes_of_step(const uint8_t* p) {
+    if constexpr (F.bits == 8) {
+        return load_codes(p + Step * kCodeBytes);
+    } else {
+        Codes both = load_codes(p + Step % 4 * kCodeBytes), codes = Step < 4 ? low_nibbles(both) : high_nibbles(both);
+        if constexpr (F.bits == 5) codes = join(codes, bits_to_4<Step, 1>(load_codes(p + 4 * kCodeBytes)));
+        if constexpr (F.bits == 6) codes = join(codes, bits_to_4<Step % 4 * 2, 2>(load_codes(p + (4 + Step / 4) * kCodeBytes)));
+        if constexpr (F.table) codes = look_up(load_table(code_table(F.range)), codes);
+        return codes;
+    }
+}
+
+// The scales of one vector of columns in one block.
+template <BlockFormat F>
+struct BlockScales {
+    Vec scale[F.runs()], minimum;
 };
 
-template <BlockFormat F, int... S>
-inline __attribute__((always_inline)) void join_high_bits(const uint8_t* p, Codes (&to)[kSteps], std::integer_sequence<int, S...>) {
-    if constexpr (F.bits == 5) {
-        Codes high = load_codes(p);
-        ((to[S] = join(to[S], bits_to_4<S, 1>(high))), ...);
-    } else if constexpr (F.bits == 6) {
-        Codes high[2] = {load_codes(p), load_codes(p + kCodeBytes)};
-        ((to[S] = join(to[S], bits_to_4<S % 4 * 2, 2>(high[S / 4]))), ...);
-    }
-}
-
+// Returns the scales of vector v. `header` is the header of its group, `block` its own data.
 template <BlockFormat F>
-inline __attribute__((always_inline)) void unpack_codes(const uint8_t* p, Codes (&to)[kSteps]) {
-    if constexpr (F.bits == 8) {
-#pragma GCC unroll 8
-        for (int s = 0; s < kSteps; s++) to[s] = load_codes(p + s * kCodeBytes);
-        return;
-    }
-#pragma GCC unroll 4
-    for (int s = 0; s < 4; s++) {
-        Codes both = load_codes(p + s * kCodeBytes);
-        to[s] = low_nibbles(both), to[4 + s] = high_nibbles(both);
-    }
-    join_high_bits<F>(p + 4 * kCodeBytes, to, std::make_integer_sequence<int, kSteps>{});
-    if constexpr (F.table) {
-        auto table = load_table(code_table(F.range));
-#pragma GCC unroll 8
-        for (int s = 0; s < kSteps; s++) to[s] = look_up(table, to[s]);
-    }
-}
-
-// Unpacks vector v of a block. `header` is its group's, `block` its own data.
-template <BlockFormat F>
-inline __attribute__((always_inline)) void unpack(const uint8_t* header, const uint8_t* block, int v,
-                                                 UnpackedBlock<F.runs()>& to) {
-    unpack_codes<F>(block + F.scale_bytes() + v * F.vector_bytes(), to.codes);
+inline __attribute__((always_inline)) BlockScales<F> load_scales(const uint8_t* header, const uint8_t* block, int v) {
+    BlockScales<F> to;
     const auto* d = reinterpret_cast<const uint16_t*>(header) + v * kLanes;
     to.scale[0] = F.scale == kBfloat16 ? load_bf16(d) : load_f16(d);
     if constexpr (F.minima) to.minimum = load_f16(d + kPanel);
@@ -121,6 +102,7 @@ inline __attribute__((always_inline)) void unpack(const uint8_t* header, const u
             to.scale[0] = mul(to.scale[0], load_i8(first));
         }
     }
+    return to;
 }
 
 // Calls body(std::integral_constant<int, layout>) for a layout of blocks.

@@ -14,16 +14,16 @@ from emberline.kernels.cuda import routed_experts
 from emberline.kernels.mixture import Mixture, SharedExpert
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import WeightLayout
-from emberline.kernels.triton import norm, router
+from emberline.kernels.triton import experts, norm, router
 from emberline.kernels.triton.grouped import add_expert_outputs
 
 MAX_ROWS_IN_TWO_STREAMS = 64  # with 256 rows of DeepSeek-V2-Lite, one stream is 3 % faster
 
 
 class ExpertLayer:
-    def __init__(self, backend: OpBackend) -> None:
-        """`backend` computes the products that every row takes part in."""
-        self._backend = backend
+    def __init__(self, backend: OpBackend, *, uses_hopper: bool = False) -> None:
+        """`backend` computes the products that every row takes part in. `uses_hopper`: whether kernels for Hopper run."""
+        self._backend, self._uses_hopper = backend, uses_hopper
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # second streams
 
     def run(self, x: Tensor, mixture: Mixture) -> Tensor:
@@ -31,7 +31,7 @@ class ExpertLayer:
         shared = mixture.shared
         normed, logits = self._norm_and_score(x, mixture)
         if shared is None:
-            if routed_experts.add_selected_experts(x, normed, logits, mixture):
+            if self._uses_hopper and routed_experts.add_selected_experts(x, normed, logits, mixture):
                 return x
             return self._add_experts(x, normed, logits, mixture)
         assert mixture.clamp is None, "no shared expert has a clamped activation"
@@ -67,7 +67,7 @@ class ExpertLayer:
         try:
             with torch.cuda.stream(second):
                 self._run_shared(normed, shared, inner, outputs)
-            routed = routed_experts.run_routed_experts(normed, logits, mixture)
+            routed = self._run_routed(normed, logits, mixture)
         finally:  # also after an error: a capture cannot end while a stream is not joined, and memory is reused
             main.wait_stream(second)
         return add_expert_outputs(
@@ -88,8 +88,13 @@ class ExpertLayer:
         shared: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor:
-        routed = routed_experts.run_routed_experts(normed, logits, mixture)
+        routed = self._run_routed(normed, logits, mixture)
         return add_expert_outputs(
             x, routed.outputs, mixture.routing.experts_per_row, sorted_rows=routed.sorted_rows,
             weighted=routed.weighted, shared=shared, shared_gate=gate, shared_scale=mixture.shared_scale, pdl=True,
         )  # fmt: skip
+
+    def _run_routed(self, normed: Tensor, logits: Tensor, mixture: Mixture) -> routed_experts.RoutedOutputs:
+        if self._uses_hopper:
+            return routed_experts.run_routed_experts(normed, logits, mixture)
+        return routed_experts.RoutedOutputs(experts.run_routed_experts(normed, logits, mixture, pdl=True))

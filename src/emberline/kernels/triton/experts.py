@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from emberline.kernels.mixture import Mixture, Routing, StackedExperts
 from emberline.kernels.packed_weight import PackedExperts
-from emberline.kernels.triton import routing
+from emberline.kernels.quantised_matrix import QuantisedMatrix
+from emberline.kernels.triton import narrow, routing
 from emberline.kernels.triton.grouped import ProductTile, multiply_down, multiply_gate_up
 from emberline.kernels.triton.routing import SortedRows
 
@@ -57,16 +58,17 @@ def run_routed_experts(
     scaled = rules.scales_inputs
     tiles = choose_tiles(len(normed) * rules.experts_per_row, logits.shape[1], normed.dtype)
     rows = route(logits, rules, tiles.rows, pdl=pdl)
-    inner = multiply_gate_up(
-        normed, _view_rows(experts.gate_up), rows, tiles.gate_up,
+    gate_up, down = find_matrices(experts.gate_up), find_matrices(experts.down)
+    inner = (multiply_gate_up if isinstance(gate_up, Tensor) else narrow.multiply_gate_up)(
+        normed, gate_up, rows, tiles.gate_up,
         bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled, pdl=pdl,
     )  # fmt: skip
-    return multiply_down(
-        inner, _view_rows(experts.down), rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl
-    )
+    multiply = multiply_down if isinstance(down, Tensor) else narrow.multiply_down
+    return multiply(inner, down, rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl)
 
 
-def _view_rows(part: Tensor | PackedExperts) -> Tensor:
-    rows = part.handle if isinstance(part, PackedExperts) else part
-    assert isinstance(rows, Tensor), "experts in this form have kernels of their own"
-    return rows
+def find_matrices(weights: Tensor | PackedExperts) -> Any:
+    """Return the tensor, or the codes of all experts."""
+    found = weights if isinstance(weights, Tensor) else weights.handle
+    assert isinstance(found, Tensor | QuantisedMatrix), "experts in a form that Triton's kernels do not read"
+    return found
