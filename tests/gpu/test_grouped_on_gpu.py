@@ -13,9 +13,8 @@ from emberline.kernels.cuda import few_experts, grouped, routed_experts, routing
 from emberline.kernels.cuda.expert_matrices import ExpertMatrices, interleave_gate_up, pack_experts
 from emberline.kernels.cuda.few_experts import DownPlan, GateUpPlan
 from emberline.kernels.cuda.grouped import ExpertTilePlan
-from emberline.kernels.mixture import Routing
+from emberline.kernels.mixture import Routing, select_experts
 from emberline.kernels.packed_weight import PackedExperts, WeightLayout
-from emberline.kernels.reference import select_experts
 from emberline.kernels.triton.routing import SortedRows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -14,9 +14,8 @@ from emberline.kernels.cuda import few_experts, routing
 from emberline.kernels.cuda.expert_matrices import ExpertMatrices
 from emberline.kernels.cuda.few_experts import GateUpPlan, multiply_gate_up
 from emberline.kernels.cuda.routing import route_rows
-from emberline.kernels.mixture import Mixture, Routing
+from emberline.kernels.mixture import Mixture, Routing, select_experts
 from emberline.kernels.packed_weight import WeightLayout
-from emberline.kernels.reference import select_experts
 from emberline.kernels.triton.routing import SortedRows
 from emberline.models.decoder import DecoderModel
 from emberline.models.sleep import iter_instances

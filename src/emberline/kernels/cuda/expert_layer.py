@@ -22,7 +22,10 @@ MAX_ROWS_IN_TWO_STREAMS = 64  # with 256 rows of DeepSeek-V2-Lite, one stream is
 
 class ExpertLayer:
     def __init__(self, backend: OpBackend, *, uses_hopper: bool = False) -> None:
-        """`backend` computes the products that every row takes part in. `uses_hopper`: whether kernels for Hopper run."""
+        """`backend` computes the products that every row takes part in.
+
+        `uses_hopper`: whether kernels for an H100 or H200 compute the routed experts.
+        """
         self._backend, self._uses_hopper = backend, uses_hopper
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # second streams
 
