@@ -49,7 +49,7 @@ def test_routing_of_nan() -> None:
 
 
 def check_places(rows: SortedRows, experts: int) -> None:
-    """Assert that each assignment has one place, in a tile of its expert, and that the tiles are full but the last."""
+    """Assert that each assignment has one place, in a tile of its expert, and that there are no surplus tiles."""
     tiles, size, chosen = int(rows.num_tiles), rows.tile_rows, rows.chosen.cpu().long()
     assert bool(((chosen >= 0) & (chosen < experts)).all()) and rows.places is not None
     places = rows.places.cpu().long()

@@ -35,6 +35,10 @@ class ExpertMatrices:
         return isinstance(self.data, UW12Weight)
 
     @property
+    def count(self) -> int:
+        return self.data.n // self.n if isinstance(self.data, UW12Weight) else len(self.data)
+
+    @property
     def source_name(self) -> str:
         """The name of the kernels' type."""
         return "PackedUnits" if self.is_packed else "PlainPairs" if self.gated else "PlainRows"

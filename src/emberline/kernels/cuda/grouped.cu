@@ -44,6 +44,7 @@ struct PlainRows {  // [experts * n, k]
     copy_tile(to, &map, 64 * unit, 64 * GROUPS * rows.index(), barrier, policy);
   }
   template <int GROUPS> DEVICE void fetch_headers(u32, ItemRows, u32, u64) const {}
+  template <int GROUPS> DEVICE void prefetch(ItemRows, int, int) const {}
 };
 struct PlainPairs {  // [experts, width / 8, 2, 8, k]
   static constexpr bool PACKED = false;
@@ -57,6 +58,12 @@ struct PlainPairs {  // [experts, width / 8, 2, 8, k]
           "l"(policy) : "memory");
   }
   template <int GROUPS> DEVICE void fetch_headers(u32, ItemRows, u32, u64) const {}
+  template <int GROUPS> DEVICE void prefetch(ItemRows rows, int count, int) const {
+#pragma unroll 1
+    for (int unit = 0; unit < count; unit++)
+      asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %2, %3, %4}];"
+                   ::"l"(&map), "r"(64 * unit), "r"(0), "r"(4 * GROUPS * rows.block), "r"(rows.expert) : "memory");
+  }
 };
 struct PackedUnits {
   static constexpr bool PACKED = true;
@@ -72,6 +79,14 @@ struct PackedUnits {
   }
   template <int GROUPS> DEVICE void fetch_headers(u32 to, ItemRows rows, u32 barrier, u64 policy) const {
     copy_bytes(to, headers + i64(4 * GROUPS) * rows.index() * stride, 4 * GROUPS * stride, barrier, policy);
+  }
+  // Fetches the first `count` units of k into the L2.
+  template <int GROUPS> DEVICE void prefetch(ItemRows rows, int count, int units) const {
+    const u8* const from = planes + unit_offset(4 * GROUPS * rows.index(), 0, units);
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+                   ::"l"(from + i64(i) * units * 4 * UNIT_BYTES), "r"(count * 4 * UNIT_BYTES) : "memory");
   }
 };
 
@@ -354,6 +369,9 @@ DEVICE void compute_items(Ring ring, const Items& items, HeaderBuffers headers, 
 
 constexpr int ctas_per_sm(int groups, int columns) { return columns > 64 ? 1 : 4 / groups; }
 
+// `prefetched`: so many units of k of each CTA's first item are fetched into the L2 before the tables are complete, as
+// if each expert had one tile; 0 if many experts have none.
+//
 // out: [places, n], or [places, n / 2] if GATED. `top`: experts of a row, if x is not sorted. The kernel that wrote the
 // tables must have ended before the preceding kernel let this one start if not GATED. Shared memory: the ring, the
 // headers, the barriers.
@@ -361,7 +379,7 @@ template <class W, bool GATED, int GROUPS, int COLUMNS>
 __global__ void __launch_bounds__(count_threads(GROUPS, COLUMNS), ctas_per_sm(GROUPS, COLUMNS))
     multiply_tiles(const __grid_constant__ W weights, const __grid_constant__ TensorMap x, bf16* out,
                    const int* experts, const int* counts, const int* order, const int* num_tiles,
-                   const float* factors, int top, int n, int k, int stages, int share) {
+                   const float* factors, int top, int n, int k, int stages, int share, int num_experts, int prefetched) {
   using S = Shape<GROUPS, COLUMNS, W::PACKED>;
   extern __shared__ u8 unaligned[];
   const u32 base = (shared_address(unaligned) + 1023) & ~1023u;
@@ -385,10 +403,15 @@ __global__ void __launch_bounds__(count_threads(GROUPS, COLUMNS), ctas_per_sm(GR
   __syncthreads();
   if (share > 1) cluster_sync();
   const bool weights_first = !GATED && share == 1;
+  const int blocks = u32(n) / u32(S::ROWS), units = k / 64;
+  if (GATED && prefetched && threadIdx.x == 32 * S::WARPS) {
+    const int expert = blockIdx.x / u32(blocks);
+    if (expert < num_experts) weights.template prefetch<GROUPS>(ItemRows{expert, int(blockIdx.x % u32(blocks)), blocks},
+                                                                min(prefetched, units), units);
+  }
   if (!weights_first) wait_for_previous_kernel();
   let_next_kernel_start();
   const Tiles tiles{experts, counts, order, factors, top, load_int(num_tiles)};
-  const int blocks = u32(n) / u32(S::ROWS), units = k / 64;
   const Items items{tiles, blocks, int(u32(blocks) / u32(share)), share, rank, int(blockIdx.x / u32(share)),
                     int(gridDim.x / u32(share))};
   if (warp >= S::WARPS) {

@@ -19,6 +19,8 @@ from emberline.kernels.triton.routing import SortedRows
 
 FILE = "grouped.cu"
 BOX_ROWS = 32  # rows of x that a copy fetches; in tiles of so many rows, each row is fetched on its own
+# Units of 64 k of each CTA's first rows that are read while rows are still sorted, with enough rows of each expert.
+PREFETCHED_UNITS, MIN_PREFETCHED_ROWS = 8, 2
 PRODUCER_THREADS = {32: 32, 64: 32, 128: 32, 256: 128}  # by the rows of a tile
 
 
@@ -72,6 +74,7 @@ def multiply_tiles(
     assert len(x) == (len(rows.weights) // rows.experts_per_row if gathers else places)
     out = x.new_empty(places, weight.n // 2 if weight.gated else weight.n)
     stages = plan.count_stages(weight)
+    prefetched = PREFETCHED_UNITS if len(rows.weights) >= MIN_PREFETCHED_ROWS * weight.count else 0
     sizes = f"{str(weight.gated).lower()}, {plan.groups}, {plan.tile_rows}"
     _get_kernel(f"multiply_tiles<{weight.source_name}, {sizes}>")(
         (plan.ctas_per_sm * NUM_SMS, 1, 1),
@@ -81,7 +84,7 @@ def multiply_tiles(
             make_tensor_map(x, (1 if plan.tile_rows == BOX_ROWS else BOX_ROWS, SLOT_K)),
             *(out, rows.tile_experts, rows.tile_counts, rows.order, rows.num_tiles),
             rows.weights if scaled else None,
-            *(rows.experts_per_row if gathers else 0, weight.n, weight.k, stages, plan.share),
+            *(rows.experts_per_row if gathers else 0, weight.n, weight.k, stages, plan.share, weight.count, prefetched),
         ),
         pdl=pdl,
         cluster=plan.share,

@@ -36,11 +36,12 @@ __global__ void __launch_bounds__(256) select_rows(const float* logits, const fl
 // Writes the assignments of a block of rows to their places, and describes the tiles of some experts.
 template <int PER_LANE>
 __global__ void __launch_bounds__(1024) place_rows(const int* chosen, const int* ranks, const int* counts, int rows,
-                                                   int top, int rows_per_block, int tile_rows, int* order,
+                                                   int top, int rows_per_block, int tile_rows, int grain,
+                                                   int* order,
                                                    int* places_out, int* tile_experts, int* tile_counts,
                                                    int* num_tiles) {
   constexpr int EXPERTS = 32 * PER_LANE, GROUPS = 1024 / EXPERTS;  // of threads, which share the blocks
-  __shared__ int totals[EXPERTS], places[EXPERTS], first_tiles[EXPERTS];
+  __shared__ int totals[EXPERTS], places[EXPERTS], first_tiles[EXPERTS], sizes[EXPERTS];  // sizes: rows of full tiles
   const int thread = threadIdx.x, expert = thread % EXPERTS, lane = thread % 32;
   if (thread < EXPERTS) totals[thread] = places[thread] = 0;
   __syncthreads();
@@ -64,8 +65,12 @@ __global__ void __launch_bounds__(1024) place_rows(const int* chosen, const int*
     int tile = end - own;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
+      const int total = totals[lane * PER_LANE + i], count = (total + tile_rows - 1) / tile_rows;
       first_tiles[lane * PER_LANE + i] = tile;
-      tile += (totals[lane * PER_LANE + i] + tile_rows - 1) / tile_rows;
+      // Several tiles of an expert have about as many rows each, because small ones take almost as long.
+      const int even = (total + max(count, 1) - 1) / max(count, 1);
+      sizes[lane * PER_LANE + i] = min(tile_rows, max(1, (even + grain - 1) / grain * grain));
+      tile += count;
     }
     if (lane == 31 && blockIdx.x == 0) *num_tiles = end;
   }
@@ -74,7 +79,8 @@ __global__ void __launch_bounds__(1024) place_rows(const int* chosen, const int*
 #pragma unroll 1
   for (int i = begin + thread; i < end; i += 1024) {
     const int number = load_int(chosen + i);
-    const int place = first_tiles[number] * tile_rows + places[number] + load_int(ranks + i);
+    const int rank = places[number] + load_int(ranks + i), tile = rank / sizes[number];
+    const int place = (first_tiles[number] + tile) * tile_rows + rank - tile * sizes[number];
     order[place] = i;
     places_out[i] = place;
   }
@@ -84,7 +90,7 @@ __global__ void __launch_bounds__(1024) place_rows(const int* chosen, const int*
 #pragma unroll 1
     for (int tile = lane; tile * tile_rows < totals[number]; tile += 32) {
       tile_experts[first_tiles[number] + tile] = number;
-      tile_counts[first_tiles[number] + tile] = min(tile_rows, totals[number] - tile * tile_rows);
+      tile_counts[first_tiles[number] + tile] = max(0, min(sizes[number], totals[number] - tile * sizes[number]));
     }
 }
 

@@ -19,6 +19,7 @@ from emberline.kernels.triton.routing import SortedRows, max_tile_count
 FILE = "routing.cu"
 EXPERTS_PER_LANE = (4, 8)  # of a warp that selects the experts of a row
 MAX_EXPERTS, MAX_EXPERTS_PER_ROW = 32 * EXPERTS_PER_LANE[-1], 32
+TILE_GRAIN = 32  # the rows of a tile are a multiple, if an expert has several tiles
 SELECT_THREADS, PLACE_THREADS = 256, 1024
 # Pairs (rows of a block, rows): the rows of a CTA, for so many rows at most.
 ROWS_PER_BLOCK = ((8, 1024), (16, 2048), (32, 1 << 30))
@@ -61,7 +62,21 @@ def route_rows(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = Tr
     _get_kernel(f"place_rows<{per_lane}>")(
         (blocks, 1, 1),
         PLACE_THREADS,
-        (chosen, ranks, counts, rows, top, block_rows, tile_rows, order, places, tile_experts, tile_counts, num_tiles),
+        (
+            chosen,
+            ranks,
+            counts,
+            rows,
+            top,
+            block_rows,
+            tile_rows,
+            min(TILE_GRAIN, tile_rows),
+            order,
+            places,
+            tile_experts,
+            tile_counts,
+            num_tiles,
+        ),
         pdl=pdl,
     )
     return SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top, places)
