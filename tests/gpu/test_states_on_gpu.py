@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import tiny_delta
 import torch
+from draft_oracle import DraftOracle
 from gpu_settings import gpu_config
 
 pytest.importorskip("triton")
 
-from delta_cases import DeltaCase, Row, Sizes
+from delta_cases import DeltaCase, DraftCase, Row, Sizes
 
 from emberline.core.engine_config import EngineConfig, TransferConfig
 from emberline.core.events import Output
@@ -23,6 +24,7 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
+from emberline.engine.speculation.drafter import Drafter
 from emberline.kv.state_manager import StateKVManager
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -63,6 +65,12 @@ Tokens = dict[tuple[str, int], list[int]]
 )
 def test_kernels(sizes: Sizes, few: list[Row], chunks: list[Row], dtype: torch.dtype) -> None:
     DeltaCase(sizes, few, chunks, GPU, dtype).check(pdl=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("sizes", [QWEN3_NEXT, Sizes(1, 3, 17, 134, 6), Sizes(2, 2, 64, 32, 1)])
+def test_kernels_with_drafts(sizes: Sizes, dtype: torch.dtype) -> None:
+    DraftCase(sizes, GPU, dtype).check(steps=8, pdl=True)
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +182,48 @@ def test_choices_start_from_a_snapshot_of_the_prompt(checkpoint: Path) -> None:
     tokens = run(engine, submissions(**params))
     assert engine.kv.hit_tokens > 2 * 500
     assert tokens == run(make_engine(checkpoint, graphs=False, max_batch_tokens=64), submissions(**params))
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_drafts_of_the_host_never_change_the_tokens(checkpoint: Path, expected: Tokens, graphs: bool) -> None:
+    """With prefixes from snapshots in the second round, some of which were made within a step."""
+    engine = make_engine(checkpoint, speculate="ngram", max_draft=5, graphs=graphs)
+    oracle = DraftOracle(expected, [True, True, True, False, True, True], vocab_size=131)
+    drafter = engine.scheduler.drafter = Drafter([oracle], 5, max_rows=8, adaptive=False)
+    assert run(engine, submissions(**SEEDED), 1) == expected
+    assert drafter.accepted_tokens > 100 and drafter.drafted_tokens > drafter.accepted_tokens + 50
+    hits = engine.kv.hit_tokens
+    assert run(engine, submissions(**SEEDED)) == expected
+    assert engine.kv.hit_tokens > hits + 700
+    longer = [
+        Submission(s.id, [*s.prompt, *expected[s.id, 0], 7], replace(s.params, max_tokens=1)) for s in submissions()
+    ]
+    alone = run(make_engine(checkpoint, graphs=False, prefix_cache=False), longer)
+    hits, engine.scheduler.drafter = engine.kv.hit_tokens, None
+    assert run(engine, longer) == alone, "with states behind an answer"
+    assert engine.kv.hit_tokens > hits + sum(LENGTHS) + 3 * 16
+
+
+@pytest.mark.parametrize("name", ["next", "wide"])
+def test_drafts_of_a_head_never_change_the_tokens(name: str, tmp_path: Path) -> None:
+    """With few tokens in the vocabulary, a random head is right often enough. The device counts what was accepted."""
+    config = CONFIGS[name] | {"vocab_size": 8 if name == "next" else 64, "eos_token_id": 0}
+    directory = tiny_delta.write_random(tmp_path, config, has_head=True)
+    params = SamplingParams(max_tokens=80, temperature=0.7, top_k=4, seed=4, ignore_eos=True)
+    pending = [Submission(f"r{i}", [(i + j * j) % 8 for j in range(20 + 30 * i)], params) for i in range(8)]
+    expected = run(make_engine(directory, prefix_cache=False), pending)
+    for settings in ({}, {"graphs": False}, {"overlap": False}, {"kv_tokens": 1024}):
+        engine = make_engine(directory, speculate="mtp", max_draft=3, **settings)
+        options = {"adaptive": False, "uses_draft_model": True, "continues_on_device": "overlap" not in settings}
+        drafter = engine.scheduler.drafter = Drafter([], 3, max_rows=8, **options)
+        assert run(engine, pending, 1) == expected, settings
+        print(name, settings, "accepted", drafter.accepted_tokens, "of", drafter.drafted_tokens)
+        assert drafter.accepted_tokens > 20
+        if "kv_tokens" in settings:
+            assert engine.scheduler.preemptions > 0, "the cache was meant to be too small"
 
 
 # -- copies of states ----------------------------------------------------------------------------------------------

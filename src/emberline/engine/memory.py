@@ -15,7 +15,7 @@ from emberline.engine.group_choice import choose_groups, max_planned_tokens
 from emberline.engine.memory_plan import MemoryPlan, does_not_fit_error
 from emberline.engine.model_support import reject_unsupported_on_gpu
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
-from emberline.engine.state_plan import device_state_bytes, plan_state_slots
+from emberline.engine.state_plan import StatePlanner
 from emberline.engine.step_sizes import StepSizes
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kv.layer_groups import LayerGroups
@@ -111,9 +111,11 @@ def plan_engine_memory(
     kv_bytes, context = DTYPE_BYTES[kv_dtype(settings, dtype)], choose_max_context(config, settings)
     groups = choose_groups(config.windows, context, config.parts.attention.state_layers)
     size, tokens, state_slots = settings.scheduler.block_size, settings.kv_cache.kv_tokens, None
+    new_tokens = settings.speculation.max_new_tokens
     if (memory := settings.kv_cache.kv_memory) is not None:
-        state_slots = plan_state_slots(config, memory, settings.scheduler.max_running)
-        memory -= device_state_bytes(config, state_slots)
+        planner = StatePlanner.of(config, settings.scheduler.max_running, new_tokens, DTYPE_BYTES[dtype])
+        state_slots = planner.count_slots(memory)
+        memory -= planner.num_bytes(state_slots)
         tokens = memory // kv_token_bytes(config, kv_bytes, groups.num_places)
         tokens = tokens if groups.is_single else tokens // size * size
     return plan_memory(
@@ -133,7 +135,7 @@ def plan_engine_memory(
         tiers=settings.tiers.has_tiers,
         transfer=settings.transfer is not None,
         draft=draft,
-        max_new_tokens=settings.speculation.max_new_tokens,
+        max_new_tokens=new_tokens,
         utilization=settings.gpu.gpu_memory_utilization,
         other_bytes=other_bytes,
     )
@@ -228,8 +230,9 @@ def plan_memory(
     if (available := usable - sum(fixed.values())) < needed_bytes:
         raise does_not_fit_error(fixed, usable, total_bytes, needed_bytes)
     kv_first = None if kv_tokens is None else needed_bytes  # the rest is for states
-    slots = plan_state_slots(config, available, max_running, kv_first) if state_slots is None else state_slots
-    available -= (states := device_state_bytes(config, slots))
+    planner = StatePlanner.of(config, max_running, max_new_tokens, dtype_bytes)
+    slots = planner.count_slots(available, kv_first) if state_slots is None else state_slots
+    available -= (states := planner.num_bytes(slots))
     blocks = max(0, available) // (block_bytes * tables)  # of each group, if requests are short
     if blocks < needed:
         raise does_not_fit_error(fixed | {"states": states}, usable, total_bytes, needed_bytes)

@@ -65,11 +65,12 @@ class DeltaNet:
         `keys` and `values` are the layer's states: the last inputs of the convolution, and the matrices. They advance
         over all rows of x in both cases.
         """
-        sequences = len(batch.attention.query_start) - 1
-        assert batch.state_slots is not None and len(batch.state_slots) == sequences, "a sequence has no states"
+        rows_of_attention = len(batch.attention.query_start) - 1
+        assert batch.state_slots is not None and len(batch.state_slots) == rows_of_attention, "a row has no states"
         few, layer = 0 if batch.plan is None else batch.plan.decode_rows, self.layer
         saves, drafts = batch.state_saves, batch.state_drafts
-        states = ops.LayerStates(keys, values, batch.state_slots, batch.attention, saves, drafts, few)
+        sequences = batch.attention if batch.state_sequences is None else batch.state_sequences
+        states = ops.LayerStates(keys, values, batch.state_slots, sequences, saves, drafts, few)
         projected = ops.linear(x, self.qkv, unpacker=batch.unpacker)
         qkv, gate, steps, times = projected.split(
             [layer.channels, layer.values, layer.value_heads, layer.value_heads], dim=1

@@ -128,8 +128,8 @@ def boot_gpu(
     if exact := settings.gpu.exact:
         require_fixed_order(model, shape)
     tuned = 0.0 if exact else _tune_matrix_products(model, settings)  # before the cache fills the memory
-    cache = KVCache(shape, plan.kv_blocks, where := str(device.torch_device))
-    recurrent = allocate_device_states(config, plan.state_slots, where)
+    cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
+    recurrent = allocate_device_states(config, plan.state_slots, device.torch_device, settings, model.dtype)
     planned = time.perf_counter()
     make_state = SamplingStateFactory(eos := frozenset(config.eos), make_compiler)
     runner = GPURunner(model, cache, eos, make_state, settings, device, context, draft, plan.groups, recurrent)

@@ -51,14 +51,17 @@ class DeviceRows:
         max_draft: int = 0,
         num_tables: int = 1,
         padding_state: int | None = None,
+        *,
+        keeps_drafted_rows: bool = False,
     ) -> None:
         """`width`: blocks of the longest block table. `max_draft`: tokens that a draft model proposes, at most.
 
         `num_tables`: block tables of a request, one for each group of layers. `padding_state`: the slot with the
-        recurrent states of padding; None: the model has no recurrent layers."""
+        recurrent states of padding; None: the model has no recurrent layers. `keeps_drafted_rows`: whether these
+        layers keep the rows of drafted tokens."""
         self.max_draft = max_draft
         self.padding_row = capacity
-        self.padding_state = padding_state
+        self.padding_state, self.keeps_drafted_rows = padding_state, keeps_drafted_rows
         self.num_tables = num_tables
         # Tables after the first begin at a multiple of 16 bytes: for other addresses, Triton compiles kernels again.
         self.table_width = width if num_tables == 1 else -(-width // 4) * 4
