@@ -24,8 +24,11 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
+from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.speculation.drafter import Drafter
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kv.state_manager import StateKVManager
+from emberline.models.sleep import iter_instances
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -287,3 +290,25 @@ def test_states_from_another_engine(small_checkpoint: Path) -> None:
     assert moved.hit_tokens == sum((len(s.prompt) - 1) // 16 * 16 for s in pending)
     for one in (p, d):
         one.close()
+
+
+def test_packed_weights(tmp_path: Path) -> None:
+    """They are the same numbers, so only the order of sums differs."""
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    sizes = WIDE | heads | {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "intermediate_size": 512}
+    config = {
+        field: value
+        for field, value in (CONFIGS["dense"] | sizes).items()
+        if "expert" not in field and "moe" not in field
+    }
+    directory = tiny_delta.write_random(tmp_path, config, BF16)
+    scores = {weights: score_prompts(make_engine(directory, BF16, weights=weights)) for weights in ("plain", "both")}
+    packed = make_engine(directory, BF16, weights="packed")
+    assert isinstance(packed.runner, GPURunner)
+    layouts = {weight.layout for weight in iter_instances(PackedWeight, packed.runner.model.layers[0].attention)}
+    assert layouts == {WeightLayout.UW12}
+    scores["packed"] = score_prompts(packed)
+    for other in ("both", "packed"):
+        error = (scores[other] - scores["plain"]).abs()
+        print(other, f"mean {float(error.mean()):.2e} max {float(error.max()):.2e}")
+        assert float(error.mean()) < 0.05

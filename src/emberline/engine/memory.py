@@ -146,7 +146,7 @@ def uses_packed_weights(
 ) -> bool:
     """Return whether weights of this dtype are kept packed, in 12 bits each.
 
-    By default they are not if the model has experts or recurrent layers.
+    By default they are not if the model has experts.
 
     Raises InvalidRequest if the settings require packed weights and the dtype cannot be packed."""
     if settings.gpu.weights in ("packed", "both") and dtype != "bfloat16":
@@ -154,8 +154,7 @@ def uses_packed_weights(
         message = f"weights is {settings.gpu.weights}; only bfloat16 can be packed, and the model has {dtype}"
         raise InvalidRequest(message, param="weights", hint=hint)
     coded = any(tensor.packing is not None for tensor in checkpoint.tensors.values())
-    can_pack = model is None or (model.experts is None and model.parts.attention.state is None)
-    is_useful = coded and dtype == "bfloat16" and can_pack
+    is_useful = coded and dtype == "bfloat16" and (model is None or model.experts is None)
     return settings.gpu.weights == "packed" or (settings.gpu.weights == "auto" and is_useful)
 
 

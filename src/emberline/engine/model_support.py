@@ -17,5 +17,3 @@ def reject_unsupported_on_gpu(config: ModelConfig, settings: EngineConfig) -> No
     """Raise UnsupportedModel for settings of a GPU that recurrent layers do not support."""
     if settings.gpu.exact:
         reject_states(config, "--exact on a GPU", "remove --exact: how a prompt is cut into chunks changes its states")
-    if settings.gpu.weights in ("packed", "both"):
-        reject_states(config, f"--weights {settings.gpu.weights}", "use --weights plain")

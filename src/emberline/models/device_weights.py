@@ -133,6 +133,28 @@ class DeviceWeights(Weights):
             self._queue_load(name, (count, columns), pending.add_part(i))
         return weight
 
+    def arranged_linears(
+        self,
+        parts: Sequence[tuple[str, int]],
+        columns: int,
+        arrange: Callable[[Tensor], Tensor],
+        rows: Sequence[int],
+    ) -> list[ops.PackedWeight]:
+        dtype, stacked = self.stack_dtype(parts, columns), [count for _, count in parts]
+        if not self.packed or dtype is not torch.bfloat16:
+            return super().arranged_linears(parts, columns, arrange, rows)
+        weights = [ops.empty_weight(count, columns, dtype, self.device) for count in rows]
+
+        def settle(whole: Tensor) -> None:
+            for weight, part in zip(weights, arrange(whole).split(list(rows)), strict=True):
+                self.loaded_bytes += ops.fill_weight(weight, part)
+
+        split = partial(split_stack, rows=stacked, gated=False)
+        pending = PendingMatrix(sum(stacked), columns, dtype, self.device, split, settle)
+        for i, (name, count) in enumerate(parts):
+            self._queue_load(name, (count, columns), pending.add_part(i))
+        return weights
+
     def stack_experts(
         self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None
     ) -> Tensor:

@@ -65,8 +65,8 @@ def _state_parts(outline: ModelOutline) -> Iterator[WeightPart]:
     state, hidden = outline.state, outline.hidden
     assert state is not None
     values = state.value_heads * state.value_dim
-    yield WeightPart("attention", state.conv_channels + values, hidden)  # queries, keys, values and gates
-    yield WeightPart("attention", 2 * state.value_heads, hidden)  # decays and step sizes
+    # Queries, keys, values and gates, then decays and step sizes.
+    yield WeightPart("attention", state.conv_channels + values + 2 * state.value_heads, hidden)
     yield WeightPart("attention", hidden, values)
     yield WeightPart("norms", state.conv_channels * state.conv_kernel + 2 * state.value_heads + state.value_dim, 1)
 
