@@ -218,7 +218,7 @@ def test_drafts_of_a_head_never_change_the_tokens(name: str, tmp_path: Path) -> 
     params = SamplingParams(max_tokens=80, temperature=0.7, top_k=4, seed=4, ignore_eos=True)
     pending = [Submission(f"r{i}", [(i + j * j) % 8 for j in range(20 + 30 * i)], params) for i in range(8)]
     expected = run(make_engine(directory, prefix_cache=False), pending)
-    for settings in ({}, {"graphs": False}, {"overlap": False}, {"kv_tokens": 1024}):
+    for settings in ({}, {"graphs": False, "overlap": False}, {"kv_tokens": 1024}):
         engine = make_engine(directory, speculate="mtp", max_draft=3, **settings)
         options = {"adaptive": False, "uses_draft_model": True, "continues_on_device": "overlap" not in settings}
         drafter = engine.scheduler.drafter = Drafter([], 3, max_rows=8, **options)
