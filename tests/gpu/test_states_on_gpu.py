@@ -25,6 +25,7 @@ from emberline.core.request import Submission
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.gpu.swap import reset_prefix_cache, sleep_runner, wake_runner
 from emberline.engine.speculation.drafter import Drafter
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kv.state_manager import StateKVManager
@@ -215,8 +216,8 @@ def test_drafts_of_a_head_never_change_the_tokens(name: str, tmp_path: Path) -> 
     """With few tokens in the vocabulary, a random head is right often enough. The device counts what was accepted."""
     config = CONFIGS[name] | {"vocab_size": 8 if name == "next" else 64, "eos_token_id": 0}
     directory = tiny_delta.write_random(tmp_path, config, has_head=True)
-    params = SamplingParams(max_tokens=80, temperature=0.7, top_k=4, seed=4, ignore_eos=True)
-    pending = [Submission(f"r{i}", [(i + j * j) % 8 for j in range(20 + 30 * i)], params) for i in range(8)]
+    params = SamplingParams(max_tokens=80, temperature=0.7, top_k=4, seed=4, ignore_eos=True, n=2)
+    pending = [Submission(f"r{i}", [(i + j * j) % 8 for j in range(20 + 60 * i)], params) for i in range(4)]
     expected = run(make_engine(directory, prefix_cache=False), pending)
     for settings in ({}, {"graphs": False, "overlap": False}, {"kv_tokens": 1024}):
         engine = make_engine(directory, speculate="mtp", max_draft=3, **settings)
@@ -265,6 +266,23 @@ def test_states_in_tiers(small_checkpoint: Path, tmp_path: Path) -> None:
     assert run(after, pending, 1) == expected
     assert after.stats().tiers["disk"].hit_tokens > 0
     after.close()
+
+
+def test_states_after_sleep(small_checkpoint: Path) -> None:
+    """Slots and kept rows are lost; snapshots in host memory are not."""
+    engine = boot_engine(small_checkpoint, kv_host_memory=8 << 20, speculate="ngram")
+    expected = run(engine, submissions(**SEEDED), 1)
+    runner = engine.runner
+    assert isinstance(runner, GPURunner)
+    slept = sleep_runner(runner)
+    reset_prefix_cache(engine)
+    assert runner.states is not None and runner.states.matrices.untyped_storage().nbytes() == 0
+    wake_runner(slept)
+    hits = engine.stats().tiers["host"].hit_tokens
+    assert run(engine, submissions(**SEEDED), 1) == expected
+    assert engine.stats().tiers["host"].hit_tokens > hits + 400
+    engine.close()
+    slept.close()
 
 
 def test_states_from_another_engine(small_checkpoint: Path) -> None:

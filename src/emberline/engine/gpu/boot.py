@@ -354,7 +354,9 @@ def compile_kernels(runner: GPURunner) -> float:
     from emberline.kernels.cuda import driver, nvrtc, sample
 
     facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs), nvrtc.digest_sources()]
-    limits = runner.shapes, runner.max_batch_tokens, runner.exact, runner.groups.windows, runner.cache.keys.dtype
+    has_drafts = runner.states is not None and runner.states.max_draft > 0  # of recurrent layers
+    sizes = runner.shapes, runner.max_batch_tokens
+    limits = *sizes, runner.exact, runner.groups.windows, runner.cache.keys.dtype, has_drafts
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join([*facts, str(limits)]).encode()).hexdigest()[:32]}"
     if not done.exists():
         with driver.compile_in_parallel(sample.get_module()):
