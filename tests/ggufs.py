@@ -60,9 +60,11 @@ def write(
     extra: dict[str, Any] | None = None,
     tied: bool = False,
     tensors_per_part: int = 0,
+    types: dict[str, str] | None = None,
 ) -> dict[str, NDArray[np.float32]]:
     """Returns what was stored, before quantisation.
 
+    `types`: of tensors that have another type than `quant`.
     With `tensors_per_part`, the model is split: the files are called NAME-00001-of-00003.gguf and so on.
     """
     values = values or tensors(arch, np.random.default_rng(7), tied)
@@ -85,8 +87,8 @@ def write(
     for key, value in (extra or {}).items():
         add = {str: w.add_string, bool: w.add_bool, int: w.add_uint32, float: w.add_float32}[type(value)]
         add(f"{arch}.{key}" if not key.startswith("tokenizer.") else key, value)
-    kind = gguf.GGMLQuantizationType[quant]
     for name, value in values.items():
+        kind = gguf.GGMLQuantizationType[(types or {}).get(name, quant)]
         if value.ndim == 1 or quant == "F32":
             w.add_tensor(name, value)
         else:

@@ -23,6 +23,8 @@ from emberline.kernels.triton import cache_slots
 from emberline.kernels.triton.activation import gelu_mul, silu_mul
 from emberline.kernels.triton.attention import paged_attention
 from emberline.kernels.triton.decode import split_decode_attention
+from emberline.kernels.triton.linear import SkinnyTile
+from emberline.kernels.triton.linear import linear as few_rows_linear
 from emberline.kernels.triton.norm import layer_norm, rms_norm
 from emberline.kernels.triton.rope import rope_and_cache
 from emberline.kernels.triton.token_gather import gather_tokens
@@ -383,3 +385,34 @@ def check_widen(device: str, rows: int, heads: int, size: int, dim: int, *, pdl:
     for cache, got in ((k, keys), (v, values)):
         assert torch.equal(got[:-3], cache.view(torch.uint8)[blocks].view(FP8).to(BF16))
         assert bool((got[-3:] == 7.0).all())
+
+
+def check_few_rows(
+    device: str, m: int, n: int, k: int, *, split: int, kind: str = "", group: int = 0, pdl: bool = False
+) -> None:
+    """Check a product with few rows. `kind`: "bias", "residual", "float32" or nothing; `group`: of gate rows.
+
+    `split`: parts of k; 0: the default tile."""
+    wide = random(m, k + 8, device=device, dtype=BF16)
+    x, w = wide[:, :k], random(n, k, device=device, dtype=BF16)
+    bias = random(n, device=device) if kind == "bias" else None
+    out = poisoned(m, n // 2 if group else n, device=device, dtype=F32 if kind == "float32" else BF16)
+    residual = None
+    if kind == "residual":
+        out = residual = random(m, n, device=device, dtype=BF16)
+    before = None if residual is None else residual.clone()
+    for _ in range(2):  # the second launch finds the counters as the first left them
+        if before is not None:
+            out.copy_(before)
+        tile = SkinnyTile(64, 32, split, 4, 2) if split else None
+        assert few_rows_linear(x, w, out=out, bias=bias, residual=residual, group=group, tile=tile, pdl=pdl) is out
+    exact = x.double() @ w.double().t()
+    expected = (x.float() @ w.float().t()).to(out.dtype)
+    if bias is not None:
+        exact, expected = exact + bias.double(), (expected.float() + bias).to(BF16)
+    if before is not None:
+        exact, expected = exact + before.double(), expected + before
+    if group:
+        (gate, up), (gate_, up_) = (y.view(m, -1, 2, group).unbind(2) for y in (exact, expected))
+        exact, expected = (F.silu(gate) * up).reshape(m, -1), (F.silu(gate_) * up_).reshape(m, -1)
+    assert_close(out, expected, exact)

@@ -19,7 +19,8 @@ from emberline.kernels.cuda import nvrtc, sample
 
 NAMES = [module.name for module in pkgutil.iter_modules(cuda.__path__)]
 MODULES = [importlib.import_module(f"{cuda.__name__}.{name}") for name in NAMES]
-QUICK = (*nvrtc.COMPILER_OPTIONS, "--Ofast-compile=max")
+OPTIONS = nvrtc.compiler_options()
+QUICK = (*OPTIONS, "--Ofast-compile=max")
 KERNELS = [module for module in MODULES if hasattr(module, "FILE") and hasattr(module, "VARIANTS")]
 
 
@@ -52,15 +53,15 @@ def test_broken_kernel_does_not_compile(broken: str, tmp_path: Path, monkeypatch
 
 def test_compiled_kernels_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBERLINE_CACHE", str(tmp_path))
-    first = nvrtc.compile_cached(sample.FILE, sample.VARIANTS)
+    first = nvrtc.compile_cached(sample.FILE, sample.VARIANTS, OPTIONS)
     (kept,) = (tmp_path / "kernels").iterdir()
     monkeypatch.setattr(nvrtc, "compile_kernels", lambda file, kernels, options: pytest.fail("compiled again"))
-    assert nvrtc.compile_cached(sample.FILE, sample.VARIANTS) == first and kept.suffix == ".cubin"
+    assert nvrtc.compile_cached(sample.FILE, sample.VARIANTS, OPTIONS) == first and kept.suffix == ".cubin"
     whole = kept.read_bytes()
     monkeypatch.setattr(nvrtc, "compile_kernels", lambda file, kernels, options: first)
     for torn in (b"", whole[:20], whole[: len(whole) // 2], b"7\n", b"{}\n", whole[:-1] + bytes([whole[-1] ^ 1])):
         kept.write_bytes(torn)
-        assert nvrtc.compile_cached(sample.FILE, sample.VARIANTS) == first and kept.read_bytes() == whole
+        assert nvrtc.compile_cached(sample.FILE, sample.VARIANTS, OPTIONS) == first and kept.read_bytes() == whole
 
 
 def test_every_source_file_is_tested() -> None:

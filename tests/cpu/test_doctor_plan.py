@@ -14,14 +14,14 @@ from emberline.cli import doctor
 from emberline.cli.__main__ import main
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, UnsupportedModel
+from emberline.core.gpu_kernels import GPUKernels
 from emberline.engine import memory
 from emberline.engine.boot import LoadedEngine, boot
 from emberline.engine.engine_group_boot import WeightEstimate
 from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu.device import HostDevice
-from emberline.kernels import ops
+from emberline.kernels import ops, portable_backend
 from emberline.kernels.cpu.library import find_library
-from emberline.kernels.cuda import hopper_backend
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import FIRST_MATRIX_NAMES
 from emberline.unweight import model as unweight
@@ -50,12 +50,13 @@ def boot_plans(monkeypatch: pytest.MonkeyPatch) -> list[memory.MemoryPlan]:
         return plans[-1]
 
     monkeypatch.setattr(memory, "plan_memory", record_plan)
-    monkeypatch.setattr(gpu_boot, "CudaDevice", HostDevice)
+    monkeypatch.setattr(gpu_boot, "CudaDevice", lambda kernels: HostDevice())
     monkeypatch.setattr(gpu_boot, "measure_memory", lambda device: (MEMORY, 0))
     monkeypatch.setattr(gpu_boot, "warm_up", lambda runner: 0.0)  # no kernel of the CPU reads float8
     monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
+    monkeypatch.setattr(ops, "selected_gpu_kernels", lambda: GPUKernels("hopper", "pretended"))
     return plans
 
 
@@ -77,7 +78,7 @@ def run_doctor(capsys: pytest.CaptureFixture[str], directory: Path, options: dic
 def skip_slow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_check_kernels", lambda: iter(()))
     monkeypatch.setattr(doctor, "_check_software", lambda: iter(()))
-    monkeypatch.setattr(doctor, "_check_gpu", lambda gpu: iter(()))
+    monkeypatch.setattr(doctor, "_check_gpus", lambda gpus: iter(()))
     monkeypatch.setattr(doctor, "_check_transports", lambda gpu: iter(()))
 
 
@@ -133,7 +134,7 @@ def test_doctor_counts_groups_of_layers_on_a_cpu(
     """The bytes of a full context are those that a request of that length holds."""
     config = tiny_families.gemma3(max_position_embeddings=4096)
     directory = tiny.write_tensors(tmp_path, config, tiny_families.tensors(config))
-    monkeypatch.setattr(doctor, "_detect_gpu", lambda: None)
+    monkeypatch.setattr(doctor, "detect_gpus", list)
     assert main(["doctor", "--model", str(directory), "--block-size", "16"]) == 0
     bytes_per_block = 2 * 2 * 8 * 16 * 4  # keys and values, heads, head size, tokens, float32
     blocks = 256 + 3 * (1 + 1)
@@ -259,7 +260,7 @@ def test_dtype_names_are_the_same_everywhere() -> None:
 
 
 def test_plan_and_kernel_unpack_the_same_part_of_the_head() -> None:
-    assert memory.MAX_UNPACKED_WEIGHTS == hopper_backend.MAX_UNPACKED_WEIGHTS
+    assert memory.MAX_UNPACKED_WEIGHTS == portable_backend.MAX_UNPACKED_WEIGHTS
 
 
 def test_plan_reserves_buffers_for_copied_blocks(

@@ -23,18 +23,32 @@ from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.runner import TorchRunner
 from emberline.engine.sampler import SamplingState, SamplingStateFactory
+from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.decoder import DecoderModel
-from emberline.models.loader import load_decoder
+from emberline.models.loader import load_checkpoint, load_decoder
+from emberline.models.weight_form import WeightForm
 
 LENGTHS = (3, 17, 40, 23, 8, 31)
 OUT = 12
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3", "qwen3-moe", "gemma3", "olmo3", "cohere2", "glm4"])
+# Models whose matrices are quantised at load; their rows consist of whole blocks.
+BLOCK_SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
+QUANTISED: dict[str, tuple[tiny.Config, WeightForm]] = {
+    "llama-q4": (tiny.CONFIGS["llama"] | BLOCK_SIZES, "q4"),
+    "qwen3-moe-q8": (tiny.CONFIGS["qwen3-moe"] | BLOCK_SIZES | {"moe_intermediate_size": 32}, "q8"),
+}
+NAMES = ["llama", "mistral", "qwen3", "qwen3-moe", "gemma3", "olmo3", "cohere2", "glm4", *QUANTISED]
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
     home, name = tmp_path_factory.mktemp("model"), request.param
+    if name in QUANTISED:
+        config, form = QUANTISED[name]
+        return load_checkpoint(Checkpoint.open(tiny.write(home, config)), form=form)
     if name in tiny_experts.CONFIGS:
         tiny_experts.write(home, tiny_experts.CONFIGS[name])
     elif name in tiny_families.CONFIGS:

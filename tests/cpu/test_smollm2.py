@@ -14,13 +14,13 @@ STEPS = 200
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("smollm2", dtype="float32", kv_memory=1 << 28)
+    return LLM(resolve_model("smollm2", as_safetensors=True), dtype="float32", kv_memory=1 << 28)
 
 
 def test_200_greedy_tokens_equal_those_of_transformers(llm: LLM) -> None:
     from transformers import AutoModelForCausalLM
 
-    oracle = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2"), dtype=torch.float32)
+    oracle = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2", as_safetensors=True), dtype=torch.float32)
     prompt = llm.tokenizer.encode(PROMPT)
     params = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True, logprobs=0)
     ours = llm.generate([prompt], params, progress=False)[0]
@@ -32,8 +32,9 @@ def test_200_greedy_tokens_equal_those_of_transformers(llm: LLM) -> None:
     assert torch.allclose(torch.tensor([p.logprob for p in ours.logprobs]), theirs, atol=2e-3)
 
 
-def test_answers_capital_of_france(llm: LLM) -> None:
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+def test_answers_capital_of_france_with_the_weights_of_its_file() -> None:
+    llm = LLM("smollm2", kv_memory=1 << 28)
+    question = [{"role": "user", "content": "Name the capital of France."}]
     answer = llm.chat(question, SamplingParams(max_tokens=20, temperature=0.0))
     assert "Paris" in answer.text and answer.finish_reason == "stop"
 

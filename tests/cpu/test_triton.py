@@ -244,6 +244,20 @@ def test_widen_in_the_interpreter(rounding: None, rows: int, heads: int, size: i
     triton_cases.check_widen(CPU, rows, heads, size, dim)
 
 
+@interpreted
+@pytest.mark.parametrize(
+    "m,n,k,split,kind,group",
+    [
+        (1, 128, 64, 1, "", 16),
+        (3, 100, 72, 2, "bias", 0),
+        (17, 64, 160, 3, "residual", 0),
+        (2, 64, 32, 1, "float32", 0),
+    ],
+)
+def test_few_rows_in_the_interpreter(rounding: None, m: int, n: int, k: int, split: int, kind: str, group: int) -> None:
+    triton_cases.check_few_rows(CPU, m, n, k, split=split, kind=kind, group=group)
+
+
 class Hopper:
     """A fake Triton driver for machines without a GPU."""
 

@@ -30,12 +30,12 @@ def requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[Matmu
     """Replace the measurement and return the sets of problems that were requested."""
     asked: list[set[MatmulProblem]] = []
 
-    def measure(problems: Collection[MatmulProblem]) -> tuning.TunedChoices:
+    def measure(problems: Collection[MatmulProblem], *, portable: bool) -> tuning.TunedChoices:
         asked.append(set(problems))
         return dict.fromkeys(problems, 3)
 
     monkeypatch.setattr(tuning, "_measure", measure)
-    monkeypatch.setattr(tuning, "_cache_file", lambda: tmp_path / "kept" / "products.json")
+    monkeypatch.setattr(tuning, "_cache_file", lambda *, portable: tmp_path / "kept" / "products.json")
     monkeypatch.setattr(cublas, "is_available", lambda: True)
     monkeypatch.setattr(cublas, "choices", {})
     return asked
@@ -74,6 +74,11 @@ def test_only_missing_products_are_measured(requested: list[set[MatmulProblem]])
     assert cublas.choices[DOWN] == 3 and {problem.m for problem in cublas.choices} == {896, 1024}
 
 
+def test_few_rows_are_measured_on_portable_kernels(requested: list[set[MatmulProblem]]) -> None:
+    tuning.tune_products(LAYER[1:2], 4096, [16, 32, 64, 128], portable=True)
+    assert requested == [{MatmulProblem(m, 4096, 4096, ProductKind.ADD) for m in (32, 64, 128)}]
+
+
 def test_tiny_products_are_not_measured(requested: list[set[MatmulProblem]]) -> None:
     tuning.tune_products([weight(1024, 1024)], 1024, [512, 8192])
     assert requested == [{MatmulProblem(8192, 1024, 1024, ProductKind.ADD)}]
@@ -94,7 +99,7 @@ def test_unwritable_cache_is_not_fatal(
 def test_failing_product_is_skipped(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     other = MatmulProblem(1024, 4096, 14336, ProductKind.ADD)
 
-    def fastest(problem: MatmulProblem, weights: list[torch.Tensor]) -> int:
+    def fastest(problem: MatmulProblem, weights: list[torch.Tensor], *, portable: bool) -> int:
         if problem == DOWN:
             raise error
         return 1
@@ -103,7 +108,7 @@ def test_failing_product_is_skipped(error: Exception, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tuning, "_random_matrix", lambda *sizes: torch.zeros(0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**12, 10**12))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    assert tuning._measure([DOWN, other]) == {other: 1}
+    assert tuning._measure([DOWN, other], portable=False) == {other: 1}
 
 
 def test_without_cublas_nothing_is_measured(

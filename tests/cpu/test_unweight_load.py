@@ -127,7 +127,7 @@ def test_packed_smollm2_gives_same_output(tmp_path: Path, capsys: pytest.Capture
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     outputs = [
         LLM(where, kv_memory=1 << 27).generate([PROMPT], params, progress=False)[0].tokens
-        for where in (resolve_model("smollm2"), tmp_path / "packed")
+        for where in (resolve_model("smollm2", as_safetensors=True), tmp_path / "packed")
     ]
     assert len(outputs[0]) == 50 and outputs[0] == outputs[1]
     assert main(["doctor", "--model", str(tmp_path / "packed")]) in (0, 1)

@@ -16,7 +16,7 @@ from emberline.core.freeport import free_port
 
 MODEL = "smollm2"
 GREEDY = {"temperature": 0}
-FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
+FRANCE: Any = [{"role": "user", "content": "Name the capital of France."}]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_chat(gateway: str, server: str) -> None:
 def test_responses_and_embeddings(gateway: str) -> None:
     client = openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0)
     reply = client.responses.create(
-        model=MODEL, input="What is the capital of France?", max_output_tokens=12, temperature=0
+        model=MODEL, input="Name the capital of France.", max_output_tokens=12, temperature=0
     )
     assert "Paris" in reply.output_text
     vectors = client.embeddings.create(model="minilm", input=["a cat", "a dog"]).data

@@ -19,7 +19,7 @@ from triton_cases import BF16, F32, FP8, AttentionCase
 
 from emberline.kernels.arguments import AttentionInputs, AttentionMetadata
 from emberline.kernels.attention_plan import AttentionPlan, AttentionPlanner, PlannerOptions
-from emberline.kernels.cuda.hopper_backend import HopperBackend
+from emberline.kernels.backend import backend_of
 from emberline.kernels.reference import ReferenceBackend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -81,7 +81,7 @@ def make_plan(planner: AttentionPlanner, lengths: Lengths, decode_rows: int, **p
 def compute(case: AttentionCase, decode_rows: int) -> Tensor:
     plan = make_plan(make_planner(case), case.lengths, decode_rows)
     with torch.inference_mode():
-        return HopperBackend().paged_attention(case.inputs, plan)
+        return backend_of(case.inputs.qkv).paged_attention(case.inputs, plan)
 
 
 def compute_reference(case: AttentionCase) -> Tensor:
@@ -187,7 +187,7 @@ def test_a_captured_step_equals_an_uncaptured_one(heads: tuple[int, int, int], k
         torch.zeros_like(metadata.context),
         metadata.block_tables,
     )
-    backend, inputs = HopperBackend(), AttentionInputs(qkv, layer, keys, values, static)
+    backend, inputs = backend_of(qkv), AttentionInputs(qkv, layer, keys, values, static)
     stream = torch.cuda.Stream()
     with torch.inference_mode(), torch.cuda.stream(stream):
         backend.paged_attention(inputs, plan)  # compiles

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from gpu_settings import needs_hopper_kernels
 from torch import Tensor
 
 from emberline.kernels import ops, worklist
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_hopper_kernels
 
 Q, KV, DIM, BLOCK = 32, 8, 128, 64
 WIDTH = 64  # columns of the input from which queries, keys and values are computed

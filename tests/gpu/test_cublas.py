@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_settings import needs_hopper_kernels
 from torch import Tensor
 
 from emberline.kernels import ops, tuning
 from emberline.kernels.cuda import cublas
 from emberline.kernels.cuda.cublas import Matmul, MatmulProblem, ProductKind
+from emberline.kernels.portable_backend import PortableBackend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -64,6 +66,7 @@ def test_product_in_a_cuda_graph() -> None:
         assert torch.equal(out, expected)
 
 
+@needs_hopper_kernels
 def test_measured_choices_are_cached_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "kernel_dir", lambda: tmp_path)
     monkeypatch.setattr(cublas, "choices", {})
@@ -79,7 +82,23 @@ def test_measured_choices_are_cached_and_used(tmp_path: Path, monkeypatch: pytes
         for n, kind in ((384, ProductKind.STORE), (512, ProductKind.GATED), (256, ProductKind.ADD))
     }
     assert cublas.choices == found
-    monkeypatch.setattr(tuning, "_measure", lambda problems: pytest.fail("the choice is cached"))
+    monkeypatch.setattr(tuning, "_measure", lambda problems, *, portable: pytest.fail("the choice is cached"))
     monkeypatch.setattr(cublas, "choices", {})
     tuning.tune_products([store, gated, add], 256, [384])
     assert cublas.choices == found
+
+
+def test_portable_kernel_for_few_rows_is_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "kernel_dir", lambda: tmp_path)
+    monkeypatch.setattr(cublas, "choices", {})
+    monkeypatch.setattr(tuning, "MIN_PORTABLE_FLOP", 0.0)
+    weights = [torch.zeros(n, 256, device="cuda").bfloat16() for n in (256, 384, 512)]
+    packed = [PortableBackend().pack_linear(w, gated=len(w) == 512) for w in weights]
+    timed: list[int] = []
+    time_calls = tuning._time_calls
+    monkeypatch.setattr(tuning, "_time_calls", lambda calls, w: (timed.append(len(calls)), time_calls(calls, w))[1])
+    tuning.tune_products(packed, 256, [16, 32, 128], portable=True)
+    kinds = {256: ProductKind.ADD, 384: ProductKind.STORE, 512: ProductKind.GATED}
+    assert cublas.choices.keys() == {MatmulProblem(m, n, 256, kind) for m in (32, 128) for n, kind in kinds.items()}
+    assert all(choice >= 0 for problem, choice in cublas.choices.items() if problem.m == 128)
+    assert len(timed) == 6 and max(timed) > 1

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_settings import needs_hopper_kernels
 from torch import Tensor
 
 from emberline.kernels import work_limits, worklist
 from emberline.kernels.cuda.decode import DecodeScratch, DecodeTensorMaps, DeviceWorkList, decode_attention
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_hopper_kernels
 
 BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
 SMS = 132

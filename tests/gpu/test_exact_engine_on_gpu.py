@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from draft_oracle import DraftOracle
-from gpu_settings import gpu_config
+from gpu_settings import gpu_config, needs_hopper_kernels
 
 from emberline.core.errors import UnsupportedModel
 from emberline.core.events import Output
@@ -21,7 +21,7 @@ from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.speculation.drafter import Drafter
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_hopper_kernels
 
 VOCAB = 32000
 MODELS = {

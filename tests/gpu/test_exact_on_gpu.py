@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gated_weights import interleaved
+from gpu_settings import needs_hopper_kernels
 from linear_cases import poisoned, random
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from emberline.kernels.cuda.decode import DecodeScratch, DecodeTensorMaps, Devic
 from emberline.kernels.cuda.linear import BF16Weight
 from emberline.kernels.triton import norm
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_hopper_kernels
 
 BF16, F32 = torch.bfloat16, torch.float32
 # (n, k): Llama 3.1 8B's qkv, o, gate and up, and down; Qwen and SmolLM2; a small model; one step of k; three steps

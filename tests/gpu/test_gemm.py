@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gated_weights import interleaved
+from gpu_settings import needs_hopper_kernels
 from linear_cases import assert_close, poisoned, random, weight
 from torch import Tensor
 
 from emberline.kernels.cuda.gemm import PLANS, STAGES_BY_WIDTH, GemmPlan, choose_plan, linear, supports
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, BF16Weight
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_hopper_kernels
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS = (129, 200, 256, 1000, 2048)

@@ -9,11 +9,12 @@ from itertools import product
 import linear_checks
 import pytest
 import torch
+from gpu_settings import needs_hopper_kernels
 from linear_cases import poisoned, random, weight
 
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, BF16Weight, choose_plan, linear, make_plan, supports
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_hopper_kernels
 
 F32 = torch.float32
 ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 32)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_settings import needs_hopper_kernels
 
 from emberline.kernels import ops
 from emberline.kernels.cuda import uw12
 from emberline.kernels.packed_weight import PackedWeight
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_hopper_kernels
 
 SHAPES = {"small": (1024, 512, False), "large": (8192, 4096, False), "gated": (20480, 4096, True)}
 

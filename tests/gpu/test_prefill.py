@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from gpu_settings import needs_hopper_kernels
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from emberline.kernels.attention_plan import select_tiles_with_tokens
 from emberline.kernels.cuda import prefill
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+gpu = needs_hopper_kernels
 
 COUNTS = (1, 63, 64, 65, 127, 128, 129, 500)
 CONTEXTS = (0, 1, 63, 64, 1000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_settings import needs_hopper_kernels
 from linear_cases import assert_close, heavy, poisoned, random
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from emberline.kernels.cuda.linear import BF16Weight, linear
 from emberline.kernels.cuda.uw12 import UW12Weight, pack
 from emberline.models.shard import Shard
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_hopper_kernels
 
 F32 = torch.float32
 SHAPES = {"q_proj": (4096, 4096), "o_proj": (4096, 4096), "gate_proj": (14336, 4096), "down_proj": (4096, 14336)}

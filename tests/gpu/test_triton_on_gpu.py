@@ -104,6 +104,23 @@ def test_attention_over_a_long_context(window: int) -> None:
     triton_cases.check_attention(GPU, BF16, BF16, [(9000, 1), (8191, 65), (4000, 1)], (8, 2, 128), window=window)
 
 
+@pytest.mark.parametrize("m", [1, 16, 17, 40, 64])
+@pytest.mark.parametrize(
+    ("n", "k", "split", "kind", "group"),
+    [
+        (6144, 4096, 0, "bias", 0),
+        (4096, 4096, 0, "residual", 0),
+        (4096, 14336, 0, "residual", 0),
+        (28672, 4096, 0, "", 16),
+        (1056, 1000, 0, "", 16),
+        (33000, 576, 0, "float32", 0),
+        (1000, 584, 5, "bias", 0),
+    ],
+)
+def test_few_rows(m: int, n: int, k: int, split: int, kind: str, group: int) -> None:
+    triton_cases.check_few_rows(GPU, m, n, k, split=split, kind=kind, group=group, pdl=True)
+
+
 @pytest.mark.parametrize("count", [1, 256, 1000])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_rows(count: int, pdl: bool) -> None:

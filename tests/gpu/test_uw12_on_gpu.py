@@ -9,6 +9,7 @@ import linear_checks
 import pytest
 import torch
 from gated_weights import interleaved
+from gpu_settings import needs_hopper_kernels
 from linear_cases import heavy, poisoned, random
 from torch import Tensor
 
@@ -123,6 +124,7 @@ def assert_same(x: Tensor, rows: Tensor, made: UW12Weight) -> None:
             assert torch.equal(bits(ours), bits(theirs)), (m, "gated")
 
 
+@needs_hopper_kernels
 @pytest.mark.parametrize("k,n", SHAPES)
 def test_products_equal_those_of_plain_rows(k: int, n: int) -> None:
     for weight in (heavy(n, k), ragged(n, k)):
@@ -131,6 +133,7 @@ def test_products_equal_those_of_plain_rows(k: int, n: int) -> None:
             assert_same(random(m, k), weight, made)
 
 
+@needs_hopper_kernels
 def test_any_number_of_rows() -> None:
     weight = heavy(1536, 1088)
     made = pack_or_fail(weight)

@@ -10,13 +10,14 @@ from itertools import product
 import linear_checks
 import pytest
 import torch
+from gpu_settings import needs_hopper_kernels
 from linear_cases import assert_close, poisoned, random, weight
 
 from emberline.kernels.cuda import wide
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, BF16Weight
 from emberline.kernels.cuda.wide import TileConfig, linear, make_plan
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_hopper_kernels
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS = (33, 40, 48, 63, 64, 65, 96, 100, 128, 129, 150, 160, 161, 192, 200, 256)

@@ -9,6 +9,7 @@ from itertools import product
 import linear_checks
 import pytest
 import torch
+from gpu_settings import needs_hopper_kernels
 from linear_cases import poisoned, random
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, BF16Weight
 from emberline.kernels.cuda.uw12 import UW12Weight, escapes_offset, pack
 from emberline.kernels.cuda.wide import TileConfig, linear, make_plan
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_hopper_kernels
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS = (17, 32, 33, 64, 65, 96, 100, 128, 129, 150, 160, 161, 192, 200, 256)

@@ -152,7 +152,7 @@ def start_options(*words: str) -> argparse.Namespace:
     return parser.parse_args(["up", *words])
 
 
-SMI = "0, GPU-a, 9.0, 140000\n1, GPU-b, 8.0, 80000\n2, GPU-c, 9.0, 100000\n"
+SMI = "0, GPU-a, 9.0, 140000\n1, GPU-b, 7.5, 80000\n2, GPU-c, 9.0, 100000\n"
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(None, ["0", "2"]), ("GPU-c", ["2"]), ("2,0", ["2", "0"]), ("", [])])

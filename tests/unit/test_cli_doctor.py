@@ -16,6 +16,7 @@ import pytest
 from emberline.bench.gpu.model import LLAMA_8B
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
+from emberline.cli.doctor_gpu import DetectedGPU
 from emberline.engine.memory import kv_token_bytes, plan_memory, weight_bytes
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 from emberline.kernels.cuda import nvrtc
@@ -23,7 +24,7 @@ from emberline.kv import mooncake
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import FIRST_MATRIX_NAMES
 
-H200 = doctor.DetectedGPU("NVIDIA H200", 150_123_642_880, (9, 0))
+H200 = DetectedGPU("NVIDIA H200", 150_123_642_880, (9, 0))
 Run = Callable[..., tuple[int, str]]
 
 
@@ -53,8 +54,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     monkeypatch.setattr(mooncake, "check_mooncake_usable", lambda: None)  # starts a process
 
-    def go(*arguments: object, gpu: doctor.DetectedGPU | None = None) -> tuple[int, str]:
-        monkeypatch.setattr(doctor, "_detect_gpu", lambda: gpu)
+    def go(*arguments: object, gpu: DetectedGPU | None = None) -> tuple[int, str]:
+        monkeypatch.setattr(doctor, "detect_gpus", lambda: [] if gpu is None else [gpu])
         monkeypatch.setattr(doctor, "_check_kernels", lambda: iter(()))  # builds; not what is tested here
         monkeypatch.setattr(doctor, "_check_software", lambda: iter(()))
         code = main(["doctor", *map(str, arguments)])
@@ -151,7 +152,7 @@ def test_local_gpu_is_planned_by_default(run: Run, tmp_path: Path) -> None:
     model = write_model(tmp_path / "m")
     code, here = run("--model", model, gpu=H200)
     assert code == 0
-    assert re.search(r"^ok  gpu +NVIDIA H200, 139.81 GiB, compute capability 9.0: supported", here, re.M)
+    assert re.search(r"^ok  gpu +NVIDIA H200, 139.81 GiB, compute capability 9.0: hopper kernels", here, re.M)
     _, told = run("--model", model, "--gpu-memory", H200.memory_bytes, gpu=None)
     assert kv_tokens(here) == kv_tokens(told)
     _, other = run("--model", model, "--gpu-memory", "80G", gpu=H200)
@@ -162,9 +163,25 @@ def test_missing_and_unsupported_gpu(run: Run, tmp_path: Path) -> None:
     model = write_model(tmp_path / "m")
     code, output = run("--model", model)
     assert code == 0 and "gpu memory" not in output and "kB per token" in output
-    code, output = run("--model", model, gpu=doctor.DetectedGPU("NVIDIA B200", 180 << 30, (10, 0)))
+    code, output = run("--model", model, gpu=DetectedGPU("Tesla T4", 15 << 30, (7, 5)))
     assert code == 0 and "gpu memory" not in output
-    assert re.search(r"^--  gpu +NVIDIA B200, .* capability 10.0: not supported, the kernels need 9.0", output, re.M)
+    reason = r"not supported, the CPU is used \(compute capability 7.5 is below 8.0\)"
+    assert re.search(rf"^--  gpu +Tesla T4, .* capability 7.5: {reason}", output, re.M)
+
+
+def test_each_gpu_is_named_with_its_kernels(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_model(tmp_path / "m")
+    _, output = run("--model", model, gpu=DetectedGPU("NVIDIA B200", 180 << 30, (10, 0)))
+    assert re.search(r"^ok  gpu +NVIDIA B200, .* portable kernels \(.* the Hopper kernels need 9.0\)", output, re.M)
+    assert re.search(r"^ok  gpu memory", output, re.M)
+    monkeypatch.setattr(doctor, "_check_transports", lambda gpu: [])
+    findings = list(doctor._check_gpus([DetectedGPU("NVIDIA L4", 22 << 30, (8, 9)), H200]))
+    assert [(f.subject, f.detail.split(",")[0]) for f in findings[:2]] == [
+        ("gpu 0", "NVIDIA L4"),
+        ("gpu 1", "NVIDIA H200"),
+    ]
+    monkeypatch.setenv("EMBERLINE_KERNELS", "portable")
+    assert "portable kernels (EMBERLINE_KERNELS is portable)" in run("--model", model, gpu=H200)[1]
 
 
 def test_gpu_needs_compilers(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,10 @@ from safetensors.numpy import load_file
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub import convert as conversion
+from emberline.hub import gguf_rows
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.convert import convert_gguf
-from emberline.hub.gguf import TENSOR_TYPES, GGUFFile, GGUFTensor
+from emberline.hub.gguf import TENSOR_TYPES, GGUFTensor
 from emberline.hub.gguf_architectures import GGUFArchitecture
 from emberline.hub.ggufconfig import build_generation_config
 from emberline.hub.gguftokenizer import build_tokenizer_files
@@ -228,13 +229,13 @@ def test_leftovers_of_killed_process_are_removed(tmp_path: Path) -> None:
 
 
 def test_concurrent_conversions_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, write = [], conversion._write_checkpoint
+    written, write = [], conversion.write_tensors
 
-    def count_calls(file: GGUFFile, work: Path) -> None:
-        written.append(work)
-        write(file, work)
+    def count_calls(path: Path, *args: Any) -> None:
+        written.append(path)
+        write(path, *args)
 
-    monkeypatch.setattr(conversion, "_write_checkpoint", count_calls)
+    monkeypatch.setattr(conversion, "write_tensors", count_calls)
     ggufs.write(tmp_path / "m.gguf")
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: convert_gguf(tmp_path / "m.gguf", tmp_path / "out"), range(8)))
@@ -245,7 +246,7 @@ def test_concurrent_conversions_run_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_large_tensors_are_written_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
     convert_file(tmp_path / "a", "llama", quant="Q4_1")
-    monkeypatch.setattr(conversion, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(gguf_rows, "CHUNK_BYTES", 1000)
     convert_file(tmp_path, "llama", quant="Q4_1")
     whole, pieces = (tmp_path / d / "model.safetensors" for d in ("a/out", "out"))
     assert whole.read_bytes() == pieces.read_bytes()

@@ -362,6 +362,28 @@ def test_a_slow_draft_model_of_a_fast_model_is_switched_off() -> None:
     assert 2 < sum(was_on) < 30 and not any(was_on[60:])
 
 
+def test_a_draft_model_is_judged_by_requests_whose_tokens_it_has_computed() -> None:
+    """After a time without drafts the model does not know the running request, so a trial waits for the next one."""
+    drafter, now = Drafter([], 4, uses_draft_model=True), 0.0
+
+    def run(name: str, start: int, tokens: int) -> tuple[bool, bool]:
+        nonlocal now
+        work = WorkItem(name, start, [1] * tokens, [0], samples=True)
+        plan = drafter.complete_plan(StepPlan(0, (), (work,), ()))
+        is_on = drafter.is_on(1)
+        now += 0.005 if is_on else 0.001
+        drafter.record_step(plan, StepResult(0, {name: SampledToken(2)}, seconds=0.001), now, {name})
+        return is_on, plan.runs_draft_model
+
+    assert run("a", 0, 30) == (False, True)  # the prompt, although drafts are off while steps are measured
+    steps = [run("a", 30 + i, 1) for i in range(600)]
+    assert steps[0] == (False, False) and steps[11] == (True, True)  # the trial, in the same request
+    assert steps[-1] == (True, False)  # a second trial waits
+    assert run("b", 0, 30) == (True, True)
+    assert [run("b", 30 + i, 1) for i in range(3)] == [(True, True)] * 3
+    assert not any([run("b", 33 + i, 1)[0] for i in range(20)][10:])  # the trial has ended
+
+
 def test_measured_steps_include_the_experts_that_their_rows_touch() -> None:
     """Rows of a mixture of experts read other experts each, so that drafts that pay in a dense model do not there."""
     likely, chosen = {"a": [0.7, 0.5, 0.35, 0.25]}, {}

@@ -11,7 +11,7 @@ from servers import start_server, stop_server
 
 MODEL = "smollm2"
 GREEDY = {"temperature": 0}  # not among the arguments of the client any more
-FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
+FRANCE: Any = [{"role": "user", "content": "Name the capital of France."}]
 WEATHER: Any = {
     "name": "get_weather",
     "description": "The weather in a city",
@@ -130,7 +130,8 @@ def thinking_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[anthro
 
 
 def test_thinking_budget_is_respected(thinking_client: anthropic.Anthropic) -> None:
-    ask: Any = {"model": MODEL, "max_tokens": 60, "messages": FRANCE, "extra_body": GREEDY}
+    story = [{"role": "user", "content": "Write a long story about a city in France."}]
+    ask: Any = {"model": MODEL, "max_tokens": 60, "messages": story, "extra_body": GREEDY}
     free = thinking_client.messages.create(**ask)
     assert [block.type for block in free.content] == ["thinking"]
     ask["thinking"] = {"type": "enabled", "budget_tokens": 5}

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 MODEL = "smollm2"
-FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
+FRANCE: Any = [{"role": "user", "content": "Name the capital of France."}]
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -187,10 +187,10 @@ def test_several_prompts_stop_strings_and_length(client: openai.OpenAI) -> None:
 
 
 def test_responses(client: openai.OpenAI) -> None:
-    reply = client.responses.create(model=MODEL, input="What is the capital of France?", temperature=0, store=False)
+    reply = client.responses.create(model=MODEL, input="Name the capital of France.", temperature=0, store=False)
     assert "Paris" in reply.output_text and reply.status == "completed"
     events = list(
-        client.responses.create(model=MODEL, input="What is the capital of France?", temperature=0, stream=True)
+        client.responses.create(model=MODEL, input="Name the capital of France.", temperature=0, stream=True)
     )
     assert events[0].type == "response.created" and events[-1].type == "response.completed"
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == reply.output_text

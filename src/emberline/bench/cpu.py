@@ -84,7 +84,7 @@ def bench(
         for task in tasks:
             for turn in range(settings.rounds):
                 for entry in entries:
-                    _run_round(entry, task, turn, settings)
+                    run_round(entry, task, turn, settings)
     settings.wait_for_idle_machine()
     top = top.merge_maximum(
         machine_limits.measure_limits(ground.threads)
@@ -107,7 +107,7 @@ def _prepare_environment(model: str, threads: int, peers_dir: Path) -> BenchEnvi
     gguf = Path(model) if model.endswith(".gguf") else None
     if model in KNOWN_MODELS and KNOWN_MODELS[model].member.endswith(".gguf"):
         gguf = pull_gguf(model, cache_dir())
-    return BenchEnvironment(resolve_model(model), gguf, threads, peers_dir)
+    return BenchEnvironment(resolve_model(model, as_safetensors=True), gguf, threads, peers_dir)
 
 
 def _start_contenders(
@@ -134,7 +134,7 @@ def _start_contenders(
     return entries, absent
 
 
-def _run_round(entry: MeasuredContender, task: BenchTask, round_index: int, settings: CPUBenchSettings) -> None:
+def run_round(entry: MeasuredContender, task: BenchTask, round_index: int, settings: CPUBenchSettings) -> None:
     done = entry.runs.setdefault(task.name, [])
     slow = bool(done) and done[0].timeline.wall_seconds > SINGLE_ROUND_AFTER_S
     if slow or task.name in entry.failed or not entry.contender.is_alive:

@@ -96,7 +96,7 @@ def matrices_by_model() -> Iterator[tuple[str, Iterator[tuple[Tensor, float]]]]:
     Each matrix comes with the number of model matrices that it stands for, which may be a fraction.
     """
     for name in ("smollm2", "minilm"):
-        yield name, ((matrix, 1.0) for matrix in _checkpoint_matrices(resolve_model(name)))
+        yield name, ((matrix, 1.0) for matrix in _checkpoint_matrices(resolve_model(name, as_safetensors=True)))
     yield "llama_8b_gaussian", _llama_matrices(draw_gaussian)
     yield "llama_8b_student", _llama_matrices(draw_student_t)
 

@@ -10,16 +10,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.bench import report as reports
-from emberline.cli import bench_churn, bench_crash, bench_drain, bench_exact, bench_gateway, bench_speculation
+from emberline.cli import (
+    bench_churn,
+    bench_crash,
+    bench_drain,
+    bench_exact,
+    bench_gateway,
+    bench_gguf,
+    bench_speculation,
+)
 from emberline.cli.bench_options import (
+    add_local_engine_arguments,
     add_logs_option,
     add_model_argument,
+    add_model_option,
     add_peers_dir_option,
     add_rounds_option,
+    add_threads_option,
     choose_log_dir,
 )
 from emberline.cli.interrupt import interrupt_on_termination
-from emberline.core.config import DEFAULT_MODEL
 from emberline.core.jsonfile import read_object
 
 if TYPE_CHECKING:
@@ -34,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_serve_arguments(kinds.add_parser("serve", help="Put load on any OpenAI URL: latencies and throughput."))
     _add_soak_arguments(kinds.add_parser("soak", help="Run many streams for minutes: errors, leaks, memory."))
     _add_overhead_arguments(kinds.add_parser("overhead", help="Measure the time that the API adds to the engine's."))
-    _add_startup_arguments(kinds.add_parser("start", help="Measure the time from start to ready."))
+    bench_gguf.add_arguments(kinds.add_parser("gguf", help="Compare a GGUF model on the CPU with llama.cpp."))
+    add_local_engine_arguments(kinds.add_parser("start", help="Measure the time from start to ready."))
     _add_unweight_arguments(
         kinds.add_parser("unweight", help="Measure the size of packed weights and the speed of the codec.")
     )
@@ -80,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         "soak": _run_soak_bench,
         "overhead": _run_overhead_bench,
         "start": _run_startup_bench,
+        "gguf": bench_gguf.run,
         "unweight": _run_unweight_bench,
         "router": _run_router_bench,
         "routing": _run_routing_bench,
@@ -99,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_local_engine_arguments(parser)
+    add_local_engine_arguments(parser)
     parser.add_argument(
         "--peers",
         type=_split_at_commas,
@@ -112,7 +124,7 @@ def _add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="Tasks to measure, comma-separated, such as prefill_512,decode_8,mix_64. (default: all)",
     )
-    _add_threads_option(parser)
+    add_threads_option(parser)
     parser.add_argument("--deadline", type=float, default=600.0, help="Seconds that one task may take.")
     parser.add_argument(
         "--patience", type=float, default=0.0, help="Seconds to wait for an idle machine before each measurement."
@@ -171,11 +183,11 @@ def _run_soak_bench(args: argparse.Namespace) -> int:
 
 
 def _add_overhead_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_local_engine_arguments(parser)
+    add_local_engine_arguments(parser)
     parser.add_argument(
         "--batches", type=_split_at_commas, default=["1", "16"], help="Batch sizes in requests, comma-separated."
     )
-    _add_threads_option(parser)
+    add_threads_option(parser)
 
 
 def _run_overhead_bench(args: argparse.Namespace) -> int:
@@ -185,10 +197,6 @@ def _run_overhead_bench(args: argparse.Namespace) -> int:
     report = overhead.bench(args.model, batches, args.threads, args.rounds, args.peers_dir)
     report.print_and_save(args.json, args.commit)
     return 0
-
-
-def _add_startup_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_local_engine_arguments(parser)
 
 
 def _run_startup_bench(args: argparse.Namespace) -> int:
@@ -288,7 +296,7 @@ def _run_prefill_split_bench(args: argparse.Namespace) -> int:
 
 
 def _add_tiers_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_model_option(parser)
+    add_model_option(parser)
     parser.add_argument(
         "--directory", type=Path, help="Directory on the disk to measure. (default: the directory of temporary files)"
     )
@@ -308,7 +316,7 @@ def _run_tiers_bench(args: argparse.Namespace) -> int:
 
 
 def _add_kv_codec_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_model_option(parser)
+    add_model_option(parser)
     parser.add_argument("--tokens", type=int, default=2048, help="Prompt length in tokens.")
     parser.add_argument(
         "--links",
@@ -361,16 +369,9 @@ def _run_router_bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_local_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_model_option(parser)
-    add_rounds_option(parser, 3)
-    add_peers_dir_option(parser)
-    reports.add_report_arguments(parser)
-
-
 def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="Base URL of the server's OpenAI API.")
-    _add_model_option(parser)
+    add_model_option(parser)
     parser.add_argument("--api-key", help="API key of the server.")
     parser.add_argument("--chat", action="store_true", help="Use chat completions instead of completions.")
     parser.add_argument(
@@ -386,14 +387,6 @@ def _make_client(args: argparse.Namespace) -> CompletionClient:
     from emberline.bench.client import CompletionClient
 
     return CompletionClient(args.url, args.model, chat=args.chat, only_standard_fields=args.plain, api_key=args.api_key)
-
-
-def _add_model_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="Model to measure.")
-
-
-def _add_threads_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core.")
 
 
 def _split_at_commas(text: str) -> list[str]:

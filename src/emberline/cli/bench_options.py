@@ -24,6 +24,21 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"Model to serve. (default: {DEFAULT_MODEL})")
 
 
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="Model to measure.")
+
+
+def add_threads_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core.")
+
+
+def add_local_engine_arguments(parser: argparse.ArgumentParser, rounds: int = 3) -> None:
+    add_model_option(parser)
+    add_rounds_option(parser, rounds)
+    add_peers_dir_option(parser)
+    reports.add_report_arguments(parser)
+
+
 def add_logs_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
     reports.add_report_arguments(parser)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib.metadata
 import importlib.util
 import json
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline import __version__
+from emberline.cli.doctor_gpu import DetectedGPU, detect_gpus
 from emberline.cli.options import add_options, given_options, parse_size
 from emberline.core.config import DEFAULT_MODEL, cache_dir, core_count
 from emberline.core.engine_config import EngineConfig, TransferConfig
@@ -44,8 +44,6 @@ PLAN_SETTINGS = (
     *("dtype", "weights", "gpu_memory_utilization", "kv_dtype", "kv_memory", "block_size"),
     *("max_context", "max_batch_tokens", "max_running"),
 )
-SUPPORTED_CAPABILITY = (9, 0)  # the kernels use instructions that only Hopper has
-CAPABILITY_MAJOR_ATTRIBUTE, CAPABILITY_MINOR_ATTRIBUTE = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +52,6 @@ class DoctorFinding:
     detail: str
     is_ok: bool | None = True  # None: information, no problem
     hint: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class DetectedGPU:
-    name: str
-    memory_bytes: int
-    capability: tuple[int, int]
-    unreachable_gpus: tuple[int, ...] = ()  # indices of GPUs whose memory it cannot read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,11 +95,12 @@ def run(args: argparse.Namespace) -> int:
         message = "--mtp needs --gpus: without --gpus, doctor always shows whether the checkpoint has an MTP head"
         print(json.dumps({"error": message, "hint": "add --gpus"}) if args.json else f"!!  plan  {message}")
         return 1
-    gpu = _detect_gpu()
+    gpus = detect_gpus()
+    gpu = next((gpu for gpu in gpus if gpu.kernels.is_usable), None)
     findings = [
         *_check_machine(),
         *_check_software(),
-        *_check_gpu(gpu),
+        *_check_gpus(gpus),
         *_check_kernels(),
         *_check_transports(gpu),
         *_check_model(args, gpu),
@@ -181,48 +172,17 @@ def _check_package(name: str, is_required: bool, purpose: str) -> DoctorFinding:
     return DoctorFinding(name, f"{importlib.metadata.version(name)} ({purpose})")
 
 
-def _detect_gpu() -> DetectedGPU | None:
-    """Return the first GPU that the CUDA driver reports, without importing torch or allocating GPU memory."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    device, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
-    capability = [ctypes.c_int(), ctypes.c_int()]
-    error = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
-    error = error or driver.cuDeviceGetName(name, len(name), device)
-    error = error or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
-    for value, attribute in zip(capability, (CAPABILITY_MAJOR_ATTRIBUTE, CAPABILITY_MINOR_ATTRIBUTE), strict=True):
-        error = error or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-    if error:
-        return None
-    properties = name.value.decode(errors="replace"), memory.value, (capability[0].value, capability[1].value)
-    return DetectedGPU(*properties, tuple(_gpus_without_peer_access(driver)))
-
-
-def _gpus_without_peer_access(driver: ctypes.CDLL) -> Iterator[int]:
-    count, can_access = ctypes.c_int(), ctypes.c_int()
-    driver.cuDeviceGetCount(ctypes.byref(count))
-    for other in range(1, count.value):
-        if driver.cuDeviceCanAccessPeer(ctypes.byref(can_access), 0, other) or not can_access.value:
-            yield other
-
-
-def _check_gpu(gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
+def _check_gpus(gpus: list[DetectedGPU]) -> Iterator[DoctorFinding]:
     from emberline.kernels.cuda import nvrtc
 
-    if gpu is None:
+    if not gpus:
         driver = Path("/proc/driver/nvidia/version").exists()
         hint = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if driver else ""
         yield DoctorFinding("gpu", "an NVIDIA driver is installed but shows no GPU" if driver else "none", None, hint)
-    else:
-        is_supported = gpu.capability == SUPPORTED_CAPABILITY
-        support = "supported" if is_supported else "not supported, the kernels need 9.0 (H100, H200); the CPU is used"
-        properties = (
-            f"{gpu.name}, {_format_gib(gpu.memory_bytes)}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
-        )
-        yield DoctorFinding("gpu", f"{properties}: {support}", True if is_supported else None)
-    is_required = gpu is not None and gpu.capability == SUPPORTED_CAPABILITY
+    for index, gpu in enumerate(gpus):
+        subject = "gpu" if len(gpus) == 1 else f"gpu {index}"
+        yield DoctorFinding(subject, gpu.describe(), True if gpu.kernels.is_usable else None)
+    is_required = any(gpu.kernels.is_usable for gpu in gpus)
     yield _check_package("triton", is_required, "kernels on a GPU")
     try:
         yield DoctorFinding("nvrtc", f"{nvrtc.compiler_version()} (kernels on a GPU)")
@@ -264,7 +224,7 @@ def _check_transports(gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
 
 def _check_gpu_transport(gpu: DetectedGPU | None) -> DoctorFinding:
     """Check whether workers on this machine can copy KV blocks directly out of each other's GPU memory."""
-    if gpu is None or gpu.capability != SUPPORTED_CAPABILITY:
+    if gpu is None:
         return DoctorFinding("transport cuda", "needs a supported GPU", None)
     if gpu.unreachable_gpus:
         others = ", ".join(map(str, gpu.unreachable_gpus))
@@ -292,11 +252,9 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
     yield DoctorFinding("  files", f"{sum(t.nbytes for t in checkpoint.tensors.values()) / 1e6:.0f} MB of weights")
     if head := _describe_mtp_head(checkpoint, config):
         yield DoctorFinding("  mtp head", head, None)
-    total = args.gpu_memory or (
-        gpu.memory_bytes if gpu is not None and gpu.capability == SUPPORTED_CAPABILITY else None
-    )
+    total = args.gpu_memory or (None if gpu is None else gpu.memory_bytes)
     try:
-        yield from _check_quantised_weights(args, checkpoint, config)
+        yield from _check_quantised_weights(args, checkpoint, config, on_gpu=total is not None)
         yield from _check_gpu_memory(args, checkpoint, config, total)
     except EmberlineError as e:
         yield DoctorFinding("  engine" if total is None else "gpu memory", e.message, False, e.hint or "")
@@ -314,13 +272,19 @@ def _describe_mtp_head(checkpoint: Checkpoint, config: ModelConfig) -> str:
 
 
 def _check_quantised_weights(
-    args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig
+    args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig, *, on_gpu: bool
 ) -> Iterator[DoctorFinding]:
-    """Show the size in memory of quantised weights, which are dequantised when they are loaded."""
+    """Show the size in memory of weights that are kept quantised, or dequantised when they are loaded."""
     from emberline.engine import memory
     from emberline.models.weight_dtype import DTYPE_BYTES, stored_weight_format
+    from emberline.models.weight_form import choose_weight_form, kept_weight_bytes
 
-    if (found := stored_weight_format(checkpoint)) not in DTYPE_BYTES:
+    settings, found = _plan_settings(args), stored_weight_format(checkpoint)
+    form = "plain" if on_gpu else choose_weight_form(checkpoint, settings.dtype, settings.gpu.weights)
+    if form != "plain":
+        size, kept = kept_weight_bytes(checkpoint, config, form), "" if form == "gguf" else f", kept as {form}"
+        yield DoctorFinding("  weights", f"{found} in the files{kept}: {size / 1e6:.0f} MB in memory", None)
+    elif found not in DTYPE_BYTES:
         dtype = "float32" if args.dtype == "float32" else "bfloat16"
         size = memory.weight_bytes(config, memory.DTYPE_BYTES[dtype])
         yield DoctorFinding("  weights", f"{found} in the files, kept as {dtype} in memory: {size / 1e6:.0f} MB", None)
@@ -345,6 +309,7 @@ def _check_gpu_memory(
     from emberline.models.config_outline import outline_of
     from emberline.models.kv_groups import group_layers
     from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
+    from emberline.models.weight_form import check_requested_weights
 
     settings = (given := _plan_settings(args)).with_gpu_defaults()
     dtype = choose_weight_dtype(checkpoint, settings.dtype, on_gpu=gpu_bytes is not None)
@@ -366,8 +331,9 @@ def _check_gpu_memory(
         each = f"{state_bytes / 1e6:.2f} MB for each running request and each snapshot of a prefix"
         yield DoctorFinding("  states", f"{each}, at most half of the KV cache's memory (float32)")
     if gpu_bytes is None:
-        memory.reject_packed_weights(settings.gpu.weights)
+        check_requested_weights(settings.gpu.weights, on_gpu=False)
         return
+    check_requested_weights(settings.gpu.weights, on_gpu=True)
     packed = memory.uses_packed_weights(checkpoint, settings, dtype, config)
     plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, packed=packed)
     form = "packed" if packed else "both plain and packed" if settings.gpu.weights == "both" else "plain"

@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     interrupt_on_termination()
-    directory = resolve_model(args.name, revision=args.revision, show_progress=not args.quiet)
+    directory = resolve_model(
+        args.name, revision=args.revision, show_progress=not args.quiet, as_safetensors=args.unweight
+    )
     if args.unweight:
         from emberline.cli.unweight import pack
 

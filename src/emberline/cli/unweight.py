@@ -61,7 +61,8 @@ def pack(source: Path, target: Path, shows_progress: bool) -> str:
 
 
 def _run_pack(args: argparse.Namespace) -> int:
-    print(pack(resolve_model(args.source, show_progress=not args.quiet), args.target, not args.quiet))
+    source = resolve_model(args.source, show_progress=not args.quiet, as_safetensors=True)
+    print(pack(source, args.target, not args.quiet))
     return 0
 
 
@@ -80,7 +81,9 @@ def _run_verify(args: argparse.Namespace) -> int:
     from emberline.unweight import model
 
     packed, started_at = resolve_model(args.packed), time.perf_counter()
-    original = None if args.source is None else resolve_model(args.source, show_progress=not args.quiet)
+    original = (
+        None if args.source is None else resolve_model(args.source, show_progress=not args.quiet, as_safetensors=True)
+    )
     with _progress_bar_and_codec("verify", packed, not args.quiet) as (advance, codec):
         problems = model.verify_model(packed, original, codec, advance)
     for problem in problems:

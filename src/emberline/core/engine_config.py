@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from emberline.core.errors import InvalidRequest
+from emberline.core.gpu_kernels import KERNEL_CHOICES
 from emberline.core.options import COMPUTED_FIELD, option, update_config
 
 ITL_TAIL = 3.0  # default of itl_tail
 # Ports reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare.
 KV_PORT_COUNT = 8
 DEVICES = ("auto", "cpu", "cuda")
-WEIGHT_FORMATS = ("auto", "plain", "packed", "both")  # formats of weights in GPU memory
+WEIGHT_FORMATS = ("auto", "plain", "packed", "both", "q4", "q8")  # formats of weights in memory
 KV_CODECS = ("auto", "none", "uw")
 GPU_BLOCK_SIZES = (16, 32, 64)
 SPECULATION_METHODS = ("off", "auto", "ngram", "suffix", "mtp")
@@ -72,9 +73,16 @@ class GPUConfig:
 
     weights: str = option(
         "auto",
-        "Format of the weights in GPU memory. packed: 12 bits instead of 16, lossless; both: packed for small"
-        " batches and plain for large ones; auto: packed if the files are.",
+        "Format of the weights in memory. On a GPU: packed: 12 bits instead of 16, lossless; both: packed for small"
+        " batches and plain for large ones; auto: packed if the files are. On a CPU: q4, q8: quantised when they are"
+        " loaded, to 4.5 and 8.5 bits; auto: as in the files, also for GGUF; plain: quantised files as bfloat16.",
         choices=WEIGHT_FORMATS,
+    )
+    kernels: str = option(
+        "auto",
+        "Kernels on a GPU. hopper: the fastest ones, for compute capability 9.0; portable: for 8.0 and later; auto:"
+        " by the GPU's compute capability.",
+        choices=KERNEL_CHOICES,
     )
     exact: bool = option(
         False,
@@ -91,6 +99,7 @@ class GPUConfig:
 
     def __post_init__(self) -> None:
         _check_choice(self, "weights", WEIGHT_FORMATS)
+        _check_choice(self, "kernels", KERNEL_CHOICES)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise InvalidRequest(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1",
@@ -273,7 +282,9 @@ class EngineConfig:
     """Settings of an engine process on any device. `EngineConfig.build` accepts all settings by name."""
 
     model: str  # a checkpoint directory, already resolved
-    device: str = option("auto", "Device that computes; auto: a supported GPU if there is one.", choices=DEVICES)
+    device: str = option(
+        "auto", "Device that computes; auto: a GPU that can be used, otherwise the CPU.", choices=DEVICES
+    )
     threads: int = option(0, "CPU threads; 0: one per core.")
     dtype: str = option(
         "auto",

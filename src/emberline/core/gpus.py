@@ -6,9 +6,9 @@ import subprocess
 from typing import NamedTuple
 
 from emberline.core.environment import visible_gpus
+from emberline.core.gpu_kernels import MIN_CAPABILITY
 
 QUERY = ["nvidia-smi", "--query-gpu=index,uuid,compute_cap,memory.free", "--format=csv,noheader,nounits"]
-COMPUTE_CAPABILITY = "9.0"  # the one that engine/gpu/device.py requires
 QUERY_TIMEOUT_S = 30.0
 
 
@@ -25,9 +25,17 @@ def usable_gpus() -> list[Gpu]:
         return []
     rows = [[word.strip() for word in line.split(",")] for line in listing.splitlines() if line.count(",") == 3]
     supported = [
-        (index, uuid, Gpu(index, int(free) << 20)) for index, uuid, cap, free in rows if cap == COMPUTE_CAPABILITY
+        (index, uuid, Gpu(index, int(free) << 20))
+        for index, uuid, capability, free in rows
+        if _parse_capability(capability) >= MIN_CAPABILITY
     ]
     if (visible := visible_gpus()) is None:
         return [gpu for _, _, gpu in supported]
     by_name = {name: gpu for index, uuid, gpu in supported for name in (index, uuid)}
     return [by_name[name] for name in visible if name in by_name]
+
+
+def _parse_capability(text: str) -> tuple[int, int]:
+    """Return the parts of a compute capability such as 9.0; (0, 0) if the driver reports none."""
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)

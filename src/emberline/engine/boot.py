@@ -18,9 +18,8 @@ from emberline.core.engine_config import EngineConfig, TransferConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.freememory import free_memory
 from emberline.core.numerics import Numerics
-from emberline.engine import memory
 from emberline.engine.engine import Engine
-from emberline.engine.gpu.device import has_hopper_gpu
+from emberline.engine.gpu.device import can_use_gpu, warn_of_unused_gpu
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.memory_plan import format_gib
 from emberline.engine.runner import TorchRunner, allocate_cache
@@ -53,6 +52,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.loader import DTYPES, load_checkpoint
 from emberline.models.weight_dtype import check_requested_dtype, default_kv_dtype, stored_weight_format
+from emberline.models.weight_form import check_requested_weights, choose_weight_form
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -93,13 +93,15 @@ def boot(
     `default_kv_bytes`: size of the KV cache on a CPU if the config sets none; None: half of the free memory."""
     if runs_on_gpu(config):
         return to_loaded_engine(boot_on_gpu(config.with_gpu_defaults(), reader))
+    if config.device == "auto":
+        warn_of_unused_gpu(config.gpu.kernels)
     if reader is not None:
         reader.close()
     return _boot_on_cpu(config, default_kv_bytes)
 
 
 def runs_on_gpu(config: EngineConfig) -> bool:
-    return config.device == "cuda" or (config.device == "auto" and has_hopper_gpu())
+    return config.device == "cuda" or (config.device == "auto" and can_use_gpu(config.gpu.kernels))
 
 
 def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEngine:
@@ -108,6 +110,7 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
     check_requested_dtype(config.dtype, on_gpu=True)
+    check_requested_weights(config.gpu.weights, on_gpu=True)
     _check_host_memory(config)
 
     def load_library() -> ctypes.CDLL | None:
@@ -138,7 +141,7 @@ def to_loaded_engine(booted: BootedGPUEngine) -> LoadedEngine:
         kv_tokens=booted.plan.kv_tokens,
         weight_bytes=booted.runner.model.weight_bytes,
         kv_bytes=booted.plan.kv_bytes + booted.plan.states,
-        kernels=f"cuda ({torch.cuda.get_device_name()})",
+        kernels=f"{ops.selected_gpu_kernels().name} ({torch.cuda.get_device_name()})",
         seconds=dict(booted.seconds),
         device="cuda",
         kv_dtype=_dtype_name(booted.runner.cache.shape.dtype),
@@ -160,12 +163,16 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     torch.set_num_threads(1 if backend.library else threads)
     kernels = time.perf_counter()
     checkpoint = Checkpoint.open(Path(config.model))
-    model = load_checkpoint(checkpoint, config.dtype, config.requested_context)
+    form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
+    model = load_checkpoint(checkpoint, config.dtype, config.requested_context, form)
     loaded = time.perf_counter()
     scheduler = config.scheduler.for_model(model.context)
     draft_dtype = torch.bfloat16 if model.dtype is torch.float16 else model.dtype
     draft_model = load_draft_model(
-        config.speculation, model, Path(config.model), lambda checkpoint: Weights(checkpoint, draft_dtype)
+        config.speculation,
+        model,
+        Path(config.model),
+        lambda checkpoint: Weights(checkpoint, draft_dtype, form=choose_weight_form(checkpoint, config.dtype)),
     )
     groups = choose_groups(model.config.windows, model.context, model.config.parts.attention.state_layers)
     chosen_bytes = config.kv_cache.kv_memory or default_kv_bytes
@@ -205,7 +212,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         seconds={"kernels": kernels - began, "weights": loaded - kernels, "cache": planned - loaded},
         device="cpu",
         kv_dtype=_dtype_name(cache.shape.dtype),
-        numerics=_numerics_of(model, cache, "plain", "cpu"),
+        numerics=_numerics_of(model, cache, form, "cpu"),
         stored_dtype=stored_weight_format(checkpoint),
         full_context=_full_context(model),
     )
@@ -227,7 +234,10 @@ def _check_cpu_settings(config: EngineConfig) -> None:
         if value is not None:
             hint = f"drop --{name.replace('_', '-')}"
             raise InvalidRequest(f"{name} is set, but only an engine on a GPU supports it", param=name, hint=hint)
-    memory.reject_packed_weights(config.gpu.weights)
+    if config.gpu.kernels != "auto":
+        message = f"kernels is {config.gpu.kernels}, but the CPU computes, and only an engine on a GPU uses it"
+        raise InvalidRequest(message, param="kernels", hint="drop --kernels")
+    check_requested_weights(config.gpu.weights, on_gpu=False)
     block_size = config.scheduler.block_size
     if block_size not in (8, 16, 32) and block_size % 64:
         message = f"block_size is {block_size}; on a CPU it must be 8, 16, 32 or a multiple of 64"

@@ -23,6 +23,7 @@ from emberline.engine.memory_plan import MemoryPlan, format_gib
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import DTYPE_BYTES, choose_weight_dtype
+from emberline.models.weight_form import choose_weight_form, kept_weight_bytes
 
 if TYPE_CHECKING:
     from emberline.engine.gpu.boot import BootedGPUEngine
@@ -71,6 +72,10 @@ class WeightEstimate:
         checkpoint = Checkpoint.open(Path(config.model))
         model = ModelConfig.from_checkpoint(checkpoint)
         dtype = choose_weight_dtype(checkpoint, config.dtype, on_gpu=runs_on_gpu(config))
+        if not runs_on_gpu(config):
+            form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
+            if form != "plain":
+                return WeightEstimate(model, dtype, kept_weight_bytes(checkpoint, model, form), is_packed=False)
         packed = runs_on_gpu(config) and memory.uses_packed_weights(checkpoint, config, dtype, model)
         both = runs_on_gpu(config) and config.gpu.weights == "both"
         size = memory.weight_bytes(model, DTYPE_BYTES[dtype], packed=packed, both=both)
@@ -104,7 +109,7 @@ def boot_engine_group(
         loaded[name] = to_loaded_engine(booted)
         return booted
 
-    total, others = measure_memory(CudaDevice())
+    total, others = measure_memory(CudaDevice(next(iter(configs.values())).gpu.kernels))
     members, space = plan_time_sharing(configs, total, free_memory(), load_on_gpu, other_bytes=others)
     max_waiting = max(config.scheduler.max_waiting for config in configs.values())
     return EngineGroup(members, space, time_sharing, max_waiting=max_waiting), loaded

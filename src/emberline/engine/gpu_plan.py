@@ -24,6 +24,7 @@ from emberline.models.fields import ConfigFields
 from emberline.models.kv_groups import KVGroup, group_layers
 from emberline.models.outline import ModelOutline
 from emberline.models.weight_dtype import check_requested_dtype
+from emberline.models.weight_form import check_requested_weights
 from emberline.models.weight_formats import WeightFormat, read_weight_formats
 from emberline.models.weight_parts import WeightKind, WeightPart, list_weight_parts
 
@@ -155,6 +156,7 @@ def _ways_to_share(groups: tuple[KVGroup, ...], num_gpus: int) -> tuple[KVSharin
 def _choose_dtype(config: Mapping[str, Any], text: Mapping[str, Any], settings: EngineConfig) -> str:
     """Return the dtype of weights that are not quantised: the requested one or that of config.json."""
     check_requested_dtype(settings.dtype, on_gpu=True)
+    check_requested_weights(settings.gpu.weights, on_gpu=True)
     dtype = settings.dtype
     if dtype == "auto":
         sources = [ConfigFields(values, "config.json") for values in (text, config)]

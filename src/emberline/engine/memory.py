@@ -158,13 +158,6 @@ def uses_packed_weights(
     return settings.gpu.weights == "packed" or (settings.gpu.weights == "auto" and is_useful)
 
 
-def reject_packed_weights(weights: str) -> None:
-    """Raise InvalidRequest if packed weights are requested on a CPU."""
-    if weights in ("packed", "both"):
-        hint = "use --weights auto, which also reads packed files"
-        raise InvalidRequest(f"weights is {weights}; on a CPU it must be auto or plain", param="weights", hint=hint)
-
-
 def kv_dtype(settings: EngineConfig, dtype: str) -> str:
     """Return the name of the KV cache's dtype. Raises InvalidRequest if it is unknown."""
     name = default_kv_dtype(dtype) if settings.kv_cache.kv_dtype == "auto" else settings.kv_cache.kv_dtype
@@ -209,21 +202,19 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return how an engine uses `total_bytes` of GPU memory. Raises ModelError if the model does not fit.
 
-    `groups`: layers that share block tables; None: all share one.
-    `kv_tokens`: the size of the KV cache in tokens; None: as many as fit. `state_slots`: slots for recurrent states;
-    None: as many as are useful and fit. `both`: weights are kept plain and packed. `tiers`, `transfer`: reserve buffers
-    for KV blocks that move to other tiers or engines. `max_new_tokens`: of a request in a step, with its draft.
-    `utilization`, `other_bytes`: see `usable_bytes`. The CUDA graphs of all step shapes are included."""
+    `groups`: layers that share block tables; None: all share one. `kv_tokens`: the size of the KV cache in tokens;
+    None: as many as fit. `state_slots`: slots for recurrent states; None: as many as are useful and fit. `both`:
+    weights are kept plain and packed. `tiers`, `transfer`: reserve buffers for KV blocks that move.
+    `max_new_tokens`: of a request in a step, with its draft. `utilization`, `other_bytes`: see `usable_bytes`."""
     groups = groups or LayerGroups.single(config.layers)
-    tables, formats = len(groups.windows), (dtype_bytes, kv_dtype_bytes, block_size)
-    sizes = max_running, max_batch_tokens, max_context, max_new_tokens
+    tables, sizes = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
+    formats = dtype_bytes, kv_dtype_bytes, block_size
     limits = StepLimits(*formats, *sizes, packed=packed, tiers=tiers, transfer=transfer, block_tables=tables)
-    token_bytes = kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + draft.kv_token_values * kv_dtype_bytes
-    block_bytes = token_bytes * block_size
-    fixed = {
-        "weights": weight_bytes(config, dtype_bytes, packed=packed, both=both) + draft.weight_bytes,
-        **step_bytes(StepSizes.of(outline_of(config), config.vocab), limits, block_bytes, draft),
-    }
+    values = draft.kv_token_values * kv_dtype_bytes
+    block_bytes = (kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + values) * block_size
+    weights = weight_bytes(config, dtype_bytes, packed=packed, both=both) + draft.weight_bytes
+    steps = step_bytes(StepSizes.of(outline_of(config), config.vocab), limits, block_bytes, draft)
+    fixed = {"weights": weights, **steps}
     needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     usable, needed_bytes = usable_bytes(total_bytes, utilization, other_bytes), needed * tables * block_bytes
     if (available := usable - sum(fixed.values())) < needed_bytes:
@@ -235,7 +226,7 @@ def plan_memory(
     blocks = max(0, available) // (block_bytes * tables)  # of each group, if requests are short
     if blocks < needed:
         raise does_not_fit_error(fixed | {"states": states}, usable, total_bytes, needed_bytes)
-    blocks = blocks if kv_tokens is None else needed
+    blocks = needed if kv_tokens is not None else blocks
     return MemoryPlan(
         total=total_bytes - other_bytes,
         **fixed,

@@ -12,6 +12,8 @@ from typing import Any
 
 from emberline.core.errors import ModelFileError
 from emberline.core.jsonfile import read_object, read_object_if_exists
+from emberline.hub.gguf_tensors import INDEX_FILE as GGUF_INDEX_FILE
+from emberline.hub.gguf_tensors import read_index as read_gguf_index
 from emberline.hub.tensorfile import TensorInfo, read_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -62,6 +64,8 @@ class Checkpoint:
 
 
 def _read_all_tensors(directory: Path) -> dict[str, TensorInfo]:
+    if (directory / GGUF_INDEX_FILE).is_file():
+        return dict(read_gguf_index(directory))
     tensors = (
         _read_tensors_with_index(directory)
         if (directory / INDEX_FILE).exists()

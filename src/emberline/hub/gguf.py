@@ -101,7 +101,10 @@ class GGUFFile:
             raise
 
     def raw_bytes(self, tensor: GGUFTensor) -> memoryview:
-        return memoryview(self._map)[tensor.start : tensor.start + tensor.nbytes]
+        return self.view_bytes(tensor.start, tensor.nbytes)
+
+    def view_bytes(self, start: int, size: int) -> memoryview:
+        return memoryview(self._map)[start : start + size]
 
     def __enter__(self) -> GGUFFile:
         return self

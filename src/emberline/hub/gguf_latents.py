@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from emberline.core.errors import ModelFileError
-from emberline.hub.dequant import Floats, dequantise, round_to_bf16
 from emberline.hub.gguf import GGUFTensor, GGUFTensorType
-from emberline.hub.gguf_model import GGUFModel
 
 KEYS, VALUES, JOINED = ".self_attn.k_b_proj.weight", ".self_attn.v_b_proj.weight", ".self_attn.kv_b_proj.weight"
 
@@ -37,18 +33,6 @@ class JoinedLatents:
         heads, rank, key_size = self.keys.shape
         return (heads * (key_size + self.values.shape[1]), rank)
 
-    def read(self, model: GGUFModel) -> bytes:
-        """Return the matrix in the type of the checkpoint."""
-        keys, values = (_read_values(model, tensor) for tensor in (self.keys, self.values))
-        whole = np.ascontiguousarray(np.concatenate([keys.transpose(0, 2, 1), values], axis=1))
-        match self.type.name:
-            case "F32":
-                return whole.tobytes()
-            case "F16":
-                return whole.astype("<f2").tobytes()
-            case _:
-                return round_to_bf16(whole.reshape(-1)).astype("<u2", copy=False).tobytes()
-
 
 def join_latents(tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor | JoinedLatents]:
     """Return the tensors of a checkpoint with each pair of keys and values as one."""
@@ -69,7 +53,3 @@ def _check_pair(keys: GGUFTensor, values: GGUFTensor) -> None:
             f"GGUF tensors {keys.name!r} and {values.name!r} have the shapes {keys.shape} and {values.shape}; "
             "they must be (heads, rank, n) and (heads, m, rank)"
         )
-
-
-def _read_values(model: GGUFModel, tensor: GGUFTensor) -> Floats:
-    return dequantise(model.raw_bytes(tensor), tensor.type.name, tensor.type.block_bytes).reshape(tensor.shape)

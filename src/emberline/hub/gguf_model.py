@@ -47,10 +47,18 @@ class GGUFModel:
             _check_parts(parts)
             self._part_of = {name: part for part in parts for name in part.tensors}
             self.tensors = {name: part.tensors[name] for name, part in self._part_of.items()}
+            self._parts = {part.path.absolute(): part for part in parts}
             self._stack = stack.pop_all()
 
     def raw_bytes(self, tensor: GGUFTensor) -> memoryview:
         return self._part_of[tensor.name].raw_bytes(tensor)
+
+    def file_of(self, tensor: GGUFTensor) -> Path:
+        return self._part_of[tensor.name].path
+
+    def view_bytes(self, file: Path, start: int, size: int) -> memoryview:
+        """Return bytes of one of the model's files, whose path is absolute."""
+        return self._parts[file].view_bytes(start, size)
 
     def __enter__(self) -> GGUFModel:
         return self

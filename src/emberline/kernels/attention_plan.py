@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.kernels import work_limits, worklist
+from emberline.kernels import gpu_choice, work_limits, worklist
 from emberline.kernels.latent_plan import LatentPlan, LatentScratch
 from emberline.kernels.worklist import TILE_KEYS, WorkList
 
@@ -136,7 +136,7 @@ class AttentionPlanner:
         if keys.is_cuda:
             from emberline.kernels.cuda import decode, prefill
 
-            has_kernels = dtype is torch.bfloat16 and not options.portable
+            has_kernels = dtype is torch.bfloat16 and not options.portable and gpu_choice.has_hopper_kernels()
             self._has_decode_kernel = has_kernels and decode.supports_shape(*heads, keys.dtype, keys.shape[3])
             self._has_prefill_kernel = has_kernels and prefill.supports_cache(keys[0])
             self._sms = decode.count_sms(keys.device)

@@ -12,6 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from emberline.core.config import core_count, kernel_dir
+from emberline.core.gpu_kernels import GPUKernels
+from emberline.kernels import gpu_choice
 from emberline.kernels.cpu.build import NativeBuildError, build_library
 from emberline.kernels.cpu.cpu_backend import CPUBackend
 from emberline.kernels.cpu.library import load_library
@@ -26,7 +28,7 @@ _progress_marks = 0  # calls of `mark_progress`
 def backend_of(tensor: Tensor) -> OpBackend:
     """Return the backend of the device that holds the tensor."""
     if tensor.is_cuda:
-        return _gpu_backend or _start_gpu_backend()
+        return _gpu_backend or start_gpu_backend()
     return _backend or start_backend()
 
 
@@ -50,12 +52,17 @@ def current_backend() -> ReferenceBackend:
     return _backend or start_backend()
 
 
-def _start_gpu_backend() -> OpBackend:
-    """Choose the backend for tensors on a GPU. All GPUs of a process use the same backend."""
+def start_gpu_backend(kernels: GPUKernels | None = None) -> OpBackend:
+    """Choose the backend for tensors on a GPU, and return it. All GPUs of a process use the same backend.
+
+    None: the kernels that suit the GPU."""
     from emberline.kernels.cuda.hopper_backend import HopperBackend  # needs triton, which CPU builds of torch lack
+    from emberline.kernels.portable_backend import PortableBackend
 
     global _gpu_backend
-    _gpu_backend = HopperBackend()
+    if kernels is not None:
+        gpu_choice.select_gpu_kernels(kernels)
+    _gpu_backend = HopperBackend() if gpu_choice.has_hopper_kernels() else PortableBackend()
     return _gpu_backend
 
 

@@ -31,7 +31,7 @@ class DenseStack:
     """
 
     def __init__(self, layers: Sequence[DenseLayer]) -> None:
-        assert len({weight.layout for layer in layers for weight in layer.weights}) == 1
+        assert len({weight.layout < 0 for layer in layers for weight in layer.weights}) == 1
         self.layers = tuple(layers)
         self.native = (NativeLayer * len(layers))(*map(_to_native_layer, layers))
         self._parts: dict[tuple[int, int], DenseStack] = {}
@@ -52,6 +52,6 @@ def _to_native_layer(layer: DenseLayer) -> NativeLayer:
     return NativeLayer(
         *(ctypes.c_void_p(w.ptr) for w in layer.weights),
         *(None if v is None else v.data_ptr() for v in vectors),
-        layer.qkv.weight.layout,
+        *(w.layout for w in layer.weights),
         attention.window,
     )

@@ -24,6 +24,7 @@ from emberline.kernels.arguments import (
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseStack
+from emberline.kernels.gguf_blocks import dequantise_blocks
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
@@ -52,6 +53,14 @@ class OpBackend(ABC):
     def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
         """Return the matrices of all experts of a layer as `run_mixture` reads them."""
         return dequantise(matrices).to(torch.bfloat16)
+
+    def pack_gguf(self, blocks: Tensor, type_name: str, k: int, *, gated: bool = False) -> PackedWeight:
+        """Return a matrix of GGUF blocks, uint8 [n, bytes of a row], in the layout that the products and `embed` read.
+
+        A gated matrix has the rows of gate before those of up. Raises UnsupportedBlocks if the type has no kernel or k
+        is not a multiple of its block. Backends without such kernels dequantise the matrix.
+        """
+        return self.pack_linear(dequantise_blocks(blocks, type_name, k).to(torch.bfloat16), gated=gated)
 
     def add_packed_copy(self, weight: PackedWeight) -> int:
         """Add a losslessly compressed copy to the weight if that is smaller.

@@ -32,6 +32,7 @@ from emberline.kernels.backend import (
 )
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates, StateDrafts, StateSaves
 from emberline.kernels.dense_stack import DenseLayer, DenseStack
+from emberline.kernels.gpu_choice import has_hopper_kernels, selected_gpu_kernels
 from emberline.kernels.latent_planner import LatentPlanner
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
@@ -83,6 +84,7 @@ __all__ = [
     "find_slots",
     "gate_up_gelu",
     "gate_up_silu",
+    "has_hopper_kernels",
     "latent_attention",
     "layer_norm",
     "linear",
@@ -101,6 +103,7 @@ __all__ = [
     "run_dense_layers",
     "run_mixture",
     "sample_with_seed",
+    "selected_gpu_kernels",
     "set_threads",
     "shift_positions",
     "soft_cap",
@@ -111,6 +114,14 @@ __all__ = [
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
     """Return the weight [n, k] in the layout that `linear` or, with gated=True, `gate_up_silu` reads."""
     return backend_of(weight).pack_linear(weight, gated=gated)
+
+
+def pack_gguf(blocks: Tensor, type_name: str, k: int, *, gated: bool = False) -> PackedWeight:
+    """Return a matrix of GGUF blocks, uint8 [n, bytes of a row], as the products and `embed` read it.
+
+    Raises UnsupportedBlocks if the type has no kernel or k is not a multiple of its block.
+    """
+    return backend_of(blocks).pack_gguf(blocks, type_name, k, gated=gated)
 
 
 def empty_weight(n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False) -> PackedWeight:

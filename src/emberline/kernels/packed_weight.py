@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -11,6 +12,7 @@ from torch import Tensor, dtype
 class WeightLayout(IntEnum):
     """The memory layout of `PackedWeight.data`. The C++ sources use the same numbers."""
 
+    PARTS = -5  # on a CPU: `parts` of different layouts
     QUANTISED = -4  # on a GPU: codes and scales; `handle` is a QuantisedMatrix, or what a kernel needs instead
     UW12 = -3  # on a GPU: lossless, about 12 bits per weight
     ROWS = -2  # on a GPU: [n, k] as in the checkpoint
@@ -19,6 +21,16 @@ class WeightLayout(IntEnum):
     F32 = 1  # panels of columns in float32
     AMX = 2  # bf16 in panels of AMX tiles, k padded to the depth of a tile
     F16 = 3  # panels of columns in float16
+    Q4_0 = 4  # this and the following: panels of columns with the codes and scales of GGUF blocks
+    Q4_1 = 5
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q4_K = 9
+    Q5_K = 10
+    Q6_K = 11
+    IQ4_NL = 12
+    MXFP4 = 13
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +47,19 @@ class PackedWeight:
     handle: object | None = None  # what the GPU kernels need: a cuda.linear.BF16Weight or a cuda.uw12.UW12Weight
     uw12_copy: object | None = None  # a uw12 copy for steps of few rows, where a GPU keeps both forms
     fixed_order: bool = False  # on a GPU: the order of sums shall not depend on the number of rows of x
+    parts: tuple[PackedWeight, ...] = ()  # consecutive rows of this weight; `data` is then empty
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + sum(part.data.nbytes for part in self.parts)
+
+
+def join_rows(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """Return one weight with the rows of several, which keep their layouts. None of them is gated."""
+    first = parts[0]
+    assert all(part.k == first.k and not part.gated for part in parts)
+    rows = sum(part.n for part in parts)
+    return PackedWeight(first.data[:0], rows, first.k, first.dtype, WeightLayout.PARTS, parts=tuple(parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

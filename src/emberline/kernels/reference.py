@@ -30,6 +30,7 @@ from emberline.kernels.arguments import (
 )
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
+from emberline.kernels.gguf_blocks import dequantise_blocks
 from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert, StackedExperts
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight
@@ -61,10 +62,27 @@ class ReferenceBackend(OpBackend):
         n, k = weight.shape
         return PackedWeight(weight.to(torch.float32, copy=True).contiguous(), n, k, weight.dtype, gated=gated)
 
+    def pack_gguf(self, blocks: Tensor, type_name: str, k: int, *, gated: bool = False) -> PackedWeight:
+        packed = self.pack_linear(dequantise_blocks(blocks, type_name, k), gated=gated)
+        packed.dtype = torch.bfloat16  # as of other backends; the KV cache has this dtype by default
+        return packed
+
     def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
-        x = x if layer.norm is None else rms_norm(x, layer.norm, layer.eps)
-        y = F.linear(x, layer.weight.data, layer.bias)
+        if layer.weight.parts:
+            y = self._run_parts(x, layer)
+        else:
+            x = x if layer.norm is None else rms_norm(x, layer.norm, layer.eps)
+            y = F.linear(x, layer.weight.data, layer.bias)
         return _store_result(output.out, y) if output.add_to is None else output.add_to.add_(y)
+
+    def _run_parts(self, x: Tensor, layer: LinearLayer) -> Tensor:
+        """Return the product with a weight whose rows have several layouts."""
+        results, start = [], 0
+        for part in layer.weight.parts:
+            bias = None if layer.bias is None else layer.bias[start : start + part.n]
+            results.append(self.linear(x, LinearLayer(part, bias, layer.norm, layer.eps), LinearOutput()))
+            start += part.n
+        return torch.cat(results, dim=-1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         return out.copy_(rms_norm(x, weight, eps))

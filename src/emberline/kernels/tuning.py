@@ -1,7 +1,8 @@
 """tune_products: finds the fastest algorithms for large matrix products and caches them on disk.
 
-It measures the algorithms that cuBLAS proposes. For gate-and-up weights it compares our own GEMM kernel, which also
-computes silu(gate) * up, with each proposal followed by a kernel for silu(gate) * up. Measurements alternate between
+It measures the algorithms that cuBLAS proposes. For gate-and-up weights, a kernel for silu(gate) * up follows each
+proposal. Our own kernels compete: Hopper's GEMM for gate-and-up weights, which computes silu(gate) * up too, and the
+portable kernel for few rows, which also adds to the output. Measurements alternate between
 several weights, so that no weight is still in the L2 cache. To be chosen, an algorithm other than cuBLAS's first
 proposal must be faster by the factor MIN_SPEEDUP, which excludes noise. Tuning is optional: a product whose tuning
 fails is computed by torch.
@@ -31,6 +32,7 @@ from emberline.kernels.cuda.driver import CudaDriverError
 from emberline.kernels.cuda.linear import BF16Weight
 from emberline.kernels.packed_weight import PackedWeight
 from emberline.kernels.triton import activation
+from emberline.kernels.triton import linear as few_rows
 
 log = logging.getLogger("emberline.kernels")
 TIMING_ROUNDS = 3
@@ -39,26 +41,32 @@ ROTATED_WEIGHT_BYTES = 150 << 20  # bytes of other weights between two uses of o
 WEIGHT_STD = 0.02  # standard deviation of random weights; the values determine how much power a product draws
 FILE_VERSION = 2  # of the cache file and of what is measured; part of the file name
 MIN_PRODUCT_FLOP = 1e10  # FLOP; a smaller product takes no longer than its launch
+# Rows and FLOP from which the portable kernel for few rows is compared with cuBLAS; below, it is as fast or faster.
+MIN_PORTABLE_ROWS, MIN_PORTABLE_FLOP = 17, 1e9
 
 TunedChoices = dict[MatmulProblem, int]
 ProductCall = Callable[[Tensor], object]  # computes the product with the given weight
 
 
-def tune_products(weights: Collection[PackedWeight], hidden: int, row_counts: Collection[int]) -> float:
+def tune_products(
+    weights: Collection[PackedWeight], hidden: int, row_counts: Collection[int], *, portable: bool = False
+) -> float:
     """Find and activate the fastest algorithm for each weight and each of the `row_counts`.
 
     Return the seconds that this took. Products that are not in the cache on disk are measured. `hidden` is the hidden
-    size of the model.
+    size of the model. `portable`: whether Hopper's kernels cannot be used.
     """
     began = time.perf_counter()
     if cublas.is_available():
-        cache_file = _cache_file()
+        cache_file = _cache_file(portable=portable)
+        min_rows = MIN_PORTABLE_ROWS if portable else wide.SMALL_COLUMNS[-1] + 1
+        min_flop = MIN_PORTABLE_FLOP if portable else MIN_PRODUCT_FLOP
         found = _load_choices(cache_file)
         shapes = {_make_problem(weight, hidden) for weight in weights if weight.dtype is torch.bfloat16}
-        all_problems = (replace(shape, m=m) for shape, m in product(shapes, row_counts) if m > wide.SMALL_COLUMNS[-1])
-        needed = {problem for problem in all_problems if 2.0 * problem.m * problem.n * problem.k >= MIN_PRODUCT_FLOP}
+        all_problems = (replace(shape, m=m) for shape, m in product(shapes, row_counts) if m >= min_rows)
+        needed = {problem for problem in all_problems if 2.0 * problem.m * problem.n * problem.k >= min_flop}
         if missing := needed - found.keys():
-            measured = _measure(missing)
+            measured = _measure(missing, portable=portable)
             found |= measured
             try:
                 _save_choices(cache_file, found)
@@ -76,7 +84,7 @@ def _make_problem(weight: PackedWeight, hidden: int) -> MatmulProblem:
     return MatmulProblem(0, weight.n, weight.k, kind)
 
 
-def _measure(problems: Collection[MatmulProblem]) -> TunedChoices:
+def _measure(problems: Collection[MatmulProblem], *, portable: bool) -> TunedChoices:
     """Return the fastest algorithm for each product that can be measured and fits into free memory."""
     found: TunedChoices = {}
     for n, k in {(problem.n, problem.k) for problem in problems}:
@@ -89,7 +97,7 @@ def _measure(problems: Collection[MatmulProblem]) -> TunedChoices:
         for problem in of_weights:
             try:
                 weights = weights or [_random_matrix(n, k, WEIGHT_STD) for _ in range(count)]
-                found[problem] = _find_fastest(problem, weights)
+                found[problem] = _find_fastest(problem, weights, portable=portable)
             except (CublasError, CudaDriverError, torch.OutOfMemoryError) as error:
                 log.warning(
                     "Cannot tune a matrix product, torch computes it instead: product=%s error=%s", problem, error
@@ -99,23 +107,43 @@ def _measure(problems: Collection[MatmulProblem]) -> TunedChoices:
     return found
 
 
-def _find_fastest(problem: MatmulProblem, weights: Sequence[Tensor]) -> int:
+def _find_fastest(problem: MatmulProblem, weights: Sequence[Tensor], *, portable: bool) -> int:
     matmul, x = Matmul(problem), _random_matrix(problem.m, problem.k, 1.0)
     out = torch.zeros(problem.m, problem.n, dtype=torch.bfloat16, device=x.device)
     choices = find_bitwise_equal_proposals(matmul, x, weights[0])
     calls: list[ProductCall] = [partial(_call_proposal, matmul, x, out, index) for index in choices]
+    activated = out
     if problem.kind is ProductKind.GATED:
         width = problem.n // 2
         group = GATE_GROUP_ROWS if width % GATE_GROUP_ROWS == 0 else width
-        narrow = torch.empty(problem.m, width, dtype=torch.bfloat16, device=x.device)
-        calls = [partial(_call_then_silu, call, out, narrow, group) for call in calls]
-        if group == GATE_GROUP_ROWS and gemm.supports(problem.m, problem.n, problem.k):
-            handles = {w.data_ptr(): BF16Weight(w) for w in weights}
-            calls.append(lambda w: gemm.linear(x, handles[w.data_ptr()], out=narrow, gated=True))
-            choices.append(OWN_KERNEL)
+        activated = torch.empty(problem.m, width, dtype=torch.bfloat16, device=x.device)
+        calls = [partial(_call_then_silu, call, out, activated, group) for call in calls]
+    make_call = _make_portable_call if portable else _make_hopper_call
+    if (own := make_call(problem, x, activated, weights)) is not None:
+        calls.append(own)
+        choices.append(OWN_KERNEL)
     times = _time_calls(calls, weights)
     best = times.index(min(times))
     return choices[best if times[0] > MIN_SPEEDUP * times[best] else 0]
+
+
+def _make_hopper_call(problem: MatmulProblem, x: Tensor, out: Tensor, weights: Sequence[Tensor]) -> ProductCall | None:
+    is_gated = problem.kind is ProductKind.GATED and problem.n // 2 % GATE_GROUP_ROWS == 0
+    if not is_gated or not gemm.supports(problem.m, problem.n, problem.k):
+        return None
+    handles = {w.data_ptr(): BF16Weight(w) for w in weights}
+    return lambda w: gemm.linear(x, handles[w.data_ptr()], out=out, gated=True)
+
+
+def _make_portable_call(
+    problem: MatmulProblem, x: Tensor, out: Tensor, weights: Sequence[Tensor]
+) -> ProductCall | None:
+    is_gated, residual = problem.kind is ProductKind.GATED, out if problem.kind is ProductKind.ADD else None
+    has_groups = problem.n // 2 % GATE_GROUP_ROWS == 0
+    if not few_rows.supports(problem.m, problem.n, problem.k, x.dtype) or (is_gated and not has_groups):
+        return None
+    group = GATE_GROUP_ROWS if is_gated else 0
+    return lambda w: few_rows.linear(x, w, out=out, residual=residual, group=group, pdl=True)
 
 
 def find_bitwise_equal_proposals(matmul: Matmul, x: Tensor, w: Tensor) -> list[int]:
@@ -161,13 +189,14 @@ def _random_matrix(rows: int, columns: int, scale: float) -> Tensor:
 # -- cache file -------------------------------------------------------------------------------------------------------
 
 
-def _cache_file() -> Path:
+def _cache_file(*, portable: bool) -> Path:
     """Return the cache file.
 
-    Its name has a hash of the GPU, the cuBLAS version and limits, and our GEMM kernel.
+    Its name has a hash of the GPU, the cuBLAS version and limits, and our own kernel.
     """
     versions = FILE_VERSION, cublas.library_version(), cublas.MAX_PROPOSALS, cublas.WORKSPACE_BYTES
-    key = f"{torch.cuda.get_device_name()} {versions} {nvrtc.read_source(gemm.FILE)}"
+    source = Path(few_rows.__file__).read_text("utf-8") if portable else nvrtc.read_source(gemm.FILE)
+    key = f"{torch.cuda.get_device_name()} {versions} {source}"
     return kernel_dir() / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 

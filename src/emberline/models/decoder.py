@@ -242,12 +242,11 @@ def _round_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
 def _make_dense_stack(layers: tuple[DecoderLayer | ParallelLayer, ...]) -> ops.DenseStack | None:
     """Return all layers as one stack, or None if they cannot run as one op.
 
-    The result is None if a layer has an unsupported part, the weights differ in layout, rotary embeddings differ, or
-    torch computes the products.
+    The result is None if a layer has an unsupported part, rotary embeddings differ, or torch computes the products.
     """
     dense = [dense_layer for layer in layers if (dense_layer := layer.as_dense_layer()) is not None]
     layouts = {weight.layout for layer in dense for weight in layer.weights}
-    if len(dense) < len(layers) or len(layouts) > 1 or min(layouts) < 0:
+    if len(dense) < len(layers) or min(layouts) < 0:
         return None
     if any(layer.attention.cos_sin is not dense[0].attention.cos_sin for layer in dense):
         return None

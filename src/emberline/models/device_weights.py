@@ -21,6 +21,7 @@ from torch import Tensor
 
 from emberline.core.errors import ModelFileError
 from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoad
@@ -87,7 +88,8 @@ class DeviceWeights(Weights):
         self._reader = reader
         self._loads: list[TensorLoad] = []
         self._transforms: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []  # what `finish` replaces in place
-        self._quantised: list[tuple[str, Tensor | MatrixPart]] = []  # tensors that `finish` dequantises on the host
+        # Tensors that `finish` dequantises on the host, and what is added to each of their elements.
+        self._quantised: list[tuple[str, Tensor | MatrixPart, float]] = []
 
     def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
         vector = torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -126,11 +128,7 @@ class DeviceWeights(Weights):
         def settle(whole: Tensor) -> None:
             self.loaded_bytes += ops.fill_weight(weight, whole)
 
-        pending = PendingMatrix(
-            sum(rows), columns, dtype, self.device, partial(split_stack, rows=rows, gated=gated), settle
-        )
-        for i, (name, count) in enumerate(parts):
-            self._queue_load(name, (count, columns), pending.add_part(i))
+        self._queue_stack(parts, columns, settle, gated=gated)
         return weight
 
     def arranged_linears(
@@ -140,7 +138,7 @@ class DeviceWeights(Weights):
         arrange: Callable[[Tensor], Tensor],
         rows: Sequence[int],
     ) -> list[ops.PackedWeight]:
-        dtype, stacked = self.stack_dtype(parts, columns), [count for _, count in parts]
+        dtype = self.stack_dtype(parts, columns)
         if not self.packed or dtype is not torch.bfloat16:
             return super().arranged_linears(parts, columns, arrange, rows)
         weights = [ops.empty_weight(count, columns, dtype, self.device) for count in rows]
@@ -149,10 +147,7 @@ class DeviceWeights(Weights):
             for weight, part in zip(weights, arrange(whole).split(list(rows)), strict=True):
                 self.loaded_bytes += ops.fill_weight(weight, part)
 
-        split = partial(split_stack, rows=stacked, gated=False)
-        pending = PendingMatrix(sum(stacked), columns, dtype, self.device, split, settle)
-        for i, (name, count) in enumerate(parts):
-            self._queue_load(name, (count, columns), pending.add_part(i))
+        self._queue_stack(parts, columns, settle, gated=False)
         return weights
 
     def stack_experts(
@@ -187,6 +182,16 @@ class DeviceWeights(Weights):
             if self._reader is not None:
                 self._reader.close()
 
+    def _queue_stack(
+        self, parts: Sequence[tuple[str, int]], columns: int, settle: Callable[[Tensor], None], *, gated: bool
+    ) -> None:
+        """Queue the parts of a bf16 matrix that is passed to `settle` when all have arrived."""
+        rows = [count for _, count in parts]
+        split = partial(split_stack, rows=rows, gated=gated)
+        pending = PendingMatrix(sum(rows), columns, torch.bfloat16, self.device, split, settle)
+        for i, (name, count) in enumerate(parts):
+            self._queue_load(name, (count, columns), pending.add_part(i))
+
     def _queue_load(
         self, name: str, shape: tuple[int, ...], destination: Tensor | MatrixPart, offset: float = 0.0
     ) -> None:
@@ -194,18 +199,19 @@ class DeviceWeights(Weights):
         info = self.checkpoint.tensor_info(name)
         self._unused.remove(name)
         self.loaded_bytes += destination.nbytes if isinstance(destination, Tensor) else 0
-        if isinstance(info, QuantisedTensorInfo):
-            assert not offset
-            self._quantised.append((name, destination))
+        if isinstance(info, QuantisedTensorInfo | GGUFTensorInfo):
+            self._quantised.append((name, destination, offset))
         else:
             self._loads.append(self._make_load(name, info, destination, offset))
 
     def _fill_quantised_tensors(self) -> None:
-        for name, target in self._quantised:
+        for name, target, offset in self._quantised:
             shape = self.shard.shard_shape(name, self.checkpoint.tensor_info(name).shape)
             values = self._view_tensor(name, shape)
             destination = target if isinstance(target, Tensor) else target.matrix.get_destination(target.index)
             destination.copy_(values.reshape(destination.shape))
+            if offset:
+                destination.add_(offset)
             if isinstance(target, MatrixPart):
                 target.matrix.mark_part_complete()
 

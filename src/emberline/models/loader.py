@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 
 from emberline.core.errors import InvalidRequest, ModelFileError
 from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.models.attention_parts import LLAMA_ATTENTION
@@ -24,6 +25,7 @@ from emberline.models.parts import LLAMA_PARTS
 from emberline.models.rope import compute_inverse_frequencies
 from emberline.models.tensor_names import ignorable_tensors, load_model
 from emberline.models.weight_dtype import choose_weight_dtype
+from emberline.models.weight_form import WeightForm, choose_weight_form
 from emberline.models.weights import Weights
 from emberline.unweight.codec import select_weight_codec
 from emberline.unweight.format import Bytes
@@ -38,11 +40,15 @@ def load_decoder(directory: Path, dtype: str = "auto", max_context: int | None =
     return load_checkpoint(Checkpoint.open(directory), dtype, max_context)
 
 
-def load_checkpoint(checkpoint: Checkpoint, dtype: str = "auto", max_context: int | None = None) -> DecoderModel:
+def load_checkpoint(
+    checkpoint: Checkpoint, dtype: str = "auto", max_context: int | None = None, form: WeightForm | None = None
+) -> DecoderModel:
     """Load a model for sequences of up to `max_context` tokens, by default the context of its config.
 
-    With dtype `auto` the weights keep the dtype of the file, except that float16 becomes bfloat16.
+    With dtype `auto` the weights keep the dtype of the file, except that float16 becomes bfloat16. `form`: of the
+    matrices in memory; None: that of the file.
     """
+    form = form or choose_weight_form(checkpoint, dtype)
     choose_weight_dtype(checkpoint, dtype, on_gpu=False)
     config = ModelConfig.from_checkpoint(checkpoint)
     context = config.max_context if max_context is None else max_context
@@ -50,11 +56,12 @@ def load_checkpoint(checkpoint: Checkpoint, dtype: str = "auto", max_context: in
         raise InvalidRequest(
             f"max_context is {context}; this model allows 1 to {config.longest_context}", param="max_context"
         )
-    weights = Weights(checkpoint, DTYPES[dtype])
+    weights = Weights(checkpoint, DTYPES[dtype], form=form)
     decoder = load_model(config, weights, context)
     weights.finish(ignorable_tensors(config))
     used = str(decoder.dtype).removeprefix("torch.")  # not `dtype`, which may be auto: equal weights hash equally
-    return replace(decoder, fingerprint=compute_fingerprint(checkpoint, config, used, context))
+    kept = used if form == "plain" else f"{used} {form}"  # their products round inputs in another way
+    return replace(decoder, fingerprint=compute_fingerprint(checkpoint, config, kept, context))
 
 
 def compute_fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context: int) -> str:
@@ -76,11 +83,13 @@ def compute_fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str,
         digest.update(repr((state, config.parts.attention.state_layers)).encode())
     files: dict[Path, int] = {}
     try:
-        for name, info in sorted(checkpoint.tensors.items()):
-            digest.update(f"{name}|{info.dtype}|{info.shape}|".encode())
+        for name, info in _list_stored_tensors(checkpoint):
+            stored_type = f" {info.block_type.name}" if isinstance(info, GGUFTensorInfo) else ""
+            digest.update(f"{name}|{info.dtype}{stored_type}|{info.shape}|".encode())
             if info.file not in files:
                 files[info.file] = os.open(info.file, os.O_RDONLY)
-            read, size = _make_byte_reader(name, info, files[info.file]), info.logical_bytes
+            read = _make_byte_reader(name, info, files[info.file])
+            size = info.nbytes if stored_type else info.logical_bytes
             for part in (0, size // 2, max(0, size - SAMPLE_BYTES)):
                 digest.update(read(part, min(part + SAMPLE_BYTES, size)).data)
     except OSError as e:
@@ -89,6 +98,13 @@ def compute_fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str,
         for handle in files.values():
             os.close(handle)
     return digest.hexdigest()[:32]
+
+
+def _list_stored_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, TensorInfo]]:
+    for name, info in sorted(checkpoint.tensors.items()):
+        yield name, info
+        if isinstance(info, GGUFTensorInfo) and info.latent_values is not None:
+            yield name, info.latent_values
 
 
 def _make_byte_reader(name: str, info: TensorInfo, file_descriptor: int) -> Callable[[int, int], Bytes]:

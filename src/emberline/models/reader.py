@@ -25,6 +25,7 @@ from pathlib import Path
 from emberline.core.errors import ModelError, ModelFileError
 from emberline.core.freememory import free_memory
 from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.gguf_tensors import GGUFTensorInfo
 
 DIRECT_IO_ALIGN_BYTES = 4096  # of offsets, lengths and memory
 CHUNK_BYTES = 32 << 20
@@ -37,7 +38,8 @@ STALL_TIMEOUT_S = 60.0  # time without a new chunk after which loading fails
 
 
 def weight_file_paths(checkpoint: Checkpoint) -> list[Path]:
-    return sorted({tensor.file for tensor in checkpoint.tensors.values()})
+    """Return the files of weights that are copied as they are; those of GGUF files are dequantised from a map."""
+    return sorted({info.file for info in checkpoint.tensors.values() if not isinstance(info, GGUFTensorInfo)})
 
 
 class ReadBuffer:

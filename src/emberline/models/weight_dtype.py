@@ -12,6 +12,7 @@ from emberline.core.errors import InvalidRequest, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.quantised_tensors import read_loaded_format, select_model_tensors
 from emberline.models.textmodel import select_text_config
+from emberline.models.weight_form import find_block_type
 
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # by their names in safetensors files
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -36,7 +37,9 @@ def stored_weight_dtype(checkpoint: Checkpoint) -> str:
 def stored_weight_format(checkpoint: Checkpoint) -> str:
     """Return the format of the quantised matrices in the files, or the dtype of the first matrix if there are none."""
     found = read_loaded_format(select_text_config(checkpoint.config))
-    return stored_weight_dtype(checkpoint) if found is None else found.name
+    if found is not None:
+        return found.name
+    return find_block_type(checkpoint) or stored_weight_dtype(checkpoint)
 
 
 def choose_weight_dtype(checkpoint: Checkpoint, requested: str = "auto", *, on_gpu: bool) -> str:

@@ -22,11 +22,15 @@ from torch import Tensor
 from emberline.core.config import core_count
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint, format_names
+from emberline.hub.dequant import Bytes
+from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.models.dequantise import QuantisedMatrices
+from emberline.models.gguf_matrices import BlockPacker, dequantise_tensor
 from emberline.models.quantised_tensors import QuantisedTensorInfo, select_model_tensors
 from emberline.models.shard import Shard
+from emberline.models.weight_form import WeightForm
 from emberline.unweight.codec import WeightCodec, select_weight_codec
 from emberline.unweight.tensor import CodedTensor, check_raw_crc, is_coded
 
@@ -52,12 +56,21 @@ class Weights:
         """Whether tensors of packed files can be decoded on this device."""
         return self.device.type == "cpu"
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, *, shard: Shard | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype | None = None,
+        *,
+        shard: Shard | None = None,
+        form: WeightForm = "plain",
+    ) -> None:
         """Prepare to load a checkpoint's tensors.
 
-        With `shard`, only the shard's part of each tensor is loaded.
+        With `shard`, only the shard's part of each tensor is loaded. `form`: of the matrices of `linear`,
+        `experts_linear` and `load_embedding_table`.
         """
         self.checkpoint = select_model_tensors(checkpoint)
+        self._blocks = None if form == "plain" else BlockPacker(form)
         self.shard = shard or Shard()
         # Of matrices; None: that of the file, but bfloat16 for float16. With float16, matrices of other dtypes stay.
         self.dtype = dtype
@@ -117,7 +130,26 @@ class Weights:
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
         """Return matrices (name, rows) stacked into one, packed for the kernels of this device."""
-        return ops.pack_linear(self.stack(parts, columns, gated=gated), gated=gated)
+        if self._blocks is None:
+            return ops.pack_linear(self.stack(parts, columns, gated=gated), gated=gated)
+        return self._linear_of_blocks(self._blocks, parts, columns, gated)
+
+    def _linear_of_blocks(
+        self, packer: BlockPacker, parts: Sequence[tuple[str, int]], columns: int, gated: bool
+    ) -> ops.PackedWeight:
+        self.stack_dtype(parts, columns)  # checks the shapes
+        infos = [self.checkpoint.tensor_info(name) for name, _ in parts]
+        packed = packer.pack_stored(infos, self._view_file_bytes, gated=gated)
+        if packed is None:
+            before = self.loaded_bytes
+            packed = packer.pack_floats(parts[0][0], self.stack(parts, columns, gated=gated), gated=gated)
+            self.loaded_bytes = before
+        else:
+            self._unused.difference_update(name for name, _ in parts)
+        self.loaded_bytes += packed.nbytes
+        for info in infos:
+            self._release_pages(info)
+        return packed
 
     def arranged_linears(
         self,
@@ -146,6 +178,11 @@ class Weights:
         else:
             parts = self._view_tensor(name, shape)
         self._unused.remove(name)
+        packer = self._blocks
+        if packer is not None:
+            packed = [packer.pack_floats(name, arrange(part.to(dtype)), gated=gated) for part in parts]
+            self.loaded_bytes += sum(weight.nbytes for weight in packed)
+            return packed
         self.loaded_bytes += prod(shape) * dtype.itemsize
         return [ops.pack_linear(arrange(part.to(dtype)), gated=gated) for part in parts]
 
@@ -179,6 +216,8 @@ class Weights:
 
         The mapped file may be closed afterwards.
         """
+        if self._blocks is not None:
+            return self.linear([(name, rows)], columns)
         return self.load_matrix(name, rows, columns).clone()
 
     def drop_duplicate(self, name: str, original: str, rows: int, columns: int) -> bool:
@@ -204,6 +243,8 @@ class Weights:
                 f"{format_names(unused)}",
                 hint="check that config.json belongs to this model",
             )
+        if self._blocks is not None:
+            self._blocks.log_unpacked(self.checkpoint.directory)
 
     def unused_names(self, ignorable_pattern: str) -> list[str]:
         """Return the tensors that were not loaded and whose whole name does not match `ignorable_pattern`."""
@@ -233,6 +274,11 @@ class Weights:
         info = self.checkpoint.tensor_info(name)
         if isinstance(info, QuantisedTensorInfo):
             return self._open_quantised(name, info).whole()[self.shard.tensor_slices(name, info.shape)]
+        if isinstance(info, GGUFTensorInfo):
+            exact = self.dtype is torch.float32 or info.dtype == "F32"
+            dtype = torch.float32 if exact else DTYPES[info.dtype]
+            values = dequantise_tensor(info, self._view_file_bytes, dtype, self._pool)
+            return values[self.shard.tensor_slices(name, info.shape)]
         dtype, flat = DTYPES[info.dtype], self._read_bytes(name, info)
         aligned = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()  # the format allows any offset
         return aligned.view(dtype).view(info.shape)[self.shard.tensor_slices(name, info.shape)]
@@ -260,11 +306,20 @@ class Weights:
         return flat
 
     def _decode_bytes(self, name: str, info: TensorInfo) -> Tensor:
-        stored = np.frombuffer(self._map_file(info.file), np.uint8, info.nbytes, info.offset)
+        stored = self._view_file_bytes(info)
         out = torch.empty(info.logical_bytes, dtype=torch.uint8)
         tensor = CodedTensor.open(name, info, lambda begin, end: stored[begin:end], self._codec)
         tensor.decode_all(stored, out.numpy(), self._pool)
         return out
+
+    def _view_file_bytes(self, info: TensorInfo) -> Bytes:
+        return np.frombuffer(self._map_file(info.file), np.uint8, info.nbytes, info.offset)
+
+    def _release_pages(self, info: TensorInfo) -> None:
+        """Drop the mapped pages of a tensor from this process's memory; the page cache may keep them."""
+        begin, end = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE, info.offset + info.nbytes
+        if info.file in self._files and (size := (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE) > 0:
+            self._files[info.file].madvise(mmap.MADV_DONTNEED, begin, size)
 
     @cached_property
     def _codec(self) -> WeightCodec:

@@ -128,7 +128,7 @@ def _candidate_packed_plans(chosen_plan: SkinnyPlan, n: int, k: int) -> Iterator
 def _compile_variants(variants: set[str]) -> None:
     """Compile the kernel variants in parallel, before they are needed."""
     with ThreadPoolExecutor(len(variants)) as pool:
-        list(pool.map(lambda variant: nvrtc.compile_cached(FILE, [variant]), variants))
+        list(pool.map(lambda variant: nvrtc.compile_cached(FILE, [variant], nvrtc.compiler_options()), variants))
 
 
 def sweep_wide(seconds: float = WIDE_SECONDS) -> None:

@@ -185,7 +185,7 @@ def compile_variants(columns: Collection[int]) -> None:
     """Compile the kernels for these tiles in parallel threads; the compiler releases the GIL."""
     variants = [variant for variant in wide.VARIANTS if any(variant.endswith(f", {count}>") for count in columns)]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda variant: nvrtc.compile_cached(wide.FILE, [variant]), variants))
+        list(pool.map(lambda variant: nvrtc.compile_cached(wide.FILE, [variant], nvrtc.compiler_options()), variants))
 
 
 def _print_json_line(labels: dict[str, object], **values: object) -> None:

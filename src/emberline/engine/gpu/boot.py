@@ -28,6 +28,7 @@ from emberline.engine.gpu.attention_log import log_portable_attention
 from emberline.engine.gpu.device import CudaDevice, Device, measure_memory
 from emberline.engine.gpu.draft_boot import load_on_device, measure_draft_model
 from emberline.engine.gpu.exact import require_fixed_order
+from emberline.engine.gpu.portable_limits import reject_unsupported_settings
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_token_counts
@@ -114,7 +115,8 @@ def boot_gpu(
     assert (build_tiers is not None) == settings.tiers.has_tiers
     assert (build_endpoint is not None) == (settings.transfer is not None)
     began = time.perf_counter()
-    device = device or CudaDevice()
+    device = device or CudaDevice(settings.gpu.kernels)
+    reject_unsupported_settings(settings, device.torch_device)
     model = load_model(config, weights, context)
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
@@ -206,7 +208,7 @@ def boot_from_checkpoint(
     opened = time.perf_counter()
     with ThreadPoolExecutor(1, "codec") as other:
         codec = other.submit(_load_codec, checkpoint)
-        device = CudaDevice()
+        device = CudaDevice(settings.gpu.kernels)
         torch.cuda.synchronize(device.torch_device)
     codec.result()
     initialized = time.perf_counter()
@@ -258,6 +260,7 @@ def _tune_matrix_products(model: DecoderModel, settings: EngineConfig) -> float:
         weights,
         model.config.hidden,
         captured_token_counts(settings.scheduler.max_running, settings.scheduler.max_batch_tokens),
+        portable=not ops.has_hopper_kernels(),
     )
 
 
@@ -353,10 +356,10 @@ def compile_kernels(runner: GPURunner) -> float:
         return 0.0
     from emberline.kernels.cuda import driver, nvrtc, sample
 
-    facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs), nvrtc.digest_sources()]
-    has_drafts = runner.states is not None and runner.states.max_draft > 0  # of recurrent layers
-    sizes = runner.shapes, runner.max_batch_tokens
-    limits = *sizes, runner.exact, runner.groups.windows, runner.cache.keys.dtype, has_drafts
+    facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs)]
+    facts += [nvrtc.digest_sources(driver.device_options()), ops.selected_gpu_kernels().name]
+    facts.append(f"drafts of recurrent layers: {runner.states is not None and runner.states.max_draft > 0}")
+    limits = runner.shapes, runner.max_batch_tokens, runner.exact, runner.groups.windows, runner.cache.keys.dtype
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join([*facts, str(limits)]).encode()).hexdigest()[:32]}"
     if not done.exists():
         with driver.compile_in_parallel(sample.get_module()):

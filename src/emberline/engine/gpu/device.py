@@ -9,16 +9,24 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from emberline.core.environment import visible_gpus
 from emberline.core.errors import InvalidRequest, ModelError
+from emberline.core.gpu_kernels import format_capability
 from emberline.engine.memory import used_by_others
+from emberline.kernels.backend import start_gpu_backend
+from emberline.kernels.gpu_choice import describe_gpu, has_hopper_kernels
 from emberline.models.pinned import pin, unpin
 
 log = logging.getLogger("emberline.engine")
+
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # exists if the driver of NVIDIA GPUs is loaded
 
 
 class DeviceEvent(Protocol):
@@ -102,6 +110,7 @@ class CudaStream:
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         from emberline.kernels.cuda import wide
+        from emberline.kernels.triton import linear
 
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
@@ -109,7 +118,9 @@ class CudaStream:
         # One memory pool for all graphs of a stream: they run one after the other, so they can share memory.
         # Not torch's own context manager, which would wait for the device and empty torch's memory cache.
         with torch.cuda.stream(self._stream):
-            wide.allocate_exchange_memory(self._stream.device)
+            if has_hopper_kernels():
+                wide.allocate_exchange_memory(self._stream.device)
+            linear.arrival_counters(self._stream.device)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
@@ -121,17 +132,49 @@ class CudaStream:
         self._pool = None
 
 
-def has_hopper_gpu() -> bool:
-    """Return whether the GPU has compute capability 9.0, the only one that the kernels support."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+def can_use_gpu(kernels: str = "auto") -> bool:
+    """Return whether this process can compute on a GPU.
+
+    Raises InvalidRequest if the GPU cannot run the kernels that the setting `kernels` names."""
+    gpu = describe_gpu(kernels)
+    return gpu is not None and gpu.kernels.is_usable
+
+
+def warn_of_unused_gpu(kernels: str = "auto") -> None:
+    """Log a warning if there is a GPU that cannot be used, so that the CPU computes."""
+    if (gpu := describe_gpu(kernels)) is not None:
+        log.warning(
+            "Computing on the CPU, the GPU cannot be used: gpu=%r capability=%s reason=%r",
+            *(gpu.name, format_capability(gpu.capability), gpu.kernels.reason),
+        )
+    elif NVIDIA_DRIVER.exists() and visible_gpus() != []:
+        log.warning("Computing on the CPU, the GPU cannot be used: reason=%r", explain_missing_gpu())
+
+
+def explain_missing_gpu() -> str:
+    """Return why torch sees no GPU."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return "torch sees no NVIDIA GPU"
 
 
 class CudaDevice:
-    def __init__(self) -> None:
-        if not has_hopper_gpu():
-            hint = "use --device auto; emberline doctor shows the hardware"
-            raise InvalidRequest("device is cuda, but there is no GPU with compute capability 9.0", hint=hint)
-        self.torch_device = torch.device("cuda", 0)
+    def __init__(self, kernels: str = "auto") -> None:
+        """Use the current GPU, with the kernels that the setting `kernels` names.
+
+        Raises InvalidRequest if there is no GPU, or it cannot be used."""
+        hint = "use --device auto; emberline doctor shows the hardware"
+        if (gpu := describe_gpu(kernels)) is None:
+            raise InvalidRequest(f"device is cuda, but {explain_missing_gpu()}", param="device", hint=hint)
+        if not gpu.kernels.is_usable:
+            message = f"device is cuda, but the GPU {gpu.name} cannot be used: {gpu.kernels.reason}"
+            raise InvalidRequest(message, param="device", hint=hint)
+        start_gpu_backend(gpu.kernels)
+        log.info(
+            "Computing on a GPU: gpu=%r capability=%s kernels=%s reason=%r",
+            *(gpu.name, format_capability(gpu.capability), gpu.kernels.name, gpu.kernels.reason),
+        )
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
         # High priority: other streams get only the multiprocessors that a step leaves free.
         self.step_stream: DeviceStream = CudaStream(torch.cuda.Stream(self.torch_device, priority=-1))
 

@@ -17,6 +17,7 @@ from emberline.core.events import SpeculationStats
 from emberline.core.plan import PENDING_TOKEN, SampledToken, StepPlan, StepResult, WorkItem
 from emberline.core.request import Request
 from emberline.engine.speculation.acceptance import AcceptanceEstimate, ModelAcceptance
+from emberline.engine.speculation.draft_context import DraftContext
 from emberline.engine.speculation.draft_length import choose_lengths
 from emberline.engine.speculation.draft_switch import DraftSwitch
 from emberline.engine.speculation.proposer import EMPTY_PROPOSAL, Proposal, Proposer
@@ -26,6 +27,7 @@ from emberline.kv.manager import KVManager
 FORCED_CONFIDENCE = 0.95  # that a model splits forced text into tokens as its tokenizer does
 MODEL_CONFIDENCE = 0.7  # that a draft model's token is accepted, before anything is known about the model
 MAX_GAP = 3.0  # a longer time between two results, as a multiple of the step's own, means that the engine was idle
+MIN_KNOWN = 0.75  # share of a step's requests for which a draft model can draft, for the step to be judged
 MAX_HOST_S = 0.02  # that the host and a draft model may need besides between two steps of the same request
 
 
@@ -66,6 +68,7 @@ class Drafter:
         self._model_draft_ids: set[str] = set()  # requests whose newest draft is the draft model's
         self._num_propose = max_draft  # tokens that the draft model proposes for each request
         self._drafted: dict[str, Sequence[int]] = {}  # by request: tokens that the draft model proposed
+        self._context = DraftContext()
         self._last_result_at = -math.inf
         self._last_ids: frozenset[str] = frozenset()  # requests of the step of the last result
         self._num_prepared = [0, 0]  # StepResult.num_prepared of the last two results
@@ -125,6 +128,8 @@ class Drafter:
             length = min(self._num_propose, request.max_len - known)
             if request.num_planned + count < request.num_known or not request.allows_drafts or length <= 0:
                 continue
+            if not self._context.is_known(request.id, request.num_known):
+                continue
             if kv.extend_block_table(request, known + length, reserved_blocks=len(planned)):
                 proposals[request.id] = length
                 request.can_continue_on_device = (
@@ -135,13 +140,18 @@ class Drafter:
     def complete_plan(self, plan: StepPlan) -> StepPlan:
         """Return the plan with what its result must contain for later drafts.
 
-        While drafts are off only for a short time, the draft model computes the step's tokens too, so that it can
-        continue from them."""
+        While steps without drafts are measured, which is a short time, the draft model computes prompts only."""
         rows = len(plan.work)
+        is_on, runs = self.is_on(rows), False
         if self.uses_draft_model:
             self._newest_ids = {w.id for w in plan.work}
-        is_on = self.is_on(rows)
-        runs = self.uses_draft_model and (is_on or self._switch.is_measuring(rows))
+            has_prompt = any(len(w.tokens) - w.num_draft > 1 for w in plan.work)
+            if is_on:
+                runs = has_prompt or self._context.count_known(plan.work) > 0
+            else:
+                runs = has_prompt and self._switch.is_measuring(rows)
+            note = self._context.run if runs else self._context.skip
+            note(plan.work)
         return replace(plan, reports_forced=is_on, runs_draft_model=runs) if is_on or runs else plan
 
     def expects_draft(self, running: Sequence[Request]) -> bool:
@@ -207,11 +217,21 @@ class Drafter:
         self._num_prepared = [self._num_prepared[1], result.num_prepared]
         if seconds > 0 and was_prepared and plan.work and all(len(w.tokens) - w.num_draft == 1 for w in plan.work):
             self._cost.record(plan.num_tokens, seconds)
-            num_tokens = len(plan.work) + sum(len(one.further) for one in result.sampled.values())
-            self._switch.record(len(plan.work), num_tokens, seconds)
+            self._record_rate(plan, result, seconds)
+
+    def _record_rate(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Tell the switch the tokens per second of a step.
+
+        A draft model is judged by steps in which it can draft for most requests."""
+        rows = len(plan.work)
+        if self.uses_draft_model and self.is_on(rows) and self._context.count_known(plan.work) < MIN_KNOWN * rows:
+            return
+        num_tokens = rows + sum(len(one.further) for one in result.sampled.values())
+        self._switch.record(rows, num_tokens, seconds)
 
     def forget(self, request: Request) -> None:
         """Drop the state of a request that has ended."""
+        self._context.forget(request.id)
         self._acceptance.forget(request.id)
         self._model_draft_ids.discard(request.id)
         self._forced.pop(request.id, None)

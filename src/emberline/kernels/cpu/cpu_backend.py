@@ -12,6 +12,7 @@ from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.cpu.library import NativeConvolution, NativeDeltaRule, NativeSequences, NativeStep
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseStack
+from emberline.kernels.gguf_blocks import find_block_format
 from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.reference import ReferenceBackend
@@ -64,6 +65,18 @@ class CPUBackend(ReferenceBackend):
         data = torch.empty(-(-n // panel) * panel * depth, dtype=rows.dtype)
         self.library.ember_pack(rows.data_ptr(), data.data_ptr(), layout, n, k, gated)
         return PackedWeight(data, n, k, weight.dtype, layout, gated, data.data_ptr())
+
+    def pack_gguf(self, blocks: Tensor, type_name: str, k: int, *, gated: bool = False) -> PackedWeight:
+        """Return the codes and scales of the blocks rearranged into panels of columns, about as large as in the file.
+
+        Products with it round each 32 consecutive inputs to int8 with a common scale.
+        """
+        found = find_block_format(blocks, type_name, k)
+        rows, n, layout = blocks.contiguous(), len(blocks), found.layout
+        assert not gated or n % 2 == 0
+        data = torch.empty(self.library.ember_blocks_bytes(layout, n, k), dtype=torch.uint8)
+        self.library.ember_pack_blocks(rows.data_ptr(), data.data_ptr(), layout, n, k, gated)
+        return PackedWeight(data, n, k, torch.bfloat16, layout, gated, data.data_ptr())
 
     def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
         w = layer.weight

@@ -4,12 +4,13 @@
 extern "C" {
 
 enum Mode { kStore, kAdd, kGated, kGatedGelu };
-enum Layout { kBf16, kF32, kAmx, kF16 };  // the same numbers as packed_weight.py
+// The same numbers as packed_weight.py. From kQ4_0 on: codes and scales of GGUF blocks, see blocks.h.
+enum Layout { kBf16, kF32, kAmx, kF16, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kIq4Nl, kMxfp4 };
 
 struct Layer {
     const void *qkv, *o, *gate_up, *down;
     const float *qkv_bias, *o_bias, *attention_norm, *ffn_norm, *q_norm, *k_norm;
-    int layout, window;
+    int qkv_layout, o_layout, gate_up_layout, down_layout, window;
 };
 
 struct Expert {

@@ -18,7 +18,7 @@ class NativeLayer(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("qkv", "o", "gate_up", "down")),
         *((name, POINTER) for name in ("qkv_bias", "o_bias", "attention_norm", "ffn_norm", "q_norm", "k_norm")),
-        *((name, INT) for name in ("layout", "window")),
+        *((name, INT) for name in ("qkv_layout", "o_layout", "gate_up_layout", "down_layout", "window")),
     )
 
 
@@ -94,6 +94,7 @@ ARGUMENT_TYPES = {"p": POINTER, "i": INT, "l": LONG, "f": FLOAT}
 # One letter per argument, in the order of the C++ declarations. Pointers are data_ptr() integers or None.
 VOID_FUNCTIONS = {
     "ember_pack": "ppiiii",
+    "ember_pack_blocks": "ppiiii",
     "ember_linear": "ppiiiippfpi",
     "ember_embed": "pipiiip",
     "ember_norm": "plpfiiiipl",
@@ -115,6 +116,7 @@ VOID_FUNCTIONS = {
     "ember_suffix_append": "ppl",
 }
 LONG_FUNCTIONS = {  # the same for functions that return a long
+    "ember_blocks_bytes": "iii",
     "ember_unweight_encode": "plippp",
     "ember_unweight_decode": "plplipip",
     "ember_kv_pack": "plip",

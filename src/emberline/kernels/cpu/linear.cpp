@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "amx.h"
+#include "blocks.h"
 #include "entries.h"
 #include "linear.h"
 #include "micro.h"
@@ -128,14 +129,16 @@ void ember_pack(const void* from, void* to, int layout, int n, int k, int gated)
 void ember_linear(const float* x, const void* w, int layout, int m, int n, int k, const float* bias, const float* norm, float eps,
                   float* y, int mode) {
     Linear op{x, m, n, k, bias, norm, eps, y, Mode(mode)};
-    if (layout == kAmx) amx::run(op, static_cast<const bf16*>(w));
+    if (layout >= kQ4_0) run_blocks(op, layout, static_cast<const uint8_t*>(w));
+    else if (layout == kAmx) amx::run(op, static_cast<const bf16*>(w));
     else if (layout == kF32) run(op, static_cast<const float*>(w));
     else if (layout == kF16) run(op, static_cast<const f16*>(w));
     else run(op, static_cast<const bf16*>(w));
 }
 
 void ember_embed(const long* ids, int count, const void* table, int layout, int k, int packed, float* out) {
-    if (layout == kAmx) amx::embed(ids, count, static_cast<const bf16*>(table), k, out);
+    if (layout >= kQ4_0) embed_blocks(ids, count, layout, static_cast<const uint8_t*>(table), k, out);
+    else if (layout == kAmx) amx::embed(ids, count, static_cast<const bf16*>(table), k, out);
     else if (layout == kF32) gather(ids, count, static_cast<const float*>(table), k, packed, out);
     else if (layout == kF16) gather(ids, count, static_cast<const f16*>(table), k, packed, out);
     else gather(ids, count, static_cast<const bf16*>(table), k, packed, out);

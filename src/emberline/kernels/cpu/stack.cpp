@@ -24,7 +24,7 @@ extern "C" void ember_stack(const Step* step, const Layer* layers, int count, fl
     for (int i = 0; i < count; i++) {
         const Layer& l = layers[i];
         void *keys = s.keys + i * s.key_layer_bytes, *values = s.values + i * s.value_layer_bytes;
-        ember_linear(x, l.qkv, l.layout, tokens, width, s.hidden, l.qkv_bias, l.attention_norm, s.eps, qkv, kStore);
+        ember_linear(x, l.qkv, l.qkv_layout, tokens, width, s.hidden, l.qkv_bias, l.attention_norm, s.eps, qkv, kStore);
         ember_rope(qkv, s.positions, s.cos_sin, s.rotary, l.q_norm, l.k_norm, s.eps, keys, values, s.f32, s.key_stride,
                    s.value_stride, s.slots, tokens, s.q_heads, s.kv_heads, s.dim, s.block_size, 0);
         bool last = i == count - 1;
@@ -37,8 +37,8 @@ extern "C" void ember_stack(const Step* step, const Layer* layers, int count, fl
             gather(mixed, s.rows, s.row_count, q, qkv);  // qkv is no longer needed
             x = out, mixed = qkv, tokens = s.row_count;
         }
-        ember_linear(mixed, l.o, l.layout, tokens, s.hidden, q, l.o_bias, nullptr, 0.0f, x, kAdd);
-        ember_linear(x, l.gate_up, l.layout, tokens, 2 * s.ffn, s.hidden, nullptr, l.ffn_norm, s.eps, gated, kGated);
-        ember_linear(gated, l.down, l.layout, tokens, s.hidden, s.ffn, nullptr, nullptr, 0.0f, x, kAdd);
+        ember_linear(mixed, l.o, l.o_layout, tokens, s.hidden, q, l.o_bias, nullptr, 0.0f, x, kAdd);
+        ember_linear(x, l.gate_up, l.gate_up_layout, tokens, 2 * s.ffn, s.hidden, nullptr, l.ffn_norm, s.eps, gated, kGated);
+        ember_linear(gated, l.down, l.down_layout, tokens, s.hidden, s.ffn, nullptr, nullptr, 0.0f, x, kAdd);
     }
 }

@@ -21,6 +21,13 @@ constexpr int kBlock = 2 * kSide;       // rows and columns whose sums fill four
 constexpr int kPrefetchBytes = 8 * 1024;        // prefetch distance in bytes of weights, by the first rows that use them
 static_assert(kPanel == kBlock, "a panel is two tiles wide");
 
+struct alignas(64) TileConfig {  // the layout that the CPU defines
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+static_assert(sizeof(TileConfig) == 64);
+
 // Owns the tile registers of this thread during its lifetime and configures them: earlier users, torch included, leave them in
 // an unknown state. 0 to 3 are sums (upper left, upper right, lower left, lower right), 4 and 5 inputs (upper, lower), 6 and 7
 // weights.
@@ -34,7 +41,7 @@ public:
     void configure(int rows) {
         if (rows == rows_) return;
         rows_ = rows;
-        Config config;
+        TileConfig config;
         for (int tile = 0; tile < 8; tile++) config.row_bytes[tile] = 64, config.rows[tile] = kSide;
         for (int tile : {0, 1, 4}) config.rows[tile] = uint8_t(std::min(rows, kSide));
         for (int tile : {2, 3, 5}) config.rows[tile] = uint8_t(std::max(1, rows - kSide));
@@ -43,12 +50,6 @@ public:
     }
 
 private:
-    struct alignas(64) Config {  // the layout that the CPU defines
-        uint8_t palette = 1, start_row = 0, reserved[14] = {};
-        uint16_t row_bytes[16] = {};
-        uint8_t rows[16] = {};
-    };
-    static_assert(sizeof(Config) == 64);
     int rows_ = 0;
 };
 

@@ -29,8 +29,14 @@ DEVICE bf16 to_bf16(float x) { return bf16{u16(pack(x, 0.f))}; }
 // -- programmatic dependent launch
 // -------------------------------------------------------------------------------------
 
+// Before compute capability 9.0, a kernel always starts after the previous one has ended.
+#if __CUDA_ARCH__ >= 900
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DEVICE void wait_for_previous_kernel() {}
+DEVICE void let_next_kernel_start() {}
+#endif
 
 // -- shared memory, mbarriers, TMA copies -----------------------------------------------------------------------------
 

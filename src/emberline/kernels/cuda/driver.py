@@ -16,6 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from emberline.core.gpu_kernels import HOPPER_CAPABILITY
 from emberline.kernels.cuda import nvrtc
 
 LAUNCH_ATTRIBUTE_PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -90,7 +91,8 @@ class CudaKernel:
 
         Python ints are passed as 32-bit ints, floats as 32-bit floats, tensors as addresses, None as a null pointer.
         `pdl` (programmatic dependent launch): the kernel may start before the preceding kernel in the stream has ended;
-        its code waits for that kernel with griddepcontrol.wait. `shared_bytes`: bytes of dynamic shared memory.
+        its code waits for that kernel with griddepcontrol.wait. GPUs before compute capability 9.0 ignore it.
+        `shared_bytes`: bytes of dynamic shared memory.
         """
         if self._function is None:
             if _collect_state.on_module is not None:
@@ -101,7 +103,7 @@ class CudaKernel:
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         attributes = (_LaunchAttribute * 2)()
         count = 0
-        if pdl:
+        if pdl and supports_pdl():
             attributes[count].id, attributes[count].value[0] = LAUNCH_ATTRIBUTE_PDL, 1
             count += 1
         if cluster > 1:
@@ -133,7 +135,7 @@ class CudaModule:
     def compile(self) -> nvrtc.KernelBinary:
         """Compile the kernels, or read them from disk. No GPU is needed, and any thread may call this."""
         if self._binary is None:
-            self._binary = nvrtc.compile_cached(self._file, self._kernels)
+            self._binary = nvrtc.compile_cached(self._file, self._kernels, device_options())
         return self._binary
 
     def load_function(self, name: str, shared_bytes: int) -> ctypes.c_void_p:
@@ -221,6 +223,20 @@ def check_status(status: int) -> None:
         name = ctypes.c_char_p()
         driver_library().cuGetErrorString(status, ctypes.byref(name))
         raise CudaDriverError((name.value or b"unknown error").decode())
+
+
+@cache
+def device_options() -> tuple[str, ...]:
+    """Return the compiler options for the current GPU; without one, those for Hopper."""
+    if not torch.cuda.is_available():
+        return nvrtc.compiler_options()
+    major, minor = torch.cuda.get_device_capability()
+    return nvrtc.compiler_options(f"sm_{major}{minor}" + "a" * ((major, minor) == HOPPER_CAPABILITY))
+
+
+@cache
+def supports_pdl() -> bool:
+    return torch.cuda.get_device_capability() >= HOPPER_CAPABILITY
 
 
 @cache

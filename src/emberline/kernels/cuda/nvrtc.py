@@ -20,8 +20,12 @@ from pathlib import Path
 
 from emberline.core.config import kernel_dir
 
-COMPILER_OPTIONS = ("--std=c++17", "--gpu-architecture=sm_90a", "-default-device")
+HOPPER_ARCHITECTURE = "sm_90a"
 SOURCE_DIR = Path(__file__).parent
+
+
+def compiler_options(architecture: str = HOPPER_ARCHITECTURE) -> tuple[str, ...]:
+    return "--std=c++17", f"--gpu-architecture={architecture}", "-default-device"
 
 
 class KernelCompileError(Exception):
@@ -34,12 +38,12 @@ class KernelBinary:
     symbols: dict[str, str]  # from the kernel as callers write it, `decode<128, 4>`, to its mangled name
 
 
-def compile_kernels(file: str, kernels: Sequence[str], options: Sequence[str] = COMPILER_OPTIONS) -> KernelBinary:
+def compile_kernels(file: str, kernels: Sequence[str], options: Sequence[str]) -> KernelBinary:
     """Compile kernels of a file in SOURCE_DIR; `kernels` are names of functions or template instances."""
     return _compile_source(_library(), read_source(file), file, kernels, options)
 
 
-def compile_cached(file: str, kernels: Sequence[str], options: Sequence[str] = COMPILER_OPTIONS) -> KernelBinary:
+def compile_cached(file: str, kernels: Sequence[str], options: Sequence[str]) -> KernelBinary:
     """Return the kernels from the cache on disk, or compile them if the sources or the compiler changed."""
     parts = [read_source(file), *options, *kernels, compiler_version()]
     cache_file = kernel_dir() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
@@ -70,11 +74,11 @@ def compiler_version() -> str:
     return f"{major.value}.{minor.value}"
 
 
-def digest_sources() -> str:
+def digest_sources(options: Sequence[str]) -> str:
     """Return a digest of all kernel sources, the compiler options and the compiler's version."""
     files = [*sorted(SOURCE_DIR.glob("*.cu*")), *sorted(SOURCE_DIR.parent.glob("triton/*.py"))]
     texts = [path.read_text() for path in files]
-    return hashlib.sha256(chr(0).join([*texts, *COMPILER_OPTIONS, compiler_version()]).encode()).hexdigest()
+    return hashlib.sha256(chr(0).join([*texts, *options, compiler_version()]).encode()).hexdigest()
 
 
 def read_source(file: str) -> str:

@@ -53,7 +53,11 @@ DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
 }
 DEVICE u32 multiply_pairs(u32 a, u32 b) {
   u32 d;
+#if __CUDA_ARCH__ >= 900
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+#else  // adding -0 changes no product
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+#endif
   return d;
 }
 // Decodes the four registers of one fragment. The scales are those of rows g and g + 8, twice in a word.

@@ -156,7 +156,7 @@ def paged_attention(
     group, dim = q_heads // kv_heads, max(16, next_power_of_two(head_dim))
     padded = next_power_of_two(group)
     exact = torch.float32 in (qkv.dtype, keys.dtype)
-    max_rows, span, warps, stages = launch_shape or _choose_launch_shape(dim, exact)
+    max_rows, span, warps, stages = launch_shape or _choose_launch_shape(dim, exact, keys.dtype)
     queries = max(1, min(tile_queries, max_rows // padded))
     rows, parts = max(16, queries * padded), tile_queries // queries
     if len(tiles):
@@ -182,9 +182,11 @@ def choose_product_type(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtyp
     return tl.float16 if cache_dtype is torch.float8_e4m3fn else tl.bfloat16
 
 
-def _choose_launch_shape(dim: int, uses_float32: bool) -> tuple[int, int, int, int]:
+def _choose_launch_shape(dim: int, uses_float32: bool, cache_dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Return (rows, keys per span, warps, pipeline stages) of a program, whose sums must fit into registers."""
     if uses_float32:  # no tensor cores
         rows = min(MAX_PROGRAM_ROWS, max(16, 4096 // dim))
         return rows, 16, (8 if rows * dim > 2048 else 4), 1
+    if dim <= 128 and cache_dtype is torch.bfloat16:  # 30 % faster on an H200 than 64 keys per span
+        return MAX_PROGRAM_ROWS, 32, 8, 4
     return MAX_PROGRAM_ROWS, 64, 8, 3 if dim <= 128 else 2

@@ -221,4 +221,4 @@ def _choose_launch_shape(rows: int, dim: int, uses_float32: bool) -> tuple[int, 
     """Return (keys per span, warps, pipeline stages) for a launch. A part has whole spans, and so does a tile."""
     if uses_float32:  # no tensor cores
         return 16, (8 if rows * dim > 2048 else 4), 1
-    return TILE_KEYS, 4, 2
+    return TILE_KEYS, (2 if rows * dim <= 2048 else 4), 3 if dim <= 128 else 2

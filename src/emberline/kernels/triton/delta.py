@@ -59,7 +59,8 @@ def _scan_tokens(
             state, _ = _advance(
                 state, kept + q, kept + value_at, keys, kept_times, kept, gate, rate, bias, has_k, has_v, scale, eps
             )
-            tl.store(copy, state, inside & (t + 1 == saved))
+            if t + 1 == saved:
+                tl.store(copy, state, inside)
             kept += channels + 2 * VALUE_HEADS
     mixed += begin * channels
     for t in range(count):
@@ -69,8 +70,10 @@ def _scan_tokens(
         )
         tl.store(out + ((begin + t) * VALUE_HEADS + head) * VALUE_DIM + v, result.to(out.dtype.element_ty), has_v)
         if DRAFTS:
-            tl.store(at, state, inside & (t + 1 == known))
-            tl.store(copy, state, inside & (accepted + t + 1 == saved))
+            if t + 1 == known:
+                tl.store(at, state, inside)
+            if accepted + t + 1 == saved:
+                tl.store(copy, state, inside)
         mixed += channels
     if not DRAFTS:
         tl.store(at, state, inside & (count > 0))

@@ -15,7 +15,13 @@ from triton.language import constexpr, tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from emberline.kernels.mixture import ClampedSwiGLU
-from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait, pdl_wait_and_trigger
+from emberline.kernels.triton.jit import (
+    has_bulk_copies,
+    jit,
+    next_power_of_two,
+    pdl_trigger_and_wait,
+    pdl_wait_and_trigger,
+)
 from emberline.kernels.triton.routing import SortedRows
 
 MAX_SUM_BLOCK = 1024  # columns of a program that adds outputs
@@ -29,11 +35,11 @@ class ProductTile:
     depth: int  # columns of the inputs that are multiplied at a time
     warps: int
     stages: int  # of the pipeline of loads
-    bulk: bool = False  # whether weights are loaded by bulk copies (TMA), if the sizes are multiples of the tile
+    bulk: bool = False  # whether weights are loaded by bulk copies (TMA), if the GPU has them and sizes are multiples
 
 
 @jit
-def _finish_products(
+def finish_products(
     product: tensor, up: tensor, bias: tensor, weights: tensor, assignment: tensor, is_row: tensor, expert: tensor,
     column: tensor, alpha: tensor, limit: tensor,
     WIDTH: constexpr, GATED: constexpr, HAS_BIAS: constexpr, CLAMPED: constexpr, SCALED: constexpr,
@@ -110,7 +116,7 @@ def _multiply_experts(
             if GATED:
                 matrix = tl.load(w_at + start + WIDTH * DEPTH, w_inside, 0.0)
                 up = tl.dot(inputs, matrix, up, input_precision="ieee")
-    product = _finish_products(
+    product = finish_products(
         product, up, bias, weights, assignment, is_row, expert, column, alpha, limit,
         WIDTH, GATED, HAS_BIAS, CLAMPED, SCALED,
     )  # fmt: skip
@@ -175,7 +181,7 @@ def _launch(
     out = torch.empty(assignments, width, dtype=x.dtype, device=x.device)
     alpha, limit = (0.0, 0.0) if clamp is None else (clamp.alpha, clamp.limit)
     is_even = x.dtype is torch.bfloat16 and depth % tile.depth == 0 and width % tile.columns == 0
-    is_bulk = tile.bulk and is_even
+    is_bulk = tile.bulk and is_even and has_bulk_copies()
     source = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.columns, tile.depth]) if is_bulk else weight
     _multiply_experts[(rows.max_tiles * -(-width // tile.columns),)](
         x, source, x if bias is None else bias, rows.weights, rows.order, rows.tile_experts, rows.tile_counts,

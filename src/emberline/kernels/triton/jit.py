@@ -1,6 +1,7 @@
 """jit: declares a Triton kernel.
 
-A kernel calls `pdl_trigger_and_wait` before it reads the results of earlier kernels.
+A kernel calls `pdl_trigger_and_wait` before it reads the results of earlier kernels. On a GPU without programmatic
+dependent launch (PDL), before compute capability 9.0, kernels are launched and compiled without it.
 """
 
 from __future__ import annotations
@@ -11,22 +12,54 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from triton.language import constexpr
+from triton.language.target_info import cuda_capability_geq
+from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
+
+MIN_PDL_ARCHITECTURE = MIN_BULK_ARCHITECTURE = 90  # compute capability 9.0
 
 
 def jit(function: Callable[..., Any]) -> Any:
     """Return triton.jit(function), typed for mypy. Kernels annotate pointers and numbers as `tensor`."""
-    return triton.jit(function)
+    return _fit_to_device(triton.jit(function))
 
 
 def jit_without_specializing(*names: str) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator like `jit` that does not specialize kernels on the values of these parameters."""
-    return lambda function: triton.jit(function, do_not_specialize=list(names))
+    return lambda function: _fit_to_device(triton.jit(function, do_not_specialize=list(names)))
+
+
+def _fit_to_device(kernel: Any) -> Any:
+    """Return the kernel after changing its launches.
+
+    They ignore `launch_pdl` on a GPU that does not support it, and use fewer pipeline stages on a GPU with too little
+    shared memory for `num_stages`. Neither changes a result."""
+    run = kernel.run
+
+    def run_with_supported_options(*arguments: Any, launch_pdl: bool = False, **options: Any) -> Any:
+        if launch_pdl and driver.active.get_current_target().arch >= MIN_PDL_ARCHITECTURE:
+            options["launch_pdl"] = True
+        while True:
+            try:
+                return run(*arguments, **options)
+            except OutOfResources:
+                if options.get("num_stages", 1) <= 1:
+                    raise
+                options["num_stages"] -= 1
+
+    kernel.run = run_with_supported_options
+    return kernel
+
+
+def has_bulk_copies() -> bool:
+    """Return whether the current GPU copies tiles to shared memory by descriptors (TMA)."""
+    return bool(driver.active.get_current_target().arch >= MIN_BULK_ARCHITECTURE)
 
 
 @jit
 def pdl_trigger_and_wait(PDL: constexpr) -> None:
     """With PDL (programmatic dependent launch), let the next kernel start and wait for the previous one."""
-    if PDL:
+    if PDL and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
@@ -37,7 +70,7 @@ def pdl_wait_and_trigger(PDL: constexpr) -> None:
 
     Before the next kernel waits itself, it may already read the results of kernels before this one.
     """
-    if PDL:
+    if PDL and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -1,0 +1,29 @@
+"""reject_unsupported_settings: refuses settings that the portable kernels, or the GPU, do not support."""
+
+from __future__ import annotations
+
+import torch
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import InvalidRequest
+from emberline.core.gpu_kernels import format_capability
+from emberline.kernels import ops
+
+MIN_FLOAT8_CAPABILITY = (8, 9)  # GPUs before it do not convert float8
+
+
+def reject_unsupported_settings(settings: EngineConfig, device: torch.device) -> None:
+    """Raise InvalidRequest if a setting needs another GPU or Hopper's kernels."""
+    if device.type != "cuda" or ops.has_hopper_kernels():
+        return
+    reason = ops.selected_gpu_kernels().reason
+    if settings.gpu.exact:
+        message = f"exact is set, but the portable kernels sum in an order that depends on the batch ({reason})"
+        raise InvalidRequest(message, param="exact", hint="drop --exact")
+    if settings.gpu.weights == "both":
+        message = f"weights is both, but the portable kernels have no faster product for packed weights ({reason})"
+        raise InvalidRequest(message, param="weights", hint="use --weights plain, or packed to save memory")
+    capability = torch.cuda.get_device_capability(device)
+    if settings.kv_cache.kv_dtype == "float8" and capability < MIN_FLOAT8_CAPABILITY:
+        message = f"kv_dtype is float8, but the GPU has compute capability {format_capability(capability)}, not 8.9"
+        raise InvalidRequest(message, param="kv_dtype", hint="drop --kv-dtype")

@@ -1,0 +1,121 @@
+"""What products with matrices of narrow codes must do, on any device, compared with `dequantise` in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from expert_cases import ROUTINGS, _activate, _apply
+from torch import Tensor
+from triton_cases import BF16, F32, assert_close, poisoned, random
+
+from emberline.kernels.mixture import ClampedSwiGLU
+from emberline.kernels.quantise import quantise
+from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
+from emberline.kernels.triton import narrow
+from emberline.kernels.triton.grouped import ProductTile
+from emberline.kernels.triton.routing import route_rows
+
+F64 = torch.float64
+# Kind, rows and columns of a group, and more: "zeros", "f16" (scales), "order" (of columns).
+FORMATS: dict[str, tuple[Any, int, int, str]] = {
+    "int4-32": ("int4", 1, 32, ""),
+    "int4-64-zeros": ("int4", 1, 64, "zeros"),
+    "int4-128-f16": ("int4", 1, 128, "f16"),
+    "int4-128-zeros-f16-order": ("int4", 1, 128, "zeros f16 order"),
+    "int4-row": ("int4", 1, 0, ""),
+    "mxfp4": ("mxfp4", 1, 0, ""),
+    "nvfp4": ("nvfp4", 1, 0, ""),
+    "fp8-row": ("fp8", 1, 0, ""),
+    "fp8-block": ("fp8", 128, 128, ""),
+}
+
+
+def make_matrix(name: str, *shape: int, device: str) -> QuantisedMatrix:
+    """Return a random matrix of a format. Its groups have scales of very different sizes."""
+    kind, rows, columns, more = FORMATS[name]
+    values = random(*shape, device=device) / shape[-1] ** 0.5
+    values = values * torch.exp2(torch.randint(-3, 3, (shape[-1] // 16,), device=device)).repeat_interleave(16)
+    matrix = quantise(values, kind, rows, columns)
+    if "f16" in more:
+        matrix = replace(matrix, scales=(matrix.scales.float() * 1.003).half())
+    if "zeros" in more:
+        zeros = torch.randint(0, 16, matrix.scales.shape, device=device, dtype=torch.uint8)
+        matrix = replace(matrix, zeros=zeros)
+    if "order" in more:
+        matrix = replace(matrix, columns=torch.randperm(shape[-1], device=device))
+    if kind == "nvfp4":
+        assert matrix.row_scale is not None
+        matrix = replace(matrix, row_scale=matrix.row_scale * (1 + torch.rand_like(matrix.row_scale)))
+    return matrix
+
+
+def check_multiply(
+    device: str, name: str, rows: int, n: int, k: int, tile: tuple[int, ProductTile] | None = None, *, pdl: bool = False
+) -> None:
+    """Check the Triton product and its epilogues."""
+    matrix, x = make_matrix(name, n, k, device=device), random(rows, k, device=device, dtype=BF16)
+    values, bias, residual = dequantise(matrix), random(n, device=device), random(rows, n, device=device, dtype=BF16)
+    exact = F.linear(x.to(F64), values.to(F64), bias.to(F64))
+    near = F.linear(x.float(), values, bias)
+    options: dict[str, Any] = {"tile": tile, "pdl": pdl}
+    wide = narrow.multiply(x, matrix, poisoned(rows, n, device=device), bias=bias, **options)
+    assert_near(wide, near, exact, name)
+    total = residual.clone()
+    assert narrow.multiply(x, matrix, total, bias=bias, residual=total, **options) is total
+    assert_near(total, (near + residual.float()).to(BF16), exact + residual.to(F64), name)
+    gate, up = F.linear(x.to(F64), values.to(F64)).chunk(2, dim=1)
+    inner = poisoned(rows, n // 2, device=device, dtype=BF16)
+    narrow.multiply(x, matrix, inner, gated=True, **options)
+    exact = F.silu(gate) * up
+    assert_near(inner, exact.to(BF16), exact, name)
+    out = poisoned(n, k, device=device, dtype=BF16)
+    ordered = values if matrix.columns is None else values[:, matrix.columns]
+    torch.testing.assert_close(narrow.dequantise_rows(matrix, out, pdl=pdl), ordered.to(BF16), rtol=0, atol=0)
+
+
+def assert_near(ours: Tensor, expected: Tensor, exact: Tensor, name: str) -> None:
+    """Assert that errors are those of rounding the output, and of rounding weights where a scale covers few columns."""
+    if FORMATS[name][:3] != ("int4", 1, 32):
+        return assert_close(ours, expected.to(ours.dtype), exact)
+    error = (ours.to(F64) - exact).norm() / exact.norm()
+    assert error < 4e-3
+    return None
+
+
+def check_expert_products(
+    device: str,
+    name: str,
+    routing_name: str,
+    rows: int,
+    sizes: tuple[int, int],
+    tile_rows: int,
+    tiles: tuple[ProductTile, ProductTile],
+    *,
+    clamp: ClampedSwiGLU | None = None,
+    pdl: bool = False,
+) -> None:
+    """Check both products of experts; with `clamp` also biases. `sizes`: of the hidden state and the inner width."""
+    hidden, width = sizes
+    case = ROUTINGS[routing_name]
+    routing, count = case.make(device), case.experts
+    found = route_rows(random(rows, count, device=device), routing, tile_rows, pdl=pdl)
+    x = random(rows, hidden, device=device, dtype=BF16)
+    gate_up = make_matrix(name, count, 2 * width, hidden, device=device)
+    down = make_matrix(name, count, hidden, width, device=device)
+    biases = [None if clamp is None else random(count, n, device=device) for n in (2 * width, hidden)]
+    scaled = routing.scales_inputs
+    inner = narrow.multiply_gate_up(x, gate_up, found, tiles[0], bias=biases[0], clamp=clamp, scaled=scaled, pdl=pdl)
+    experts, weights = found.chosen.long(), found.weights[:, None]
+    each = x.repeat_interleave(routing.experts_per_row, 0).to(F64) * (weights.to(F64) if scaled else 1)
+    exact = _activate(each, dequantise(gate_up)[experts].to(F64), biases[0], experts, clamp)
+    assert_near(inner, exact.to(BF16), exact, name)
+    outputs = narrow.multiply_down(inner, down, found, tiles[1], bias=biases[1], scaled=not scaled, pdl=pdl)
+    exact = _apply(inner.to(F64), dequantise(down)[experts].to(F64), biases[1], experts)
+    exact = exact * (1 if scaled else weights.to(F64))
+    assert_near(outputs, exact.to(BF16), exact, name)
+
+
+__all__ = ["BF16", "F32"]
