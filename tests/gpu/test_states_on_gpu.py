@@ -194,9 +194,9 @@ def test_choices_start_from_a_snapshot_of_the_prompt(checkpoint: Path) -> None:
 @pytest.mark.parametrize("graphs", [True, False])
 def test_drafts_of_the_host_never_change_the_tokens(checkpoint: Path, expected: Tokens, graphs: bool) -> None:
     """With prefixes from snapshots in the second round, some of which were made within a step."""
-    engine = make_engine(checkpoint, speculate="ngram", max_draft=5, graphs=graphs)
+    engine = make_engine(checkpoint, speculate="ngram", max_draft=5, graphs=graphs, max_running=32)
     oracle = DraftOracle(expected, [True, True, True, False, True, True], vocab_size=131)
-    drafter = engine.scheduler.drafter = Drafter([oracle], 5, max_rows=8, adaptive=False)
+    drafter = engine.scheduler.drafter = Drafter([oracle], 5, max_rows=32, adaptive=False)
     assert run(engine, submissions(**SEEDED), 1) == expected
     assert drafter.accepted_tokens > 100 and drafter.drafted_tokens > drafter.accepted_tokens + 50
     hits = engine.kv.hit_tokens
@@ -220,9 +220,9 @@ def test_drafts_of_a_head_never_change_the_tokens(name: str, tmp_path: Path) -> 
     pending = [Submission(f"r{i}", [(i + j * j) % 8 for j in range(20 + 60 * i)], params) for i in range(4)]
     expected = run(make_engine(directory, prefix_cache=False), pending)
     for settings in ({}, {"graphs": False, "overlap": False}, {"kv_tokens": 640}):
-        engine = make_engine(directory, speculate="mtp", max_draft=3, **settings)
+        engine = make_engine(directory, speculate="mtp", max_draft=3, max_running=32, **settings)
         options = {"adaptive": False, "uses_draft_model": True, "continues_on_device": "overlap" not in settings}
-        drafter = engine.scheduler.drafter = Drafter([], 3, max_rows=8, **options)
+        drafter = engine.scheduler.drafter = Drafter([], 3, max_rows=32, **options)
         assert run(engine, pending, 1) == expected, settings
         print(name, settings, "accepted", drafter.accepted_tokens, "of", drafter.drafted_tokens)
         assert drafter.accepted_tokens > 20
@@ -260,7 +260,7 @@ def test_states_in_tiers(small_checkpoint: Path, tmp_path: Path) -> None:
         again = [Submission(s.id, s.prompt, s.params) for s in pending]
         assert run(before, again, turn) == expected
     assert before.kv.tiers is not None and before.kv.tiers.wait_until_written(20.0)
-    assert before.stats().tiers["host"].hit_tokens > 0
+    assert before.stats().tiers["host"].loaded_blocks > 0
     before.close()
     after = boot_engine(small_checkpoint, **tiers)
     assert run(after, pending, 1) == expected

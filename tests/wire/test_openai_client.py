@@ -189,9 +189,7 @@ def test_several_prompts_stop_strings_and_length(client: openai.OpenAI) -> None:
 def test_responses(client: openai.OpenAI) -> None:
     reply = client.responses.create(model=MODEL, input="Name the capital of France.", temperature=0, store=False)
     assert "Paris" in reply.output_text and reply.status == "completed"
-    events = list(
-        client.responses.create(model=MODEL, input="Name the capital of France.", temperature=0, stream=True)
-    )
+    events = list(client.responses.create(model=MODEL, input="Name the capital of France.", temperature=0, stream=True))
     assert events[0].type == "response.created" and events[-1].type == "response.completed"
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == reply.output_text
 
