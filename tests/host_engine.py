@@ -37,7 +37,7 @@ def simulate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `boot` start engines for a GPU on the CPU, as if it had 8 GiB of memory.
 
     Tokens of such engines mean nothing: kernels for a CPU pack copies of the weights before these are loaded."""
-    for name, stand_in in {"CudaDevice": HostDevice, "measure_memory": lambda device: (8 << 30, 0)}.items():
+    for name, stand_in in {"CudaDevice": lambda kernels="auto": HostDevice(), "measure_memory": lambda device: (8 << 30, 0)}.items():
         monkeypatch.setattr(gpu_boot, name, stand_in)
     monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

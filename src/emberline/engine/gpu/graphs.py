@@ -34,6 +34,7 @@ class StepInputs:
     state_slots: Tensor | None = None  # StateRows.slots; None: there are no recurrent layers
     state_drafts: Tensor | None = None  # StateRows.drafts and query_start; None: they keep no rows of drafted tokens
     state_starts: Tensor | None = None
+    has_drafts: bool = True  # whether a request may have drafted tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -389,6 +389,7 @@ class GPURunner:
             state_slots=None if (states := batch.states) is None else staged.put(states.slots),
             state_drafts=None if states is None or states.drafts is None else staged.put(states.drafts),
             state_starts=None if states is None or states.drafts is None else staged.put(states.query_start),
+            has_drafts=queries > 1 or not self._has_decode_kernel,
         )
 
     def _run_model(self, inputs: StepInputs, out: Tensor | None) -> Tensor:

@@ -91,6 +91,6 @@ def _select_states(
     counts, places = columns[DraftColumn.DRAFTED], columns[DraftColumn.PLACE]
     return StateTensors(
         ops.StateSaves(columns[DraftColumn.SAVE_SLOT], columns[DraftColumn.SAVE_AFTER]),
-        ops.StateDrafts(states.draft_conv, states.draft_rule, places, accepted, counts),
+        ops.StateDrafts(states.draft_conv, states.draft_rule, places, accepted, counts, inputs.has_drafts),
         replace(attention, query_start=inputs.state_starts, context=context),
     )

@@ -127,7 +127,7 @@ def compute_delta_rule(
     out = torch.empty((len(mixed), layer.values), dtype=mixed.dtype, device=mixed.device)
     if few := states.few_token_rows:
         scan_tokens(mixed, gates, layer, states, out, range(few), pdl=pdl)
-        if states.drafts is not None:
+        if states.drafts is not None and states.drafts.has_any:
             keep_rows(mixed, gates, layer, states, pdl=pdl)
     if few < len(states.slots) and len(mixed):
         scan_chunks(mixed, gates, layer, states, out, pdl=pdl)
