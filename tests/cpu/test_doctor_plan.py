@@ -236,10 +236,10 @@ def test_packed_weights_are_planned_and_kept(
 
 def test_cpu_rejects_packed_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     directory = model(tmp_path, torch.bfloat16)
-    with pytest.raises(EmberlineError, match="on a CPU it must be auto or plain"):
+    with pytest.raises(EmberlineError, match="on a CPU it must be auto, plain, q4, q8"):
         boot(EngineConfig.build(model=str(directory), device="cpu", weights="packed"))
     assert main(["doctor", "--model", str(directory), "--weights", "packed"]) == 1
-    assert "on a CPU it must be auto or plain" in capsys.readouterr().out
+    assert "on a CPU it must be auto, plain, q4, q8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import ops
-from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert
+from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert, select_experts
 from emberline.kernels.packed_weight import PackedWeight
-from emberline.kernels.reference import ReferenceBackend, select_experts
+from emberline.kernels.reference import ReferenceBackend
 
 REFERENCE = ReferenceBackend()
 HIDDEN, FFN, SHARED_FFN, COUNT = 72, 40, 56, 12

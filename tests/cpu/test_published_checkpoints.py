@@ -217,21 +217,30 @@ def test_quantised_tensors_of_another_shape(name: str, tensor: Tensor, tmp_path:
 
 INT4 = quantised_checkpoints.INT4
 WEIGHTS = quantised_checkpoints.INT4_WEIGHTS
+FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 
 
 @pytest.mark.parametrize(
     ("section", "word"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
-        ({"quant_method": "fp8"}, "weight_block_size"),
-        ({**quantised_checkpoints.FP8, "activation_scheme": "static"}, "activation_scheme is 'static'"),
+        ({"quant_method": "bitsandbytes", "bits": 4}, "quant_method 'bitsandbytes'"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "bits is '8'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:x": {}}}, "dynamic"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "checkpoint_format"),
+        ({"quant_method": "awq", "bits": 3, "group_size": 128}, "bits is '3'"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version is 'gemv'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "quant_algo is 'W4A16_AWQ'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size is '32'"),
+        ({**quantised_checkpoints.FP8, "activation_scheme": "other"}, "activation_scheme is 'other'"),
         ({**quantised_checkpoints.FP8, "fmt": "e5m2"}, "fmt is 'e5m2'"),
         ({**INT4, "format": "int-quantized"}, "format is 'int-quantized'"),
-        ({**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "symmetric": False}}}}, "symmetric"),
-        ({**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "actorder": "group"}}}}, "actorder"),
+        ({**INT4, "config_groups": {"group_0": {"weights": {**FP8_WEIGHTS, "symmetric": False}}}}, "symmetric"),
+        ({**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "actorder": "random"}}}}, "actorder"),
         ({**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "num_bits": 8}}}}, "num_bits"),
-        ({**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "strategy": "channel"}}}}, "num_bits"),
-        ({**INT4, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "strategy": "tensor"}}}}, "strategy"),
+        ({**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "type": "float"}}}}, "group_size is '8'"),
+        ({**INT4, "sparsity_config": {"format": "dense"}}, "sparsity_config"),
+        ({**INT4, "kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "kv_cache_scheme: num_bits is '4'"),
     ],
 )
 def test_unknown_quantisation_is_refused(section: dict[str, Any], word: str) -> None:

@@ -235,7 +235,7 @@ def test_groups_of_layers_are_planned_as_the_engine_plans_them(name: str, settin
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "quant_method 'gptq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, UnsupportedModel, "quant_method 'hqq'"),
         ({"quantization_config": {}}, ModelFileError, "quant_method is missing"),
         ({"torch_dtype": "int8"}, ModelFileError, "torch_dtype is 'int8'"),
         ({"moe_intermediate_size": 770, "num_experts": 126}, UnsupportedModel, "126 experts cannot be divided"),
@@ -345,7 +345,7 @@ def test_doctor_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, output.splitlines())) < 160
     code, output = run_doctor(capsys, "--model", CONFIGS / "gpt-oss-20b.json", "--gpus", "H100")
     assert code == 0 and "several GPUs" not in output and "window 128" in output and "without --mtp" in output
-    assert "the engine keeps quantised weights as bf16: mxfp4" in output
+    assert "mxfp4 weights stay quantised on a GPU" in output
 
 
 def test_doctor_reports_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

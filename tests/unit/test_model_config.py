@@ -132,7 +132,7 @@ UNSUPPORTED = [
     {"model_type": "mamba2"},
     {"architectures": ["LlamaForSequenceClassification"]},
     {"hidden_act": "gelu"},
-    {"quantization_config": {"quant_method": "awq"}},
+    {"quantization_config": {"quant_method": "hqq"}},
     {"num_local_experts": 8},
     {"kv_lora_rank": 512},
     {"rope_scaling": {"rope_type": "mrope"}},

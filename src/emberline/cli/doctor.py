@@ -284,7 +284,7 @@ def _check_quantised_weights(
     if form != "plain":
         size, kept = kept_weight_bytes(checkpoint, config, form), "" if form == "gguf" else f", kept as {form}"
         yield DoctorFinding("  weights", f"{found} in the files{kept}: {size / 1e6:.0f} MB in memory", None)
-    elif found not in DTYPE_BYTES:
+    elif found not in DTYPE_BYTES and not on_gpu:
         dtype = "float32" if args.dtype == "float32" else "bfloat16"
         size = memory.weight_bytes(config, memory.DTYPE_BYTES[dtype])
         yield DoctorFinding("  weights", f"{found} in the files, kept as {dtype} in memory: {size / 1e6:.0f} MB", None)
@@ -306,6 +306,7 @@ def _check_gpu_memory(
     """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses."""
     from emberline.engine import memory
     from emberline.engine.group_choice import choose_groups
+    from emberline.engine.narrow_estimate import describe_narrow_sizes, estimate_narrow_sizes
     from emberline.models.config_outline import outline_of
     from emberline.models.kv_groups import group_layers
     from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
@@ -316,10 +317,9 @@ def _check_gpu_memory(
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.choose_max_context(config, settings)
     width = memory.DTYPE_BYTES[kv_dtype]
     token_bytes = memory.kv_token_bytes(config, width)
-    state_layers, size = config.parts.attention.state_layers, settings.scheduler.block_size
+    state_layers = config.parts.attention.state_layers
+    size = (given if gpu_bytes is None else settings).scheduler.block_size
     groups = choose_groups(config.windows, context, state_layers)
-    if gpu_bytes is None:
-        size = given.scheduler.block_size
     context_bytes, in_groups = token_bytes * context, ""
     if len(groups.windows) > 1:  # layers with a window keep only the newest blocks
         block_bytes = size * memory.kv_token_bytes(config, width, groups.block_layers)
@@ -330,18 +330,19 @@ def _check_gpu_memory(
     if state_bytes := sum(g.bytes_per_sequence for g in group_layers(outline_of(config), "float32", size)):
         each = f"{state_bytes / 1e6:.2f} MB for each running request and each snapshot of a prefix"
         yield DoctorFinding("  states", f"{each}, at most half of the KV cache's memory (float32)")
+    check_requested_weights(settings.gpu.weights, on_gpu=gpu_bytes is not None)
     if gpu_bytes is None:
-        check_requested_weights(settings.gpu.weights, on_gpu=False)
         return
-    check_requested_weights(settings.gpu.weights, on_gpu=True)
     packed = memory.uses_packed_weights(checkpoint, settings, dtype, config)
-    plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, packed=packed)
+    narrow = estimate_narrow_sizes(checkpoint, config, settings, dtype)
+    plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, packed=packed, narrow=narrow)
     form = "packed" if packed else "both plain and packed" if settings.gpu.weights == "both" else "plain"
+    form += describe_narrow_sizes(checkpoint, settings, narrow)
     rounded = " (rounded from float16)" * (dtype == "bfloat16" and stored_weight_dtype(checkpoint) == "float16")
-    weights = f"{dtype}{rounded} {form}"
     batch = f"{settings.scheduler.max_running} requests and {settings.scheduler.max_batch_tokens} tokens per step"
     yield DoctorFinding(
-        "gpu memory", f"{_format_gib(gpu_bytes)}: {weights}, KV cache {kv_dtype}, {batch}, context {context}"
+        "gpu memory",
+        f"{_format_gib(gpu_bytes)}: {dtype}{rounded} {form}, KV cache {kv_dtype}, {batch}, context {context}",
     )
     for name, part in plan.named_sizes():
         tokens = f": {plan.describe_kv_tokens()}" if name == "kv cache" else ""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from emberline.models.kv_groups import KVGroup
 
 CONTEXTS = (8192, 32768, 131072)  # tokens of the sequences that are counted, besides the planned context
-QUANTISED_FORMATS = ("fp8", "int4", "int8", "mxfp4")
+QUANTISED_FORMATS = ("fp8", "int4", "mxfp4", "nvfp4")
 SPLIT_NOTES = (
     "serving on several GPUs comes later: this is a calculation",
     "weights are divided evenly, the vocabulary in multiples of 64 rows; norms and routers are on every GPU",
@@ -25,7 +25,10 @@ SPLIT_NOTES = (
 )
 MARGIN_NOTE = "spare is mostly what --gpu-memory-utilization leaves to other processes and fragmentation"
 DRAFT_NOTE = "layers for multi-token prediction are not counted without --mtp"
-FORMATS_NOTE = "the engine keeps quantised weights as bf16: {} in memory is a calculation"
+FORMATS_NOTE = (
+    "{} weights stay quantised on a GPU; a matrix whose parts have different formats becomes bf16. --weights packed"
+    " packs the others"
+)
 BLOCKS_NOTE = "the layers form {groups} groups; a KV block has keys and values of {layers} layers (ungrouped: of all)"
 ONE_TABLE_NOTE = "all layers share one block table, so layers with a window keep every token too"
 STATES_NOTE = (

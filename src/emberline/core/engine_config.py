@@ -13,7 +13,8 @@ ITL_TAIL = 3.0  # default of itl_tail
 # Ports reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare.
 KV_PORT_COUNT = 8
 DEVICES = ("auto", "cpu", "cuda")
-WEIGHT_FORMATS = ("auto", "plain", "packed", "both", "q4", "q8")  # formats of weights in memory
+WEIGHT_FORMATS = ("auto", "plain", "packed", "both", "fp8", "int4", "q4", "q8")  # formats of weights in memory
+ONLINE_FORMATS = ("fp8", "int4")  # of these, the ones to which a GPU quantises bf16 weights at load
 KV_CODECS = ("auto", "none", "uw")
 GPU_BLOCK_SIZES = (16, 32, 64)
 SPECULATION_METHODS = ("off", "auto", "ngram", "suffix", "mtp")
@@ -74,8 +75,10 @@ class GPUConfig:
     weights: str = option(
         "auto",
         "Format of the weights in memory. On a GPU: packed: 12 bits instead of 16, lossless; both: packed for small"
-        " batches and plain for large ones; auto: packed if the files are. On a CPU: q4, q8: quantised when they are"
-        " loaded, to 4.5 and 8.5 bits; auto: as in the files, also for GGUF; plain: quantised files as bfloat16.",
+        " batches and plain for large ones; fp8, int4: the bf16 matrices of layers are quantised when they are loaded,"
+        " with a scale for each row, or for 128 weights of a row; auto: packed if the files are; what the files have"
+        " quantised stays so. On a CPU: q4, q8: quantised when they are loaded, to 4.5 and 8.5 bits; auto: as in"
+        " the files, also for GGUF; plain: quantised files as bfloat16.",
         choices=WEIGHT_FORMATS,
     )
     kernels: str = option(
@@ -96,6 +99,11 @@ class GPUConfig:
     )
     graphs: bool = True  # run steps as captured CUDA graphs where possible
     overlap: bool = True  # plan and launch a step while the one before it runs
+
+    @property
+    def online_format(self) -> str:
+        """The format to which bf16 weights are quantised at load; empty: they are not."""
+        return self.weights if self.weights in ONLINE_FORMATS else ""
 
     def __post_init__(self) -> None:
         _check_choice(self, "weights", WEIGHT_FORMATS)

@@ -50,6 +50,7 @@ from emberline.kv.transfer.endpoint import (
 from emberline.kv.transfer.region import Region
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
+from emberline.models.draft_model import DraftModel
 from emberline.models.loader import DTYPES, load_checkpoint
 from emberline.models.weight_dtype import check_requested_dtype, default_kv_dtype, stored_weight_format
 from emberline.models.weight_form import check_requested_weights, choose_weight_form
@@ -167,13 +168,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     model = load_checkpoint(checkpoint, config.dtype, config.requested_context, form)
     loaded = time.perf_counter()
     scheduler = config.scheduler.for_model(model.context)
-    draft_dtype = torch.bfloat16 if model.dtype is torch.float16 else model.dtype
-    draft_model = load_draft_model(
-        config.speculation,
-        model,
-        Path(config.model),
-        lambda checkpoint: Weights(checkpoint, draft_dtype, form=choose_weight_form(checkpoint, config.dtype)),
-    )
+    draft_model = _load_draft_model(config, model)
     groups = choose_groups(model.config.windows, model.context, model.config.parts.attention.state_layers)
     chosen_bytes = config.kv_cache.kv_memory or default_kv_bytes
     chosen_bytes = chosen_bytes or (free_memory() - config.tiers.kv_host_memory) // 2
@@ -216,6 +211,15 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         stored_dtype=stored_weight_format(checkpoint),
         full_context=_full_context(model),
     )
+
+
+def _load_draft_model(config: EngineConfig, model: DecoderModel) -> DraftModel | None:
+    dtype = torch.bfloat16 if model.dtype is torch.float16 else model.dtype
+
+    def open_weights(checkpoint: Checkpoint) -> Weights:
+        return Weights(checkpoint, dtype, form=choose_weight_form(checkpoint, config.dtype))
+
+    return load_draft_model(config.speculation, model, Path(config.model), open_weights)
 
 
 def _full_context(model: DecoderModel) -> int:

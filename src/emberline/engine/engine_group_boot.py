@@ -20,10 +20,12 @@ from emberline.engine.engine import Engine
 from emberline.engine.engine_group import EngineGroup
 from emberline.engine.gpu.swap import SwappedEngine, equal_kv_share, usable_model_bytes
 from emberline.engine.memory_plan import MemoryPlan, format_gib
+from emberline.engine.narrow_estimate import estimate_narrow_sizes
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import DTYPE_BYTES, choose_weight_dtype
 from emberline.models.weight_form import choose_weight_form, kept_weight_bytes
+from emberline.models.weight_formats import NarrowSize
 
 if TYPE_CHECKING:
     from emberline.engine.gpu.boot import BootedGPUEngine
@@ -66,6 +68,7 @@ class WeightEstimate:
     dtype: str
     weight_bytes: int
     is_packed: bool  # whether a GPU keeps the weights in 12 bits
+    narrow: tuple[NarrowSize, ...] = ()  # what a GPU keeps quantised
 
     @staticmethod
     def from_config(config: EngineConfig) -> WeightEstimate:
@@ -78,8 +81,9 @@ class WeightEstimate:
                 return WeightEstimate(model, dtype, kept_weight_bytes(checkpoint, model, form), is_packed=False)
         packed = runs_on_gpu(config) and memory.uses_packed_weights(checkpoint, config, dtype, model)
         both = runs_on_gpu(config) and config.gpu.weights == "both"
-        size = memory.weight_bytes(model, DTYPE_BYTES[dtype], packed=packed, both=both)
-        return WeightEstimate(model, dtype, size, packed)
+        narrow = estimate_narrow_sizes(checkpoint, model, config, dtype) if runs_on_gpu(config) else []
+        size = memory.weight_bytes(model, DTYPE_BYTES[dtype], packed=packed, both=both, narrow=narrow)
+        return WeightEstimate(model, dtype, size, packed, tuple(narrow))
 
 
 def boot_engine_group(
@@ -151,7 +155,13 @@ def plan_time_sharing(
     def plan_all_models() -> dict[str, MemoryPlan]:
         return {
             name: memory.plan_engine_memory(
-                w.config, settings[name], device_bytes, w.dtype, packed=w.is_packed, other_bytes=other_bytes
+                w.config,
+                settings[name],
+                device_bytes,
+                w.dtype,
+                packed=w.is_packed,
+                narrow=w.narrow,
+                other_bytes=other_bytes,
             )
             for name, w in weighed.items()
         }

@@ -17,15 +17,17 @@ from emberline.engine import memory
 from emberline.engine.gpu_set import GPUSet
 from emberline.engine.group_choice import choose_groups, max_planned_tokens
 from emberline.engine.memory_plan import does_not_fit_error
+from emberline.engine.model_support import reject_unpackable_dtype
 from emberline.engine.step_sizes import StepSizes
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config_outline import add_mtp_head, read_outline, select_planned_text
 from emberline.models.fields import ConfigFields
 from emberline.models.kv_groups import KVGroup, group_layers
 from emberline.models.outline import ModelOutline
+from emberline.models.quantisation_config import WeightFormat
 from emberline.models.weight_dtype import check_requested_dtype
 from emberline.models.weight_form import check_requested_weights
-from emberline.models.weight_formats import WeightFormat, read_weight_formats
+from emberline.models.weight_formats import choose_online_format, is_quantisable, read_weight_formats
 from emberline.models.weight_parts import WeightKind, WeightPart, list_weight_parts
 
 KVSharing = Literal["one GPU", "tensor parallel", "context parallel", "data-parallel attention"]
@@ -129,7 +131,10 @@ def plan_gpus(config: Mapping[str, Any], gpus: GPUSet, settings: EngineConfig) -
     if settings.speculation.method == "mtp":
         outline = add_mtp_head(outline, config)
     dtype = _choose_dtype(config, text, settings)
-    weights = _WeightPolicy(read_weight_formats(text, outline), dtype, settings.gpu.weights, outline.tie_embeddings)
+    formats = read_weight_formats(text, outline)
+    weights = _WeightPolicy(
+        formats, dtype, settings.gpu.weights, outline.tie_embeddings, online=settings.gpu.online_format
+    )
     kv_dtype = memory.kv_dtype(settings, dtype)
     groups = group_layers(outline, kv_dtype, settings.scheduler.block_size)
     plans: list[GPUPlan] = []
@@ -165,9 +170,7 @@ def _choose_dtype(config: Mapping[str, Any], text: Mapping[str, Any], settings: 
         if stored not in CONFIG_DTYPES:
             raise names[0][0].invalid_error(names[0][1], f"one of {', '.join(CONFIG_DTYPES)}")
         dtype = CONFIG_DTYPES[stored]
-    if settings.gpu.weights in ("packed", "both") and dtype != "bfloat16":
-        message = f"weights is {settings.gpu.weights}; only bfloat16 can be packed, and the model has {dtype}"
-        raise InvalidRequest(message, param="weights", hint="use --dtype bfloat16 or --weights plain")
+    reject_unpackable_dtype(settings, dtype)
     return dtype
 
 
@@ -177,6 +180,7 @@ class _WeightPolicy:
     dtype: str
     setting: str  # plain, packed, both, or auto: plain, since config.json does not say whether files are packed
     tie_embeddings: bool
+    online: str  # format to which matrices are quantised at load; empty: none
 
     def share(self, outline: ModelOutline) -> tuple[WeightShare, ...]:
         """Return the weights of a model or of one GPU's part, by kind and format."""
@@ -190,7 +194,7 @@ class _WeightPolicy:
         return tuple(found.values())
 
     def _format_and_bytes(self, part: WeightPart) -> tuple[str, int]:
-        if (quantised := self.formats.get(part.kind)) is not None:
+        if (quantised := self._find_quantised(part)) is not None:
             return quantised.name, part.num_matrices * quantised.matrix_bytes(part.rows, part.columns)
         width = memory.DTYPE_BYTES[self.dtype]
         both = self.setting == "both" and (self.tie_embeddings or part.kind != "embedding")
@@ -200,6 +204,12 @@ class _WeightPolicy:
         can_pack = memory.is_packable(part.rows, part.columns)
         plain = FORMAT_NAMES[width]
         return ("uw12" if self.setting == "packed" else f"{plain}+uw12" if both else plain) if can_pack else plain, size
+
+    def _find_quantised(self, part: WeightPart) -> WeightFormat | None:
+        if not is_quantisable(part) or self.dtype != "bfloat16":
+            return None
+        stored = self.formats.get(part.kind)
+        return choose_online_format(self.online, part.columns) if stored is None and self.online else stored
 
 
 def _plan_context(

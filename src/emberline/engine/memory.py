@@ -5,6 +5,7 @@ memory. This module needs no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from emberline.core.engine_config import EngineConfig, GPUConfig
@@ -13,7 +14,7 @@ from emberline.engine.expert_limits import reject_unsupported_experts
 from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, max_draft_rows, max_step_rows
 from emberline.engine.group_choice import choose_groups, max_planned_tokens
 from emberline.engine.memory_plan import MemoryPlan, does_not_fit_error
-from emberline.engine.model_support import reject_unsupported_on_gpu
+from emberline.engine.model_support import reject_unpackable_dtype, reject_unsupported_on_gpu
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.engine.state_plan import StatePlanner
 from emberline.engine.step_sizes import StepSizes
@@ -22,6 +23,7 @@ from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
 from emberline.models.weight_dtype import default_kv_dtype
+from emberline.models.weight_formats import NarrowSize
 from emberline.models.weight_parts import WeightPart, list_weight_parts
 
 DEFAULT_UTILIZATION = GPUConfig().gpu_memory_utilization
@@ -99,12 +101,13 @@ def plan_engine_memory(
     dtype: str,
     *,
     packed: bool = False,
+    narrow: Sequence[NarrowSize] = (),
     draft: DraftMemory = NO_DRAFT_MODEL,
     other_bytes: int = 0,
 ) -> MemoryPlan:
     """Return the plan of an engine with these settings and weights of this dtype. `draft`: of its draft model.
 
-    `other_bytes`: of the GPU's memory, what other processes use.
+    `narrow`: the matrices that are kept quantised. `other_bytes`: of the GPU's memory, what other processes use.
     Raises ModelError if the model does not fit, UnsupportedModel if the GPU cannot run it."""
     reject_unsupported_on_gpu(config, settings)
     reject_unsupported_experts(config, settings)
@@ -132,6 +135,7 @@ def plan_engine_memory(
         state_slots=state_slots,
         packed=packed and dtype == "bfloat16",
         both=settings.gpu.weights == "both" and dtype == "bfloat16",
+        narrow=narrow,
         tiers=settings.tiers.has_tiers,
         transfer=settings.transfer is not None,
         draft=draft,
@@ -149,10 +153,7 @@ def uses_packed_weights(
     By default they are not if the model has experts.
 
     Raises InvalidRequest if the settings require packed weights and the dtype cannot be packed."""
-    if settings.gpu.weights in ("packed", "both") and dtype != "bfloat16":
-        hint = "use --dtype bfloat16 or --weights plain"
-        message = f"weights is {settings.gpu.weights}; only bfloat16 can be packed, and the model has {dtype}"
-        raise InvalidRequest(message, param="weights", hint=hint)
+    reject_unpackable_dtype(settings, dtype)
     coded = any(tensor.packing is not None for tensor in checkpoint.tensors.values())
     is_useful = coded and dtype == "bfloat16" and (model is None or model.experts is None)
     return settings.gpu.weights == "packed" or (settings.gpu.weights == "auto" and is_useful)
@@ -193,6 +194,7 @@ def plan_memory(
     state_slots: int | None = None,
     packed: bool = False,
     both: bool = False,
+    narrow: Sequence[NarrowSize] = (),
     tiers: bool = False,
     transfer: bool = False,
     draft: DraftMemory = NO_DRAFT_MODEL,
@@ -204,34 +206,32 @@ def plan_memory(
 
     `groups`: layers that share block tables; None: all share one. `kv_tokens`: the size of the KV cache in tokens;
     None: as many as fit. `state_slots`: slots for recurrent states; None: as many as are useful and fit. `both`:
-    weights are kept plain and packed. `tiers`, `transfer`: reserve buffers for KV blocks that move.
-    `max_new_tokens`: of a request in a step, with its draft. `utilization`, `other_bytes`: see `usable_bytes`."""
+    weights are kept plain and packed. `tiers`, `transfer`: reserve buffers for KV blocks that move. `max_new_tokens`:
+    of a request in a step, with its draft. See `weight_bytes` (`narrow`) and `usable_bytes` (`utilization`)."""
     groups = groups or LayerGroups.single(config.layers)
-    tables, sizes = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
-    formats = dtype_bytes, kv_dtype_bytes, block_size
-    limits = StepLimits(*formats, *sizes, packed=packed, tiers=tiers, transfer=transfer, block_tables=tables)
-    values = draft.kv_token_values * kv_dtype_bytes
-    block_bytes = (kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + values) * block_size
-    weights = weight_bytes(config, dtype_bytes, packed=packed, both=both) + draft.weight_bytes
-    steps = step_bytes(StepSizes.of(outline_of(config), config.vocab), limits, block_bytes, draft)
-    fixed = {"weights": weights, **steps}
+    tables, running = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
+    sizes = dtype_bytes, kv_dtype_bytes, block_size, *running
+    limits = StepLimits(*sizes, packed=packed, tiers=tiers, transfer=transfer, block_tables=tables)
+    token_bytes = kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + draft.kv_token_values * kv_dtype_bytes
+    block_bytes = token_bytes * block_size
+    weights = weight_bytes(config, dtype_bytes, packed=packed, both=both, narrow=narrow) + draft.weight_bytes
+    steps = StepSizes.of(outline_of(config), config.vocab)
+    fixed = {"weights": weights, **step_bytes(steps, limits, block_bytes, draft)}
     needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     usable, needed_bytes = usable_bytes(total_bytes, utilization, other_bytes), needed * tables * block_bytes
     if (available := usable - sum(fixed.values())) < needed_bytes:
         raise does_not_fit_error(fixed, usable, total_bytes, needed_bytes)
-    kv_first = None if kv_tokens is None else needed_bytes  # the rest is for states
     planner = StatePlanner.of(config, max_running, max_new_tokens, dtype_bytes)
-    slots = planner.count_slots(available, kv_first) if state_slots is None else state_slots
+    slots = state_slots or planner.count_slots(available, None if kv_tokens is None else needed_bytes)
     available -= (states := planner.num_bytes(slots))
     blocks = max(0, available) // (block_bytes * tables)  # of each group, if requests are short
     if blocks < needed:
         raise does_not_fit_error(fixed | {"states": states}, usable, total_bytes, needed_bytes)
-    blocks = needed if kv_tokens is not None else blocks
     return MemoryPlan(
         total=total_bytes - other_bytes,
         **fixed,
-        kv_bytes=blocks * tables * block_bytes,
-        kv_tokens=blocks * block_size,
+        kv_bytes=(kept := blocks if kv_tokens is None else needed) * tables * block_bytes,
+        kv_tokens=kept * block_size,
         block_size=block_size,
         max_context=max_context,
         groups=groups,
@@ -297,15 +297,25 @@ def shape_grid_for(config: ModelConfig, max_batch_tokens: int) -> ShapeGrid:
     return ShapeGrid.for_model(StepSizes.of(outline_of(config), config.vocab).layer_weights, max_batch_tokens)
 
 
-def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False, both: bool = False) -> int:
+def weight_bytes(
+    config: ModelConfig,
+    dtype_bytes: int,
+    *,
+    packed: bool = False,
+    both: bool = False,
+    narrow: Sequence[NarrowSize] = (),
+) -> int:
     """Return the bytes of all weights on the device.
 
-    Matrices are stored plain, packed, or in both formats (`both`). An embedding that is separate from the output
-    head is never stored in both."""
+    Matrices are stored plain, packed, or in both formats (`both`), but those in `narrow` are quantised. An embedding
+    that is separate from the output head is never stored in both."""
     size = 0
     for part in list_weight_parts(outline_of(config)):
         twice = both and (config.tie_embeddings or part.kind != "embedding")
         size += weight_part_bytes(part, dtype_bytes, packed=packed, both=twice)
+    for kept in narrow:
+        plain = WeightPart("attention", kept.rows, kept.columns, kept.num_matrices)
+        size += kept.num_bytes - weight_part_bytes(plain, dtype_bytes, packed=packed, both=both)
     return size
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emberline.core.engine_config import EngineConfig
-from emberline.core.errors import UnsupportedModel
+from emberline.core.errors import InvalidRequest, UnsupportedModel
 from emberline.models.config import ModelConfig
 
 
@@ -17,3 +17,15 @@ def reject_unsupported_on_gpu(config: ModelConfig, settings: EngineConfig) -> No
     """Raise UnsupportedModel for settings of a GPU that recurrent layers do not support."""
     if settings.gpu.exact:
         reject_states(config, "--exact on a GPU", "remove --exact: how a prompt is cut into chunks changes its states")
+
+
+def reject_unpackable_dtype(settings: EngineConfig, dtype: str) -> None:
+    """Raise InvalidRequest if the settings require packed or quantised weights and those of this dtype cannot be."""
+    weights = settings.gpu.weights
+    if weights not in ("auto", "plain") and dtype != "bfloat16":
+        change = "quantised" if settings.gpu.online_format else "packed"
+        message = f"weights is {weights}; only bfloat16 can be {change}, and the model has {dtype}"
+        raise InvalidRequest(message, param="weights", hint="use --dtype bfloat16 or --weights plain")
+    if settings.gpu.online_format and settings.gpu.exact:
+        message = f"weights is {weights} and exact is set, but no kernel sums quantised weights in a fixed order"
+        raise InvalidRequest(message, param="weights", hint="drop --exact or use --weights plain")

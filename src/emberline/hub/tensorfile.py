@@ -39,6 +39,7 @@ DTYPE_BYTES = {
     "BOOL": 1,
     "F8_E4M3": 1,
     "F8_E5M2": 1,
+    "F8_E8M0": 1,
 }
 
 

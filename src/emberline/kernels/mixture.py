@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from emberline.kernels.cpu.library import NativeExpert, NativeMixture
-from emberline.kernels.packed_weight import PackedWeight
+from emberline.kernels.packed_weight import PackedExperts, PackedWeight
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -58,14 +59,15 @@ class Expert:
 class StackedExperts:
     """All experts of a layer, stacked in a few tensors, as GPU kernels read them."""
 
-    gate_up: Tensor  # [experts, 2 * width, hidden], the rows of gate before those of up
-    down: Tensor  # [experts, hidden, width]
+    gate_up: Tensor | PackedExperts  # [experts, 2 * width, hidden], the rows of gate before those of up
+    down: Tensor | PackedExperts  # [experts, hidden, width]
     gate_up_bias: Tensor | None = None  # float32 [experts, 2 * width]
     down_bias: Tensor | None = None  # float32 [experts, hidden]
 
     def split(self) -> tuple[Expert, ...]:
         """Return each expert with matrices for the reference backend, which are copies in float32."""
         gate_up_bias, down_bias = self.gate_up_bias, self.down_bias
+        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "only bf16 experts can be split"
         return tuple(
             Expert(
                 PackedWeight(gate_up.float(), len(gate_up), gate_up.shape[1], gate_up.dtype),
@@ -140,6 +142,28 @@ class Mixture:
             swiglu_alpha=0.0 if clamp is None else clamp.alpha,
             swiglu_limit=0.0 if clamp is None else clamp.limit,
         )
+
+
+def select_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return the weights and the numbers of the experts that each row selects, both [rows, experts_per_row].
+
+    Of experts with equal scores, the first is selected, and also of groups.
+    """
+    scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+    choice = scores if routing.correction is None else scores + routing.correction
+    if routing.scores == "sigmoid" and routing.correction is None and routing.groups == 1:
+        choice = logits  # the sigmoids of large logits are equal
+    if routing.groups > 1:
+        grouped = choice.view(len(choice), routing.groups, -1)
+        best = grouped.topk(routing.group_best, dim=-1).values.sum(-1)
+        excluded = best.sort(dim=-1, descending=True, stable=True).indices[:, routing.groups_per_row :]
+        choice = grouped.index_put((torch.arange(len(choice))[:, None], excluded), torch.tensor(-torch.inf).to(choice))
+        choice = choice.flatten(1)
+    chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.experts_per_row]
+    weights = scores.gather(1, chosen)
+    if routing.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if routing.scores == "sigmoid" else 0.0))
+    return weights * routing.scale, chosen
 
 
 def _address(tensor: Tensor | None) -> int | None:

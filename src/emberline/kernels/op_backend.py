@@ -27,7 +27,7 @@ from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.gguf_blocks import dequantise_blocks
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight
-from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
+from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise_to_bf16
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
@@ -43,16 +43,29 @@ class OpBackend(ABC):
         weight.data, weight.ptr, weight.handle, weight.layout = packed.data, packed.ptr, packed.handle, packed.layout
         return packed.data.nbytes
 
+    def keeps_quantised(self, matrix: QuantisedMatrix) -> bool:
+        """Return whether `pack_quantised`, or `pack_quantised_experts` for stacked matrices, keeps the codes.
+
+        Loaders and memory plans ask before the codes are read, with a matrix on the meta device. If not, bf16 values
+        are loaded.
+        """
+        return False
+
+    def arrange_gate_rows(self, weight: Tensor) -> Tensor:
+        """Return a weight, with the rows of gate before those of up, as `pack_linear` with gated=True expects it."""
+        return weight
+
     def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
         """Return the matrix in the layout that `linear` or, with gated=True, `gate_up_silu` reads.
 
         A gated matrix has the rows of gate before those of up. Backends without a kernel for the kind dequantise it.
         """
-        return self.pack_linear(dequantise(matrix).to(torch.bfloat16), gated=gated)
+        values = dequantise_to_bf16(matrix)
+        return self.pack_linear(self.arrange_gate_rows(values) if gated else values, gated=gated)
 
     def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
         """Return the matrices of all experts of a layer as `run_mixture` reads them."""
-        return dequantise(matrices).to(torch.bfloat16)
+        return dequantise_to_bf16(matrices)
 
     def pack_gguf(self, blocks: Tensor, type_name: str, k: int, *, gated: bool = False) -> PackedWeight:
         """Return a matrix of GGUF blocks, uint8 [n, bytes of a row], in the layout that the products and `embed` read.

@@ -35,7 +35,8 @@ from emberline.kernels.dense_stack import DenseLayer, DenseStack
 from emberline.kernels.gpu_choice import has_hopper_kernels, selected_gpu_kernels
 from emberline.kernels.latent_planner import LatentPlanner
 from emberline.kernels.mixture import Mixture
-from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
+from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.reference import ReferenceBackend
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
@@ -59,6 +60,7 @@ __all__ = [
     "LinearLayer",
     "LogProbs",
     "Mixture",
+    "PackedExperts",
     "PackedWeight",
     "PerHeadWeights",
     "PlannerOptions",
@@ -78,13 +80,18 @@ __all__ = [
     "current_backend",
     "edit_logits",
     "embed",
+    "empty_quantised_weight",
     "empty_weight",
+    "fill_dequantised_weight",
     "fill_newest_tokens",
+    "fill_quantised_experts",
+    "fill_quantised_weight",
     "fill_weight",
     "find_slots",
     "gate_up_gelu",
     "gate_up_silu",
     "has_hopper_kernels",
+    "keeps_quantised",
     "latent_attention",
     "layer_norm",
     "linear",
@@ -137,12 +144,52 @@ def fill_weight(weight: PackedWeight, values: Tensor) -> int:
     return backend_of(values).fill_weight(weight, values)
 
 
+def keeps_quantised(device: torch.device, matrix: QuantisedMatrix) -> bool:
+    """Return whether the device's kernels read the codes of such a matrix. If not, load its values as bf16.
+
+    `matrix`: on any device, with the sizes and dtypes of the real one.
+    """
+    return backend_of(torch.empty(0, device=device)).keeps_quantised(matrix)
+
+
+def empty_quantised_weight(shape: QuantisedMatrix, device: torch.device, *, gated: bool = False) -> PackedWeight:
+    """Return a GPU weight without memory, which `fill_quantised_weight` fills later.
+
+    `shape`: a matrix on the meta device, with the sizes and dtypes of the real one.
+    """
+    data = torch.empty(0, dtype=torch.bfloat16, device=device)
+    return PackedWeight(data, shape.n, shape.k, data.dtype, WeightLayout.QUANTISED, gated, handle=shape)
+
+
+def fill_quantised_weight(weight: PackedWeight, matrix: QuantisedMatrix) -> int:
+    """Store the matrix in the empty weight and return the device memory used, in bytes."""
+    packed = backend_of(matrix.codes).pack_quantised(matrix, gated=weight.gated)
+    weight.data, weight.ptr, weight.handle, weight.layout = packed.data, packed.ptr, packed.handle, packed.layout
+    return matrix.nbytes if packed.layout is WeightLayout.QUANTISED else packed.data.nbytes
+
+
+def fill_dequantised_weight(weight: PackedWeight, values: Tensor) -> int:
+    """Store bf16 values in a weight that was to be quantised, and return the device memory used, in bytes."""
+    backend = backend_of(values)
+    packed = backend.pack_linear(backend.arrange_gate_rows(values) if weight.gated else values, gated=weight.gated)
+    weight.data, weight.ptr, weight.handle, weight.layout = packed.data, packed.ptr, packed.handle, packed.layout
+    return packed.data.nbytes
+
+
+def fill_quantised_experts(experts: PackedExperts, matrices: QuantisedMatrix) -> int:
+    """Store the matrices of all experts of a layer, and return the device memory used, in bytes."""
+    packed = backend_of(matrices.codes).pack_quantised_experts(matrices)
+    assert isinstance(packed, PackedExperts), f"keeps_quantised promised to keep the {matrices.kind} codes of experts"
+    experts.layout, experts.handle, experts.nbytes = packed.layout, packed.handle, packed.nbytes
+    return packed.nbytes
+
+
 def add_packed_copy(weight: PackedWeight) -> int:
     """Add a losslessly compressed copy to a GPU weight if that is smaller.
 
     Return its size in bytes, or 0. Products with few rows read the copy, because they are limited by memory bandwidth.
     """
-    return backend_of(weight.data).add_packed_copy(weight)
+    return 0 if weight.layout is WeightLayout.QUANTISED else backend_of(weight.data).add_packed_copy(weight)
 
 
 def linear(

@@ -62,9 +62,11 @@ def join_rows(parts: Sequence[PackedWeight]) -> PackedWeight:
     return PackedWeight(first.data[:0], rows, first.k, first.dtype, WeightLayout.PARTS, parts=tuple(parts))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PackedExperts:
-    """The matrices [count, n, k] of all experts of a layer, in another form than rows of bf16."""
+    """The matrices [count, n, k] of all experts of a layer, in another form than rows of bf16.
+
+    Until their values are loaded, `handle` may be a QuantisedMatrix on the meta device."""
 
     count: int
     n: int

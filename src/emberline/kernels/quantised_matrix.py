@@ -15,8 +15,8 @@ The lower half of a byte is the code of the column before that of the upper half
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -28,6 +28,7 @@ FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5,
 INT4_ZERO = 8
 EXPONENT_BIAS = 127
 MXFP4_COLUMNS, NVFP4_COLUMNS = 32, 16  # columns that share a scale
+MAX_DECODED_WEIGHTS = 16 << 20  # at a time, to bound the memory for float32 values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +72,48 @@ def dequantise(matrix: QuantisedMatrix) -> Tensor:
     ordered = torch.empty_like(values)
     ordered[..., matrix.columns] = values
     return ordered
+
+
+def dequantise_to_bf16(matrix: QuantisedMatrix) -> Tensor:
+    """Return the values rounded to bf16, as `dequantise` has them; only a few are in float32 at a time."""
+    values = torch.empty(*matrix.codes.shape[:-1], matrix.k, dtype=torch.bfloat16, device=matrix.codes.device)
+    if matrix.codes.ndim > 2:
+        for number in range(len(matrix.codes)):
+            values[number] = dequantise_to_bf16(select_expert(matrix, number))
+        return values
+    step = max(1, MAX_DECODED_WEIGHTS // max(1, matrix.k) // matrix.group_rows) * matrix.group_rows
+    for start in range(0, matrix.n, step):
+        values[start : start + step] = dequantise(slice_rows(matrix, start, min(start + step, matrix.n)))
+    return values
+
+
+def select_expert(matrix: QuantisedMatrix, number: int) -> QuantisedMatrix:
+    """Return the matrix of an expert, whose tensors are views."""
+    return _map_parts(matrix, lambda part: part[number])
+
+
+def slice_rows(matrix: QuantisedMatrix, start: int, end: int) -> QuantisedMatrix:
+    """Return the rows [start, end), whose tensors are views. `start` must begin a group of rows."""
+    first, last = start // matrix.group_rows, -(-end // matrix.group_rows)
+    assert first * matrix.group_rows == start
+    rows = replace(matrix, codes=matrix.codes[..., start:end, :], scales=matrix.scales[..., first:last, :])
+    zeros, row_scale = matrix.zeros, matrix.row_scale
+    return replace(
+        rows,
+        zeros=None if zeros is None else zeros[..., start:end, :],
+        row_scale=None if row_scale is None else row_scale[..., start:end],
+    )
+
+
+def _map_parts(matrix: QuantisedMatrix, change: Callable[[Tensor], Tensor]) -> QuantisedMatrix:
+    zeros, row_scale = matrix.zeros, matrix.row_scale
+    return replace(
+        matrix,
+        codes=change(matrix.codes),
+        scales=change(matrix.scales),
+        zeros=None if zeros is None else change(zeros),
+        row_scale=None if row_scale is None else change(row_scale),
+    )
 
 
 def expand_scales(matrix: QuantisedMatrix) -> Tensor:

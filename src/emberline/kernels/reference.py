@@ -31,7 +31,7 @@ from emberline.kernels.arguments import (
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.gguf_blocks import dequantise_blocks
-from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert, StackedExperts
+from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, SharedExpert, StackedExperts, select_experts
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
@@ -77,12 +77,10 @@ class ReferenceBackend(OpBackend):
 
     def _run_parts(self, x: Tensor, layer: LinearLayer) -> Tensor:
         """Return the product with a weight whose rows have several layouts."""
-        results, start = [], 0
-        for part in layer.weight.parts:
-            bias = None if layer.bias is None else layer.bias[start : start + part.n]
-            results.append(self.linear(x, LinearLayer(part, bias, layer.norm, layer.eps), LinearOutput()))
-            start += part.n
-        return torch.cat(results, dim=-1)
+        parts = layer.weight.parts
+        biases = [None] * len(parts) if layer.bias is None else layer.bias.split([part.n for part in parts])
+        layers = [LinearLayer(p, bias, layer.norm, layer.eps) for p, bias in zip(parts, biases, strict=True)]
+        return torch.cat([self.linear(x, part, LinearOutput()) for part in layers], dim=-1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         return out.copy_(rms_norm(x, weight, eps))
@@ -110,16 +108,18 @@ class ReferenceBackend(OpBackend):
     def gate_up_silu(
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
-        assert layer.weight.gated, "pack the gate and up rows with gated=True"
-        gate, up = self.linear(x, layer, LinearOutput()).chunk(2, dim=-1)
+        gate, up = self._multiply_gate_up(x, layer)
         return _store_result(out, F.silu(gate) * up)
 
     def gate_up_gelu(
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
-        assert layer.weight.gated, "pack the gate and up rows with gated=True"
-        gate, up = self.linear(x, layer, LinearOutput()).chunk(2, dim=-1)
+        gate, up = self._multiply_gate_up(x, layer)
         return _store_result(out, F.gelu(gate, approximate="tanh") * up)
+
+    def _multiply_gate_up(self, x: Tensor, layer: LinearLayer) -> tuple[Tensor, ...]:
+        assert layer.weight.gated, "pack the gate and up rows with gated=True"
+        return self.linear(x, layer, LinearOutput()).chunk(2, dim=-1)
 
     def embed(self, ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
         rows = table.data if isinstance(table, PackedWeight) else table
@@ -306,28 +306,6 @@ class ReferenceBackend(OpBackend):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x * scale * weight
-
-
-def select_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Return the weights and the numbers of the experts that each row selects, both [rows, experts_per_row].
-
-    Of experts with equal scores, the first is selected, and also of groups.
-    """
-    scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
-    choice = scores if routing.correction is None else scores + routing.correction
-    if routing.scores == "sigmoid" and routing.correction is None and routing.groups == 1:
-        choice = logits  # the sigmoids of large logits are equal
-    if routing.groups > 1:
-        grouped = choice.view(len(choice), routing.groups, -1)
-        best = grouped.topk(routing.group_best, dim=-1).values.sum(-1)
-        excluded = best.sort(dim=-1, descending=True, stable=True).indices[:, routing.groups_per_row :]
-        choice = grouped.index_put((torch.arange(len(choice))[:, None], excluded), torch.tensor(-torch.inf).to(choice))
-        choice = choice.flatten(1)
-    chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.experts_per_row]
-    weights = scores.gather(1, chosen)
-    if routing.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if routing.scores == "sigmoid" else 0.0))
-    return weights * routing.scale, chosen
 
 
 def uniform_from_seed(seed: Tensor, position: Tensor) -> Tensor:

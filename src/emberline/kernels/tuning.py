@@ -30,7 +30,7 @@ from emberline.kernels.cuda import cublas, gemm, nvrtc, wide
 from emberline.kernels.cuda.cublas import OWN_KERNEL, CublasError, Matmul, MatmulProblem, ProductKind
 from emberline.kernels.cuda.driver import CudaDriverError
 from emberline.kernels.cuda.linear import BF16Weight
-from emberline.kernels.packed_weight import PackedWeight
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.triton import activation
 from emberline.kernels.triton import linear as few_rows
 
@@ -62,7 +62,8 @@ def tune_products(
         min_rows = MIN_PORTABLE_ROWS if portable else wide.SMALL_COLUMNS[-1] + 1
         min_flop = MIN_PORTABLE_FLOP if portable else MIN_PRODUCT_FLOP
         found = _load_choices(cache_file)
-        shapes = {_make_problem(weight, hidden) for weight in weights if weight.dtype is torch.bfloat16}
+        plain = [weight for weight in weights if weight.layout is not WeightLayout.QUANTISED]
+        shapes = {_make_problem(weight, hidden) for weight in plain if weight.dtype is torch.bfloat16}
         all_problems = (replace(shape, m=m) for shape, m in product(shapes, row_counts) if m >= min_rows)
         needed = {problem for problem in all_problems if 2.0 * problem.m * problem.n * problem.k >= min_flop}
         if missing := needed - found.keys():

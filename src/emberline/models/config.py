@@ -18,7 +18,7 @@ from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import ConfigFields
 from emberline.models.knownfields import check_known_fields
 from emberline.models.parts import LLAMA_PARTS, DecoderParts, read_rotated_layers
-from emberline.models.quantised_tensors import read_loaded_format
+from emberline.models.quantised_tensors import read_loaded_quantisation
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.ropeconfig import MAX_CONTEXT_TOKENS, RopeConfig, read_ropes
 from emberline.models.textmodel import TEXT_MODEL_TYPES, select_text_config
@@ -163,7 +163,7 @@ def _check_supported(fields: ConfigFields, arch: Architecture) -> None:
     for name, what in (UNSUPPORTED_FIELDS | EXPERT_FIELDS).items():
         if fields.values.get(name) and name not in known:
             raise UnsupportedModel(f"config.json sets {name}: {what} is not supported for {model_type}")
-    read_loaded_format(fields.values)
+    read_loaded_quantisation(fields.values)
     classes = fields.text_list("architectures")
     if classes and not any(name.endswith("ForCausalLM") for name in classes):
         raise UnsupportedModel(f"config.json: {classes[0][:80]} is not a causal language model")

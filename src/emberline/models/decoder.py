@@ -128,7 +128,8 @@ class DecoderModel:
             not weights.has_tensor(HEAD_NAME) or weights.drop_duplicate(HEAD_NAME, EMBEDDING_NAME, *size)
         )
         embedding = None if tied else weights.load_embedding_table(EMBEDDING_NAME, *size)
-        head = weights.linear([(EMBEDDING_NAME if tied else HEAD_NAME, config.vocab)], config.hidden)
+        head_name = EMBEDDING_NAME if tied else HEAD_NAME
+        head = weights.linear([(head_name, config.vocab)], config.hidden, full_precision=True)
         norm = weights.load_vector("model.norm.weight", config.hidden, offset=config.parts.norm_offset)
         is_rms, dtype = config.parts.norm_kind == "rms", layers[0].attention.qkv.weight.dtype
         return DecoderModel(

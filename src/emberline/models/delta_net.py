@@ -87,7 +87,8 @@ def _load_separate(weights: Weights, at: str, sizes: StateSizes, hidden: int) ->
     """Return the input projections of Qwen3.5 as one matrix."""
     values, heads = sizes.value_heads * sizes.value_dim, sizes.value_heads
     names = {"in_proj_qkv": sizes.conv_channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
-    return [weights.linear([(f"{at}.{name}.weight", rows) for name, rows in names.items()], hidden)]
+    parts = [(f"{at}.{name}.weight", rows) for name, rows in names.items()]
+    return weights.arranged_linears(parts, hidden, lambda matrix: matrix, [sum(names.values())])
 
 
 def _load_grouped(weights: Weights, at: str, sizes: StateSizes, hidden: int) -> list[ops.PackedWeight]:

@@ -4,9 +4,11 @@ The load methods allocate tensors on the device in their final shape. `finish` t
 copies the bytes of each chunk to the tensors they belong to. Bytes that need conversion (to a different dtype, or to
 rows interleaved with those of a second matrix) are copied to a staging tensor first, and converted on the device.
 
-Quantised tensors are dequantised in main memory. Tensors of packed files are decoded before they are copied. With
-`packed`, a matrix is allocated when its first bytes arrive and compressed to uw12 after the last, so that only a few
-plain matrices exist at a time.
+The parts of a quantised matrix are copied as they are stored, and converted on the device when the last has arrived.
+The matrix stays quantised if the device has kernels for its codes, and is dequantised to bf16 otherwise. With `online`,
+bf16 matrices are quantised as soon as they are complete. Tensors of packed files are decoded before they are copied.
+With `packed`, a matrix is allocated when its first bytes arrive and compressed to uw12 after the last. So only a few
+matrices exist in another form than the final one at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
+from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise_to_bf16
 from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoad
+from emberline.models.narrow_plan import NarrowPlanner
+from emberline.models.narrow_weights import PendingExperts, PendingLinear, PendingParts, quantise_rows
+from emberline.models.quantised_load import STORED_DTYPES, ValueChecks
 from emberline.models.quantised_tensors import QuantisedTensorInfo
 from emberline.models.reader import FileReader, ReadStats
 from emberline.models.shard import Shard
@@ -36,8 +42,9 @@ from emberline.models.tensor_load import (
     TensorPlacement,
     split_stack,
 )
+from emberline.models.weight_formats import NarrowSize
 from emberline.models.weight_uploader import WeightUploader
-from emberline.models.weights import DTYPES, StackPart, Weights
+from emberline.models.weights import StackPart, Weights
 from emberline.unweight.tensor import is_coded
 
 
@@ -75,21 +82,29 @@ class DeviceWeights(Weights):
         reader: FileReader | None = None,
         *,
         packed: bool = False,
+        online: str = "",
+        keeps_quantised: bool = True,
         shard: Shard | None = None,
     ) -> None:
         """Prepare to load a checkpoint.
 
         `reader`, if given, already reads the checkpoint's files; `finish` closes it. With `packed`, bf16 matrices are
-        kept in the uw12 format, 12 bits per weight. With `shard`, only its part of each tensor is loaded.
+        kept in the uw12 format, 12 bits per weight. `online`: the format to which bf16 matrices of layers are
+        quantised, of ONLINE_FORMATS; empty: none. Without `keeps_quantised`, quantised matrices become bf16. With
+        `shard`, only its part of each tensor is loaded, and quantised matrices become bf16.
         """
         super().__init__(checkpoint, dtype, shard=shard)
         self.device = torch.device(device)
         self.packed = packed
+        self.narrow_sizes: list[NarrowSize] = []
+        keeps_quantised = keeps_quantised and self.shard.world_size == 1
+        self._narrow = NarrowPlanner(self.checkpoint, self.device, online=online, keeps_quantised=keeps_quantised)
+        self._checks = ValueChecks()
         self._reader = reader
         self._loads: list[TensorLoad] = []
         self._transforms: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []  # what `finish` replaces in place
-        # Tensors that `finish` dequantises on the host, and what is added to each of their elements.
-        self._quantised: list[tuple[str, Tensor | MatrixPart, float]] = []
+        # Tensors of GGUF files, which `finish` dequantises on the host, and what is added to each of their elements.
+        self._gguf: list[tuple[str, Tensor | MatrixPart, float]] = []
 
     def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
         vector = torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -119,8 +134,17 @@ class DeviceWeights(Weights):
             self._queue_load(name, (count, columns), view)
         return whole
 
-    def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
+    @property
+    def fills_late(self) -> bool:
+        """Whether some weights are allocated only when they are loaded."""
+        return self.packed or bool(self.narrow_sizes)
+
+    def linear(
+        self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False, full_precision: bool = False
+    ) -> ops.PackedWeight:
         dtype, rows = self.stack_dtype(parts, columns), [count for _, count in parts]
+        if not full_precision and (shape := self._narrow.describe_linear(parts, columns, dtype)) is not None:
+            return self._queue_narrow(parts, shape, gated=gated)
         if not self.packed or dtype is not torch.bfloat16:
             return super().linear(parts, columns, gated=gated)
         weight = ops.empty_weight(sum(rows), columns, dtype, self.device, gated=gated)
@@ -150,6 +174,14 @@ class DeviceWeights(Weights):
         self._queue_stack(parts, columns, settle, gated=False)
         return weights
 
+    def stack_expert_matrices(
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart]
+    ) -> Tensor | ops.PackedExperts:
+        for name, part_shape, _ in parts:
+            self._check_tensor(name, part_shape)
+        narrow = self._narrow.describe_experts(shape, parts, self._final_dtype([part.name for part in parts]))
+        return self.stack_experts(shape, parts) if narrow is None else self._queue_narrow_experts(parts, narrow)
+
     def stack_experts(
         self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None
     ) -> Tensor:
@@ -164,33 +196,27 @@ class DeviceWeights(Weights):
         return tensor
 
     def load_embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
-        return self.linear([(name, rows)], columns) if self.packed else self.load_matrix(name, rows, columns)
+        if self.packed:
+            return self.linear([(name, rows)], columns, full_precision=True)
+        return self.load_matrix(name, rows, columns)
 
     def finish(self, ignorable_pattern: str) -> None:
         """Read the files and return when every tensor has its values."""
         try:
             super().finish(ignorable_pattern)
-            self._fill_quantised_tensors()
+            self._narrow.log_mixed_parts()
+            self._fill_gguf_tensors()
             self._files.clear()
             files = sorted({load.file for load in self._loads})  # a head may be in few of a checkpoint's files
             self._reader = self._reader or FileReader.start(files, read_ahead_bytes=0)
             self.load_times = self._fill_tensors(self._reader)
+            self._checks.finish()
             for tensor, function in self._transforms:
                 tensor.copy_(function(tensor))
             self._transforms.clear()
         finally:
             if self._reader is not None:
                 self._reader.close()
-
-    def _queue_stack(
-        self, parts: Sequence[tuple[str, int]], columns: int, settle: Callable[[Tensor], None], *, gated: bool
-    ) -> None:
-        """Queue the parts of a bf16 matrix that is passed to `settle` when all have arrived."""
-        rows = [count for _, count in parts]
-        split = partial(split_stack, rows=rows, gated=gated)
-        pending = PendingMatrix(sum(rows), columns, torch.bfloat16, self.device, split, settle)
-        for i, (name, count) in enumerate(parts):
-            self._queue_load(name, (count, columns), pending.add_part(i))
 
     def _queue_load(
         self, name: str, shape: tuple[int, ...], destination: Tensor | MatrixPart, offset: float = 0.0
@@ -199,13 +225,91 @@ class DeviceWeights(Weights):
         info = self.checkpoint.tensor_info(name)
         self._unused.remove(name)
         self.loaded_bytes += destination.nbytes if isinstance(destination, Tensor) else 0
-        if isinstance(info, QuantisedTensorInfo | GGUFTensorInfo):
-            self._quantised.append((name, destination, offset))
+        if isinstance(info, GGUFTensorInfo):
+            self._gguf.append((name, destination, offset))
+        elif isinstance(info, QuantisedTensorInfo):
+            assert not offset
+            self._queue_quantised(name, info, partial(self._store_values, name, info, destination))
         else:
             self._loads.append(self._make_load(name, info, destination, offset))
 
-    def _fill_quantised_tensors(self) -> None:
-        for name, target, offset in self._quantised:
+    def _queue_stack(
+        self, parts: Sequence[tuple[str, int]], columns: int, settle: Callable[[Tensor], None], *, gated: bool
+    ) -> None:
+        """Queue the parts of a bf16 matrix that is passed to `settle` when all have arrived."""
+        rows = [count for _, count in parts]
+
+        def select(whole: Tensor, index: int) -> Tensor:
+            return split_stack(whole, rows, gated)[index]
+
+        pending = PendingMatrix((sum(rows), columns), torch.bfloat16, self.device, select, settle)
+        for i, (name, count) in enumerate(parts):
+            self._queue_load(name, (count, columns), pending.add_part(i))
+
+    def _queue_quantised(
+        self, name: str, info: QuantisedTensorInfo, on_complete: Callable[[QuantisedMatrix], None]
+    ) -> None:
+        pending = PendingParts(name, info, self.device, self._checks, on_complete)
+        for index, part in enumerate(pending.parts):
+            self._loads.append(self._make_load(name, info.parts[part], MatrixPart(pending, index, is_stored_form=True)))
+
+    def _store_values(
+        self, name: str, info: QuantisedTensorInfo, target: Tensor | MatrixPart, matrix: QuantisedMatrix
+    ) -> None:
+        """Dequantise a matrix."""
+        values = dequantise_to_bf16(matrix)
+        values = values.transpose(-1, -2) if info.is_transposed else values
+        values = values[self.shard.tensor_slices(name, info.shape)]
+        destination = target if isinstance(target, Tensor) else target.matrix.get_destination(target.index)
+        destination.copy_(values.reshape(destination.shape))
+        if isinstance(target, MatrixPart):
+            target.matrix.mark_part_complete()
+
+    def _queue_narrow(
+        self, parts: Sequence[tuple[str, int]], shape: QuantisedMatrix, *, gated: bool
+    ) -> ops.PackedWeight:
+        weight = ops.empty_quantised_weight(shape, self.device, gated=gated)
+        self.narrow_sizes.append(NarrowSize(shape.n, shape.k, 1, shape.nbytes))
+
+        def settle(whole: Tensor) -> None:
+            self._add_loaded_bytes(ops.fill_quantised_weight(weight, quantise_rows(whole, shape)))
+
+        if not isinstance(self.checkpoint.tensor_info(parts[0][0]), QuantisedTensorInfo):
+            self._queue_stack(parts, shape.k, settle, gated=False)
+            return weight
+        pending = PendingLinear(parts[0][0], len(parts), weight, self._add_loaded_bytes)
+        for index, (name, _) in enumerate(parts):
+            self._queue_part(name, partial(pending.set_part, index))
+        return weight
+
+    def _queue_narrow_experts(self, parts: Sequence[StackPart], shape: QuantisedMatrix) -> ops.PackedExperts:
+        pending = PendingExperts(shape, self.device, len(parts), self._add_loaded_bytes)
+        self.narrow_sizes.append(NarrowSize(shape.n, shape.k, len(shape.codes), shape.nbytes))
+        if isinstance(self.checkpoint.tensor_info(parts[0].name), QuantisedTensorInfo):
+            for name, _, select in parts:
+                self._queue_part(name, partial(pending.set_part, select))
+            return pending.experts
+
+        def settle(whole: Tensor) -> None:
+            self._add_loaded_bytes(ops.fill_quantised_experts(pending.experts, quantise_rows(whole, shape)))
+
+        size = (*shape.codes.shape[:2], shape.k)
+        whole = PendingMatrix(size, torch.bfloat16, self.device, lambda all_, i: parts[i].select(all_), settle)
+        for index, (name, part_shape, _) in enumerate(parts):
+            self._queue_load(name, part_shape, whole.add_part(index))
+        return pending.experts
+
+    def _queue_part(self, name: str, on_complete: Callable[[QuantisedMatrix], None]) -> None:
+        info = self.checkpoint.tensor_info(name)
+        assert isinstance(info, QuantisedTensorInfo)
+        self._unused.remove(name)
+        self._queue_quantised(name, info, on_complete)
+
+    def _add_loaded_bytes(self, num_bytes: int) -> None:
+        self.loaded_bytes += num_bytes
+
+    def _fill_gguf_tensors(self) -> None:
+        for name, target, offset in self._gguf:
             shape = self.shard.shard_shape(name, self.checkpoint.tensor_info(name).shape)
             values = self._view_tensor(name, shape)
             destination = target if isinstance(target, Tensor) else target.matrix.get_destination(target.index)
@@ -218,8 +322,9 @@ class DeviceWeights(Weights):
     def _make_load(
         self, name: str, info: TensorInfo, destination: Tensor | MatrixPart, offset: float = 0.0
     ) -> TensorLoad:
-        slices = self.shard.tensor_slices(name, info.shape) if self.shard.world_size > 1 else None
-        placement = TensorPlacement(name, info, DTYPES[info.dtype], destination, slices, offset)
+        is_whole = self.shard.world_size == 1 or (isinstance(destination, MatrixPart) and destination.is_stored_form)
+        slices = None if is_whole else self.shard.tensor_slices(name, info.shape)
+        placement = TensorPlacement(name, info, STORED_DTYPES[info.dtype], destination, slices, offset)
         if info.packing is None:
             return TensorLoad(placement)
         kind = CodedTensorLoad if is_coded(info) else CheckedTensorLoad

@@ -115,7 +115,9 @@ class Eagle3Head:
             attention=make_attention_layer(model, 0, table),
             ffn=FeedForward.load_from(model, weights, at),
             head=ops.LinearLayer(
-                weights.linear([("lm_head.weight", config.draft_vocab)], hidden), norm=norm, eps=model.norm_eps
+                weights.linear([("lm_head.weight", config.draft_vocab)], hidden, full_precision=True),
+                norm=norm,
+                eps=model.norm_eps,
             ),
             target_ids=_load_target_ids(weights, config),
         )

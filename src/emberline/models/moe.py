@@ -39,7 +39,7 @@ class SparseFeedForward:
             Mixture(
                 norm=norm,
                 eps=config.norm_eps,
-                router=weights.linear([(f"{at}.{tensors.router}", experts.count)], hidden),
+                router=weights.linear([(f"{at}.{tensors.router}", experts.count)], hidden, full_precision=True),
                 experts=(
                     load_stacked_experts(weights, experts, tensors, at, hidden)
                     if weights.stacks_experts
@@ -145,7 +145,7 @@ def _load_shared_expert(
     expert = _load_gated_network(
         weights, tuple(f"{at}.{name}" for name in spec.gate_up), f"{at}.{spec.down}", hidden, ffn
     )
-    gate = weights.linear([(f"{at}.{spec.gate}", 1)], hidden) if spec.gate else None
+    gate = weights.linear([(f"{at}.{spec.gate}", 1)], hidden, full_precision=True) if spec.gate else None
     return SharedExpert(expert, gate, scale)
 
 

@@ -68,7 +68,9 @@ class MTPHead:
             layer=_load_layer(weights, target, names.layer),
             norm=load_norm(names.norm),
             head=ops.LinearLayer(
-                target.head.weight if is_shared else weights.linear([(names.head, config.vocab)], hidden)
+                target.head.weight
+                if is_shared
+                else weights.linear([(names.head, config.vocab)], hidden, full_precision=True)
             ),
         )
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,20 +31,28 @@ def split_stack(stacked: Tensor, rows: Sequence[int], gated: bool) -> list[Tenso
     return [groups.transpose(0, 1)] if len(rows) == 1 else list(groups.unbind(1))
 
 
+class PendingTensors(Protocol):
+    """Tensors that are allocated when their first bytes arrive."""
+
+    def get_destination(self, index: int) -> Tensor: ...
+
+    def mark_part_complete(self) -> None: ...
+
+
 class PendingMatrix:
     """A matrix that is allocated when its first part arrives and passed to `on_complete` after the last."""
 
     def __init__(
         self,
-        rows: int,
-        columns: int,
+        size: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        split: Callable[[Tensor], list[Tensor]],
+        select: Callable[[Tensor, int], Tensor],
         on_complete: Callable[[Tensor], None],
     ) -> None:
-        self._size, self._dtype, self._device = (rows, columns), dtype, device
-        self._split, self._on_complete = split, on_complete
+        """`select`: returns the view of a part, by its number."""
+        self._size, self._dtype, self._device = size, dtype, device
+        self._select, self._on_complete = select, on_complete
         self._whole: Tensor | None = None
         self._missing_parts = 0
 
@@ -55,20 +63,21 @@ class PendingMatrix:
     def get_destination(self, index: int) -> Tensor:
         if self._whole is None:
             self._whole = torch.empty(self._size, dtype=self._dtype, device=self._device)
-        return self._split(self._whole)[index]
+        return self._select(self._whole, index)
 
     def mark_part_complete(self) -> None:
         self._missing_parts -= 1
         if self._missing_parts == 0:
             assert self._whole is not None
-            self._on_complete(self._whole)
-            self._whole = None
+            whole, self._whole = self._whole, None
+            self._on_complete(whole)
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    matrix: PendingMatrix
+    matrix: PendingTensors
     index: int
+    is_stored_form: bool = False  # whether it is a part of a quantised matrix, which a shard holds as a whole
 
 
 class TensorPlacement(NamedTuple):

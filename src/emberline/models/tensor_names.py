@@ -82,7 +82,9 @@ class TensorNameScan(Weights):
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
         return torch.cat([self._record(name, rows, columns) for name, rows in parts])
 
-    def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
+    def linear(
+        self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False, full_precision: bool = False
+    ) -> ops.PackedWeight:
         whole = self.stack(parts, columns)
         return ops.empty_weight(len(whole), columns, whole.dtype, self.device, gated=gated)
 

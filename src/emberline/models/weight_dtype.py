@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from emberline.core.errors import InvalidRequest, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
-from emberline.models.quantised_tensors import read_loaded_format, select_model_tensors
+from emberline.models.quantised_tensors import read_loaded_quantisation, select_model_tensors
 from emberline.models.textmodel import select_text_config
 from emberline.models.weight_form import find_block_type
 
@@ -36,9 +36,9 @@ def stored_weight_dtype(checkpoint: Checkpoint) -> str:
 
 def stored_weight_format(checkpoint: Checkpoint) -> str:
     """Return the format of the quantised matrices in the files, or the dtype of the first matrix if there are none."""
-    found = read_loaded_format(select_text_config(checkpoint.config))
+    found = read_loaded_quantisation(select_text_config(checkpoint.config))
     if found is not None:
-        return found.name
+        return "+".join(found.names)
     return find_block_type(checkpoint) or stored_weight_dtype(checkpoint)
 
 

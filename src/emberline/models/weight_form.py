@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
+from emberline.core.engine_config import ONLINE_FORMATS
 from emberline.core.errors import InvalidRequest
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.gguf_tensors import GGUFTensorInfo
@@ -17,7 +18,7 @@ from emberline.models.weight_parts import list_weight_parts
 
 WeightForm = Literal["plain", "gguf", "q4", "q8"]
 CPU_WEIGHTS: tuple[WeightForm, ...] = ("q4", "q8")  # formats that only a CPU's kernels read
-GPU_WEIGHTS = ("packed", "both")
+GPU_WEIGHTS = ("packed", "both", *ONLINE_FORMATS)
 # Block types of matrices, and of the embedding and the output head, whose errors change the output most.
 BLOCK_TYPES: dict[str, tuple[str, str]] = {"q4": ("Q4_0", "Q8_0"), "q8": ("Q8_0", "Q8_0")}
 BLOCK_BYTES = {"Q4_0": 18, "Q8_0": 34}  # of 32 weights

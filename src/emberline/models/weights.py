@@ -31,6 +31,7 @@ from emberline.models.gguf_matrices import BlockPacker, dequantise_tensor
 from emberline.models.quantised_tensors import QuantisedTensorInfo, select_model_tensors
 from emberline.models.shard import Shard
 from emberline.models.weight_form import WeightForm
+from emberline.models.weight_formats import NarrowSize
 from emberline.unweight.codec import WeightCodec, select_weight_codec
 from emberline.unweight.tensor import CodedTensor, check_raw_crc, is_coded
 
@@ -50,6 +51,7 @@ class Weights:
     device = torch.device("cpu")
     stacks_experts = False  # whether the experts of a layer are loaded into few tensors, as GPU kernels read them
     packed = False  # whether matrices are kept in the uw12 format, 12 bits per weight
+    narrow_sizes: Sequence[NarrowSize] = ()  # of the matrices that are kept quantised
 
     @property
     def can_decode(self) -> bool:
@@ -128,8 +130,13 @@ class Weights:
             return reduce(torch.promote_types, stored)
         return self.dtype or (torch.float32 if torch.float32 in stored else torch.bfloat16)
 
-    def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
-        """Return matrices (name, rows) stacked into one, packed for the kernels of this device."""
+    def linear(
+        self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False, full_precision: bool = False
+    ) -> ops.PackedWeight:
+        """Return matrices (name, rows) stacked into one, packed for the kernels of this device.
+
+        Matrices with `full_precision` are never kept quantised: output heads, routers and embeddings.
+        """
         if self._blocks is None:
             return ops.pack_linear(self.stack(parts, columns, gated=gated), gated=gated)
         return self._linear_of_blocks(self._blocks, parts, columns, gated)
@@ -195,6 +202,12 @@ class Weights:
             destination = select(whole)
             destination.copy_(self._mark_used(name, self._view_tensor(name, part_shape)).reshape(destination.shape))
         return whole
+
+    def stack_expert_matrices(
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart]
+    ) -> Tensor | ops.PackedExperts:
+        """Return the matrices [experts, n, k] of a layer, which the parts fill, as the device's kernels read them."""
+        return self.stack_experts(shape, parts)
 
     def transform(self, tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a function of a loaded tensor, which keeps its shape. The tensor itself must not be used any more."""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from emberline.worker.engine_app import EngineApp
 
 log = logging.getLogger("emberline.server")
+QUANTISED_WEIGHTS = ("quantised", "fp8", "int4", "gguf", "q4", "q8")  # of Numerics.weights
 
 LEASE_DRAIN_TIMEOUT_S = 5.0
 
@@ -225,8 +226,9 @@ def _log_models(info_by_model: Mapping[str, LoadedModelInfo]) -> None:
         if info.stored_dtype == "float16" and dtype == "bfloat16":
             hint = "--dtype float16 on a CPU, or --dtype float32 in twice the memory, keeps the exact values"
             log.info("Weights rounded: model=%s from=float16 to=bfloat16 (hint: %s)", name, hint)
-        elif info.numerics is not None and info.numerics.weights in ("gguf", "q4", "q8"):
-            kept = info.stored_dtype if info.numerics.weights == "gguf" else info.numerics.weights
+        elif info.numerics is not None and info.numerics.weights.partition("+")[0] in QUANTISED_WEIGHTS:
+            form = info.numerics.weights.partition("+")[0]
+            kept = info.stored_dtype if form in ("gguf", "quantised") else form
             log.info("Weights quantised: model=%s from=%s kept_as=%s", name, info.stored_dtype, kept)
         elif info.stored_dtype not in ("", "float16", "bfloat16", "float32"):
             log.info("Weights dequantised: model=%s from=%s kept_as=%s", name, info.stored_dtype, dtype)

@@ -246,7 +246,8 @@ def _argument_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="setting of the engine, or shape=NAME and routing=NAME: the model, as in shapes.py",
+        help="setting of the engine; shape=NAME and routing=NAME: the model, as in shapes.py; prefix=NAME: results are"
+        " called NAME_b1_ms instead of decode_b1_ms, and so on",
     )
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for all parts together")
     parser.add_argument("--part", help=argparse.SUPPRESS)

@@ -14,12 +14,13 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from emberline.bench import workload
+from emberline.bench.gpu.limits import H200, choose_limits, compute_token_cost, min_decode_step_ms, min_prefill_ms
 from emberline.bench.gpu.model import LLAMA_8B, GPURandomWeights
-from emberline.bench.gpu.shapes import DEFAULT_SHAPE, BenchShape, find_routing, find_shape
+from emberline.bench.gpu.shapes import DEFAULT_SHAPE, BenchShape, find_routing, find_shape, shape_of
 from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.bench.machine_limits import MachineLimits, TokenCost
 from emberline.bench.report import BenchReport
-from emberline.core.engine_config import EngineConfig
+from emberline.core.engine_config import ONLINE_FORMATS, EngineConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from emberline.engine.gpu.boot import BootedGPUEngine
 
 CONFIG = ModelConfig.from_hf(LLAMA_8B)
-H200 = MachineLimits({"read": 4390.0, "matmul": 758e3})  # GB/s of a reduction, GFLOP/s of an 8192^3 bf16 product
-PACKED_WEIGHT_BYTES = 12.03 / 8  # bytes per packed weight, from unweight-size.json
 VOCAB = 128_000  # prompts contain only ids below it, so no special tokens
 
 BATCHES = (1, 8, 32, 64, 128, 256)
@@ -175,36 +174,6 @@ def _abort_requests(engine: MeasuredEngine, request_ids: dict[str, int], max_ste
         pass
 
 
-def compute_token_cost(settings: dict[str, Any]) -> TokenCost:
-    total = TokenCost.from_config(ModelConfig.from_hf(shape_of(settings).hf_config))
-    if settings.get("weights") in ("packed", "both"):
-        total = replace(total, width=PACKED_WEIGHT_BYTES)
-    if "8" in str(settings.get("kv_dtype", "")):
-        total = replace(total, kv_bytes=total.kv_bytes // 2)
-    return total
-
-
-def shape_of(settings: dict[str, Any]) -> BenchShape:
-    """Return the shape that the settings name, Llama 3.1 8B by default, with vLLM's figures for the same routing."""
-    return find_shape(str(settings.get("shape", DEFAULT_SHAPE))).with_routing(find_routing(settings))
-
-
-def min_decode_step_ms(batch: int, context_tokens: float, cost: TokenCost) -> float:
-    """Return the shortest possible time of a decode step on this GPU, in milliseconds.
-
-    It is the time to read all weights, keys and values once, or the time of the arithmetic, whichever is longer.
-    """
-    return 1e3 * batch / cost.max_decode_rate(H200, batch, round(context_tokens))
-
-
-def min_prefill_ms(tokens: int, cost: TokenCost) -> float:
-    """Return the shortest possible time to compute a prompt on this GPU, in milliseconds.
-
-    It is the time of the arithmetic in the linear layers and in causal attention.
-    """
-    return 1e3 * tokens / cost.max_prefill_rate(H200, tokens)
-
-
 def make_warm_up_lengths(requests: int) -> list[tuple[int, int]]:
     """Return (prompt, output) lengths for a warm-up in which the batch shrinks as requests end.
 
@@ -230,6 +199,8 @@ class EngineBench:
     peer: str = ""
     shape: BenchShape = field(default_factory=lambda: find_shape(DEFAULT_SHAPE))
     count_experts: Callable[[int], float] | None = None  # returns the distinct experts of a layer, for a batch
+    limits: MachineLimits = H200
+    prefix: str = ""  # of the names of results, in place of "decode" or before other names
 
     def measure_by_name(self, name: str) -> None:
         kind, _, size = name.rpartition("_")
@@ -245,7 +216,7 @@ class EngineBench:
         job = self._make_job([(PROMPT_TOKENS, OUTPUT_TOKENS)] * batch)
         courses = [self.run_job(job, JOB_TIMEOUT_S) for _ in range(self.rounds)]
         parts = [SteadyPhase.from_timeline(job, course.timeline) for course in courses]
-        limit = min_decode_step_ms(batch, parts[0].context, self._cost_of_batch(batch))
+        limit = min_decode_step_ms(batch, parts[0].context, self._cost_of_batch(batch), self.limits)
         self._add_result(f"decode_b{batch}_ms", [1e3 * part.step_seconds for part in parts], "ms", limit)
         if batch in CPU_BATCHES and not self.peer:
             self._add_result(
@@ -259,7 +230,7 @@ class EngineBench:
         walls = [self.run_job(job, JOB_TIMEOUT_S).timeline.wall_seconds for job in jobs]
         # Of latents, the costs count attention in the form for decoding, which is not the cheapest for prompts.
         has_latents = ModelConfig.from_hf(self.shape.hf_config).parts.attention.latent is not None
-        limit = None if has_latents else min_prefill_ms(tokens, self._cost_of_prefill())
+        limit = None if has_latents else min_prefill_ms(tokens, self._cost_of_prefill(), self.limits)
         self._add_result(f"prefill_{tokens}_ms", [1e3 * wall for wall in walls[1:]], "ms", limit)
 
     def measure_chat(self, requests: int) -> None:
@@ -268,7 +239,7 @@ class EngineBench:
         job = self._make_job(workload.draw_chat_lengths(requests))
         course = self.run_job(job, JOB_TIMEOUT_S)
         rate = course.timeline.output_rate()
-        self._add_result(f"chat{requests}_out_tok_s", rate, "tok/s", self.cost.max_output_rate(H200, job))
+        self._add_result(f"chat{requests}_out_tok_s", rate, "tok/s", self.cost.max_output_rate(self.limits, job))
         if not self.peer:
             self._add_result(
                 f"chat{requests}_cpu", course.cpu_percent(0.0, course.timeline.wall_seconds), "% of a core"
@@ -293,7 +264,8 @@ class EngineBench:
         if self.peer:
             self.report.add(f"{name}/{self.peer}", values, unit)
         else:
-            self.report.add(name, values, unit, peer=self.shape.vllm_figures.get(name), limit=limit)
+            named = f"{self.prefix}_{name.removeprefix('decode_')}" if self.prefix else name
+            self.report.add(named, values, unit, peer=self.shape.vllm_figures.get(name), limit=limit)
 
 
 def measure(
@@ -313,7 +285,10 @@ def measure(
     }
     shape, run, cost = shape_of(chosen), partial(run_job, booted.engine), compute_token_cost(chosen)
     counter = _make_counter(booted, shape)
-    bench = EngineBench(report, run, cost, rounds or ROUNDS, shape=shape, count_experts=counter)
+    bench = EngineBench(
+        report, run, cost, rounds or ROUNDS, shape=shape, count_experts=counter,
+        limits=choose_limits(chosen), prefix=str(chosen.get("prefix", "")),
+    )  # fmt: skip
     for name in NAMES:
         if is_measurement_selected(name, name_patterns):
             run_measurement(report, name, partial(bench.measure_by_name, name))
@@ -361,9 +336,11 @@ def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
     from emberline.bench.gpu.sampled_decode import make_grammar_compiler
     from emberline.engine.gpu.boot import boot_gpu
 
-    weights = GPURandomWeights("cuda", torch.bfloat16, packed=settings.get("weights") == "packed")
+    form = str(settings.get("weights", ""))
+    online = form if form in ONLINE_FORMATS else ""
+    weights = GPURandomWeights("cuda", torch.bfloat16, packed=form == "packed", online=online)
     has_tied_scores = find_routing(settings) == "tied"
-    others = {name: value for name, value in settings.items() if name not in ("shape", "routing")}
+    others = {name: value for name, value in settings.items() if name not in ("shape", "routing", "prefix")}
     config = EngineConfig.build("", **{"max_waiting": MAX_WAITING, **others}).with_gpu_defaults()
     model = ModelConfig.from_hf(shape_of(settings).hf_config)
     compiler = make_grammar_compiler if model == CONFIG else None

@@ -18,7 +18,12 @@ from emberline.hub.checkpoint import INDEX_FILE
 from emberline.hub.tensorfile import write_tensors
 from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
+from emberline.kernels.packed_weight import WeightLayout
+from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.models.config import ModelConfig
+from emberline.models.narrow_plan import describe_quantised, split_experts
+from emberline.models.narrow_weights import quantise_rows
+from emberline.models.weight_formats import NarrowSize, choose_online_format
 from emberline.models.weights import StackPart, Weights
 from emberline.unweight.codec import select_weight_codec
 from emberline.unweight.pack import pack_file
@@ -64,9 +69,20 @@ class GPURandomWeights(Weights):
 
     stacks_experts = True
 
-    def __init__(self, device: str | torch.device, dtype: torch.dtype, seed: int = 0, *, packed: bool = False) -> None:
+    def __init__(
+        self,
+        device: str | torch.device,
+        dtype: torch.dtype,
+        seed: int = 0,
+        *,
+        packed: bool = False,
+        online: str = "",
+    ) -> None:
+        """`online`: the format to which matrices of layers are quantised, as `--weights` does; empty: none."""
         self.device = torch.device(device)
         self.packed = packed
+        self.narrow_sizes: list[NarrowSize] = []
+        self._online = online
         self.dtype = dtype
         self.loaded_bytes = 0
         self._generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -79,6 +95,28 @@ class GPURandomWeights(Weights):
     ) -> Tensor:
         drawn = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return self._add_to_loaded_bytes(drawn.normal_(0.0, WEIGHT_STD, generator=self._generator))
+
+    def stack_expert_matrices(
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart]
+    ) -> Tensor | ops.PackedExperts:
+        count, n, k = shape
+        narrow = self._describe_narrow(count * n, k, count)
+        drawn, taken = self.stack_experts(shape, parts), self.loaded_bytes
+        if narrow is None:
+            return drawn
+        experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, narrow, narrow.nbytes)
+        self.narrow_sizes.append(NarrowSize(n, k, count, narrow.nbytes))
+        matrices = quantise_rows(drawn, narrow)
+        self.loaded_bytes = taken - drawn.nbytes + ops.fill_quantised_experts(experts, matrices)
+        return experts
+
+    def _describe_narrow(self, rows: int, columns: int, num_experts: int = 0) -> QuantisedMatrix | None:
+        found = choose_online_format(self._online, columns) if self._online else None
+        if found is None:
+            return None
+        shape = describe_quantised(found, rows, columns)
+        shape = split_experts(shape, num_experts) if num_experts else shape
+        return shape if ops.keeps_quantised(self.device, shape) else None
 
     def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
         return self._add_to_loaded_bytes(torch.ones(shape, device=self.device))
@@ -94,11 +132,20 @@ class GPURandomWeights(Weights):
         """Return one random matrix with the rows of all parts. The order of the rows does not matter."""
         return self.load_matrix(parts[0][0], sum(rows for _, rows in parts), columns)
 
-    def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
+    def linear(
+        self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False, full_precision: bool = False
+    ) -> ops.PackedWeight:
+        rows = sum(count for _, count in parts)
+        if not full_precision and (shape := self._describe_narrow(rows, columns)) is not None:
+            weight = ops.empty_quantised_weight(shape, self.device, gated=gated)
+            drawn, taken = self.stack(parts, columns), self.loaded_bytes
+            self.narrow_sizes.append(NarrowSize(rows, columns, 1, shape.nbytes))
+            matrix = quantise_rows(drawn, shape)
+            self.loaded_bytes = taken - drawn.nbytes + ops.fill_quantised_weight(weight, matrix)
+            return weight
         if not self.packed:
             return super().linear(parts, columns, gated=gated)
         drawn, taken = self.stack(parts, columns, gated=gated), self.loaded_bytes
-        rows = sum(count for _, count in parts)
         weight = ops.empty_weight(rows, columns, drawn.dtype, drawn.device, gated=gated)
         self.loaded_bytes = taken - drawn.nbytes + ops.fill_weight(weight, drawn)
         return weight
@@ -107,7 +154,9 @@ class GPURandomWeights(Weights):
         return self.load_vector(parts[0][0], sum(size for _, size in parts))
 
     def load_embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
-        return self.linear([(name, rows)], columns) if self.packed else self.load_matrix(name, rows, columns)
+        if self.packed:
+            return self.linear([(name, rows)], columns, full_precision=True)
+        return self.load_matrix(name, rows, columns)
 
     def drop_duplicate(self, name: str, original: str, rows: int, columns: int) -> bool:
         return True

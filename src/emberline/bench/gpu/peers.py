@@ -19,11 +19,11 @@ from emberline.bench.gpu import engine, openloop
 from emberline.bench.gpu.engine import (
     EngineBench,
     JobRun,
-    compute_token_cost,
     is_measurement_selected,
     run_job,
     run_measurement,
 )
+from emberline.bench.gpu.limits import compute_token_cost
 from emberline.bench.gpu.model import LLAMA_8B, write_config
 from emberline.bench.job import BenchJob
 from emberline.bench.peers.transformers import Transformers

@@ -115,6 +115,11 @@ class BenchShape:
     prompt_vocab: int  # prompts contain only ids below it, so no special tokens
     vllm_figures: Mapping[str, float] = field(default_factory=dict)  # by the name of the result
     vllm_routing: str = "random"  # how rows select experts with vLLM's dummy weights
+    vllm_narrow_figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by the setting `weights`
+
+    def with_weights(self, weights: str) -> BenchShape:
+        """Return the shape with vLLM's figures for this format of weights, if it is a narrow one."""
+        return replace(self, vllm_figures=self.vllm_narrow_figures.get(weights, self.vllm_figures))
 
     def with_routing(self, routing: str) -> BenchShape:
         """Return the shape without vLLM's figures of decode steps if its routing was another one.
@@ -143,6 +148,19 @@ SHAPES = {
             "prefill_8192_ms": 217.0,
             "prefill_30000_ms": 1065.0,
             "chat1000_out_tok_s": 11_120.0,
+        },
+        # vLLM 0.26.0, float8 weights with dynamic activations
+        vllm_narrow_figures={
+            "fp8": {
+                "decode_b1_ms": 3.54,
+                "decode_b8_ms": 3.72,
+                "decode_b32_ms": 4.87,
+                "decode_b64_ms": 5.19,
+                "decode_b256_ms": 12.0,
+                "prefill_2048_ms": 32.4,
+                "prefill_8192_ms": 144.0,
+                "chat1000_out_tok_s": 13_770.0,
+            },
         },
     ),
     # vLLM 0.26.0
@@ -189,3 +207,11 @@ def find_routing(settings: Mapping[str, Any]) -> str:
     if routing not in ROUTINGS:
         raise InvalidRequest(f"routing is {routing[:80]!r}; it must be one of {', '.join(ROUTINGS)}", param="routing")
     return routing
+
+
+def shape_of(settings: Mapping[str, Any]) -> BenchShape:
+    """Return the shape that the settings name, Llama 3.1 8B by default.
+
+    It has vLLM's figures for the same routing and format of weights."""
+    shape = find_shape(str(settings.get("shape", DEFAULT_SHAPE)))
+    return shape.with_routing(find_routing(settings)).with_weights(str(settings.get("weights", "")))

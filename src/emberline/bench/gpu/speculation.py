@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from emberline.bench import workload
-from emberline.bench.gpu.engine import CONFIG, MAX_WAITING, SETTINGS, VOCAB, compute_token_cost, make_submission
-from emberline.bench.gpu.engine import H200 as LIMITS
+from emberline.bench.gpu.engine import CONFIG, MAX_WAITING, SETTINGS, VOCAB, make_submission
+from emberline.bench.gpu.limits import H200 as LIMITS
+from emberline.bench.gpu.limits import compute_token_cost
 from emberline.bench.gpu.model import LLAMA_8B, HeadWeights, SuccessorWeights
 from emberline.bench.machine_limits import TokenCost
 from emberline.bench.report import BenchReport

@@ -1,6 +1,6 @@
 """Writes the logits of every token of some sequences, computed by llama.cpp, to a file.
 
-    python llamacpp_logits.py '{"model": .., "threads": .., "sequences": [[..], ..], "out": "logits.npz"}'
+python llamacpp_logits.py '{"model": .., "threads": .., "sequences": [[..], ..], "out": "logits.npz"}'
 """
 
 from __future__ import annotations

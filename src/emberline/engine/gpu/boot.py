@@ -7,7 +7,7 @@ import hashlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,6 @@ import torch
 
 from emberline.core.config import kernel_dir
 from emberline.core.engine_config import EngineConfig, SchedulerConfig
-from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.plan import PENDING_TOKEN, Admission, StepPlan, StepResult, WorkItem
 from emberline.core.request import Submission
@@ -32,6 +31,7 @@ from emberline.engine.gpu.portable_limits import reject_unsupported_settings
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_token_counts
+from emberline.engine.gpu.weight_format import check_packed_size, name_weight_format
 from emberline.engine.gpu.zero_weights import make_zero_weight_model
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.sampler import SamplingStateFactory
@@ -52,6 +52,7 @@ from emberline.models.reader import FileReader
 from emberline.models.sleep import iter_instances
 from emberline.models.tensor_names import ignorable_tensors, load_model
 from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_format
+from emberline.models.weight_formats import NarrowSize
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class BootedGPUEngine:
     runner: GPURunner
     plan: MemoryPlan
     seconds: Mapping[str, float]
-    weights: str = "plain"  # format in GPU memory: plain, packed or both
+    weights: str = "plain"  # format in GPU memory: plain, packed or both; fp8, int4 or quantised before them
     stored_dtype: str = ""  # of the matrices in the checkpoint's files, or their format if they are quantised
 
 
@@ -122,9 +123,9 @@ def boot_gpu(
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
     served = settings.with_settings(max_context=context)
     extra = measure_draft_model(draft := load_draft(model))
-    total, others = measure_memory(device)
+    (total, others), packed, narrow = measure_memory(device), weights.packed, weights.narrow_sizes
     plan = memory.plan_engine_memory(
-        config, served, total, dtype, packed=weights.packed, draft=extra, other_bytes=others
+        config, served, total, dtype, packed=packed, narrow=narrow, draft=extra, other_bytes=others
     )
     shape = kv_shape.make_kv_shape(config, settings.scheduler.block_size, kv_dtype, plan.groups)
     if exact := settings.gpu.exact:
@@ -168,21 +169,14 @@ def _fill_and_identify(
         seconds["pack"] = _add_packed_copies(weights, runner)
     filled = time.perf_counter()
     if weights.packed or settings.gpu.weights == "both":
-        _check_packed_size(weights.loaded_bytes, plan)
+        check_packed_size(weights.loaded_bytes, plan)
     # Computing the identity reads a little of every tensor: not while the disk is busy.
-    weight_format = "both" if settings.gpu.weights == "both" else "packed" if weights.packed else "plain"
+    weight_format = name_weight_format(weights, settings)
     # The format is part of the fingerprint, since other kernels compute other keys and values.
     suffix = (f"-{weight_format}" if weight_format != "plain" else "") + "-exact" * settings.gpu.exact
     runner.model = replace(model, fingerprint=compute_fingerprint() + suffix, weight_bytes=weights.loaded_bytes)
     seconds["identity"] = time.perf_counter() - filled
     return weight_format, seconds
-
-
-def _check_packed_size(loaded_bytes: int, plan: MemoryPlan) -> None:
-    """Raise ModelError if packed weights take clearly more memory than was planned for them."""
-    if loaded_bytes > plan.weights + plan.spare_bytes // 2:
-        message = f"packed weights take {loaded_bytes} bytes, and {plan.weights} bytes were planned for them"
-        raise ModelError(message, hint="use --weights plain")
 
 
 def boot_from_checkpoint(
@@ -212,7 +206,10 @@ def boot_from_checkpoint(
         torch.cuda.synchronize(device.torch_device)
     codec.result()
     initialized = time.perf_counter()
-    weights = DeviceWeights(checkpoint, dtype, device.torch_device, reader, packed=packed)
+    online, exact = settings.gpu.online_format, settings.gpu.exact
+    weights = DeviceWeights(
+        checkpoint, dtype, device.torch_device, reader, packed=packed, online=online, keeps_quantised=not exact
+    )
     grammars = None if make_compiler is None else partial(make_compiler, directory, config)
     booted = boot_gpu(
         config,
@@ -296,13 +293,13 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
     """Wait until the weights are loaded, and meanwhile compile kernels and run a test request.
 
     Return the seconds of each of these phases, by name."""
-    model, late = runner.model, weights.packed and isinstance(weights, DeviceWeights)
+    model, late = runner.model, isinstance(weights, DeviceWeights) and weights.fills_late
 
     def compile_and_warm_up() -> float:
         try:
-            # Packed weights are allocated only when they are loaded.
+            # Packed and quantised weights are allocated only when they are loaded.
             runner.model = make_zero_weight_model(model) if late else model
-            return compile_kernels(runner) + warm_up(runner)
+            return compile_kernels(runner, weights.narrow_sizes) + warm_up(runner)
         finally:
             runner.model = model
 
@@ -347,10 +344,11 @@ def _load_codec(checkpoint: Checkpoint) -> None:
             )
 
 
-def compile_kernels(runner: GPURunner) -> float:
+def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = ()) -> float:
     """Compile all kernels that steps need, unless an earlier start did; return the seconds spent.
 
-    A kernel that is compiled at its first use would delay a request by a second."""
+    `narrow`: the matrices that are kept quantised. A kernel that is compiled at its first use would delay a request
+    by a second."""
     began = time.perf_counter()
     if not runner.cache.keys.is_cuda:
         return 0.0
@@ -359,6 +357,7 @@ def compile_kernels(runner: GPURunner) -> float:
     facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs)]
     facts += [nvrtc.digest_sources(driver.device_options()), ops.selected_gpu_kernels().name]
     facts.append(f"drafts of recurrent layers: {runner.states is not None and runner.states.max_draft > 0}")
+    facts += sorted(set(map(repr, narrow)))
     limits = runner.shapes, runner.max_batch_tokens, runner.exact, runner.groups.windows, runner.cache.keys.dtype
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join([*facts, str(limits)]).encode()).hexdigest()[:32]}"
     if not done.exists():

@@ -119,7 +119,7 @@ class CudaStream:
         # Not torch's own context manager, which would wait for the device and empty torch's memory cache.
         with torch.cuda.stream(self._stream):
             if has_hopper_kernels():
-                wide.allocate_exchange_memory(self._stream.device)
+                wide.get_exchange_memory(self._stream.device)
             linear.arrival_counters(self._stream.device)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

@@ -76,13 +76,9 @@ class GPURunner:
         max_draft = 0 if draft_model is None else settings.speculation.max_draft_tokens
         width = -(-max_context // self._block_size)
         tables = len(self.groups.windows)
-        padding_state = None if states is None else states.padding_slot
-        self._rows = DeviceRows(
-            *(limits.max_running, width, device.torch_device, max_draft, tables, padding_state),
-            keeps_drafted_rows=states is not None and states.max_draft > 0,
-        )
-        heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         running = limits.max_running
+        self._rows = DeviceRows(running, width, device.torch_device, max_draft, tables, states)
+        heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         max_queries = min(settings.speculation.max_new_tokens, max_row_queries(model.config, draft_model))
         self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one

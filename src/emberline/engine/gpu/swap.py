@@ -269,9 +269,12 @@ def _free_cached_memory() -> None:
 
 
 def _drop_device_addresses(runner: GPURunner) -> None:
+    from emberline.kernels.cuda.fp8_weight import FP8Weight
     from emberline.kernels.cuda.linear import BF16Weight
     from emberline.models.sleep import iter_instances
 
     runner.drop_device_addresses()
-    for weight in iter_instances(BF16Weight, runner.model):
-        weight.drop_tensor_maps()
+    for plain in iter_instances(BF16Weight, runner.model):
+        plain.drop_tensor_maps()
+    for narrow in iter_instances(FP8Weight, runner.model):
+        narrow.drop_tensor_maps()

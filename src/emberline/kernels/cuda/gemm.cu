@@ -23,11 +23,16 @@
 // already passed. Bytes of the next phase cannot arrive early: their producer has waited until this CTA's warps
 // released the slot.
 //
+// Float8. Codes of x and w with scales: a step has 128 k. Scales of rows are applied by the epilogue. Scales of blocks
+// of 128 k are applied to the sums of each step, which are then added to those of the tile in float32; that takes
+// registers for both, so WIDTH is 128.
+//
 // Fragments. Warp i of a warpgroup has rows 16 i .. of its 64. Lane l holds in d[4 j + 2 r + e] row l / 4 + 8 r and
 // column 8 j + 2 (l % 4) + e. Gated: columns come in groups of 32, 16 gates and then their 16 ups, so that d[i] and d[i
 // + 8] are a gate and its up.
 #include "common.cuh"
 #include "wgmma.cuh"
+#include "wgmma_fp8.cuh"
 
 enum Epilogue { STORE, ADD, GATED };
 
@@ -35,7 +40,11 @@ constexpr int GROUPS = 2, WARPS = 4 * GROUPS, ROWS = 64 * GROUPS;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, as launched
 constexpr u32 PANEL = 128 * 64;  // bytes of 64 rows of 64 outputs
 
-template <int COLUMNS, int SHARING, bool FIXED_ORDER> struct Shape {
+enum Numbers { BF16, FP8_ROWS, FP8_BLOCKS };  // the operands, and what has a scale
+
+template <int COLUMNS, int SHARING, bool FIXED_ORDER, Numbers NUMBERS_ = BF16> struct Shape {
+  static constexpr Numbers NUMBERS = NUMBERS_;
+  static constexpr int UNIT_K = NUMBERS == BF16 ? 64 : 128;  // k of a step
   static constexpr int WIDTH = COLUMNS, CTAS = SHARING, STAGES = WIDTH == 256 ? 4 : 6;
   static constexpr bool FIXED = FIXED_ORDER, CAN_SPLIT = FIXED && WIDTH == 128;  // wider tiles have too few registers
   static constexpr u32 X_BYTES = 128 * ROWS, W_BYTES = 128 * WIDTH, SLOT = X_BYTES + W_BYTES;
@@ -138,12 +147,13 @@ DEVICE void fetch(Ring ring, const TensorMap* x_map, const TensorMap* w_map, con
     row = (at.x * S::CTAS + int(rank)) * ROWS, column = at.y * S::WIDTH;
   };
   const auto fetch_x = [&](int stage, int unit) {
-    copy_tile(ring.slots + stage * S::SLOT, x_map, 64 * unit, row, ring.full + 8 * stage, policy);
+    copy_tile(ring.slots + stage * S::SLOT, x_map, S::UNIT_K * unit, row, ring.full + 8 * stage, policy);
   };
   const auto fetch_w = [&] {
     constexpr int PART = S::WIDTH / S::CTAS;
     const u32 at = ring.slots + ring.stage * S::SLOT + S::X_BYTES + rank * PART * 128;
-    copy_tile_multicast<S::CTAS>(at, w_map, 64 * unit, column + int(rank) * PART, ring.full + 8 * ring.stage, policy);
+    copy_tile_multicast<S::CTAS>(at, w_map, S::UNIT_K * unit, column + int(rank) * PART, ring.full + 8 * ring.stage,
+                                 policy);
     ring.advance();
   };
   set_tile(tiles.first);
@@ -192,7 +202,10 @@ template <class S> DEVICE void accumulate_tile(float (&d)[S::WIDTH / 2], Ring& r
     const u64 x = matrix_descriptor(at + group * 8192), w = matrix_descriptor(at + S::X_BYTES);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; step++) wgmma(d, x + 2 * step, w + 2 * step, step ? 1 : i);
+    for (int step = 0; step < 4; step++) {
+      if constexpr (S::NUMBERS == BF16) wgmma(d, x + 2 * step, w + 2 * step, step ? 1 : i);
+      else wgmma_fp8(d, x + 2 * step, w + 2 * step, step ? 1 : i);
+    }
     wgmma_commit();
     wgmma_wait<1>();
     if (i) release_slot<S>(ring.empty + 8 * last);
@@ -203,6 +216,50 @@ template <class S> DEVICE void accumulate_tile(float (&d)[S::WIDTH / 2], Ring& r
   wgmma_wait<0>();
   order_after_wait(d);
   release_slot<S>(ring.empty + 8 * last);
+}
+
+// Float8 scales: of the rows of w and x, or of blocks: w [n / 16][units], x [units][x_pitch].
+struct Scales {
+  const float *w, *x;
+  int x_pitch, units;
+};
+DEVICE float load_past_l1(const float* at) {
+  float x;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
+  return x;
+}
+
+// The same if blocks have scales: the sums of each step are multiplied by them, and added to `total` in float32. `row`:
+// the lane's first row of x.
+template <class S>
+DEVICE void accumulate_blocks(float (&total)[S::WIDTH / 2], Ring& ring, int units, u32 group, int signal,
+                              const Scales& scales, int row, int column, int m, int n) {
+  constexpr int BLOCKS = S::WIDTH / 16;
+  float d[S::WIDTH / 2];
+#pragma unroll
+  for (int i = 0; i < S::WIDTH / 2; i++) total[i] = 0.f;
+#pragma unroll 1
+  for (int i = 0; i < units; i++) {
+    float of_x[2], of_w[BLOCKS];
+#pragma unroll
+    for (int r = 0; r < 2; r++) of_x[r] = load_past_l1(scales.x + i64(i) * scales.x_pitch + min(row + 8 * r, m - 1));
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) of_w[b] = scales.w[min(column / 16 + b, n / 16 - 1) * scales.units + i];
+    barrier_wait_without_trap(ring.full + 8 * ring.stage, ring.parity);
+    const u32 at = ring.slots + ring.stage * S::SLOT;
+    const u64 x = matrix_descriptor(at + group * 8192), w = matrix_descriptor(at + S::X_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; step++) wgmma_fp8(d, x + 2 * step, w + 2 * step, step ? 1 : 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    order_after_wait(d);
+    release_slot<S>(ring.empty + 8 * ring.stage);
+    if (i == signal) asm volatile("bar.arrive 3, 256;" ::: "memory");
+    ring.advance();
+#pragma unroll
+    for (int j = 0; j < S::WIDTH / 2; j++) total[j] += d[j] * (of_x[j / 2 % 2] * of_w[j / 8]);
+  }
 }
 
 // The same with k in `split` parts. The first part has more than one step, so that `signal` is reached.
@@ -255,6 +312,7 @@ struct Outputs {
   u32 panels;  // two panels in shared memory, used alternately
   int row, column, m, n;
   const float* bias;  // added to the sums if FIXED; null for none. Not supported if gated
+  Scales scales;      // float8
 };
 
 // Applies the epilogue to the sums, 64 columns at a time: rounds them, writes them to a panel in shared memory, and
@@ -264,6 +322,13 @@ DEVICE void finish(const float (&d)[S::WIDTH / 2], Ring& ring, const Outputs& to
   constexpr int PANELS = S::WIDTH / (EPILOGUE == GATED ? 128 : 64);
   const bool leader = threadIdx.x % 128 == 0;
   const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16, side = lane / 16;
+  constexpr bool SCALED = S::NUMBERS == FP8_ROWS;
+  float of_x[2] = {};
+  if constexpr (SCALED) {
+    const int first = to.row + int(threadIdx.x / 32 % 4 * 16 + lane / 4);
+#pragma unroll
+    for (int r = 0; r < 2; r++) of_x[r] = load_past_l1(to.scales.x + min(first + 8 * r, to.m - 1));
+  }
 #pragma unroll
   for (int panel = 0; panel < PANELS; panel++) {
     const u32 at = to.panels + panel % 2 * PANEL;
@@ -278,15 +343,29 @@ DEVICE void finish(const float (&d)[S::WIDTH / 2], Ring& ring, const Outputs& to
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float* const c = d + (EPILOGUE == GATED ? 16 : 8) * (4 * panel + s) + 2 * i;
-        float first = c[0], second = c[1];
+        float first = c[0], second = c[1], up_first = 0.f, up_second = 0.f;
+        if (EPILOGUE == GATED) up_first = c[8], up_second = c[9];
+        if constexpr (SCALED) {  // rows of w beyond n have no scale; their outputs are not stored
+          constexpr int STEP = EPILOGUE == GATED ? 32 : 16;
+          const int of_column = (EPILOGUE == GATED ? 2 : 1) * to.column + STEP * (4 * panel + s) + 8 * (i / 2) +
+                                2 * int(lane % 4);
+          if (of_column < (EPILOGUE == GATED ? 2 : 1) * to.n) {
+            const float2 w = *reinterpret_cast<const float2*>(to.scales.w + of_column);
+            first *= of_x[i % 2] * w.x, second *= of_x[i % 2] * w.y;
+            if (EPILOGUE == GATED) {
+              const float2 up = *reinterpret_cast<const float2*>(to.scales.w + of_column + 16);
+              up_first *= of_x[i % 2] * up.x, up_second *= of_x[i % 2] * up.y;
+            }
+          }
+        }
         const int column = to.column + 64 * panel + 16 * s + 8 * (i / 2) + 2 * int(lane % 4);
         if (S::FIXED && EPILOGUE != GATED && to.bias && column < to.n)
           first += to.bias[column], second += to.bias[column + 1];
         if (EPILOGUE == STORE) v[i] = pack(first, second);
         if (EPILOGUE == ADD) v[i] = pack(first + low(more[i]), second + high(more[i]));
         if (EPILOGUE == GATED) {
-          const u32 gates = pack(c[0], c[1]);
-          v[i] = multiply_pairs(pack(silu(low(gates)), silu(high(gates))), pack(c[8], c[9]));
+          const u32 gates = pack(first, second);
+          v[i] = multiply_pairs(pack(silu(low(gates)), silu(high(gates))), pack(up_first, up_second));
         }
       }
       store_matrices(at + swizzled_offset(row, 2 * s + side), v);
@@ -306,43 +385,51 @@ DEVICE void finish(const float (&d)[S::WIDTH / 2], Ring& ring, const Outputs& to
 
 template <class S, Epilogue EPILOGUE>
 DEVICE void compute(Ring ring, const TensorMap* out_map, u32 panels, Tiles tiles, int m, int n, int units, u32 rank,
-                    u32 group, int lag, int split, const float* bias) {
+                    u32 group, int lag, int split, const float* bias, const Scales& scales) {
   float d[S::WIDTH / 2];
   int signal = group == 0 && lag > 0 ? min(lag, units - 1) : -1;
   if (group == 1 && lag > 0) asm volatile("bar.sync 3, 256;" ::: "memory");
   const int half = EPILOGUE == GATED ? 2 : 1;
 #pragma unroll 1
   for (int tile = tiles.first; tile < tiles.count(); tile += tiles.stride) {
-    if (S::CAN_SPLIT && split > 1) accumulate_parts<S>(d, ring, units, split, group, signal);
-    else accumulate_tile<S>(d, ring, units, group, signal);
-    signal = -1;
     const int2 at = tiles.position(tile);
     const int row = (at.x * S::CTAS + int(rank)) * ROWS + int(group) * 64;
-    finish<S, EPILOGUE>(d, ring, Outputs{out_map, panels, row, at.y * S::WIDTH / half, m, n / half, bias}, group);
+    if constexpr (S::NUMBERS == FP8_BLOCKS)
+      accumulate_blocks<S>(d, ring, units, group, signal, scales, row + int(threadIdx.x / 32 % 4 * 16 +
+                             threadIdx.x % 32 / 4), at.y * S::WIDTH, m, n);
+    else if (S::CAN_SPLIT && split > 1) accumulate_parts<S>(d, ring, units, split, group, signal);
+    else accumulate_tile<S>(d, ring, units, group, signal);
+    signal = -1;
+    finish<S, EPILOGUE>(d, ring, Outputs{out_map, panels, row, at.y * S::WIDTH / half, m, n / half, bias, scales},
+                        group);
   }
   if (threadIdx.x % 128 == 0) wait_for_stores();
 }
+
+struct Arguments {
+  const TensorMap *x_map, *w_map, *out_map, *residual_map;
+  int m, n, k, band, lag, pdl, split;
+  const float* bias;
+  Scales scales;
+};
 
 // 384 threads: one thread of the first warpgroup is the producer, the other two warpgroups are consumers. The grid has
 // at most as many clusters as there are tiles. Boxes of the tensor maps: 128 rows of x and of the residual, WIDTH /
 // CTAS rows of w, 64 x 64 outputs. `pdl`: launched while the preceding kernel may still run. `split` and `bias` have an
 // effect only if FIXED.
-template <int WIDTH, int CTAS, Epilogue EPILOGUE, bool FIXED = false>
-__global__ void __launch_bounds__(384, 1)
-    gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-         const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap residual_map, int m, int n, int k,
-         int band, int lag, int pdl, int split, const float* bias) {
-  using S = Shape<WIDTH, CTAS, FIXED>;
+template <class S, Epilogue EPILOGUE> DEVICE void run(const Arguments& args) {
+  constexpr int CTAS = S::CTAS;
   let_next_kernel_start();
   extern __shared__ u8 unaligned[];
   const u32 base = (shared_address(unaligned) + 1023) & ~1023u, barriers = base + S::BARRIERS;
   const u32 group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0), rank = blockIdx.x % CTAS;
+  const int units = (args.k + S::UNIT_K - 1) / S::UNIT_K;
   const Ring ring{base, barriers, barriers + 8 * S::STAGES, S::STAGES};
-  const Tiles tiles{(m + ROWS * CTAS - 1) / (ROWS * CTAS), (n + WIDTH - 1) / WIDTH, band, int(blockIdx.x) / CTAS,
-                    int(gridDim.x) / CTAS};
+  const Tiles tiles{(args.m + ROWS * CTAS - 1) / (ROWS * CTAS), (args.n + S::WIDTH - 1) / S::WIDTH, args.band,
+                    int(blockIdx.x) / CTAS, int(gridDim.x) / CTAS};
   if (threadIdx.x == 0) {
-    prefetch_map(&x_map), prefetch_map(&w_map), prefetch_map(&out_map);
-    if (EPILOGUE == ADD) prefetch_map(&residual_map);
+    prefetch_map(args.x_map), prefetch_map(args.w_map), prefetch_map(args.out_map);
+    if (EPILOGUE == ADD) prefetch_map(args.residual_map);
 #pragma unroll 1
     for (int i = 0; i < S::STAGES; i++) {
       barrier_init(ring.full + 8 * i, 1);
@@ -354,7 +441,8 @@ __global__ void __launch_bounds__(384, 1)
   else cluster_sync();
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-    if (threadIdx.x == 0) fetch<S, EPILOGUE>(ring, &x_map, &w_map, &residual_map, tiles, k / 64, rank, pdl);
+    if (threadIdx.x == 0)
+      fetch<S, EPILOGUE>(ring, args.x_map, args.w_map, args.residual_map, tiles, units, rank, args.pdl);
     __syncwarp();
     wait_for_previous_kernel();
     if (CTAS > 1) cluster_sync();  // a CTA must not exit before its peers stop arriving at its barriers
@@ -362,9 +450,28 @@ __global__ void __launch_bounds__(384, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     wait_for_previous_kernel();
     const u32 panels = base + S::PANELS + (group - 1) * 2 * PANEL;
-    compute<S, EPILOGUE>(ring, &out_map, panels, tiles, m, n, k / 64, rank, group - 1, lag, split,
-                         bias);
+    compute<S, EPILOGUE>(ring, args.out_map, panels, tiles, args.m, args.n, units, rank, group - 1, args.lag,
+                         args.split, args.bias, args.scales);
     __syncwarp();
     if (CTAS > 1) cluster_sync();
   }
+}
+
+template <int WIDTH, int CTAS, Epilogue EPILOGUE, bool FIXED = false>
+__global__ void __launch_bounds__(384, 1)
+    gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+         const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap residual_map, int m, int n, int k,
+         int band, int lag, int pdl, int split, const float* bias) {
+  run<Shape<WIDTH, CTAS, FIXED>, EPILOGUE>(
+      Arguments{&x_map, &w_map, &out_map, &residual_map, m, n, k, band, lag, pdl, split, bias});
+}
+
+template <int WIDTH, int CTAS, Epilogue EPILOGUE, Numbers NUMBERS>
+__global__ void __launch_bounds__(384, 1)
+    gemm_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+             const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap residual_map, int m, int n,
+             int k, int band, int lag, int pdl, const float* w_scales, const float* x_scales, int x_pitch) {
+  run<Shape<WIDTH, CTAS, false, NUMBERS>, EPILOGUE>(
+      Arguments{&x_map, &w_map, &out_map, &residual_map, m, n, k, band, lag, pdl, 0, nullptr,
+                Scales{w_scales, x_scales, x_pitch, (k + 127) / 128}});
 }

@@ -7,8 +7,8 @@ the same bits as for plain weights. Up to 384 rows, products with uw12 weights a
 Products with more rows use cuBLAS, for which uw12 weights are unpacked first; with a `WeightUnpacker`, the next matrix
 is unpacked during the current product. If a weight is kept both plain and as uw12, each product reads the faster form.
 A weight with `fixed_order` uses `cuda/fixed_order.py` for any number of rows, so that a row's result does not depend on
-the other rows. All our kernels use programmatic dependent launch: they may start before the preceding kernel in the
-stream has ended.
+the other rows. `cuda/fp8.py` has the products with float8 weights. All our kernels use programmatic dependent launch:
+they may start before the preceding kernel in the stream has ended.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from emberline.kernels import worklist
 from emberline.kernels.arguments import AttentionInputs, LinearLayer, LinearOutput
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
 from emberline.kernels.attention_support import ScoreKind
-from emberline.kernels.cuda import cublas, decode, fixed_order, gemm, prefill, uw12, wide, wide_parts
+from emberline.kernels.cuda import cublas, decode, fixed_order, fp8, fp8_weight, gemm, prefill, uw12, wide, wide_parts
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
+from emberline.kernels.cuda.fp8_weight import FP8Weight
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.portable_backend import (
     PortableBackend,
@@ -41,6 +42,7 @@ from emberline.kernels.portable_backend import (
     run_split_decode,
     unpacked_rows,
 )
+from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.triton import activation, attention, widen
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
@@ -61,6 +63,17 @@ class HopperBackend(PortableBackend):
         handle = skinny.BF16Weight(weight) if has_own_kernel else None
         return PackedWeight(weight, n, k, weight.dtype, WeightLayout.ROWS, gated, weight.data_ptr(), handle)
 
+    def keeps_quantised(self, matrix: QuantisedMatrix) -> bool:
+        return fp8_weight.supports(matrix)
+
+    def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
+        return fp8.pack(matrix, gated=gated) or super().pack_quantised(matrix, gated=gated)
+
+    def arrange_gate_rows(self, weight: Tensor) -> Tensor:
+        width, columns = len(weight) // 2, weight.shape[1]
+        group = gate_group(width)
+        return weight.view(2, width // group, group, columns).transpose(0, 1).reshape(weight.shape)
+
     def add_packed_copy(self, weight: PackedWeight) -> int:
         if weight.uw12_copy is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:
             return 0  # a tied LM head is the embedding too, so it is visited twice
@@ -70,6 +83,8 @@ class HopperBackend(PortableBackend):
         return packed.nbytes
 
     def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
+        if isinstance(layer.weight.handle, FP8Weight):
+            return fp8.linear(x, layer, output)
         x, w, bias = apply_norm(x, layer), layer.weight, layer.bias
         add_to, out, is_float32, unpacker = output
         if product := _find_custom_kernel(x, w):
@@ -97,6 +112,8 @@ class HopperBackend(PortableBackend):
     def gate_up_silu(
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
+        if isinstance(layer.weight.handle, FP8Weight):
+            return fp8.gate_up_silu(x, layer, out)
         x, w = apply_norm(x, layer), layer.weight
         width = w.n // 2
         y = x.new_empty(len(x), width) if out is None else out

@@ -8,31 +8,53 @@
 //
 // Weights. `PlainRows`: bf16, fetched by TMA through a tensor map. `PackedUnits`: uw12, see uw12.cuh; a slot then has
 // BLOCKS units, which are decoded in registers to the same fragments as plain rows, so that both sum the same numbers.
-// The headers of a tile's rows are in shared memory beside the rings, together with those of the next tile.
+// The headers of a tile's rows are in shared memory beside the rings, together with those of the next tile. `Fp8Rows`
+// and `Fp8Blocks`: float8 codes with scales, see fp8.cuh; a unit has 128 k, and two tiles of x.
 //
 // Order of sums. An output is the sum over warps, in order, of each warp's sum unit by unit. It depends on k and WARPS
 // only, not on m, the row of x, BLOCKS, the stages or the grid.
 #include "common.cuh"
 #include "uw12.cuh"
+#include "fp8.cuh"
 
 enum Epilogue { STORE, STORE_F32, ADD, GATED };
 
+// BLOCK_BYTES: bytes of 16 rows of a unit. X_TILES: tiles of 64 k in a unit. SCALED: rows have scales, for the epilogue.
 struct PlainRows {
-  static constexpr u32 BLOCK_BYTES = 2048;  // 16 rows x 64 k
+  static constexpr u32 BLOCK_BYTES = 2048;
+  static constexpr int X_TILES = 1;
+  static constexpr bool SCALED = false;
   TensorMap map;
 };
 struct PackedUnits {
   static constexpr u32 BLOCK_BYTES = UNIT_BYTES;
+  static constexpr int X_TILES = 1;
+  static constexpr bool SCALED = false;
   const u8 *planes, *headers;
   u32 stride;  // bytes of a header
   int blocks;  // n / 16
+};
+struct Fp8Rows {
+  static constexpr u32 BLOCK_BYTES = 2048;
+  static constexpr int X_TILES = 2;
+  static constexpr bool SCALED = true;
+  TensorMap map;
+  const float* scales;  // [n]
+};
+struct Fp8Blocks {
+  static constexpr u32 BLOCK_BYTES = 2048;
+  static constexpr int X_TILES = 2;
+  static constexpr bool SCALED = false;  // the scales are applied to the sums of each unit
+  TensorMap map;
+  const float* scales;  // [n / 16][units]
 };
 
 template <class W, int BLOCKS, int TILES, int WARPS> struct Shape {
   static constexpr int ROWS = 16 * BLOCKS;     // rows of w in a tile
   static constexpr int COLUMNS = 8 * TILES;    // rows of x, which are the columns of a product w x^T
   static constexpr int THREADS = 32 * WARPS;
-  static constexpr u32 X_BYTES = 128 * COLUMNS, W_BYTES = W::BLOCK_BYTES * BLOCKS;
+  static constexpr bool SCALED = W::SCALED;
+  static constexpr u32 X_TILE_BYTES = 128 * COLUMNS, X_BYTES = W::X_TILES * X_TILE_BYTES, W_BYTES = W::BLOCK_BYTES * BLOCKS;
   static constexpr u32 SLOT = (X_BYTES + W_BYTES + 1023) & ~1023u;  // tiles of x must be aligned to 1024
   // Floats; padded to avoid bank conflicts between lanes that write adjacent columns.
   static constexpr int PITCH = ROWS + 4;
@@ -56,6 +78,18 @@ DEVICE u32 fetch_bytes(const PlainRows&, int, int, int) { return PlainRows::BLOC
 template <int BLOCKS>
 DEVICE void fetch(const PlainRows& w, u32 to, int tile, int unit, int, u32 barrier, u64 policy) {
   copy_tile(to, &w.map, 64 * unit, 16 * BLOCKS * tile, barrier, policy);
+}
+template <int BLOCKS>
+DEVICE u32 fetch_bytes(const Fp8Rows&, int, int, int) { return Fp8Rows::BLOCK_BYTES * BLOCKS; }
+template <int BLOCKS>
+DEVICE void fetch(const Fp8Rows& w, u32 to, int tile, int unit, int, u32 barrier, u64 policy) {
+  copy_tile(to, &w.map, 128 * unit, 16 * BLOCKS * tile, barrier, policy);
+}
+template <int BLOCKS>
+DEVICE u32 fetch_bytes(const Fp8Blocks&, int, int, int) { return Fp8Blocks::BLOCK_BYTES * BLOCKS; }
+template <int BLOCKS>
+DEVICE void fetch(const Fp8Blocks& w, u32 to, int tile, int unit, int, u32 barrier, u64 policy) {
+  copy_tile(to, &w.map, 128 * unit, 16 * BLOCKS * tile, barrier, policy);
 }
 // The units of 64 rows are adjacent. Three blocks may belong to two groups of 64 rows, and there may be fewer at the
 // end.
@@ -96,13 +130,18 @@ template <class W, class S, int BLOCKS> struct Ring {
     }
     __syncwarp();
   }
+  DEVICE void copy_x(u32 to, int unit, u32 barrier) const {
+#pragma unroll
+    for (int i = 0; i < W::X_TILES; i++)
+      copy_tile(to + i * S::X_TILE_BYTES, x, 64 * (W::X_TILES * unit + i), 0, barrier, evict_last);
+  }
   // Fetches the next step, if any, into its slot, which must be free.
   DEVICE void fetch(int lane, bool with_x) {
     if (remaining == 0) return;
     if (lane == 0) {
       const u32 at = slots + slot * S::SLOT, barrier = barriers + 8 * slot;
       barrier_expect_bytes(barrier, x_bytes + fetch_bytes<BLOCKS>(*weights, tile, unit_of(unit), total_units));
-      if (with_x) copy_tile(at, x, 64 * unit_of(unit), 0, barrier, evict_last);
+      if (with_x) copy_x(at, unit_of(unit), barrier);
       ::fetch<BLOCKS>(*weights, at + S::X_BYTES, tile, unit_of(unit), total_units, barrier, evict_first);
     }
     remaining--;
@@ -116,7 +155,7 @@ template <class W, class S, int BLOCKS> struct Ring {
   DEVICE void fetch_x(int count) const {
 #pragma unroll 1
     for (int i = 0, j = 0; i < count; i++) {
-      copy_tile(slots + i * S::SLOT, x, 64 * unit_of(j), 0, barriers + 8 * i, evict_last);
+      copy_x(slots + i * S::SLOT, unit_of(j), barriers + 8 * i);
       if (++j == units) j = 0;
     }
   }
@@ -159,6 +198,17 @@ template <int BLOCKS> struct Headers<PackedUnits, BLOCKS> {
   }
 };
 
+template <int BLOCKS, int TILES>
+DEVICE void multiply_into(float (&sums)[BLOCKS][TILES][4], const u32 (&a)[BLOCKS][4][4], const u32 (&b)[TILES][2][4]) {
+#pragma unroll
+  for (int f = 0; f < 4; f++)
+#pragma unroll
+    for (int r = 0; r < BLOCKS; r++)
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+        multiply(sums[r][t], a[r][f], b[t][f / 2][2 * (f % 2)], b[t][f / 2][2 * (f % 2) + 1]);
+}
+
 // Fragments of w that a warp loads from a slot. Chunk c of a row is k 8c .. 8c + 7; an mma has 16 k.
 template <class W, int BLOCKS> struct WeightFragments {
   u32 a[BLOCKS][4][4];
@@ -171,7 +221,10 @@ template <class W, int BLOCKS> struct WeightFragments {
 #pragma unroll
       for (int f = 0; f < 4; f++) load_matrices(a[r][f], tile + 2048 * r + (at ^ (32 * f)));
   }
-  DEVICE void decode(int, int) {}
+  template <int TILES>
+  DEVICE void multiply_into(float (&sums)[BLOCKS][TILES][4], const u32 (&b)[TILES][2][4], int, int) {
+    ::multiply_into(sums, a, b);
+  }
 };
 template <int BLOCKS> struct WeightFragments<PackedUnits, BLOCKS> {
   u32 a[BLOCKS][4][4];
@@ -213,6 +266,76 @@ template <int BLOCKS> struct WeightFragments<PackedUnits, BLOCKS> {
       if (escapes[r].has(j & 31)) escapes[r].restore(a[r], headers + r * stride + escapes_offset(units), j & 31, lane);
     }
   }
+  template <int TILES>
+  DEVICE void multiply_into(float (&sums)[BLOCKS][TILES][4], const u32 (&b)[TILES][2][4], int j, int lane) {
+    decode(j, lane);
+    ::multiply_into(sums, a, b);
+  }
+};
+// Codes are decoded just before they are multiplied: decoded, they take twice as many registers.
+template <int BLOCKS> struct CodeFragments {
+  u32 codes[BLOCKS][4][4];
+  DEVICE void load(u32 tile, int, int lane) {
+    const u32 at = swizzled_offset(lane & 15, lane >> 4);
+#pragma unroll
+    for (int r = 0; r < BLOCKS; r++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) load_matrices(codes[r][i], tile + 2048 * r + (at ^ (32 * i)));
+  }
+  // Chunk f of a row is k 16f .. 16f + 15: one mma. The tiles of the upper 64 k are behind those of the lower.
+  template <int TILES>
+  DEVICE void multiply_codes(float (&sums)[BLOCKS][TILES][4], const u32 (&b)[2 * TILES][2][4]) const {
+#pragma unroll
+    for (int f = 0; f < 8; f++)
+#pragma unroll
+      for (int r = 0; r < BLOCKS; r++) {
+        u32 a[4];
+        decode_codes(a[0], a[2], codes[r][f / 2][2 * (f % 2)]);
+        decode_codes(a[1], a[3], codes[r][f / 2][2 * (f % 2) + 1]);
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+          const u32(&x)[4] = b[f / 4 * TILES + t][f % 4 / 2];
+          multiply(sums[r][t], a, x[2 * (f % 2)], x[2 * (f % 2) + 1]);
+        }
+      }
+  }
+};
+template <int BLOCKS> struct WeightFragments<Fp8Rows, BLOCKS> : CodeFragments<BLOCKS> {
+  DEVICE void start_tile(const Fp8Rows&, u32, int, int, int, int, int) {}
+  template <int TILES>
+  DEVICE void multiply_into(float (&sums)[BLOCKS][TILES][4], const u32 (&b)[2 * TILES][2][4], int, int) {
+    this->multiply_codes(sums, b);
+  }
+};
+template <int BLOCKS> struct WeightFragments<Fp8Blocks, BLOCKS> : CodeFragments<BLOCKS> {
+  const float* from;       // the scales of the tile's first block
+  float scale[BLOCKS];     // lane j: the scale of unit j of the warp's current 32
+  int first, step, units;  // unit j of the warp is unit first + j step of k
+
+  DEVICE void start_tile(const Fp8Blocks& w, u32, int tile, int warp, int warps, int total_units, int lane) {
+    from = w.scales + i64(BLOCKS * tile) * total_units, first = warp, step = warps, units = total_units;
+    read_scales(0, lane);
+  }
+  // Rows beyond n have zero codes; the buffer is padded so that their scales can be read.
+  DEVICE void read_scales(int j, int lane) {
+    const int unit = first + (j + lane) * step;
+#pragma unroll
+    for (int r = 0; r < BLOCKS; r++) scale[r] = unit < units ? from[r * units + unit] : 0.f;
+  }
+  template <int TILES>
+  DEVICE void multiply_into(float (&sums)[BLOCKS][TILES][4], const u32 (&b)[2 * TILES][2][4], int j, int lane) {
+    if (j && (j & 31) == 0) read_scales(j, lane);
+    float unit_sums[BLOCKS][TILES][4] = {};
+    this->multiply_codes(unit_sums, b);
+#pragma unroll
+    for (int r = 0; r < BLOCKS; r++) {
+      const float factor = __shfl_sync(ALL_LANES, scale[r], j & 31);
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[r][t][i] += factor * unit_sums[r][t][i];
+    }
+  }
 };
 
 // Fragments of x.
@@ -227,17 +350,6 @@ template <int TILES> struct InputFragments {
     }
   }
 };
-
-template <int BLOCKS, int TILES>
-DEVICE void multiply_into(float (&sums)[BLOCKS][TILES][4], const u32 (&a)[BLOCKS][4][4], const u32 (&b)[TILES][2][4]) {
-#pragma unroll
-  for (int f = 0; f < 4; f++)
-#pragma unroll
-    for (int r = 0; r < BLOCKS; r++)
-#pragma unroll
-      for (int t = 0; t < TILES; t++)
-        multiply(sums[r][t], a[r][f], b[t][f / 2][2 * (f % 2)], b[t][f / 2][2 * (f % 2) + 1]);
-}
 
 // Stores a warp's sums as [column][row].
 template <class S, int BLOCKS, int TILES>
@@ -272,6 +384,11 @@ DEVICE float gated(float gate, float up) {
   return to_float(to_bf16(silu)) * to_float(to_bf16(up));
 }
 
+template <class W> DEVICE const float* scales_of(const W& weights) {
+  if constexpr (W::SCALED) return weights.scales;
+  else return nullptr;
+}
+
 // The epilogue. The CTA's threads share a tile's outputs in pairs: item i is pair i % PAIRS of column i / PAIRS.
 // Residual and bias are loaded before the weights are streamed, which hides their latency.
 template <class S, int WARPS, Epilogue EPILOGUE> struct Outputs {
@@ -280,9 +397,10 @@ template <class S, int WARPS, Epilogue EPILOGUE> struct Outputs {
   void* out;
   const bf16* residual;
   const float* bias;
-  int n, m, width;  // width: columns of out
+  const float* scales;  // of the rows of w; null if not SCALED
+  int n, m, width;      // width: columns of out
   u32 added[ITEMS];
-  float2 shift[ITEMS];
+  float2 shift[ITEMS], scale[ITEMS];
 
   static DEVICE int column(int i) { return (threadIdx.x + S::THREADS * i) / PAIRS; }
   static DEVICE int pair(int i) { return (threadIdx.x + S::THREADS * i) % PAIRS; }
@@ -297,6 +415,7 @@ template <class S, int WARPS, Epilogue EPILOGUE> struct Outputs {
       added[i] = 0;
       shift[i] = make_float2(0.f, 0.f);
       if (!is_inside(i, tile)) continue;
+      if (S::SCALED) scale[i] = *reinterpret_cast<const float2*>(scales + S::ROWS * tile + row(i));
       if (EPILOGUE == ADD) added[i] = load_past_l1(residual + offset(i, tile));
       if (EPILOGUE != GATED && bias) shift[i] = *reinterpret_cast<const float2*>(bias + S::ROWS * tile + row(i));
     }
@@ -307,8 +426,13 @@ template <class S, int WARPS, Epilogue EPILOGUE> struct Outputs {
       if (!is_inside(i, tile)) continue;
       const float* at = partials + column(i) * S::PITCH + row(i);
       float2 y = sum_partials<WARPS>(at, pitch);
+      if (S::SCALED) y = make_float2(y.x * scale[i].x, y.y * scale[i].y);
       if (EPILOGUE == GATED) {
         float2 up = sum_partials<WARPS>(at + 16, pitch);
+        if (S::SCALED) {
+          const float* from = scales + S::ROWS * tile + row(i) + 16;
+          up = make_float2(up.x * from[0], up.y * from[1]);
+        }
         if (bias) {
           const float* from = bias + S::ROWS * tile + row(i);
           y = make_float2(y.x + from[0], y.y + from[1]);
@@ -346,10 +470,11 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
 
   const int tiles = (n + S::ROWS - 1) / S::ROWS, count = (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
   // Units of k, and of each warp; those beyond k are read as zero.
-  const int total_units = k / 64, units = (total_units + WARPS - 1) / WARPS;
+  constexpr int UNIT_K = 64 * W::X_TILES;
+  const int total_units = (k + UNIT_K - 1) / UNIT_K, units = (total_units + WARPS - 1) / WARPS;
   Headers<W, BLOCKS> headers;
   headers.open(weights, headers_at, barriers + 8 * WARPS * stages, count);
-  Ring<W, S, BLOCKS> ring{&weights, &x, 128u * m, base + warp * ring_bytes, barriers + 8 * warp * stages, stages, warp,
+  Ring<W, S, BLOCKS> ring{&weights, &x, 128u * m * W::X_TILES, base + warp * ring_bytes, barriers + 8 * warp * stages, stages, warp,
                           units, WARPS, total_units, l2_evict_first(), l2_evict_last(), int(blockIdx.x), 0, 0,
                           count * units};
   const int prefetched = min(stages, ring.remaining);
@@ -360,7 +485,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   if (pdl && lane == 0) ring.fetch_x(prefetched);
   headers.sync_open();
 
-  Outputs<S, WARPS, EPILOGUE> outputs{out, residual, bias, n, m, EPILOGUE == GATED ? n / 2 : n};
+  Outputs<S, WARPS, EPILOGUE> outputs{out, residual, bias, scales_of(weights), n, m, EPILOGUE == GATED ? n / 2 : n};
   u32 parity = 0;
 #pragma unroll 1
   for (int i = 0, slot = 0; i < count; i++) {
@@ -374,13 +499,12 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
     for (int j = 0; j < units; j++) {
       barrier_wait(ring.barriers + 8 * slot, parity);
       const u32 at = ring.slots + slot * S::SLOT;
-      InputFragments<TILES> columns;
+      InputFragments<W::X_TILES * TILES> columns;
       columns.load(at, lane);
       rows.load(at + S::X_BYTES, j, lane);
       __syncwarp();  // all lanes have read the slot
       if (buffers || j + 1 < units) ring.fetch(lane, true);
-      rows.decode(j, lane);
-      multiply_into(sums, rows.a, columns.b);
+      rows.multiply_into(sums, columns.b, j, lane);
       last = slot;
       if (++slot == stages) slot = 0, parity ^= 1;
     }

@@ -7,15 +7,17 @@ order.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, make_tensor_map
+from emberline.kernels.cuda.fp8_weight import FP8Weight
 from emberline.kernels.cuda.uw12 import UNIT_BYTES, PackedUnits, UW12Weight
 
 FILE = "linear.cu"
@@ -40,6 +42,13 @@ MEASURED_PACKED = {
     (1, 128256, 4096): (4, 1, 3),
 }
 
+MEASURED_FP8 = {  # the same for float8 weights
+    (1, 6144, 4096): (2, 2, 2),
+    (2, 6144, 4096): (3, 1, 2),
+    (1, 4096, 4096): (2, 2, 2),
+    (2, 4096, 4096): (3, 1, 2),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SkinnyPlan:
@@ -53,10 +62,16 @@ class SkinnyPlan:
     grid: int  # CTAs
     header_stride: int = 0  # bytes of a header of packed weights; 0: plain bf16 rows
     max_ctas_per_sm: int = 0  # CTAs that shall run on an SM at once; 0: as many as fit
+    fp8_source: str = ""  # `FP8Weight.kernel_source`; "": not float8
 
     def kernel_name(self, epilogue: str) -> str:
-        source = "PackedUnits" if self.header_stride else "PlainRows"
+        source = self.fp8_source or ("PackedUnits" if self.header_stride else "PlainRows")
         return f"linear<{source}, {self.blocks}, {self.tiles}, {self.warps}, {epilogue}>"
+
+    @property
+    def x_tiles(self) -> int:
+        """Tiles of x, of SLOT_K columns, in a stage."""
+        return 2 if self.fp8_source else 1
 
     @property
     def stage_weight_bytes(self) -> int:
@@ -75,7 +90,7 @@ class SkinnyPlan:
 
     @property
     def _layout_bytes(self) -> int:
-        slot = 1024 * (self.tiles + -(-self.stage_weight_bytes // 1024))
+        slot = 1024 * (self.x_tiles * self.tiles + -(-self.stage_weight_bytes // 1024))
         partial = 4 * 8 * self.tiles * (16 * self.blocks + 4)
         headers = 2 * (self.blocks * self.header_stride + 8) if self.header_stride else 0
         return 1024 + headers + self.warps * (self.stages * (slot + 8) + self.buffers * partial)
@@ -116,9 +131,14 @@ def supports(m: int, n: int, k: int) -> bool:
     return 1 <= m <= MAX_ROWS and n > 0 and n % 16 == 0 and k > 0 and k % SLOT_K == 0
 
 
+def supports_fp8(m: int, n: int, k: int) -> bool:
+    """Return whether `linear` supports this shape of a float8 weight."""
+    return 1 <= m <= MAX_ROWS and n > 0 and n % 16 == 0 and k > 0 and k % 16 == 0
+
+
 def linear(
     x: Tensor,
-    w: BF16Weight | UW12Weight,
+    w: BF16Weight | UW12Weight | FP8Weight,
     *,
     out: Tensor,
     bias: Tensor | None = None,
@@ -133,18 +153,19 @@ def linear(
     `gated`, the result is silu(gate) * up, [m, n / 2]. `plan` overrides the chosen plan, for benchmarks.
     """
     m, k = x.shape
-    assert supports(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
+    fp8_source = w.kernel_source if isinstance(w, FP8Weight) else ""
+    assert (supports_fp8 if fp8_source else supports)(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
     assert out.shape == (m, w.n // 2 if gated else w.n) and out.is_contiguous()
     assert bias is None or (bias.dtype is torch.float32 and bias.shape == (w.n,) and bias.is_contiguous())
     epilogue = choose_epilogue(out, residual, gated)
     stride = w.header_stride if isinstance(w, UW12Weight) else 0
-    plan = plan or choose_plan(m, w.n, k, gated=gated, header_stride=stride)
-    assert plan.header_stride == stride and plan.stages > 0
+    plan = plan or choose_plan(m, w.n, k, gated=gated, header_stride=stride, fp8_source=fp8_source)
+    assert plan.header_stride == stride and plan.fp8_source == fp8_source and plan.stages > 0
     _get_kernel(plan.kernel_name(epilogue))(
         (plan.grid, 1, 1),
         32 * plan.warps,
         (
-            PackedUnits.from_weight(w) if isinstance(w, UW12Weight) else w.get_tensor_map(plan.blocks),
+            _make_weight_argument(w, plan.blocks),
             make_tensor_map(x, (m, SLOT_K)),
             *(out, residual, bias, w.n, k, m),
             *(plan.stages, plan.buffers, int(pdl)),
@@ -155,18 +176,31 @@ def linear(
     return out
 
 
+def _make_weight_argument(w: BF16Weight | UW12Weight | FP8Weight, blocks: int) -> ctypes.Structure:
+    match w:
+        case UW12Weight():
+            return PackedUnits.from_weight(w)
+        case FP8Weight():
+            return w.get_kernel_rows(blocks)
+        case BF16Weight():
+            return w.get_tensor_map(blocks)
+
+
 @cache
-def choose_plan(m: int, n: int, k: int, *, gated: bool = False, header_stride: int = 0) -> SkinnyPlan:
+def choose_plan(
+    m: int, n: int, k: int, *, gated: bool = False, header_stride: int = 0, fp8_source: str = ""
+) -> SkinnyPlan:
     """Return the plan for a shape.
 
-    For packed weights, plans that were measured for some shapes are used first. Otherwise the plan has the tile size
-    with which the busiest CTA has the fewest rows, and of several equal sizes the largest. For the shapes of Llama 8B
-    with 1, 8, 16 and 32 rows, this choice was the fastest one measured or within 1 % of it. The plan has only as many
-    CTAs as the tiles need, and as many pipeline stages as fit into shared memory.
+    For packed and float8 weights, plans that were measured for some shapes are used first. Otherwise the plan has the
+    tile size with which the busiest CTA has the fewest rows, and of several equal sizes the largest. For the shapes of
+    Llama 8B with 1, 8, 16 and 32 rows, this choice was the fastest one measured or within 1 % of it. The plan has only
+    as many CTAs as the tiles need, and as many pipeline stages as fit into shared memory.
     """
     tiles = next(size for size in (1, 2, 4) if 8 * size >= m)
-    if header_stride and not gated and (tiles, n, k) in MEASURED_PACKED:
-        blocks, ctas_per_sm, stages = MEASURED_PACKED[tiles, n, k]
+    measured = MEASURED_FP8 if fp8_source else MEASURED_PACKED if header_stride else {}
+    if not gated and (tiles, n, k) in measured:
+        blocks, ctas_per_sm, stages = measured[tiles, n, k]
         plan = make_plan(
             n,
             k,
@@ -175,22 +209,25 @@ def choose_plan(m: int, n: int, k: int, *, gated: bool = False, header_stride: i
             ctas=ctas_per_sm * NUM_SMS,
             shared_bytes=MAX_SHARED_BYTES // ctas_per_sm,
             header_stride=header_stride,
+            fp8_source=fp8_source,
         )
         if plan.stages:
             # With one CTA per SM, the shared memory that it leaves is for the next kernel.
             return replace(plan, stages=min(plan.stages, stages), max_ctas_per_sm=ctas_per_sm if ctas_per_sm > 1 else 0)
-    return _choose_plan_by_rows(n, k, tiles, gated, header_stride)
+    return _choose_plan_by_rows(n, k, tiles, gated, header_stride, fp8_source)
 
 
-def _choose_plan_by_rows(n: int, k: int, tiles: int, gated: bool, header_stride: int) -> SkinnyPlan:
+def _choose_plan_by_rows(n: int, k: int, tiles: int, gated: bool, header_stride: int, fp8_source: str) -> SkinnyPlan:
+    make = partial(make_plan, n, k, tiles=tiles, header_stride=header_stride, fp8_source=fp8_source)
+
     def sort_key(plan: SkinnyPlan) -> tuple[int, int]:
         blocks = plan.blocks * -(-n // (16 * plan.blocks * NUM_SMS))
         return (0 if header_stride and tiles == 4 and blocks > 4 else blocks), -plan.blocks
 
-    plans = [make_plan(n, k, blocks, tiles, header_stride=header_stride) for blocks in ((2, 4) if gated else (2, 3, 4))]
-    min_stages = min(2, -(-k // (SLOT_K * WARPS)))
+    plans = [make(blocks) for blocks in ((2, 4) if gated else (2, 3, 4))]
+    min_stages = min(2, -(-k // (plans[0].x_tiles * SLOT_K * WARPS)))
     fitting = [plan for plan in plans if plan.stages >= min_stages]  # headers with many escapes leave little memory
-    return min(fitting or [make_plan(n, k, 2 if gated else 1, tiles, header_stride=header_stride)], key=sort_key)
+    return min(fitting or [make(2 if gated else 1)], key=sort_key)
 
 
 def make_plan(
@@ -203,6 +240,7 @@ def make_plan(
     warps: int = WARPS,
     ctas: int = NUM_SMS,
     shared_bytes: int = MAX_SHARED_BYTES,
+    fp8_source: str = "",
 ) -> SkinnyPlan:
     """Return the plan for a tile size, with the work spread evenly over at most `ctas` CTAs.
 
@@ -212,12 +250,13 @@ def make_plan(
     count = -(-n // (16 * blocks))
     waves = -(-count // ctas)
     grid = -(-count // waves)
-    max_stages = waves * -(-k // (SLOT_K * warps))  # steps of a warp
+    base = SkinnyPlan(blocks, tiles, warps, 0, 0, grid, header_stride, fp8_source=fp8_source)
+    base = replace(base, stages=waves * -(-k // (base.x_tiles * SLOT_K * warps)))  # steps of a warp
     for buffers in (2, 1) if waves > 1 else ():
-        plan = _limit_stages(SkinnyPlan(blocks, tiles, warps, max_stages, buffers, grid, header_stride), shared_bytes)
+        plan = _limit_stages(replace(base, buffers=buffers), shared_bytes)
         if plan.stages * plan.warps * plan.stage_weight_bytes >= MIN_IN_FLIGHT_BYTES:
             return plan
-    return _limit_stages(SkinnyPlan(blocks, tiles, warps, max_stages, 0, grid, header_stride), shared_bytes)
+    return _limit_stages(base, shared_bytes)
 
 
 def _limit_stages(plan: SkinnyPlan, shared_bytes: int) -> SkinnyPlan:
@@ -240,9 +279,10 @@ def choose_epilogue(out: Tensor, residual: Tensor | None, gated: bool) -> str:
 
 
 def _list_kernel_names() -> Sequence[str]:
+    sources = ((0, ""), (16, ""), (0, "Fp8Rows"), (0, "Fp8Blocks"))
     return [
-        SkinnyPlan(blocks, tiles, WARPS, 1, 0, 1, stride).kernel_name(epilogue)
-        for stride, blocks, tiles in product((0, 16), (1, 2, 3, 4), (1, 2, 4))
+        SkinnyPlan(blocks, tiles, WARPS, 1, 0, 1, stride, fp8_source=fp8_source).kernel_name(epilogue)
+        for (stride, fp8_source), blocks, tiles in product(sources, (1, 2, 3, 4), (1, 2, 4))
         for epilogue in EPILOGUES
         if epilogue != "GATED" or blocks % 2 == 0
     ]

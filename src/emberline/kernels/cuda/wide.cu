@@ -27,6 +27,7 @@
 #include "wgmma.cuh"
 #include "uw12.cuh"
 #include "wide_products.cuh"
+#include "wgmma_fp8.cuh"
 #include "wide.cuh"
 #include "global_exchange.cuh"
 
@@ -49,7 +50,7 @@ template <class S> struct PlainRows {
   DEVICE void prefetch() const { prefetch_map(map); }
   DEVICE u32 bytes(int) const { return S::W_BYTES; }
   DEVICE void fetch(u32 to, int tile, int unit, u32 barrier, u64 policy) const {
-    const int k = 64 * unit;
+    const int k = S::UNIT_K * unit;
     if (gated) {  // see Outputs::row
       copy_tile(to, map, k, 0, 0, S::ROWS / 32 * tile, barrier, policy);
       copy_tile(to + S::W_BYTES / 2, map, k, 8, 0, S::ROWS / 32 * tile, barrier, policy);
@@ -144,8 +145,8 @@ DEVICE void fetch(Ring ring, const Weights& weights, const TensorMap* x_map, Ste
   int tile = steps.tile, unit = 0;
   const auto fetch_x = [&](int stage, int unit) {
     const u32 at = ring.slots + stage * S::SLOT, barrier = ring.full + 8 * stage;
-    const int k = 64 * (steps.from + unit);
-    if (S::LARGE && ring.sharing.is_shared()) {
+    const int k = S::UNIT_K * (steps.from + unit);
+    if (S::SHARES_X && ring.sharing.is_shared()) {
       const int row = ring.sharing.rows * ring.sharing.index;
       copy_tile_multicast(at + 128 * row, x_map, k, row, barrier, evict_last, ring.sharing);
     } else {
@@ -166,7 +167,7 @@ DEVICE void fetch(Ring ring, const Weights& weights, const TensorMap* x_map, Ste
     fetch_w();
   }
   __syncwarp();
-  if (S::LARGE && ring.sharing.is_shared()) cluster_wait();
+  if (S::SHARES_X && ring.sharing.is_shared()) cluster_wait();
   wait_for_previous_kernel();
   if (!leader) return;
 #pragma unroll 1
@@ -195,7 +196,10 @@ DEVICE int accumulate_tile(float (&d)[S::COLUMNS / 2], Ring& ring, int units, in
     const u64 x = matrix_descriptor(at), w = matrix_descriptor(at + S::X_BYTES + warp / 4 * 8192);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; step++) wgmma(d, w + 2 * step, x + 2 * step, step ? 1 : i);
+    for (int step = 0; step < 4; step++) {
+      if constexpr (S::FP8) wgmma_fp8(d, w + 2 * step, x + 2 * step, step ? 1 : i);
+      else wgmma(d, w + 2 * step, x + 2 * step, step ? 1 : i);
+    }
     wgmma_commit();
     wgmma_wait<1>();
     if (i) ring.release_slot<S>(last, lane);
@@ -204,6 +208,59 @@ DEVICE int accumulate_tile(float (&d)[S::COLUMNS / 2], Ring& ring, int units, in
   }
   wgmma_wait<0>();
   order_after_wait(d);
+  return last;
+}
+
+// Scales of float8 codes.
+struct Fp8Scales {
+  const float *w, *x;  // BLOCKS_SCALED: [n / 16][units] and [units][x_pitch], otherwise [n] and [m]
+  int x_pitch, units;
+};
+
+// The factors of the sums of one step: the scale of its block of w, for each half of a fragment's rows, and those of its
+// columns.
+template <class S> struct StepScales {
+  float w[2];
+  float2 x[S::BLOCKS];
+  // `rows`: offsets of the halves' blocks in the scales of w.
+  DEVICE void load(const Fp8Scales& from, const int (&rows)[2], int unit, int lane) {
+    w[0] = from.w[rows[0] + unit], w[1] = from.w[rows[1] + unit];
+#pragma unroll
+    for (int j = 0; j < S::BLOCKS; j++) {
+      const float* const at = from.x + i64(unit) * from.x_pitch + 8 * j + 2 * (lane % 4);
+      asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x[j].x), "=f"(x[j].y) : "l"(at) : "memory");
+    }
+  }
+};
+
+// The same if blocks have scales: the sums of each step are multiplied by them, and added to others in float32.
+template <class S>
+DEVICE int accumulate_blocks(float (&total)[S::COLUMNS / 2], Ring& ring, const Fp8Scales& scales, const int (&rows)[2],
+                             int from, int units, int warp, int lane) {
+  float d[S::COLUMNS / 2];
+  int last = 0;
+#pragma unroll
+  for (int i = 0; i < S::COLUMNS / 2; i++) total[i] = 0.f;
+#pragma unroll 1
+  for (int i = 0; i < units; i++) {
+    StepScales<S> factors;
+    factors.load(scales, rows, from + i, lane);
+    barrier_wait_without_trap<S>(ring.full + 8 * ring.stage, ring.parity);
+    const u32 at = ring.slots + ring.stage * S::SLOT;
+    const u64 x = matrix_descriptor(at), w = matrix_descriptor(at + S::X_BYTES + warp / 4 * 8192);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; step++) wgmma_fp8(d, w + 2 * step, x + 2 * step, step ? 1 : 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    order_after_wait(d);
+    last = ring.stage;
+    if (i + 1 < units) ring.release_slot<S>(last, lane);
+    ring.advance();
+#pragma unroll
+    for (int j = 0; j < S::COLUMNS / 2; j++)
+      total[j] += d[j] * (factors.w[j / 2 % 2] * (j % 2 ? factors.x[j / 4].y : factors.x[j / 4].x));
+  }
   return last;
 }
 
@@ -262,6 +319,7 @@ struct Arguments {
   const float* bias;
   int n, k, m, stages, split, share, epilogue, pdl;
   Exchange exchange;  // null: the parts of k are a cluster
+  Fp8Scales scales;
   DEVICE bool is_unclustered() const { return exchange.sums; }
 };
 
@@ -272,7 +330,7 @@ DEVICE void compute(Ring ring, const Weights& weights, const Steps& steps, const
   const int split = args.split, epilogue = args.epilogue;
   Header header{nullptr, steps.from, steps.units, args.k / 64};
   if constexpr (S::PACKED) header.open(weights.header(S::WARPS * steps.tile + warp), lane);
-  if (S::LARGE && ring.sharing.is_shared()) cluster_wait();
+  if (S::SHARES_X && ring.sharing.is_shared()) cluster_wait();
   wait_for_previous_kernel();
   float d[S::COLUMNS / 2];
 #pragma unroll 1
@@ -282,16 +340,24 @@ DEVICE void compute(Ring ring, const Weights& weights, const Steps& steps, const
       asm volatile("" : "+r"(warp_), "+r"(lane_));  // keeps derived values from occupying registers across tiles
       if (tile != steps.tile) header.open(weights.header(S::WARPS * tile + warp), lane_);
       last = accumulate_tile<S>(d, ring, header, steps.units, warp, lane_);
+    } else if constexpr (S::BLOCKS_SCALED) {
+      const bool gated = epilogue == GATED;
+      const int row = gated ? Outputs<S, GATED>::row(tile, warp) : Outputs<S, STORE>::row(tile, warp);
+      const int blocks = args.n / 16 - 1, units = args.scales.units;  // sums beyond the last row are not used
+      const int rows[2] = {min(row / 16, blocks) * units, min(row / 16 + gated, blocks) * units};
+      last = accumulate_blocks<S>(d, ring, args.scales, rows, steps.from, steps.units, warp, lane_);
     } else {
       last = accumulate_tile<S>(d, ring, steps.units, warp, lane_);
     }
+    const float* const w_scales = S::BLOCKS_SCALED ? nullptr : args.scales.w;
+    const float* const x_scales = args.scales.x;
     const auto with_outputs = [&](auto then) {
-      if (epilogue == STORE) then(Outputs<S, STORE>{args.out, args.residual, args.bias, args.n, args.m});
-      else if (epilogue == STORE_F32) then(Outputs<S, STORE_F32>{args.out, args.residual, args.bias, args.n, args.m});
-      else if (epilogue == ADD) then(Outputs<S, ADD>{args.out, args.residual, args.bias, args.n, args.m});
-      else then(Outputs<S, GATED>{args.out, args.residual, args.bias, args.n, args.m});
+      if (epilogue == STORE) then(Outputs<S, STORE>{args.out, args.residual, args.bias, args.n, args.m, w_scales, x_scales});
+      else if (epilogue == STORE_F32) then(Outputs<S, STORE_F32>{args.out, args.residual, args.bias, args.n, args.m, w_scales, x_scales});
+      else if (epilogue == ADD) then(Outputs<S, ADD>{args.out, args.residual, args.bias, args.n, args.m, w_scales, x_scales});
+      else then(Outputs<S, GATED>{args.out, args.residual, args.bias, args.n, args.m, w_scales, x_scales});
     };
-    if constexpr (S::PACKED) {  // plain weights always use clusters, which are faster
+    if constexpr (S::PACKED || S::FP8) {  // plain weights always use clusters, which are faster
       if (args.is_unclustered()) {
         const int fragment = tile * S::WARPS + warp_;
         finish_by_exchange<S>(d, args.exchange, fragment, index, split, args.m, lane_, [&](float (&c)[16], int quad) {
@@ -326,9 +392,9 @@ template <class S, class Weights> DEVICE void run(const Weights& weights, const 
   extern __shared__ u8 unaligned[];
   const u32 base = (shared_address(unaligned) + 1023) & ~1023u;
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int stages = args.stages, split = args.split, share = S::LARGE ? args.share : 1;
+  const int stages = args.stages, split = args.split, share = S::SHARES_X ? args.share : 1;
   const int cluster = blockIdx.x / (split * share), rank = blockIdx.x % (split * share);
-  const int index = rank / share, units = args.k / 64, from = units * index / split;
+  const int index = rank / share, units = (args.k + S::UNIT_K - 1) / S::UNIT_K, from = units * index / split;
   const SharedX sharing{share, rank % share, args.is_unclustered() ? 0 : index * share,
                         (args.m + 8 * share - 1) / (8 * share) * 8};
   const Ring ring{base, base + stages * S::SLOT, base + stages * (S::SLOT + 8), stages, sharing};
@@ -345,21 +411,21 @@ template <class S, class Weights> DEVICE void run(const Weights& weights, const 
     fence_barrier_init();
   }
   __syncthreads();
-  if (S::LARGE && sharing.is_shared()) cluster_arrive();
+  if (S::SHARES_X && sharing.is_shared()) cluster_arrive();
   if (warp >= S::WARPS) {
     if (S::TRADES_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
     if (warp == S::WARPS) fetch<S>(ring, weights, x_map, steps, args.pdl, lane == 0);
-    else if (S::LARGE && sharing.is_shared()) cluster_wait();
+    else if (S::SHARES_X && sharing.is_shared()) cluster_wait();
     __syncwarp();
     wait_for_previous_kernel();
     if (split > 1 && !args.is_unclustered()) cluster_sync(), cluster_sync();
     // A CTA must not exit before its peers stop arriving at its barriers.
-    else if (S::LARGE && sharing.is_shared()) cluster_sync();
+    else if (S::SHARES_X && sharing.is_shared()) cluster_sync();
   } else {
     if (S::TRADES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
     compute<S>(ring, weights, steps, args, index, warp, lane);
     __syncwarp();
-    if (S::LARGE && sharing.is_shared() && split == 1) cluster_sync();
+    if (S::SHARES_X && sharing.is_shared() && split == 1) cluster_sync();
   }
 }
 
@@ -384,4 +450,16 @@ __global__ void __launch_bounds__(count_threads(GROUPS, COLUMNS), packed_ctas(GR
   using S = Shape<GROUPS, COLUMNS, true>;
   run<S>(PackedUnits<S>{planes, headers, n, k / 64, stride}, &x_map,
          Arguments{out, residual, bias, n, k, m, stages, split, share, epilogue, pdl, Exchange{sums, words, polls}});
+}
+
+// Both operands are float8. `x_map`: the codes of x. Scales: see Fp8Scales.
+template <int GROUPS, int COLUMNS, bool BLOCKS_SCALED>
+__global__ void __launch_bounds__(count_threads(GROUPS, COLUMNS), 1)
+    wide_fp8(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const float* w_scales,
+             const float* x_scales, int x_pitch, void* out, const bf16* residual, const float* bias, int n, int k, int m,
+             int stages, int split, int share, int epilogue, int pdl, float4* sums, u32* words, int polls) {
+  using S = Shape<GROUPS, COLUMNS, false, true, BLOCKS_SCALED>;
+  run<S>(PlainRows<S>{&w_map, epilogue == GATED}, &x_map,
+         Arguments{out, residual, bias, n, k, m, stages, split, share, epilogue, pdl, Exchange{sums, words, polls},
+                   Fp8Scales{w_scales, x_scales, x_pitch, (k + 127) / 128}});
 }

@@ -15,11 +15,14 @@ constexpr int count_threads(int groups, int columns) {
   return 128 * groups + (trades_registers(groups, columns) ? 128 : 32);
 }
 
-template <int GROUPS_, int WIDTH, bool PACKED_> struct Shape {
-  static constexpr bool PACKED = PACKED_;
+template <int GROUPS_, int WIDTH, bool PACKED_, bool FP8_ = false, bool BLOCKS_SCALED_ = false> struct Shape {
+  static constexpr bool PACKED = PACKED_, FP8 = FP8_;
+  static constexpr bool BLOCKS_SCALED = BLOCKS_SCALED_;  // float8: scales of blocks of 16 rows and 128 k, not of rows
+  static constexpr int UNIT_K = FP8 ? 128 : 64;          // k of a step: 128 bytes of plain rows
   static constexpr int GROUPS = GROUPS_, ROWS = 64 * GROUPS, WARPS = 4 * GROUPS;
   static constexpr int COLUMNS = WIDTH, BLOCKS = COLUMNS / 8, QUADS = COLUMNS / 32;
-  static constexpr bool LARGE = COLUMNS > 128;  // CTAs of a cluster may share x
+  static constexpr bool LARGE = COLUMNS > 128;
+  static constexpr bool SHARES_X = LARGE || FP8;  // CTAs of a cluster may share x
   static constexpr bool TRADES_REGISTERS = trades_registers(GROUPS, COLUMNS);
   // 128 * 40 + 256 * 232 = 384 * 168, as launched; 128 * 24 + 512 * 112 < 640 * 96
   static constexpr int PRODUCER_REGISTERS = LARGE ? 40 : 24, CONSUMER_REGISTERS = LARGE ? 232 : 112;
@@ -48,7 +51,7 @@ struct Ring {
   // memory order is needed.
   template <class S> DEVICE void release_slot(int slot, int lane) const {
     const u32 barrier = empty + 8 * slot;
-    if (!S::LARGE) {
+    if (!S::SHARES_X) {
       if (lane == 0) barrier_arrive(barrier);
     } else if (lane < sharing.ctas) {
       asm volatile("{ .reg .b32 far;\n mapa.shared::cluster.u32 far, %0, %1;\n"
@@ -84,6 +87,12 @@ DEVICE void load_past_l1(u32 (&x)[4], const bf16* at) {
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(at) : "memory");
 }
 
+DEVICE float load_past_l1(const float* at) {
+  float x;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
+  return x;
+}
+
 // x / (1 + exp(-x)), rounded as a division would. Numerator and denominator are divided by 4, because the approximate
 // reciprocal of more than 2^126 is 0.
 DEVICE float silu(float x) {
@@ -108,7 +117,8 @@ template <class S, Epilogue EPILOGUE_> struct Outputs {
   const bf16* residual;
   const float* bias;
   int n, m;
-  u32 added[2][4];  // the residual as stored
+  const float *w_scales, *x_scales;  // float8: of the rows of w and of x; null if the sums are already scaled
+  u32 added[2][4];                   // the residual as stored
 
   // A fragment's first row of w. Gated: the tile's groups of 32 rows are 16 gates and their 16 ups. Fragments of the
   // first half of the tile have 8 gates and their 8 ups each, those of the second half the other 8 of each. Packed: two
@@ -132,6 +142,7 @@ template <class S, Epilogue EPILOGUE_> struct Outputs {
   }
   DEVICE void finish(float (&c)[16], int row, int quad, int lane) {
     if (row >= n || 32 * quad >= m) return;  // the condition is the same for the whole warp
+    if (S::FP8 && w_scales) scale(c, row, quad, lane);
     if (bias) {
       const float shift[2] = {bias[row + lane / 4], bias[row + lane / 4 + (EPILOGUE == GATED ? 16 : 8)]};
 #pragma unroll
@@ -140,6 +151,16 @@ template <class S, Epilogue EPILOGUE_> struct Outputs {
     if (EPILOGUE == STORE_F32) store_floats(c, row, quad, lane);
     else if (EPILOGUE == GATED) store_gated(c, row, quad, lane);
     else store(c, row, quad, lane);
+  }
+  DEVICE void scale(float (&c)[16], int row, int quad, int lane) const {
+    const float of_w[2] = {w_scales[row + lane / 4], w_scales[row + lane / 4 + (EPILOGUE == GATED ? 16 : 8)]};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const float of_x = load_past_l1(x_scales + min(32 * quad + 8 * i + 2 * (lane % 4) + e, m - 1));
+        c[4 * i + e] *= of_w[0] * of_x, c[4 * i + 2 + e] *= of_w[1] * of_x;
+      }
   }
   DEVICE void store(float (&c)[16], int row, int quad, int lane) {
 #pragma unroll

@@ -366,13 +366,12 @@ def _make_weight_arguments(w: BF16Weight | UW12Weight, plan: WidePlan, gated: bo
 def _make_exchange_arguments(plan: WidePlan, device: torch.device, exchange_polls: int) -> tuple[KernelArgument, ...]:
     if not plan.packed:
         return ()
-    memory = _get_exchange_memory(device, torch.cuda.current_stream().cuda_stream) if plan.unclustered else (None, None)
-    return *memory, exchange_polls
+    return *(get_exchange_memory(device) if plan.unclustered else (None, None)), exchange_polls
 
 
-def allocate_exchange_memory(device: torch.device) -> None:
-    """Allocate the memory that kernels of the current stream need, before a launch on it is captured."""
-    _get_exchange_memory(device, torch.cuda.current_stream().cuda_stream)
+def get_exchange_memory(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the memory that kernels of the current stream need; call this once before a launch on it is captured."""
+    return _get_exchange_memory(device, torch.cuda.current_stream().cuda_stream)
 
 
 @cache

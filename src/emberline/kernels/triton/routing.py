@@ -1,6 +1,6 @@
 """route_rows: selects the experts of each row, and sorts the rows by expert, for grouped products.
 
-`kernels.reference.select_experts` defines the selection. An assignment is a pair (row, rank of an expert in the row);
+`kernels.mixture.select_experts` defines the selection. An assignment is a pair (row, rank of an expert in the row);
 its number is row * experts_per_row + rank. Assignments are sorted into tiles of equal size, each of one expert. Nothing
 is synchronised with the host: the launches depend on the number of rows only, so they can be captured.
 """

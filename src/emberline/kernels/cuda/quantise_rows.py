@@ -1,0 +1,68 @@
+"""quantise_rows: quantises rows of bf16 to float8 for products with float8 weights, after an optional RMS norm.
+
+`quantise.cu` has the kernel. Columns are in the order of fp8.cuh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule
+from emberline.kernels.cuda.fp8_weight import MAX_K, ORDER_GROUP, UNIT_K
+
+FILE = "quantise.cu"
+THREADS = 256  # as in quantise.cu
+CHUNK_K = THREADS * ORDER_GROUP  # columns of which each thread has a group
+CHUNKS = (1, 2, 4, 8)
+SCALE_ROW_GRAIN = 128  # rows of scales of blocks are padded to a multiple: a tile reads those of all its columns
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedRows:
+    codes: Tensor  # uint8 [m, k]
+    scales: Tensor  # float32: [m], or of blocks of 128 columns [k / 128, m padded]
+
+    def slice_rows(self, begin: int, end: int) -> QuantisedRows:
+        """Return a view of the rows [begin, end). Scales of blocks keep their pitch."""
+        return QuantisedRows(self.codes[begin:end], self.scales[..., begin:end])
+
+
+def quantise_rows(
+    x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, blocks: bool = False, pdl: bool = True
+) -> QuantisedRows:
+    """Return the rows of x, or of its RMS norm with the weight `norm`, as float8.
+
+    There is a scale for each row, or with `blocks` one for each row and 128 columns.
+    """
+    m, k = x.shape
+    assert x.dtype is torch.bfloat16 and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    assert k % ORDER_GROUP == 0 and k <= MAX_K
+    assert norm is None or (norm.dtype is torch.float32 and norm.shape == (k,) and norm.is_contiguous())
+    codes = torch.empty(m, k, dtype=torch.uint8, device=x.device)
+    pitch = -(-m // SCALE_ROW_GRAIN) * SCALE_ROW_GRAIN
+    scales = torch.empty((-(-k // UNIT_K), pitch) if blocks else (m,), device=x.device)
+    kernel = _get_kernel(_kernel_name(k, norm is not None, blocks))
+    if m:
+        kernel((m, 1, 1), THREADS, (x, x.stride(0), norm, float(eps), codes, scales, pitch, k), pdl=pdl)
+    return QuantisedRows(codes, scales)
+
+
+def _kernel_name(k: int, norm: bool, blocks: bool) -> str:
+    return _format_name(next(chunks for chunks in CHUNKS if chunks * CHUNK_K >= k), norm, blocks)
+
+
+def _format_name(chunks: int, norm: bool, blocks: bool) -> str:
+    return f"quantise_rows<{chunks}, {str(norm).lower()}, {str(blocks).lower()}>"
+
+
+VARIANTS = tuple(_format_name(*options) for options in product(CHUNKS, (False, True), (False, True)))
+
+
+@cache
+def _get_kernel(kernel_name: str) -> CudaKernel:
+    return CudaModule(FILE, [kernel_name]).kernel(kernel_name)

@@ -1,0 +1,171 @@
+"""NarrowPlanner: which matrices of a checkpoint stay quantised, or are quantised at load, on a device.
+
+A matrix is stacked from parts of one format. Parts whose formats differ cannot be stacked: they are dequantised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from emberline.hub.checkpoint import Checkpoint, format_names
+from emberline.kernels import ops
+from emberline.kernels.quantised_matrix import INT4_ZERO, QuantisedMatrix, stack_rows
+from emberline.models.quantisation_config import WeightFormat
+from emberline.models.quantised_layouts import QuantisedTensorInfo
+from emberline.models.quantised_load import describe_matrix
+from emberline.models.weight_formats import choose_online_format
+from emberline.models.weights import StackPart
+
+log = logging.getLogger("emberline.models")
+
+
+class NarrowPlanner:
+    """Describes matrices on the meta device, with the sizes and dtypes that they will have."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, *, online: str = "", keeps_quantised: bool = True
+    ) -> None:
+        self._checkpoint, self._device, self._online = checkpoint, device, online
+        self._keeps_quantised = keeps_quantised
+        self._described: dict[object, QuantisedMatrix] = {}  # by form
+        self._mixed: list[str] = []  # quantised tensors that cannot be stacked with others
+
+    def describe_linear(
+        self, parts: Sequence[tuple[str, int]], columns: int, dtype: torch.dtype
+    ) -> QuantisedMatrix | None:
+        """Return the stacked parts (name, rows); None: they are loaded as `dtype`."""
+        names = [name for name, _ in parts]
+        infos = self._list_quantised(names, dtype)
+        if infos is None:
+            return None
+        if infos:
+            aligned = align_parts([self._describe(info) for info in infos])
+            shape = None if aligned is None else stack_rows(aligned)
+            self._mixed += names if aligned is None else []
+        else:
+            online = choose_online_format(self._online, columns)
+            shape = None if online is None else describe_quantised(online, sum(rows for _, rows in parts), columns)
+        if shape is None or not ops.keeps_quantised(self._device, shape):
+            return None
+        return shape
+
+    def describe_experts(
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], dtype: torch.dtype
+    ) -> QuantisedMatrix | None:
+        """Return the stacked matrices [experts, n, k] of a layer; None: they are loaded as `dtype`."""
+        infos = self._list_quantised([part.name for part in parts], dtype)
+        if infos is None:
+            return None
+        count, n, k = shape
+        if infos:
+            described = [(self._describe(info), part.select) for info, part in zip(infos, parts, strict=True)]
+            narrow = stack_experts_shape(shape, described)
+            self._mixed += [part.name for part in parts] if narrow is None else []
+        else:
+            online = choose_online_format(self._online, k)
+            narrow = None if online is None else split_experts(describe_quantised(online, count * n, k), count)
+        if narrow is None or not ops.keeps_quantised(self._device, narrow):
+            return None
+        return narrow
+
+    def log_mixed_parts(self) -> None:
+        if self._mixed:
+            reason = "parts of one matrix have several formats, or blocks that cross their edges"
+            count, names = len(self._mixed), format_names(self._mixed)
+            log.info("Weights dequantised: tensors=%d kept_as=bfloat16 reason=%r names=%s", count, reason, names)
+
+    def _list_quantised(self, names: Sequence[str], dtype: torch.dtype) -> list[QuantisedTensorInfo] | None:
+        """Return the tensors if all are quantised, an empty list if they shall be quantised online, otherwise None."""
+        if dtype is not torch.bfloat16 or not self._keeps_quantised:
+            return None
+        infos = [self._checkpoint.tensor_info(name) for name in names]
+        quantised = [info for info in infos if isinstance(info, QuantisedTensorInfo)]
+        if quantised and len(quantised) < len(infos):
+            self._mixed += names
+            return None
+        return quantised if quantised or self._online else None
+
+    def _describe(self, info: QuantisedTensorInfo) -> QuantisedMatrix:
+        form = info.layout, info.format, tuple((part, t.dtype, t.shape) for part, t in info.parts.items())
+        if form not in self._described:
+            self._described[form] = describe_matrix(info)
+        return self._described[form]
+
+
+def align_parts(parts: Sequence[QuantisedMatrix]) -> list[QuantisedMatrix] | None:
+    """Return the parts of a stacked matrix in one form; None: their formats differ, so that they cannot be stacked.
+
+    On the meta device, orders of columns are assumed to be the same."""
+    first = parts[0]
+    form = (first.kind, first.group_rows, first.group_columns, first.k, first.scales.dtype, first.columns is None)
+    forms = {(p.kind, p.group_rows, p.group_columns, p.k, p.scales.dtype, p.columns is None) for p in parts}
+    if forms != {form} or any(part.n % part.group_rows for part in parts[:-1]):
+        return None
+    has_values = first.codes.device.type != "meta"
+    if has_values and first.columns is not None and not all(_has_columns(part, first.columns) for part in parts):
+        return None
+    if all(part.zeros is None for part in parts):
+        return list(parts)
+    return [
+        replace(p, zeros=torch.full(p.scales.shape, INT4_ZERO, dtype=torch.uint8, device=p.codes.device))
+        if p.zeros is None
+        else p
+        for p in parts
+    ]
+
+
+def _has_columns(matrix: QuantisedMatrix, columns: Tensor) -> bool:
+    return matrix.columns is not None and torch.equal(matrix.columns, columns)
+
+
+def stack_experts_shape(
+    shape: tuple[int, ...], parts: Sequence[tuple[QuantisedMatrix, Callable[[Tensor], Tensor]]]
+) -> QuantisedMatrix | None:
+    """Return stacked matrices of this shape, [experts, n, k], on the meta device.
+
+    None: the parts cannot be stacked. `parts`: with functions that return the part of a stacked tensor."""
+    count, n, k = shape
+    first = parts[0][0]
+    rows = torch.empty(count, n, 1, dtype=torch.uint8, device="meta")
+    for matrix, select in parts:
+        same = (matrix.kind, matrix.group_rows, matrix.group_columns, matrix.k, matrix.scales.dtype)
+        if same != (first.kind, first.group_rows, first.group_columns, k, first.scales.dtype):
+            return None
+        if matrix.columns is not None or (matrix.zeros is None) != (first.zeros is None):
+            return None
+        has_all_rows = select(rows).numel() == matrix.codes.numel() // matrix.codes.shape[-1]
+        if not has_all_rows or matrix.n % matrix.group_rows:
+            return None
+
+    def resize(part: Tensor, height: int) -> Tensor:
+        return torch.empty(count, height, part.shape[-1], dtype=part.dtype, device="meta")
+
+    row_scale = first.row_scale
+    return replace(
+        first,
+        codes=resize(first.codes, n),
+        scales=resize(first.scales, n // first.group_rows),
+        zeros=None if first.zeros is None else resize(first.zeros, n),
+        row_scale=None if row_scale is None else torch.empty(count, n, dtype=row_scale.dtype, device="meta"),
+    )
+
+
+def describe_quantised(found: WeightFormat, rows: int, columns: int) -> QuantisedMatrix:
+    """Return the matrix that `quantise_rows` makes, on the meta device."""
+    kind = "fp8" if found.name == "fp8" else "int4"
+    group = found.group_columns or columns
+    codes = torch.empty(rows, columns * found.bits // 8, dtype=torch.uint8, device="meta")
+    dtype = torch.float32 if kind == "fp8" else torch.bfloat16
+    scales = torch.empty(rows, columns // group, dtype=dtype, device="meta")
+    return QuantisedMatrix("fp8" if kind == "fp8" else "int4", codes, scales, 1, group)
+
+
+def split_experts(matrix: QuantisedMatrix, count: int) -> QuantisedMatrix:
+    """Return a matrix with the rows of all experts as a matrix for each."""
+    codes, scales = (part.unflatten(0, (count, -1)) for part in (matrix.codes, matrix.scales))
+    return replace(matrix, codes=codes, scales=scales)

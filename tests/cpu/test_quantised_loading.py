@@ -1,0 +1,252 @@
+"""Quantised checkpoints of all publishers: the values on a CPU, and the matrices that a device keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import publisher_packers
+import pytest
+import tiny
+import torch
+from publisher_packers import FORMATS, PublishedFormat
+from torch import Tensor
+
+from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels import ops
+from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
+from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise, dequantise_to_bf16
+from emberline.models.device_weights import DeviceWeights
+from emberline.models.experts_spec import name_each_expert
+from emberline.models.expertsconfig import ExpertsConfig
+from emberline.models.quantised_tensors import list_quantised_sizes
+from emberline.models.stacked_experts import load_stacked_experts
+from emberline.models.weights import Weights
+
+ROWS, COLUMNS = 48, 64
+
+
+def random_matrix(seed: int, rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def write(directory: Path, found: PublishedFormat, matrices: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Write a checkpoint with quantised modules, and return their values in bf16."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for module, matrix in matrices.items():
+        packed, exact = found.pack(matrix)
+        assert ((exact - matrix).abs() <= found.error * matrix.abs().max()).all()
+        tensors |= {f"{module}.{name}": tensor for name, tensor in packed.items()}
+        values[module] = exact.to(torch.bfloat16)
+    tiny.write_tensors(directory, tiny.config("qwen3", quantization_config=found.config), tensors)
+    return values
+
+
+@pytest.fixture
+def keeping(monkeypatch: pytest.MonkeyPatch) -> list[QuantisedMatrix]:
+    """Make the CPU's backend keep codes, as that of a GPU does. The list gets what is packed."""
+    backend, kept = ops.current_backend(), list[QuantisedMatrix]()
+
+    def pack(matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
+        kept.append(matrix)
+        data = torch.empty(0, dtype=torch.bfloat16)
+        return PackedWeight(data, matrix.n, matrix.k, data.dtype, WeightLayout.QUANTISED, gated, handle=matrix)
+
+    def pack_experts(matrices: QuantisedMatrix) -> PackedExperts:
+        kept.append(matrices)
+        sizes = (len(matrices.codes), matrices.n, matrices.k)
+        return PackedExperts(*sizes, WeightLayout.QUANTISED, matrices, matrices.nbytes)
+
+    monkeypatch.setattr(type(backend), "keeps_quantised", lambda *_, **__: True)
+    monkeypatch.setattr(type(backend), "pack_quantised", lambda _, matrix, **options: pack(matrix, **options))
+    monkeypatch.setattr(type(backend), "pack_quantised_experts", lambda _, matrices: pack_experts(matrices))
+    return kept
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_on_a_cpu(name: str, tmp_path: Path) -> None:
+    values = write(tmp_path, FORMATS[name], {"x": random_matrix(1)})
+    weights = Weights(Checkpoint.open(tmp_path))
+    assert torch.equal(weights.load_matrix("x.weight", ROWS, COLUMNS), values["x"])
+    assert weights.unused_names("") == []
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_matrices_kept_on_a_device(name: str, tmp_path: Path, keeping: list[QuantisedMatrix]) -> None:
+    """Parts are stacked; those of fp8 may have different scales, and blocks end at the edges of parts."""
+    values = write(tmp_path, FORMATS[name], {"q": random_matrix(1), "k": 3 * random_matrix(2), "v": random_matrix(3)})
+    checkpoint = Checkpoint.open(tmp_path)
+    weights = DeviceWeights(checkpoint, device="cpu")
+    weight = weights.linear([("q.weight", ROWS), ("k.weight", ROWS), ("v.weight", ROWS)], COLUMNS)
+    assert weight.layout is WeightLayout.QUANTISED and weights.fills_late and not keeping
+    planned = weights.narrow_sizes[0]
+    weights.finish("")
+    (matrix,) = keeping
+    assert weight.handle is matrix and matrix.kind == FORMATS[name].kind
+    assert torch.equal(dequantise_to_bf16(matrix), torch.cat([values["q"], values["k"], values["v"]]))
+    assert (planned.rows, planned.columns) == (3 * ROWS, COLUMNS)
+    assert planned.num_bytes == matrix.nbytes == weights.loaded_bytes
+    order = 0 if matrix.columns is None else matrix.columns.nbytes
+    estimate = sum(size.num_bytes for size in list_quantised_sizes(checkpoint))
+    assert abs(estimate - (matrix.nbytes - order)) <= 3 * ROWS * 4  # one scale of a tensor is kept for each row
+
+
+@pytest.mark.parametrize("name", ["int4 zeros", "awq", "fp8 block", "fp8 tensor", "nvfp4", "mxfp4"])
+def test_experts_kept_on_a_device(name: str, tmp_path: Path, keeping: list[QuantisedMatrix]) -> None:
+    count, ffn, hidden = 3, 32, 64
+    modules = {f"l.mlp.experts.{i}.{kind}_proj": i for i in range(count) for kind in ("gate", "up", "down")}
+    matrices = {
+        module: random_matrix(seed, hidden, ffn) if "down" in module else random_matrix(seed, ffn, hidden)
+        for seed, module in enumerate(modules)
+    }
+    values = write(tmp_path, FORMATS[name], matrices)
+    weights = DeviceWeights(Checkpoint.open(tmp_path), device="cpu")
+    experts = load_stacked_experts(
+        weights, ExpertsConfig(count, 2, ffn, True, frozenset({0})), name_each_expert(), "l", hidden
+    )
+    weights.finish("")
+    for found, kinds in ((experts.gate_up, ("gate", "up")), (experts.down, ("down",))):
+        assert isinstance(found, PackedExperts) and isinstance(found.handle, QuantisedMatrix)
+        expected = [torch.cat([values[f"l.mlp.experts.{i}.{kind}_proj"] for kind in kinds]) for i in range(count)]
+        assert torch.equal(dequantise(found.handle).to(torch.bfloat16), torch.stack(expected))
+    assert sum(size.num_bytes for size in weights.narrow_sizes) == weights.loaded_bytes
+
+
+def test_experts_of_gpt_oss_kept_on_a_device(tmp_path: Path, keeping: list[QuantisedMatrix]) -> None:
+    """Rows of gate and up alternate in the files; the kept matrix has those of gate first."""
+    from emberline.models.experts_spec import GPT_OSS
+
+    count, ffn, hidden = 2, 32, 64
+    random = torch.Generator().manual_seed(5)
+    tensors = {}
+    for name, rows, columns in (("gate_up_proj", 2 * ffn, hidden), ("down_proj", hidden, ffn)):
+        blocks = torch.randint(256, (count, rows, columns // 32, 16), generator=random, dtype=torch.uint8)
+        tensors[f"l.mlp.experts.{name}_blocks"] = blocks
+        tensors[f"l.mlp.experts.{name}_scales"] = torch.randint(
+            120, 126, blocks.shape[:3], generator=random, dtype=torch.uint8
+        )
+        tensors[f"l.mlp.experts.{name}_bias"] = torch.zeros(count, rows)
+    tiny.write_tensors(tmp_path, tiny.config("qwen3", quantization_config={"quant_method": "mxfp4"}), tensors)
+    checkpoint, config = Checkpoint.open(tmp_path), ExpertsConfig(count, 2, ffn, True, frozenset({0}))
+    plain = Weights(checkpoint)
+    expected = load_stacked_experts(plain, config, GPT_OSS.tensors[0], "l", hidden)
+    weights = DeviceWeights(checkpoint, device="cpu")
+    experts = load_stacked_experts(weights, config, GPT_OSS.tensors[0], "l", hidden)
+    weights.finish("")
+    for found, wanted in ((experts.gate_up, expected.gate_up), (experts.down, expected.down)):
+        assert isinstance(found, PackedExperts) and isinstance(found.handle, QuantisedMatrix)
+        assert torch.equal(dequantise_to_bf16(found.handle), wanted)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_matrices_quantised_at_load(name: str, tmp_path: Path, keeping: list[QuantisedMatrix]) -> None:
+    """Only matrices of layers are; a head stays as it is, also if its values are packed."""
+    tensors = {f"{part}.weight": random_matrix(i, 256, 256).bfloat16() for i, part in enumerate(("gate", "up", "head"))}
+    tiny.write_tensors(tmp_path, tiny.config("qwen3"), tensors)
+    weights = DeviceWeights(Checkpoint.open(tmp_path), device="cpu", online=name)
+    weight = weights.linear([("gate.weight", 256), ("up.weight", 256)], 256, gated=True)
+    head = weights.linear([("head.weight", 256)], 256, full_precision=True)
+    weights.finish("")
+    (matrix,) = keeping
+    assert weight.gated and (matrix.kind, matrix.group_columns) == (name, 256 if name == "fp8" else 128)
+    values, exact = dequantise(matrix), torch.cat([tensors["gate.weight"], tensors["up.weight"]]).float()
+    assert (values - exact).abs().max() <= exact.abs().max() * (0.04 if name == "fp8" else 0.08)
+    assert head.layout is not WeightLayout.QUANTISED
+    assert weights.narrow_sizes[0].num_bytes == matrix.nbytes
+
+
+def test_parts_of_several_formats_are_dequantised(
+    tmp_path: Path, keeping: list[QuantisedMatrix], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two schemes with targets: q is int4, k is fp8, v is not quantised. All become bf16 with one line in the log."""
+    int4, fp8 = (FORMATS[name].config["config_groups"]["a"]["weights"] for name in ("int4", "float channel"))
+    config = publisher_packers.compressed("mixed-precision")
+    config["config_groups"] = {"a": {"targets": ["re:.*q$"], "weights": int4}, "b": {"targets": ["k"], "weights": fp8}}
+    tensors, expected = {}, []
+    for module, name in (("q", "int4"), ("k", "float channel")):
+        packed, values = FORMATS[name].pack(random_matrix(3))
+        tensors |= {f"{module}.{part}": tensor for part, tensor in packed.items()}
+        expected.append(values.to(torch.bfloat16))
+    tensors["v.weight"] = random_matrix(4).bfloat16()
+    tiny.write_tensors(tmp_path, tiny.config("qwen3", quantization_config=config), tensors)
+    weights = DeviceWeights(Checkpoint.open(tmp_path), device="cpu")
+    parts = [("q.weight", ROWS), ("k.weight", ROWS), ("v.weight", ROWS)]
+    whole = weights.stack(parts, COLUMNS)
+    with caplog.at_level("INFO"):
+        weights.finish("")
+    assert torch.equal(whole, torch.cat([*expected, tensors["v.weight"]]))
+    weights = DeviceWeights(Checkpoint.open(tmp_path), device="cpu")
+    weights.linear(parts, COLUMNS)
+    with caplog.at_level("INFO"):
+        weights.finish("")
+    assert caplog.text.count("Weights dequantised: tensors=3") == 1 and not keeping and not weights.narrow_sizes
+
+
+def test_columns_in_different_orders_are_dequantised(
+    tmp_path: Path, keeping: list[QuantisedMatrix], caplog: pytest.LogCaptureFixture
+) -> None:
+    values, found = {}, FORMATS["gptq order"]
+    tensors = {}
+    for module, shift in (("q", 0), ("k", 7)):
+        packed, exact = found.pack(random_matrix(3))
+        rolled = {**packed, "g_idx": packed["g_idx"].roll(shift)}
+        if shift:  # columns of the values move with their groups
+            codes = publisher_packers.quantise_integers(random_matrix(3), 32, zero_points=True, order=None)[0]
+            rolled["qweight"] = publisher_packers.to_words(codes.t(), 0)
+        tensors |= {f"{module}.{name}": tensor for name, tensor in rolled.items()}
+        values[module] = exact
+    tiny.write_tensors(tmp_path, tiny.config("qwen3", quantization_config=found.config), tensors)
+    checkpoint, parts = Checkpoint.open(tmp_path), [("q.weight", ROWS), ("k.weight", ROWS)]
+    expected = Weights(checkpoint).stack(parts, COLUMNS)
+    weights = DeviceWeights(checkpoint, device="cpu")
+    weight = weights.linear(parts, COLUMNS)
+    with caplog.at_level("INFO"):
+        weights.finish("")
+    assert not keeping and "columns in different orders" in caplog.text
+    assert weight.layout is not WeightLayout.QUANTISED
+    identity = torch.eye(COLUMNS)
+    product = ops.linear(identity, ops.LinearLayer(weight), float32_output=True)
+    assert torch.equal(product.t(), expected.float())
+
+
+BAD: list[tuple[str, str, Any, str]] = [
+    ("int4", "weight_scale", torch.ones(ROWS, 3), "weight_scale' in .* has the dtype F32 and the shape"),
+    ("int4", "weight_scale", torch.full((ROWS, 2), float("nan")), "scales of tensor 'x.weight'.* NaN"),
+    ("int4", "weight_scale", torch.full((ROWS, 2), float("inf")), "scales of tensor 'x.weight'.* infinite"),
+    ("int4", "weight_scale", torch.zeros(ROWS, 2), "scales of tensor 'x.weight'.* 0"),
+    ("int4", "weight_shape", torch.tensor([48, 63]), "weight_shape"),
+    ("int4", "weight_packed", torch.zeros(ROWS, 9, dtype=torch.int32), "whole groups of 32"),
+    ("int4 zeros", "weight_zero_point", None, r"lacks the scales .*'x.weight_zero_point'"),
+    ("int4 order", "weight_g_idx", torch.zeros(COLUMNS, dtype=torch.int32), "do not have 32 columns each"),
+    ("gptq order", "g_idx", None, "lacks the scales .*'x.g_idx'"),
+    ("gptq", "scales", torch.ones(2, 40, dtype=torch.float16), "scales' in .* has the dtype"),
+    ("awq", "qzeros", torch.ones(2, 5, dtype=torch.int32), "qzeros' in .* has the dtype"),
+    ("fp8 block", "weight_scale_inv", None, "lacks the scales .*'x.weight_scale_inv'"),
+    ("fp8 block", "weight_scale_inv", torch.ones(2, 2), "weight_scale_inv' in .* has the dtype"),
+    ("float channel", "weight_scale", torch.full((ROWS, 1), float("nan")), "scales of tensor 'x.weight'.* NaN"),
+    ("nvfp4", "weight_global_scale", torch.zeros(1), "global scale of tensor 'x.weight'"),
+    ("mxfp4", "weight_scale", torch.full((ROWS, 2), 255, dtype=torch.uint8), "scales of tensor 'x.weight'.* NaN"),
+]
+
+
+@pytest.mark.parametrize(("name", "part", "value", "message"), BAD, ids=lambda value: str(value)[:20])
+def test_bad_tensors_are_named(name: str, part: str, value: Tensor | None, message: str, tmp_path: Path) -> None:
+    packed, _ = FORMATS[name].pack(random_matrix(1))
+    tensors = {f"x.{key}": tensor for key, tensor in packed.items()}
+    tensors.pop(f"x.{part}")
+    tensors |= {} if value is None else {f"x.{part}": value}
+    tiny.write_tensors(tmp_path, tiny.config("qwen3", quantization_config=FORMATS[name].config), tensors)
+    with pytest.raises(ModelFileError, match=message):
+        Weights(Checkpoint.open(tmp_path)).load_matrix("x.weight", ROWS, COLUMNS)
+
+
+def test_codes_of_another_kind_are_named(tmp_path: Path) -> None:
+    packed, _ = FORMATS["int4"].pack(random_matrix(1))
+    config = tiny.config("qwen3", quantization_config=FORMATS["float channel"].config)
+    tiny.write_tensors(tmp_path, config, {f"x.{key}": tensor for key, tensor in packed.items()})
+    with pytest.raises(
+        UnsupportedModel, match=r"'x.weight_packed' has int4 codes, but quantization_config describes fp8"
+    ):
+        Weights(Checkpoint.open(tmp_path))
