@@ -30,7 +30,7 @@ class DeviceStateCopies:
         """Fill blocks of requests that had states with zeros."""
         if cleared := [block for w in work for block in w.cleared_blocks]:
             for part in self._cache.parts:
-                part[:, cleared] = 0
+                part.view(torch.uint8)[:, cleared] = 0  # float8 has no such operation
 
     def begin_step(self, work: Sequence[WorkItem]) -> None:
         """Queue the copies that precede the model in a step."""
