@@ -158,6 +158,19 @@ class Weights:
             self._release_pages(info)
         return packed
 
+    def arranged_linears(
+        self,
+        parts: Sequence[tuple[str, int]],
+        columns: int,
+        arrange: Callable[[Tensor], Tensor],
+        rows: Sequence[int],
+    ) -> list[ops.PackedWeight]:
+        """Return matrices with these numbers of rows, packed for the kernels of this device.
+
+        They are consecutive rows of what `arrange` makes of the stacked matrices `parts`, in another order."""
+        matrix = self.transform(self.stack(parts, columns), arrange)
+        return [self.pack(part) for part in matrix.split(list(rows))]
+
     def experts_linear(
         self, name: str, shape: tuple[int, ...], arrange: Callable[[Tensor], Tensor], *, gated: bool = False
     ) -> list[ops.PackedWeight]:
