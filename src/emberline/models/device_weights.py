@@ -155,8 +155,8 @@ class DeviceWeights(Weights):
         self._queue_stack(parts, columns, settle, gated=gated)
         return weight
 
-    def stack_expert_matrices(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart]
+    def load_experts(
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False
     ) -> Tensor | ops.PackedExperts:
         for name, part_shape, _ in parts:
             self._check_tensor(name, part_shape)

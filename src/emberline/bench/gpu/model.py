@@ -96,8 +96,8 @@ class GPURandomWeights(Weights):
         drawn = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return self._add_to_loaded_bytes(drawn.normal_(0.0, WEIGHT_STD, generator=self._generator))
 
-    def stack_expert_matrices(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart]
+    def load_experts(
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False
     ) -> Tensor | ops.PackedExperts:
         count, n, k = shape
         narrow = self._describe_narrow(count * n, k, count)

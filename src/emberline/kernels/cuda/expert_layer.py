@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.arguments import LinearLayer, LinearOutput
+from emberline.kernels.cuda import narrow_experts
 from emberline.kernels.mixture import Mixture, SharedExpert
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import WeightLayout
@@ -64,7 +65,7 @@ class ExpertLayer:
         try:
             with torch.cuda.stream(second):
                 self._run_shared(normed, shared, inner, outputs)
-            routed = experts.run_routed_experts(normed, logits, mixture, pdl=True)
+            routed = _run_routed_experts(normed, logits, mixture)
         finally:  # also after an error: a capture cannot end while a stream is not joined, and memory is reused
             main.wait_stream(second)
         return add_expert_outputs(
@@ -84,8 +85,14 @@ class ExpertLayer:
         shared: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor:
-        routed = experts.run_routed_experts(normed, logits, mixture, pdl=True)
+        routed = _run_routed_experts(normed, logits, mixture)
         return add_expert_outputs(
             x, routed, mixture.routing.experts_per_row, shared=shared, shared_gate=gate,
             shared_scale=mixture.shared_scale, pdl=True,
         )  # fmt: skip
+
+
+def _run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture) -> Tensor:
+    if matrices := narrow_experts.find_matrices(mixture):
+        return narrow_experts.run_routed_experts(normed, logits, mixture, matrices)
+    return experts.run_routed_experts(normed, logits, mixture, pdl=True)
