@@ -148,12 +148,14 @@ def uses_packed_weights(
 ) -> bool:
     """Return whether weights of this dtype are kept packed, in 12 bits each.
 
-    By default they are not if the model has experts or recurrent layers.
+    By default they are not if the model has experts with biases, which are never packed, or recurrent layers.
 
     Raises InvalidRequest if the settings require packed weights and the dtype cannot be packed."""
     reject_unpackable_dtype(settings, dtype)
     coded = any(tensor.packing is not None for tensor in checkpoint.tensors.values())
-    can_pack = model is None or (model.experts is None and model.parts.attention.state is None)
+    can_pack = model is None or model.parts.attention.state is None
+    if model is not None and model.experts is not None:
+        can_pack = can_pack and not model.experts.options.has_biases
     is_useful = coded and dtype == "bfloat16" and can_pack
     return settings.gpu.weights == "packed" or (settings.gpu.weights == "auto" and is_useful)
 
@@ -245,7 +247,7 @@ def step_bytes(
 ) -> dict[str, int]:
     """Return the bytes of everything on a GPU but weights and KV cache. `block_bytes`: of a KV block."""
     tokens, running = limits.max_batch_tokens, limits.max_running
-    grid = ShapeGrid.for_model(sizes.layer_weights, tokens)
+    grid = ShapeGrid.for_model(sizes.layer_weights, tokens, has_experts=sizes.has_experts)
     shapes = captured_shapes(running, tokens, grid, queries=sizes.list_row_queries(limits.max_new_tokens))
     chains = sum(not shape.chunks for shape in shapes) if limits.max_new_tokens > 1 else 0  # of a draft model
     graphs = len(shapes) + chains
@@ -293,7 +295,8 @@ def used_by_others(total_bytes: int, free_bytes: int, allocated_bytes: int) -> i
 
 def shape_grid_for(config: ModelConfig, max_batch_tokens: int) -> ShapeGrid:
     """Return the sizes of steps with prompt chunks that are captured for this model."""
-    return ShapeGrid.for_model(StepSizes.of(outline_of(config), config.vocab).layer_weights, max_batch_tokens)
+    sizes = StepSizes.of(outline_of(config), config.vocab)
+    return ShapeGrid.for_model(sizes.layer_weights, max_batch_tokens, has_experts=sizes.has_experts)
 
 
 def weight_bytes(

@@ -192,11 +192,12 @@ class Weights:
         return whole
 
     def load_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False, packable: bool = False
     ) -> Tensor | ops.PackedExperts:
-        """Return the matrices [experts, n, k] of a layer's experts, which the parts fill, as GPU kernels read them.
+        """Return the matrices [experts, n, k] of a layer, which the parts fill, as the device's kernels read them.
 
-        `gated`: whether they are gate and up, the rows of gate before those of up.
+        `gated`: whether they are gate and up, the rows of gate before those of up. `packable`: whether kernels read
+        them in the uw12 format too.
         """
         return self.stack_experts(shape, parts)
 
