@@ -52,6 +52,7 @@ class Weights:
     stacks_experts = False  # whether the experts of a layer are loaded into few tensors, as GPU kernels read them
     packed = False  # whether matrices are kept in the uw12 format, 12 bits per weight
     narrow_sizes: Sequence[NarrowSize] = ()  # of the matrices that are kept quantised
+    _blocks: BlockPacker | None = None  # packs matrices in a form for CPUs; None: plain
 
     @property
     def can_decode(self) -> bool:
