@@ -355,6 +355,7 @@ def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = ()) -> flo
     if not runner.cache.keys.is_cuda:
         return 0.0
     from emberline.kernels.cuda import driver, nvrtc, sample
+    from emberline.kernels.triton import jit
 
     facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs), *sorted(set(map(repr, narrow)))]
     facts += [nvrtc.digest_sources(driver.device_options()), ops.selected_gpu_kernels().name]
@@ -362,7 +363,7 @@ def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = ()) -> flo
     limits = runner.shapes, runner.max_batch_tokens, runner.exact, runner.groups.windows, runner.cache.keys.dtype
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join([*facts, str(limits)]).encode()).hexdigest()[:32]}"
     if not done.exists():
-        with driver.compile_in_parallel(sample.get_module()):
+        with driver.compile_in_parallel(sample.get_module()), jit.compile_in_parallel():
             runner.launch_all_kernels()
             torch.cuda.synchronize()
         done.parent.mkdir(parents=True, exist_ok=True)
