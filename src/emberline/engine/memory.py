@@ -309,11 +309,12 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of all weights on the device.
 
-    Matrices are stored plain, packed, or in both formats (`both`), but those in `narrow` are quantised. An embedding
-    that is separate from the output head is never stored in both."""
+    Matrices are stored plain, packed, or in both formats (`both`), but those in `narrow` are quantised. Then the
+    output head is stored in both formats too. An embedding that is separate from the head never is."""
     size = 0
     for part in list_weight_parts(outline_of(config)):
-        twice = both and (config.tie_embeddings or part.kind != "embedding")
+        is_head = part.kind == ("embedding" if config.tie_embeddings else "head")
+        twice = (both and (is_head or part.kind != "embedding")) or (bool(narrow) and is_head and not packed)
         size += weight_part_bytes(part, dtype_bytes, packed=packed, both=twice)
     for kept in narrow:
         plain = WeightPart("attention", kept.rows, kept.columns, kept.num_matrices)

@@ -14,7 +14,7 @@ LAYER_KINDS = ("attention", "dense ffn", "routed experts", "shared experts", "ro
 UNPACKED_KINDS = ("attention", "dense ffn", "shared experts")  # whose packed matrices are unpacked for large products
 
 MAX_KEY_PARTS = 16  # parts into which attention splits a request's keys, on average over a full batch
-MAX_SMS = 132  # multiprocessors of a GPU that runs latent attention
+MAX_SMS = 192  # multiprocessors of a GPU, at most: an H200 has 132, the largest GPU of capability 12.0 has 188
 EXPANDED_HEAD_BYTES = 640  # key and value of a head, and a share of the latent
 F32_BYTES = 4
 

@@ -194,9 +194,11 @@ def fill_dequantised_weight(weight: PackedWeight, values: Tensor) -> int:
 def fill_quantised_experts(experts: PackedExperts, matrices: QuantisedMatrix) -> int:
     """Store the matrices of all experts of a layer, and return the device memory used, in bytes."""
     packed = backend_of(matrices.codes).pack_quantised_experts(matrices)
-    assert isinstance(packed, PackedExperts), f"keeps_quantised promised to keep the {matrices.kind} codes of experts"
-    experts.layout, experts.handle, experts.nbytes = packed.layout, packed.handle, packed.nbytes
-    return packed.nbytes
+    if isinstance(packed, Tensor):
+        experts.layout, experts.handle, experts.nbytes = WeightLayout.ROWS, packed, packed.nbytes
+    else:
+        experts.layout, experts.handle, experts.nbytes = packed.layout, packed.handle, packed.nbytes
+    return experts.nbytes
 
 
 def add_packed_copy(weight: PackedWeight) -> int:

@@ -155,7 +155,7 @@ class DeviceWeights(Weights):
         self._queue_stack(parts, columns, settle, gated=gated)
         return weight
 
-    def stack_expert_matrices(
+    def load_experts(
         self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False, packable: bool = False
     ) -> Tensor | ops.PackedExperts:
         for name, part_shape, _ in parts:

@@ -190,7 +190,7 @@ class Weights:
             destination.copy_(self._mark_used(name, self._view_tensor(name, part_shape)).reshape(destination.shape))
         return whole
 
-    def stack_expert_matrices(
+    def load_experts(
         self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False, packable: bool = False
     ) -> Tensor | ops.PackedExperts:
         """Return the matrices [experts, n, k] of a layer, which the parts fill, as the device's kernels read them.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.arguments import LinearLayer, LinearOutput
-from emberline.kernels.cuda import routed_experts
+from emberline.kernels.cuda import narrow_experts, routed_experts
 from emberline.kernels.mixture import Mixture, SharedExpert
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import WeightLayout
@@ -98,6 +98,8 @@ class ExpertLayer:
         )  # fmt: skip
 
     def _run_routed(self, normed: Tensor, logits: Tensor, mixture: Mixture) -> routed_experts.RoutedOutputs:
+        if matrices := narrow_experts.find_matrices(mixture):
+            return routed_experts.RoutedOutputs(narrow_experts.run_routed_experts(normed, logits, mixture, matrices))
         if self._uses_hopper:
             return routed_experts.run_routed_experts(normed, logits, mixture)
         return routed_experts.RoutedOutputs(experts.run_routed_experts(normed, logits, mixture, pdl=True))

@@ -24,7 +24,7 @@ FILE = "linear.cu"
 MAX_ROWS = 32  # with more rows, tiles of x take more of the L2's bandwidth than the weights
 MAX_FP8_ROWS = 16  # the same for float8 weights, which have half as many bytes
 SLOT_K = 64  # columns (k) in a slot of the pipeline: rows of 128 bytes, the widest TMA swizzle
-NUM_SMS = 132
+NUM_SMS = 132  # of an H100 or H200, for which work is divided; other Hopper GPUs compute the same parts in more waves
 MAX_SHARED_BYTES = 227 << 10
 MIN_IN_FLIGHT_BYTES = 96 << 10  # weights that an SM must have requested to keep memory busy
 WARPS = 8  # warps split k, which determines the order of sums: the same for all shapes
@@ -280,11 +280,11 @@ def choose_epilogue(out: Tensor, residual: Tensor | None, gated: bool) -> str:
 
 
 def _list_kernel_names() -> Sequence[str]:
-    shapes = [(stride, "", *sizes) for stride, *sizes in product((0, 16), (1, 2, 3, 4), (1, 2, 4))]
-    shapes += [(0, *sizes) for sizes in product(("Fp8Rows", "Fp8Blocks"), (2, 3, 4), (1, 2))]
+    shapes = list(product((0, 16), ("",), (1, 2, 3, 4), (1, 2, 4)))
+    shapes += product((0,), ("Fp8Rows", "Fp8Blocks"), (2, 3, 4), (1, 2))
     return [
-        SkinnyPlan(blocks, tiles, WARPS, 1, 0, 1, stride, fp8_source=fp8_source).kernel_name(epilogue)
-        for stride, fp8_source, blocks, tiles in shapes
+        SkinnyPlan(blocks, tiles, WARPS, 1, 0, 1, stride, fp8_source=source).kernel_name(epilogue)
+        for stride, source, blocks, tiles in shapes
         for epilogue in EPILOGUES
         if epilogue != "GATED" or blocks % 2 == 0
     ]
