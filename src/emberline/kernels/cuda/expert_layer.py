@@ -99,7 +99,8 @@ class ExpertLayer:
 
     def _run_routed(self, normed: Tensor, logits: Tensor, mixture: Mixture) -> routed_experts.RoutedOutputs:
         if matrices := narrow_experts.find_matrices(mixture):
-            return routed_experts.RoutedOutputs(narrow_experts.run_routed_experts(normed, logits, mixture, matrices))
+            outputs = narrow_experts.run_routed_experts(normed, logits, mixture, matrices)
+            return routed_experts.RoutedOutputs(outputs)
         if self._uses_hopper:
             return routed_experts.run_routed_experts(normed, logits, mixture)
         return routed_experts.RoutedOutputs(experts.run_routed_experts(normed, logits, mixture, pdl=True))
