@@ -206,10 +206,12 @@ def boot_from_checkpoint(
         torch.cuda.synchronize(device.torch_device)
     codec.result()
     initialized = time.perf_counter()
-    online, keeps = settings.gpu.online_format, settings.gpu.weights != "plain" and not settings.gpu.exact
+    gpu, scales = settings.gpu, memory.kv_dtype(settings, used) == "float8"
+    keeps = gpu.weights != "plain" and not gpu.exact
     weights = DeviceWeights(
-        checkpoint, dtype, device.torch_device, reader, packed=packed, online=online, keeps_quantised=keeps
-    )
+        checkpoint, dtype, device.torch_device, reader,
+        packed=packed, online=gpu.online_format, keeps_quantised=keeps, kv_scales=scales,
+    )  # fmt: skip
     grammars = None if make_compiler is None else partial(make_compiler, directory, config)
     booted = boot_gpu(
         config,
