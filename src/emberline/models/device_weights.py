@@ -161,6 +161,25 @@ class DeviceWeights(Weights):
         self._queue_stack(parts, columns, settle, gated=gated)
         return weight
 
+    def arranged_linears(
+        self,
+        parts: Sequence[tuple[str, int]],
+        columns: int,
+        arrange: Callable[[Tensor], Tensor],
+        rows: Sequence[int],
+    ) -> list[ops.PackedWeight]:
+        dtype = self.stack_dtype(parts, columns)
+        if not self.packed or dtype is not torch.bfloat16:
+            return super().arranged_linears(parts, columns, arrange, rows)
+        weights = [ops.empty_weight(count, columns, dtype, self.device) for count in rows]
+
+        def settle(whole: Tensor) -> None:
+            for weight, part in zip(weights, arrange(whole).split(list(rows)), strict=True):
+                self.loaded_bytes += ops.fill_weight(weight, part)
+
+        self._queue_stack(parts, columns, settle, gated=False)
+        return weights
+
     def load_experts(
         self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False, packable: bool = False
     ) -> Tensor | ops.PackedExperts:
