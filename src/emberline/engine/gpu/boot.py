@@ -31,7 +31,7 @@ from emberline.engine.gpu.portable_limits import reject_unsupported_settings
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_token_counts
-from emberline.engine.gpu.weight_format import check_packed_size, name_weight_format
+from emberline.engine.gpu.weight_format import check_packed_size, name_weight_format, open_device_weights
 from emberline.engine.gpu.zero_weights import make_zero_weight_model
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.sampler import SamplingStateFactory
@@ -206,12 +206,7 @@ def boot_from_checkpoint(
         torch.cuda.synchronize(device.torch_device)
     codec.result()
     initialized = time.perf_counter()
-    gpu, scales = settings.gpu, memory.kv_dtype(settings, used) == "float8"
-    keeps = gpu.weights != "plain" and not gpu.exact
-    weights = DeviceWeights(
-        checkpoint, dtype, device.torch_device, reader,
-        packed=packed, online=gpu.online_format, keeps_quantised=keeps, kv_scales=scales,
-    )  # fmt: skip
+    weights = open_device_weights(checkpoint, dtype, device.torch_device, reader, settings, packed=packed)
     grammars = None if make_compiler is None else partial(make_compiler, directory, config)
     booted = boot_gpu(
         config,

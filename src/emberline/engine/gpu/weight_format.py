@@ -1,11 +1,41 @@
-"""The format in which a GPU has a model's weights: its name, and its size compared with the plan."""
+"""The format in which a GPU has a model's weights: how it is chosen, its name, its size compared with the plan."""
 
 from __future__ import annotations
+
+import torch
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import ModelError
 from emberline.engine.memory_plan import MemoryPlan
+from emberline.hub.checkpoint import Checkpoint
+from emberline.models.device_weights import DeviceWeights
+from emberline.models.reader import FileReader
 from emberline.models.weights import Weights
+
+
+def open_device_weights(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    reader: FileReader | None,
+    settings: EngineConfig,
+    *,
+    packed: bool,
+) -> DeviceWeights:
+    """Return the weights of a checkpoint, not loaded yet, in the format that the settings choose.
+
+    `reader`: already reads the checkpoint's files. `packed`: whether bf16 matrices are kept in 12 bits."""
+    gpu = settings.gpu
+    return DeviceWeights(
+        checkpoint,
+        dtype,
+        device,
+        reader,
+        packed=packed,
+        online=gpu.online_format,
+        keeps_quantised=gpu.weights != "plain" and not gpu.exact,
+        kv_scales=settings.kv_cache.kv_dtype == "float8",
+    )
 
 
 def name_weight_format(weights: Weights, settings: EngineConfig) -> str:
