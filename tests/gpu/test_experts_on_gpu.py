@@ -30,8 +30,10 @@ GPU = "cuda"
 
 
 @pytest.fixture(autouse=True)
-def seed_and_backend() -> Iterator[None]:
+def seed_and_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set the seed, and capture only a few shapes when an engine starts: others are captured at their first use."""
     torch.manual_seed(0)
+    monkeypatch.setattr("emberline.engine.gpu.boot.CAPTURE_BUDGET_S", 0.2)
     yield
     ops.start_backend()
 

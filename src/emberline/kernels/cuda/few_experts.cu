@@ -26,8 +26,7 @@ DEVICE u32 aligned_shared_memory() {
   return (shared_address(unaligned) + 1023) & ~1023u;
 }
 
-// A warp's ring of slots, and its barriers. A slot has BLOCKS blocks of UNITS units of k, and as many units of x; of
-// `add_down` also headers.
+// A warp's ring of slots, and its barriers.
 struct Ring {
   u32 slots, barriers, slot_bytes;
   int stages;
@@ -180,8 +179,9 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
 
 // -- down -------------------------------------------------------------------------------------------------------------
 
-// A warp's steps of `add_down`: UNITS units of k, tile after tile.
-template <class W, int UNITS, int WARPS, class Tiles> struct Down {
+// A warp's steps of `add_down`: units of k, tile after tile. A slot has x, then a block of w and its header.
+template <class W, int WARPS, class Tiles> struct Down {
+  static constexpr u32 X_BYTES = 128 * MAX_SELECTING_ROWS;
   const W& weights;
   const TensorMap* inner;
   const Tiles& tiles;
@@ -190,59 +190,42 @@ template <class W, int UNITS, int WARPS, class Tiles> struct Down {
   int warp, lane;
   u64 evict_first, evict_last;
 
-  DEVICE Step begin() const { return Step{UNITS * warp < stack.units ? 0 : tiles.count, UNITS * warp, 0}; }
+  DEVICE Step begin() const { return Step{warp < stack.units ? 0 : tiles.count, warp, 0}; }
   DEVICE void advance(Step& at) const {
     if (++at.slot == ring.stages) at.slot = 0;
-    if ((at.unit += UNITS * WARPS) >= stack.units) at.unit = UNITS * warp, at.item++;
+    if ((at.unit += WARPS) >= stack.units) at.unit = warp, at.item++;
   }
-  DEVICE int count_units(const Step& at) const { return min(UNITS, stack.units - at.unit); }
-  DEVICE u32 unit_at(u32 slot, int i) const { return slot + UNITS * 1024 + W::BLOCK_BYTES * i; }
   DEVICE void fetch_weights(const Step& at) const {
     if (lane || at.item >= tiles.count) return;
     const RowTile tile = tiles.load(at.item);
-    const u32 to = ring.slot(at.slot), barrier = ring.barrier(at.slot);
-    const int count = count_units(at), block = blockIdx.x;
-    barrier_expect_bytes(barrier,
-                         (128 * __popc(tile.mask) + W::BLOCK_BYTES) * count + header_bytes(weights, 1));
-#pragma unroll
-    for (int i = 0; i < UNITS; i++)
-      if (i < count)
-        fetch_blocks<1>(weights, unit_at(to, i), stack, tile.expert, block, at.unit + i, barrier, evict_first);
-    fetch_headers(weights, unit_at(to, UNITS), tile.expert * stack.blocks + block, 1, barrier, evict_first);
+    const u32 to = ring.slot(at.slot) + X_BYTES, barrier = ring.barrier(at.slot);
+    barrier_expect_bytes(barrier, 128 * __popc(tile.mask) + W::BLOCK_BYTES + header_bytes(weights, 1));
+    fetch_blocks<1>(weights, to, stack, tile.expert, blockIdx.x, at.unit, barrier, evict_first);
+    fetch_headers(weights, to + W::BLOCK_BYTES, tile.expert * stack.blocks + blockIdx.x, 1, barrier, evict_first);
   }
   DEVICE void fetch_x(const Step& at) const {
-    if (at.item >= tiles.count || lane >= MAX_SELECTING_ROWS || !(tiles.load(at.item).mask >> lane & 1)) return;
-#pragma unroll
-    for (int i = 0; i < UNITS; i++)
-      if (i < count_units(at))
-        copy_tile(ring.slot(at.slot) + 1024 * i + 128 * lane, inner, 64 * (at.unit + i),
-                  MAX_SELECTING_ROWS * at.item + lane, ring.barrier(at.slot), evict_last);
+    if (at.item < tiles.count && lane < MAX_SELECTING_ROWS && tiles.load(at.item).mask >> lane & 1)
+      copy_tile(ring.slot(at.slot) + 128 * lane, inner, 64 * at.unit, MAX_SELECTING_ROWS * at.item + lane,
+                ring.barrier(at.slot), evict_last);
   }
-  // Multiplies a step's units, and fetches another step into the slot once it is read.
+  // Multiplies a step's unit, and fetches another step into the slot once it is read.
   DEVICE void multiply_step(float (&sums)[4], const Step& now, Step& next) const {
-    const u32 at = ring.slot(now.slot);
-    const int count = count_units(now);
-    InputFragments rows[UNITS];
-    u32 a[UNITS][4][4];
-#pragma unroll
-    for (int i = 0; i < UNITS; i++) {
-      if (i >= count) break;
-      rows[i].load(at + 1024 * i, lane);
-      load_fragments(a[i], weights, unit_at(at, i), unit_at(at, UNITS), now.unit + i, stack.units, lane);
-    }
+    const u32 at = ring.slot(now.slot), block = at + X_BYTES;
+    InputFragments rows;
+    u32 a[4][4];
+    rows.load(at, lane);
+    load_fragments(a, weights, block, block + W::BLOCK_BYTES, now.unit, stack.units, lane);
     __syncwarp();  // all lanes have read the slot
     fetch_weights(next);
     __syncwarp();
     fetch_x(next), advance(next);
-#pragma unroll
-    for (int i = 0; i < UNITS; i++)
-      if (i < count) multiply_unit(sums, a[i], rows[i]);
+    multiply_unit(sums, a, rows);
   }
 };
 
 // The kernel that wrote the logits must have ended before the preceding kernel let this one start. CTA b has the rows
-// 16 b .. 16 b + 15 of each expert's matrix. `slot_bytes`: of UNITS units of x and w, and of a header.
-template <class W, int UNITS, int WARPS, int PER_LANE>
+// 16 b .. 16 b + 15 of each expert's matrix.
+template <class W, int WARPS, int PER_LANE>
 __global__ void __launch_bounds__(32 * WARPS, 1)
     add_down(const __grid_constant__ W weights, const __grid_constant__ TensorMap inner, bf16* state,
              const float* logits, const float* correction, int rows, int num_experts, int top, int sigmoid,
@@ -259,7 +242,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   ring.open(&inner, lane);
   tiles.select(SelectionRules{logits, correction, rows, num_experts, top, sigmoid, renormalize, scale}, warp, WARPS,
                lane);
-  const Down<W, UNITS, WARPS, Tiles> product{weights, &inner, tiles, ExpertStack{n / 16, k / 64}, ring, warp, lane,
+  const Down<W, WARPS, Tiles> product{weights, &inner, tiles, ExpertStack{n / 16, k / 64}, ring, warp, lane,
                                              l2_evict_first(), l2_evict_last()};
   Step next = product.begin(), first = next, now = next;
 #pragma unroll 1

@@ -43,12 +43,11 @@ class GateUpPlan:
 
 @dataclass(frozen=True, slots=True)
 class DownPlan:
-    units: int  # units of 64 k that a warp multiplies at a time
     warps: int
     stages: int
 
     def slot_bytes(self, weight: ExpertMatrices) -> int:
-        return _round_up(self.units * (ROW_BYTES * MAX_ROWS + weight.block_bytes) + weight.header_stride)
+        return _round_up(ROW_BYTES * MAX_ROWS + weight.block_bytes + weight.header_stride)
 
 
 def multiply_gate_up(
@@ -91,7 +90,7 @@ def add_down(
     rows, experts = logits.shape
     assert state.is_contiguous() and state.shape == (rows, weight.n) and 8 * rows <= 32 * plan.warps
     slot = plan.slot_bytes(weight)
-    sizes = f"{plan.units}, {plan.warps}, {choose_experts_per_lane(experts)}"
+    sizes = f"{plan.warps}, {choose_experts_per_lane(experts)}"
     _get_kernel(f"add_down<{weight.source_name}, {sizes}>")(
         (weight.n // BLOCK_ROWS, 1, 1),
         32 * plan.warps,
@@ -123,8 +122,8 @@ def _list_kernel_names() -> list[str]:
     names = []
     for source, blocks, count in product(("PackedUnits", "PlainPairs"), (2, 4), EXPERTS_PER_LANE):
         names.append(f"multiply_gate_up<{source}, {blocks}, 4, {count}>")
-    for source, (units, warps), count in product(("PackedUnits", "PlainRows"), ((1, 12), (2, 6)), EXPERTS_PER_LANE):
-        names.append(f"add_down<{source}, {units}, {warps}, {count}>")
+    for source, count in product(("PackedUnits", "PlainRows"), EXPERTS_PER_LANE):
+        names.append(f"add_down<{source}, 12, {count}>")
     return names
 
 
@@ -135,7 +134,7 @@ def count_static_bytes(kernel_name: str) -> int:
     """Return an upper bound of the shared memory that a kernel has beside the dynamic one, in bytes."""
     numbers = [int(number) for number in kernel_name.rstrip(">").split(", ")[1:]]
     tables = 128 + 32 * numbers[-1] * (8 + 4 * MAX_ROWS)
-    return tables + (4 * MAX_ROWS * (BLOCK_ROWS + 4) * numbers[1] if kernel_name.startswith("add_down") else 0)
+    return tables + (4 * MAX_ROWS * (BLOCK_ROWS + 4) * numbers[0] if kernel_name.startswith("add_down") else 0)
 
 
 @cache

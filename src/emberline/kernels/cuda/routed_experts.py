@@ -6,6 +6,7 @@ rows are sorted by expert, for the kernels of `grouped.py`, or of `triton/groupe
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,16 +24,20 @@ from emberline.kernels.triton.routing import SortedRows
 
 # The fastest plans of some that were measured on an H200 with the experts of Qwen3-30B-A3B.
 MAX_SELECTED_ROWS = {False: 8, True: 2}  # rows of x up to which the kernels select: plain experts, packed ones
-ONE_ROW_PLANS = GateUpPlan(2, 4), DownPlan(1, 12, 3)
-FEW_ROWS_PLANS = GateUpPlan(4, 2), DownPlan(2, 6, 3)
-# Pairs (rows of an expert on average, plan) for packed experts. The last one is also used for plain experts.
+# Pairs (rows of x, plan of the product with gate and up), for plain and packed experts.
+GATE_UP_PLANS = {
+    False: ((4, GateUpPlan(2, 4)), (few_experts.MAX_ROWS, GateUpPlan(4, 2))),
+    True: ((few_experts.MAX_ROWS, GateUpPlan(4, 2)),),
+}
+DOWN_PLAN = DownPlan(12, 3)
+# Pairs (rows of an expert on average, plan of both products). None: the kernels of Triton.
 PACKED_PLANS = (
-    (10.0, grouped.TILES_OF_32),
-    (36.0, grouped.TILES_OF_64),
+    (12.0, grouped.TILES_OF_32),
+    (52.0, grouped.TILES_OF_64),
     (96.0, grouped.TILES_OF_128),
-    (1e9, grouped.TILES_OF_256),
+    (math.inf, grouped.TILES_OF_256),
 )
-PLAIN_PLANS = ((96.0, None), (320.0, grouped.TILES_OF_256), (1e9, None))
+PLAIN_PLANS = ((96.0, None), (320.0, grouped.TILES_OF_256), (math.inf, None))
 
 
 class RoutedOutputs(NamedTuple):
@@ -59,9 +64,9 @@ def add_selected_experts(x: Tensor, normed: Tensor, logits: Tensor, mixture: Mix
         return False
     if max(gate_up.header_stride, down.header_stride) > few_experts.MAX_HEADER_STRIDE:
         return False
-    first, second = ONE_ROW_PLANS if rows <= 2 else FEW_ROWS_PLANS
-    inner = few_experts.multiply_gate_up(normed, logits, rules, gate_up, first)
-    few_experts.add_down(x, inner, logits, rules, down, second)
+    plan = next(plan for limit, plan in GATE_UP_PLANS[gate_up.is_packed] if rows <= limit)
+    inner = few_experts.multiply_gate_up(normed, logits, rules, gate_up, plan)
+    few_experts.add_down(x, inner, logits, rules, down, DOWN_PLAN)
     return True
 
 
