@@ -117,7 +117,8 @@ def boot_gpu(
     assert (build_endpoint is not None) == (settings.transfer is not None)
     began = time.perf_counter()
     device = device or CudaDevice(settings.gpu.kernels)
-    reject_unsupported_settings(settings, device.torch_device)
+    packs_experts = weights.packed and config.experts is not None
+    reject_unsupported_settings(settings, device.torch_device, has_packed_experts=packs_experts)
     model = load_model(config, weights, context)
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
