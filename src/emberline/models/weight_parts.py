@@ -25,6 +25,7 @@ class WeightPart:
     columns: int
     num_matrices: int = 1
     is_always_plain: bool = False  # whether a GPU never packs them
+    is_never_quantised: bool = False  # whether a GPU keeps them in bfloat16 or packed: their rows are reordered
 
     @property
     def num_weights(self) -> int:
@@ -56,7 +57,8 @@ def _attention_parts(outline: ModelOutline) -> Iterator[WeightPart]:
     latent, hidden = outline.latent, outline.hidden
     if latent is None:
         q, kv = outline.heads * outline.head_dim, outline.kv_heads * outline.head_dim
-        yield WeightPart("attention", q * (1 + outline.has_query_gate) + 2 * kv, hidden)
+        rows, has_gate = q * (1 + outline.has_query_gate) + 2 * kv, outline.has_query_gate
+        yield WeightPart("attention", rows, hidden, is_never_quantised=has_gate)
         yield WeightPart("attention", hidden, q)
         return
     yield WeightPart("attention", -(-(latent.q_rank + latent.cached_dim) // outline.latent_down_parts), hidden)
@@ -71,8 +73,8 @@ def _state_parts(outline: ModelOutline) -> Iterator[WeightPart]:
     assert state is not None
     values = state.value_heads * state.value_dim
     # Queries, keys, values and gates, then decays and step sizes.
-    yield WeightPart("attention", state.conv_channels + values, hidden, is_always_plain=True)
-    yield WeightPart("attention", 2 * state.value_heads, hidden, is_always_plain=True)
+    rows = state.conv_channels + values + 2 * state.value_heads
+    yield WeightPart("attention", rows, hidden, is_never_quantised=True)
     yield WeightPart("attention", hidden, values)
     yield WeightPart("norms", state.conv_channels * state.conv_kernel + 2 * state.value_heads + state.value_dim, 1)
 

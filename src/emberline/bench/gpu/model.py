@@ -83,6 +83,7 @@ class GPURandomWeights(Weights):
         self.packed = packed
         self.narrow_sizes: list[NarrowSize] = []
         self._online = online
+        self._blocks = None
         self.dtype = dtype
         self.loaded_bytes = 0
         self._generator = torch.Generator(device=self.device).manual_seed(seed)
