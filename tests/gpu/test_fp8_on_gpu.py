@@ -9,11 +9,12 @@ import linear_checks
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_settings import needs_hopper_kernels
 from linear_cases import poisoned, random
 from torch import Tensor
 
 from emberline.kernels.arguments import LinearLayer, LinearOutput
-from emberline.kernels.cuda import fp8, fp8_gemm, fp8_weight, fp8_wide, gemm
+from emberline.kernels.cuda import fp8, fp8_gate_up, fp8_gemm, fp8_weight, fp8_wide, gemm
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda.fp8_weight import FP8Weight
 from emberline.kernels.cuda.hopper_backend import HopperBackend
@@ -24,7 +25,7 @@ from emberline.kernels.quantise import quantise
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
 from emberline.kernels.triton import norm
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_hopper_kernels
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROW_SCALES, BLOCK_SCALES = (1, 0), (128, 128)
@@ -44,6 +45,11 @@ def seed() -> None:
 def make_matrix(n: int, k: int, group: tuple[int, int]) -> QuantisedMatrix:
     rows = torch.exp2(torch.randint(-2, 3, (n, 1), device="cuda"))
     return quantise(torch.randn(n, k, device="cuda") * rows * k**-0.5, "fp8", *group)
+
+
+def has_blocks(matrix: QuantisedMatrix) -> bool:
+    """Return whether the weight has scales of blocks. If a block is as long as a row, it has scales of rows."""
+    return matrix.group_columns < matrix.k
 
 
 def values_of(rows: QuantisedRows) -> Tensor:
@@ -126,10 +132,10 @@ def test_few_rows_are_as_exact_as_bf16(k: int, n: int, m: int, group: tuple[int,
 @pytest.mark.parametrize("m", [17, 32, 33, 64, 100, 128, 129, 200, 256])
 @pytest.mark.parametrize(("k", "n"), SHAPES)
 def test_dozens_of_rows(k: int, n: int, m: int, group: tuple[int, int]) -> None:
-    if not fp8_wide.supports(m, n, k, has_blocks=group == BLOCK_SCALES):
-        pytest.skip("computed by fp8_gemm")
-    rows = quantise_rows(random(m, k), blocks=group == BLOCK_SCALES, pdl=False)
     matrix = make_matrix(n, k, group)
+    if not fp8_wide.supports(m, n, k, has_blocks=has_blocks(matrix)):
+        pytest.skip("computed by fp8_gemm")
+    rows = quantise_rows(random(m, k), blocks=has_blocks(matrix), pdl=False)
     check_epilogues(partial(fp8_wide.linear, rows, pdl=False), matrix, values_of(rows), has_float32=True)
 
 
@@ -137,11 +143,12 @@ def test_dozens_of_rows(k: int, n: int, m: int, group: tuple[int, int]) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_tile_of_dozens_of_rows(group: tuple[int, int], split: int) -> None:
     n, k = 1024, 2048
-    has_blocks = group == BLOCK_SCALES
     matrix = make_matrix(n, k, group)
     weight, values = fp8_weight.pack(matrix), dequantise(matrix).double()
-    for columns, counts in (fp8_wide.BLOCK_GROUPS_BY_COLUMNS if has_blocks else fp8_wide.GROUPS_BY_COLUMNS).items():
-        rows = quantise_rows(random(columns - 3, k), blocks=has_blocks, pdl=False)
+    for columns, counts in (
+        fp8_wide.BLOCK_GROUPS_BY_COLUMNS if weight.has_blocks else fp8_wide.GROUPS_BY_COLUMNS
+    ).items():
+        rows = quantise_rows(random(columns - 3, k), blocks=weight.has_blocks, pdl=False)
         for groups in counts:
             for unclustered in (False, True) if split > 1 else (False,):
                 plan = fp8_wide.make_plan(columns, n, k, TileConfig(groups, split, unclustered=unclustered))
@@ -149,11 +156,25 @@ def test_every_tile_of_dozens_of_rows(group: tuple[int, int], split: int) -> Non
                 assert relative_error(y, values_of(rows) @ values.T) < MAX_ERROR_FP8, plan
 
 
+@pytest.mark.parametrize("width", fp8_gate_up.WIDTHS)
+@pytest.mark.parametrize("m", [1, 17, 33, 64, 65, 100, 128])
+@pytest.mark.parametrize(("k", "n"), [(4096, 8448), (576, 1024), (16, 64), (336, 40000)])
+def test_gates_and_ups_of_dozens_of_rows(k: int, n: int, m: int, width: int) -> None:
+    rows, matrix = quantise_rows(random(m, k), pdl=False), make_matrix(n, k, ROW_SCALES)
+    gate, up = (values_of(rows) @ dequantise(matrix).double().T).chunk(2, 1)
+    weight = fp8_weight.pack(matrix, gated=True)
+    y = fp8_gate_up.gate_up(rows, weight, out=poisoned(m, n // 2), width=width, pdl=False)
+    assert relative_error(y, F.silu(gate) * up) < MAX_ERROR_GATED
+    early = fp8_gate_up.gate_up(rows, weight, out=poisoned(m, n // 2), width=width, stages=2)
+    assert torch.equal(early, y)
+
+
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("m", [17, 129, 300, 1000])
 @pytest.mark.parametrize(("k", "n"), SHAPES)
 def test_prompts(k: int, n: int, m: int, group: tuple[int, int]) -> None:
-    rows, matrix = quantise_rows(random(m, k), blocks=group == BLOCK_SCALES, pdl=False), make_matrix(n, k, group)
+    matrix = make_matrix(n, k, group)
+    rows = quantise_rows(random(m, k), blocks=has_blocks(matrix), pdl=False)
     check_epilogues(partial(fp8_gemm.linear, rows, pdl=False), matrix, values_of(rows), has_float32=False)
 
 

@@ -3,9 +3,8 @@
 Matrix products with up to 64 rows of x, where reading the weights takes most of the time, use `triton/linear.py`, which
 also adds the bias and the residual, or computes silu(gate) * up, or cuBLAS if that was measured to be faster. For uw12
 weights (compressed to 12 bits) it is `triton/packed_linear.py`. Products with more rows use cuBLAS; uw12 weights are
-unpacked first. `triton/narrow.py` multiplies by codes of narrow formats, for any number of rows. Attention is computed
-by Triton kernels for every shape. Sampling and the unpacking of weights are CUDA C++ that is compiled for the GPU's
-architecture.
+unpacked first. `quantised_linear.py` multiplies by codes of narrow formats. Attention is computed by Triton kernels for
+every shape. Sampling and the unpacking of weights are CUDA C++ that is compiled for the GPU's architecture.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.kernels import weight_unpacker
+from emberline.kernels import quantised_linear, weight_unpacker
 from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
@@ -40,7 +38,7 @@ from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
-from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
+from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.triton import (
     activation,
@@ -48,7 +46,6 @@ from emberline.kernels.triton import (
     cache_slots,
     convolution,
     delta,
-    narrow,
     norm,
     output_gate,
     packed_linear,
@@ -85,21 +82,22 @@ class PortableBackend(OpBackend):
             return packed.nbytes
         return super().fill_weight(weight, values)
 
+    def keeps_quantised(self, matrix: QuantisedMatrix) -> bool:
+        return quantised_linear.supports(matrix)
+
     def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
-        if narrow.supports(matrix):
-            layout, address = WeightLayout.QUANTISED, matrix.codes.data_ptr()
-            return PackedWeight(matrix.codes, matrix.n, matrix.k, torch.bfloat16, layout, gated, address, matrix)
-        values = dequantise(matrix).to(torch.bfloat16)
-        return self.pack_linear(self.arrange_gate_rows(values) if gated else values, gated=gated)
+        if not quantised_linear.supports(matrix):
+            return super().pack_quantised(matrix, gated=gated)
+        layout, address = WeightLayout.QUANTISED, matrix.codes.data_ptr()
+        return PackedWeight(matrix.codes, matrix.n, matrix.k, torch.bfloat16, layout, gated, address, matrix)
 
     def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
-        if not narrow.supports(matrices) or matrices.columns is not None:
+        if not quantised_linear.supports(matrices):
             return super().pack_quantised_experts(matrices)
         count, layout = len(matrices.codes), WeightLayout.QUANTISED
         return PackedExperts(count, matrices.n, matrices.k, layout, matrices, matrices.nbytes)
 
     def arrange_gate_rows(self, weight: Tensor) -> Tensor:
-        """Return a weight, with the rows of gate before those of up, as `pack_linear` with gated=True expects it."""
         width, columns = len(weight) // 2, weight.shape[1]
         group = gate_group(width)
         return weight.view(2, width // group, group, columns).transpose(0, 1).reshape(weight.shape)
@@ -107,10 +105,12 @@ class PortableBackend(OpBackend):
     def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
         x, w, bias = apply_norm(x, layer), layer.weight, layer.bias
         add_to, out, is_float32, unpacker = output
+        if isinstance(w.handle, QuantisedMatrix):
+            y = add_to if add_to is not None else make_output(x, w, is_float32) if out is None else out
+            return quantised_linear.multiply_quantised(x, w.handle, out=y, bias=bias, residual=add_to)
         kind = ProductKind.STORE if add_to is None else ProductKind.ADD
         if product := _find_few_rows_kernel(x, w, None if is_float32 else kind):
-            dtype = torch.float32 if is_float32 else x.dtype
-            y = add_to if add_to is not None else x.new_empty(len(x), w.n, dtype=dtype) if out is None else out
+            y = add_to if add_to is not None else make_output(x, w, is_float32) if out is None else out
             return product(out=y, bias=bias, residual=add_to, pdl=True)
         if is_float32:
             return multiply_float32(x, w, bias, out)
@@ -128,7 +128,7 @@ class PortableBackend(OpBackend):
         width = w.n // 2
         y, group = x.new_empty(len(x), width) if out is None else out, gate_group(width)
         if isinstance(w.handle, QuantisedMatrix):
-            return _multiply_quantised(x, w.handle, out=y, gated=True, pdl=True)
+            return quantised_linear.multiply_gated(x, w.handle, y)
         if group == GATE_GROUP_ROWS and (product := _find_few_rows_kernel(x, w, ProductKind.GATED)):
             return product(out=y, group=group, pdl=True)
         with unpacked_rows(w, unpacker, lambda following: True) as rows_:
@@ -236,21 +236,12 @@ def _find_few_rows_kernel(x: Tensor, w: PackedWeight, kind: ProductKind | None) 
 
     It is used if tuning did not compare both. `kind` is None for a float32 result, which tuning does not measure."""
     m = len(x)
-    if isinstance(w.handle, QuantisedMatrix):  # for any number of rows
-        return partial(_multiply_quantised, x, w.handle)
     if isinstance(w.handle, uw12.UW12Weight):
         return partial(packed_linear.linear, x, w.handle) if packed_linear.supports(m) else None
     if not few_rows.supports(m, w.n, w.k, x.dtype) or w.data.dtype is not x.dtype:
         return None
     choice = OWN_KERNEL if kind is None else cublas.choices.get(MatmulProblem(m, w.n, w.k, kind), OWN_KERNEL)
     return partial(few_rows.linear, x, w.data) if choice == OWN_KERNEL else None
-
-
-def _multiply_quantised(x: Tensor, matrix: QuantisedMatrix, *, out: Tensor, **options: Any) -> Tensor:
-    """Write the product into `out` and return it. The options are those of `triton.narrow.multiply`."""
-    y = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    narrow.multiply(x.contiguous(), matrix, y, **options)
-    return y if y is out else out.copy_(y)
 
 
 def allocate_attention_output(inputs: AttentionInputs) -> Tensor:
@@ -267,6 +258,10 @@ def run_split_decode(inputs: AttentionInputs, plan: AttentionPlan, out: Tensor) 
         inputs, plan.decode_work, plan.decode_scratch, decode.count_sms(out.device), out=out,
         max_queries=plan.max_queries, pdl=True,
     )  # fmt: skip
+
+
+def make_output(x: Tensor, w: PackedWeight, is_float32: bool) -> Tensor:
+    return x.new_empty(len(x), w.n, dtype=torch.float32 if is_float32 else x.dtype)
 
 
 def gate_group(width: int) -> int:

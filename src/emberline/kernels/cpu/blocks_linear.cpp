@@ -16,7 +16,7 @@ namespace ember {
 namespace {
 
 constexpr int kPrefetchBytes = 1024;
-constexpr int kPieceBlocks = 48;            // blocks of one vector of columns that are unpacked at once and stay in L1
+constexpr int kPieceBlocks = 30 * 1024 / (kVecs * 10 * kCodeBytes);  // blocks of a panel that are unpacked at once and stay in L1
 constexpr int kPastBlocks = 4;              // blocks after these, or after a row of inputs, that may be read but are not used
 constexpr long kGroupBytes = 256 * 1024;    // rounded inputs that stay in L2 while all panels are multiplied
 constexpr long kSerialInputs = 16 * 1024;   // up to so many, waking a thread costs more than rounding them
@@ -150,8 +150,14 @@ inline __attribute__((always_inline)) void multiply_columns(const uint8_t* panel
     for (long b = 0; b < in.blocks; panel += F.group_bytes())
         for (int sub = 0; sub < F.blocks; sub++, b++) {
             const uint8_t *block = panel + F.header_bytes() + sub * F.block_bytes(), *codes = block + F.scale_bytes();
-            if constexpr (R <= 2)
+            if constexpr (Width > 1) {
                 for (int at = 0; at < F.block_bytes(); at += 64) __builtin_prefetch(block + kPrefetchBytes + at);
+            } else {  // several passes read parts of each block: the next panel should be in L2
+                const uint8_t* next = block + in.blocks / F.blocks * F.group_bytes();
+                if (first_vector == 0) __builtin_prefetch(next, 0, 2);
+                for (int at = 0; at < F.vector_bytes(); at += 64)
+                    __builtin_prefetch(next + F.scale_bytes() + first_vector * F.vector_bytes() + at, 0, 2);
+            }
 #pragma GCC unroll 4
             for (int at = 0; at < Width; at += V) {
                 BlockScales<F> scales[V];
@@ -284,25 +290,25 @@ void run_copied(const Rounded& in, const uint8_t* panel, int first, int rows, fl
     constexpr BlockFormat U = unpacked_format(F);
     constexpr int kMaxRows = Amx ? 16 : kTileRows;
     RowBlocks tiles(rows, kMaxRows);
-    auto* copy = reinterpret_cast<uint8_t*>(scratch(kWeights, (kPieceBlocks + kPastBlocks) * unpacked_bytes(F) / 4));
-    for (int v = 0; v < kVecs; v++)
-        for (long at = 0; at < in.blocks; at += kPieceBlocks) {
-            long count = std::min<long>(kPieceBlocks, in.blocks - at);
-            unpack_piece<F, Amx>(panel, v, at, count, copy);
-            for (int tile = 0; tile < tiles.count; tile++) {
-                int row = tiles.start(tile), size = tiles.size(tile);
-                float* to = sums + row * kPanel + v * kLanes;
-                constexpr std::make_integer_sequence<int, kMaxRows> sizes;
+    constexpr int kVectorBytes = (kPieceBlocks + kPastBlocks) * unpacked_bytes(F);
+    auto* copy = reinterpret_cast<uint8_t*>(scratch(kWeights, kVecs * kVectorBytes / 4));
+    for (long at = 0; at < in.blocks; at += kPieceBlocks) {
+        long count = std::min<long>(kPieceBlocks, in.blocks - at);
+        for (int v = 0; v < kVecs; v++) unpack_piece<F, Amx>(panel, v, at, count, copy + v * kVectorBytes);
+        for (int i = 0; i < tiles.count * kVecs; i++) {  // the inputs of a tile stay in L1 for all its columns
+            int tile = i / kVecs, v = i % kVecs, row = tiles.start(tile), size = tiles.size(tile);
+            float* to = sums + row * kPanel + v * kLanes;
+            constexpr std::make_integer_sequence<int, kMaxRows> sizes;
 #if EMBER_AMX_INT8
-                if constexpr (Amx) {
-                    registers.configure(size, F.run);
-                    run_amx<U>(size, copy, count, in, first + row, at, to, sizes);
-                    continue;
-                }
-#endif
-                run_unpacked<U>(size, copy, count, in, first + row, at, to, sizes);
+            if constexpr (Amx) {
+                registers.configure(size, F.run);
+                run_amx<U>(size, copy + v * kVectorBytes, count, in, first + row, at, to, sizes);
+                continue;
             }
+#endif
+            run_unpacked<U>(size, copy + v * kVectorBytes, count, in, first + row, at, to, sizes);
         }
+    }
 }
 
 template <BlockFormat F>
