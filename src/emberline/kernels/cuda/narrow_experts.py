@@ -6,12 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from emberline.kernels.cuda import narrow, narrow_wide
+from emberline.kernels.cuda import narrow, narrow_wide, routing
 from emberline.kernels.cuda.narrow_layout import NarrowWeight, pack
 from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kernels.packed_weight import PackedExperts, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
-from emberline.kernels.triton import routing
 
 MIN_WIDE_ROWS = 16  # rows of an expert on average from which the kernels for many rows are faster
 
@@ -42,7 +41,7 @@ def run_routed_experts(
     assignments, count, scaled = len(normed) * rules.experts_per_row, logits.shape[1], rules.scales_inputs
     has_many_rows = assignments > MIN_WIDE_ROWS * count and narrow_wide.supports_shape(gate_up, gated=True)
     kernels: Any = narrow_wide if has_many_rows else narrow
-    rows = routing.route_rows(logits, rules, kernels.choose_tile_rows(assignments, count), pdl=True)
+    rows = routing.route_rows(logits, rules, kernels.choose_tile_rows(assignments, count))
     inner = kernels.multiply_gate_up(
         normed, gate_up, rows, bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled
     )
