@@ -29,16 +29,22 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ops.start_backend(native=before.library is not None)
 
 
-@pytest.mark.parametrize("name", ["next", "dense"])
-def test_logits_do_not_depend_on_how_weights_are_loaded(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "packed"), [("next", False), ("dense", False), ("next", True), ("dense", True)])
+def test_logits_do_not_depend_on_how_weights_are_loaded(
+    name: str, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `packed`, matrices get their values, in another order, when all of their parts have arrived."""
+    if packed:  # not before they are loaded, so that any backend can pack them
+        monkeypatch.undo()
     # Rows of gate and up are not interleaved, which only kernels for a GPU expect, if 16 does not divide their number.
     config_json = tiny_delta.make_config(name) | {"intermediate_size": 24}
     directory = tiny_delta.write_random(tmp_path, config_json, torch.bfloat16)
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_checkpoint(checkpoint)
-    weights = DeviceWeights(checkpoint, torch.float32, "cpu")
+    dtype = "bfloat16" if packed else "float32"
+    weights = DeviceWeights(checkpoint, getattr(torch, dtype), "cpu", packed=packed)
     model = load_model(config, weights, 64)
     weights.finish(ignorable_tensors(config))
     tokens = prompts(20)
-    expected = Cache(load_decoder(directory, "float32"), tokens).run(0)
+    expected = Cache(load_decoder(directory, dtype), tokens).run(0)
     torch.testing.assert_close(Cache(model, tokens).run(0), expected)

@@ -25,6 +25,7 @@ class WeightPart:
     columns: int
     num_matrices: int = 1
     is_always_plain: bool = False  # whether a GPU never packs them
+    is_never_quantised: bool = False  # whether a GPU keeps them in bfloat16 or packed: their rows are reordered
 
     @property
     def num_weights(self) -> int:
@@ -51,7 +52,8 @@ def _attention_parts(outline: ModelOutline) -> Iterator[WeightPart]:
     latent, hidden = outline.latent, outline.hidden
     if latent is None:
         q, kv = outline.heads * outline.head_dim, outline.kv_heads * outline.head_dim
-        yield WeightPart("attention", q * (1 + outline.has_query_gate) + 2 * kv, hidden)
+        rows, has_gate = q * (1 + outline.has_query_gate) + 2 * kv, outline.has_query_gate
+        yield WeightPart("attention", rows, hidden, is_never_quantised=has_gate)
         yield WeightPart("attention", hidden, q)
         return
     yield WeightPart("attention", -(-(latent.q_rank + latent.cached_dim) // outline.latent_down_parts), hidden)
@@ -66,8 +68,8 @@ def _state_parts(outline: ModelOutline) -> Iterator[WeightPart]:
     assert state is not None
     values = state.value_heads * state.value_dim
     # Queries, keys, values and gates, then decays and step sizes.
-    yield WeightPart("attention", state.conv_channels + values, hidden, is_always_plain=True)
-    yield WeightPart("attention", 2 * state.value_heads, hidden, is_always_plain=True)
+    rows = state.conv_channels + values + 2 * state.value_heads
+    yield WeightPart("attention", rows, hidden, is_never_quantised=True)
     yield WeightPart("attention", hidden, values)
     yield WeightPart("norms", state.conv_channels * state.conv_kernel + 2 * state.value_heads + state.value_dim, 1)
 
@@ -80,9 +82,10 @@ def _ffn_parts(outline: ModelOutline, experts: ExpertSizes | None) -> Iterator[W
         if outline.ffn_vectors:
             yield WeightPart("norms", outline.ffn_vectors, 1)
         return
-    yield WeightPart("router", experts.count, hidden)
-    yield WeightPart("routed experts", 2 * experts.ffn, hidden, experts.count)
-    yield WeightPart("routed experts", hidden, experts.ffn, experts.count)
+    yield WeightPart("router", experts.count, hidden, is_always_plain=True)
+    plain = experts.has_biases
+    yield WeightPart("routed experts", 2 * experts.ffn, hidden, experts.count, is_always_plain=plain)
+    yield WeightPart("routed experts", hidden, experts.ffn, experts.count, is_always_plain=plain)
     if experts.has_router_bias:
         yield WeightPart("norms", experts.count, 1)
     if experts.has_biases:

@@ -131,8 +131,8 @@ def boot_gpu(
     if exact := settings.gpu.exact:
         require_fixed_order(model, shape)
     tuned = 0.0 if exact else _tune_matrix_products(model, settings)  # before the cache fills the memory
-    cache = KVCache(shape, plan.kv_blocks, where := str(device.torch_device))
-    recurrent = allocate_device_states(config, plan.state_slots, where)
+    cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
+    recurrent = allocate_device_states(config, plan.state_slots, device.torch_device, settings, model.dtype)
     planned = time.perf_counter()
     make_state = SamplingStateFactory(eos := frozenset(config.eos), make_compiler)
     runner = GPURunner(model, cache, eos, make_state, settings, device, context, draft, plan.groups, recurrent)
@@ -206,10 +206,12 @@ def boot_from_checkpoint(
         torch.cuda.synchronize(device.torch_device)
     codec.result()
     initialized = time.perf_counter()
-    online, keeps = settings.gpu.online_format, settings.gpu.weights != "plain" and not settings.gpu.exact
+    gpu, scales = settings.gpu, memory.kv_dtype(settings, used) == "float8"
+    keeps = gpu.weights != "plain" and not gpu.exact
     weights = DeviceWeights(
-        checkpoint, dtype, device.torch_device, reader, packed=packed, online=online, keeps_quantised=keeps
-    )
+        checkpoint, dtype, device.torch_device, reader,
+        packed=packed, online=gpu.online_format, keeps_quantised=keeps, kv_scales=scales,
+    )  # fmt: skip
     grammars = None if make_compiler is None else partial(make_compiler, directory, config)
     booted = boot_gpu(
         config,
@@ -355,13 +357,15 @@ def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = ()) -> flo
     if not runner.cache.keys.is_cuda:
         return 0.0
     from emberline.kernels.cuda import driver, nvrtc, sample
+    from emberline.kernels.triton import jit
 
     facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs), *sorted(set(map(repr, narrow)))]
     facts += [nvrtc.digest_sources(driver.device_options()), ops.selected_gpu_kernels().name]
+    facts.append(f"drafts of recurrent layers: {runner.states is not None and runner.states.max_draft > 0}")
     limits = runner.shapes, runner.max_batch_tokens, runner.exact, runner.groups.windows, runner.cache.keys.dtype
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join([*facts, str(limits)]).encode()).hexdigest()[:32]}"
     if not done.exists():
-        with driver.compile_in_parallel(sample.get_module()):
+        with driver.compile_in_parallel(sample.get_module()), jit.compile_in_parallel():
             runner.launch_all_kernels()
             torch.cuda.synchronize()
         done.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language import constexpr, tensor
 from triton.language.target_info import cuda_capability_geq
 
-from emberline.kernels.triton.jit import jit, jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
+from emberline.kernels.triton.jit import jit, jit_for_activations, next_power_of_two, pdl_trigger_and_wait
 
 MIN_DOT_ROWS, MAX_ROWS = 16, 64  # rows of x that a program multiplies
 MAX_SPLIT = 8  # parts of k
@@ -35,7 +35,7 @@ class SkinnyTile(NamedTuple):
     stages: int  # of the pipeline of loads
 
 
-@jit_without_specializing("m", "split")
+@jit_for_activations("m", "split")
 def _multiply_few_rows(
     x: tensor, w: tensor, bias: tensor, residual: tensor, out: tensor, partials: tensor, arrivals: tensor, m: tensor,
     n: tensor, k: tensor, split: tensor, x_stride: tensor, out_stride: tensor,
