@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,6 @@ from emberline.kernels.mixture import ClampedSwiGLU
 from emberline.kernels.quantise import quantise
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
 from emberline.kernels.triton import narrow
-from emberline.kernels.triton.grouped import ProductTile
 from emberline.kernels.triton.routing import route_rows
 
 F64 = torch.float64
@@ -52,26 +52,27 @@ def make_matrix(name: str, *shape: int, device: str) -> QuantisedMatrix:
     return matrix
 
 
-def check_multiply(
-    device: str, name: str, rows: int, n: int, k: int, tile: tuple[int, ProductTile] | None = None, *, pdl: bool = False
-) -> None:
-    """Check the Triton product and its epilogues."""
+def check_multiply(device: str, name: str, rows: int, n: int, k: int, multiply: Callable[..., Tensor]) -> None:
+    """Check a product and its epilogues. `multiply` has the arguments of `triton.narrow.multiply`."""
     matrix, x = make_matrix(name, n, k, device=device), random(rows, k, device=device, dtype=BF16)
     values, bias, residual = dequantise(matrix), random(n, device=device), random(rows, n, device=device, dtype=BF16)
     exact = F.linear(x.to(F64), values.to(F64), bias.to(F64))
     near = F.linear(x.float(), values, bias)
-    options: dict[str, Any] = {"tile": tile, "pdl": pdl}
-    wide = narrow.multiply(x, matrix, poisoned(rows, n, device=device), bias=bias, **options)
+    wide = multiply(x, matrix, poisoned(rows, n, device=device), bias=bias)
     assert_near(wide, near, exact, name)
     total = residual.clone()
-    assert narrow.multiply(x, matrix, total, bias=bias, residual=total, **options) is total
+    assert multiply(x, matrix, total, bias=bias, residual=total) is total
     assert_near(total, (near + residual.float()).to(BF16), exact + residual.to(F64), name)
     gate, up = F.linear(x.to(F64), values.to(F64)).chunk(2, dim=1)
     inner = poisoned(rows, n // 2, device=device, dtype=BF16)
-    narrow.multiply(x, matrix, inner, gated=True, **options)
+    multiply(x, matrix, inner, gated=True)
     exact = F.silu(gate) * up
     assert_near(inner, exact.to(BF16), exact, name)
-    out = poisoned(n, k, device=device, dtype=BF16)
+
+
+def check_dequantised(device: str, name: str, n: int, k: int, *, pdl: bool = False) -> None:
+    matrix, out = make_matrix(name, n, k, device=device), poisoned(n, k, device=device, dtype=BF16)
+    values = dequantise(matrix)
     ordered = values if matrix.columns is None else values[:, matrix.columns]
     torch.testing.assert_close(narrow.dequantise_rows(matrix, out, pdl=pdl), ordered.to(BF16), rtol=0, atol=0)
 
@@ -92,12 +93,16 @@ def check_expert_products(
     rows: int,
     sizes: tuple[int, int],
     tile_rows: int,
-    tiles: tuple[ProductTile, ProductTile],
+    multiply_gate_up: Callable[..., Tensor],
+    multiply_down: Callable[..., Tensor],
     *,
     clamp: ClampedSwiGLU | None = None,
     pdl: bool = False,
 ) -> None:
-    """Check both products of experts; with `clamp` also biases. `sizes`: of the hidden state and the inner width."""
+    """Check both products of experts; with `clamp` also biases. `sizes`: of the hidden state and the inner width.
+
+    The functions have the arguments of those in `triton.narrow`, but the tile.
+    """
     hidden, width = sizes
     case = ROUTINGS[routing_name]
     routing, count = case.make(device), case.experts
@@ -107,12 +112,12 @@ def check_expert_products(
     down = make_matrix(name, count, hidden, width, device=device)
     biases = [None if clamp is None else random(count, n, device=device) for n in (2 * width, hidden)]
     scaled = routing.scales_inputs
-    inner = narrow.multiply_gate_up(x, gate_up, found, tiles[0], bias=biases[0], clamp=clamp, scaled=scaled, pdl=pdl)
+    inner = multiply_gate_up(x, gate_up, found, bias=biases[0], clamp=clamp, scaled=scaled, pdl=pdl)
     experts, weights = found.chosen.long(), found.weights[:, None]
     each = x.repeat_interleave(routing.experts_per_row, 0).to(F64) * (weights.to(F64) if scaled else 1)
     exact = _activate(each, dequantise(gate_up)[experts].to(F64), biases[0], experts, clamp)
     assert_near(inner, exact.to(BF16), exact, name)
-    outputs = narrow.multiply_down(inner, down, found, tiles[1], bias=biases[1], scaled=not scaled, pdl=pdl)
+    outputs = multiply_down(inner, down, found, bias=biases[1], scaled=not scaled, pdl=pdl)
     exact = _apply(inner.to(F64), dequantise(down)[experts].to(F64), biases[1], experts)
     exact = exact * (1 if scaled else weights.to(F64))
     assert_near(outputs, exact.to(BF16), exact, name)

@@ -56,10 +56,9 @@ def main() -> int:
     if "serve" not in sys.argv:
         return engine()
     from emberline.cli.__main__ import main as cli
-    from emberline.engine.async_engine import AsyncEngine
-    from emberline.worker import main as serving
+    from emberline.engine import engine_child
 
-    serving.AsyncEngine = partial(AsyncEngine, command=(sys.executable, __file__))  # type: ignore[assignment, misc]
+    engine_child.ENGINE_COMMAND = (sys.executable, __file__)
     return cli()
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from emberline.kernels import work_limits, worklist
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, PositionShift
+from emberline.kernels.cuda import uw12
 from emberline.kernels.cuda.decode import DecodeScratch, DeviceWorkList
 from emberline.kernels.reference import ReferenceBackend
-from emberline.kernels.triton import cache_slots
+from emberline.kernels.triton import cache_slots, packed_linear
 from emberline.kernels.triton.activation import gelu_mul, silu_mul
 from emberline.kernels.triton.attention import paged_attention
 from emberline.kernels.triton.decode import split_decode_attention
@@ -29,6 +30,7 @@ from emberline.kernels.triton.norm import layer_norm, rms_norm
 from emberline.kernels.triton.rope import rope_and_cache
 from emberline.kernels.triton.token_gather import gather_tokens
 from emberline.kernels.triton.widen import widen_blocks
+from emberline.kernels.uw12_ref import reference_pack
 
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -408,6 +410,47 @@ def check_few_rows(
         assert few_rows_linear(x, w, out=out, bias=bias, residual=residual, group=group, tile=tile, pdl=pdl) is out
     exact = x.double() @ w.double().t()
     expected = (x.float() @ w.float().t()).to(out.dtype)
+    if bias is not None:
+        exact, expected = exact + bias.double(), (expected.float() + bias).to(BF16)
+    if before is not None:
+        exact, expected = exact + before.double(), expected + before
+    if group:
+        (gate, up), (gate_, up_) = (y.view(m, -1, 2, group).unbind(2) for y in (exact, expected))
+        exact, expected = (F.silu(gate) * up).reshape(m, -1), (F.silu(gate_) * up_).reshape(m, -1)
+    assert_close(out, expected, exact)
+
+
+def check_packed_rows(
+    device: str,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    split: int,
+    kind: str = "",
+    group: int = 0,
+    depth: int = 64,
+    pdl: bool = False,
+) -> None:
+    """Check a product of few rows with a uw12 weight, some of whose weights are escapes; as `check_few_rows`."""
+    wide = random(m, k + 8, device=device, dtype=BF16)
+    x, w = wide[:, :k], random(n, k, device=device, dtype=BF16)
+    w[torch.rand(w.shape, device=device) < 0.003] *= 2.0**-30  # small weights become escapes
+    w[3, 5:25] *= 2.0**-40
+    w[n - 1, k - 1], w[n // 2, 0] = 4096.0, -0.0
+    packed = uw12.pack(w) if device == "cuda" else reference_pack(w)
+    assert packed is not None
+    bias = random(n, device=device) if kind == "bias" else None
+    out = poisoned(m, n // 2 if group else n, device=device, dtype=F32 if kind == "float32" else BF16)
+    before = random(m, n, device=device, dtype=BF16) if kind == "residual" else None
+    out = out if before is None else before.clone()
+    tile = SkinnyTile(64, depth, split, 4, 2) if split else None
+    for _ in range(2):  # the second launch finds the counters as the first left them
+        if before is not None:
+            out.copy_(before)
+        residual = None if before is None else out
+        packed_linear.linear(x, packed, out=out, bias=bias, residual=residual, group=group, tile=tile, pdl=pdl)
+    exact, expected = x.double() @ w.double().t(), (x.float() @ w.float().t()).to(out.dtype)
     if bias is not None:
         exact, expected = exact + bias.double(), (expected.float() + bias).to(BF16)
     if before is not None:

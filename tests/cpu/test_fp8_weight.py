@@ -71,7 +71,8 @@ def test_plans_fit_into_shared_memory(n: int, k: int) -> None:
         for has_blocks in (False, True):
             if not fp8_wide.supports(m, n, k, has_blocks=has_blocks):
                 continue
-            wide_plan = fp8_wide.choose_plan(fp8_wide.choose_tile_columns(m), n, k, has_blocks=has_blocks)
+            columns = fp8_wide.choose_tile_columns(m, has_blocks=has_blocks)
+            wide_plan = fp8_wide.choose_plan(columns, n, k, has_blocks=has_blocks)
             assert wide_plan.stages >= max(2, wide_plan.min_stages)
             assert wide_plan.shared_bytes <= linear.MAX_SHARED_BYTES
             assert fp8_wide.kernel_name(wide_plan, has_blocks) in fp8_wide.VARIANTS

@@ -22,6 +22,8 @@ from emberline.hub.dequant import dequantise
 from emberline.hub.gguf_tensors import INDEX_FILE, GGUFTensorInfo
 from emberline.hub.source import resolve_model
 from emberline.kernels import gguf_blocks
+from emberline.kernels.cpu import weight_arena
+from emberline.kernels.cpu.weight_arena import WeightArena
 from emberline.kernels.packed_weight import WeightLayout
 from emberline.kernels.quantise_blocks import quantise_blocks
 from emberline.models.config import ModelConfig
@@ -201,3 +203,19 @@ def test_infos_have_the_sizes_of_the_file(tmp_path: Path) -> None:
     infos = list(checkpoint.tensors.values())
     assert all(isinstance(info, GGUFTensorInfo) for info in infos)
     assert 0 < (tmp_path / "m.gguf").stat().st_size - sum(info.nbytes for info in infos) < 1 << 16
+
+
+def test_weights_are_side_by_side_and_freed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_arena, "MAPPING_BYTES", 1 << 16)
+    arena = WeightArena()
+    first, second = arena.allocate(1000), arena.allocate(70)
+    assert second.data_ptr() - first.data_ptr() == 1024 and len(second) == 70
+    third = arena.allocate(1 << 16)  # does not fit beside them
+    assert third.data_ptr() % 64 == 0 and len(arena.allocate(1 << 17)) == 1 << 17
+    mapping = arena._mapping
+    assert mapping is not None and mapping() is not None
+    first.fill_(1), second.fill_(2), third.fill_(3)
+    assert set(first.tolist()) == {1} and set(second.tolist()) == {2}
+    del third
+    assert mapping() is None
+    assert len(arena.allocate(5)) == 5

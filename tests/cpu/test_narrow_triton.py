@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,14 +31,18 @@ def test_all_in_the_interpreter() -> None:
 @interpreted
 @pytest.mark.parametrize("name", ["int4-32", "int4-64-zeros", "int4-128-zeros-f16-order", "nvfp4", "fp8-row"])
 def test_multiply_in_the_interpreter(rounding: None, name: str) -> None:
-    narrow_cases.check_multiply(CPU, name, 5, 24, 256 if "128" in name else 192, (16, ProductTile(32, 64, 4, 2)))
+    k, tile = 256 if "128" in name else 192, (16, ProductTile(32, 64, 4, 2))
+    narrow_cases.check_multiply(CPU, name, 5, 24, k, partial(narrow.multiply, tile=tile))
+    narrow_cases.check_dequantised(CPU, name, 24, k)
 
 
 @interpreted
 @pytest.mark.parametrize("name", ["mxfp4"])
 def test_experts_in_the_interpreter(rounding: None, name: str) -> None:
-    narrow_cases.check_expert_products(CPU, name, "gpt-oss", 5, (64, 96), 16, SMALL, clamp=ClampedSwiGLU(1.7, 1.0))
-    narrow_cases.check_expert_products(CPU, name, "llama4", 3, (64, 96), 16, SMALL)
+    products = partial(narrow.multiply_gate_up, tile=SMALL[0]), partial(narrow.multiply_down, tile=SMALL[1])
+    clamp = ClampedSwiGLU(1.7, 1.0)
+    narrow_cases.check_expert_products(CPU, name, "gpt-oss", 5, (64, 96), 16, *products, clamp=clamp)
+    narrow_cases.check_expert_products(CPU, name, "llama4", 3, (64, 96), 16, *products)
 
 
 def test_groups_that_kernels_cannot_read() -> None:

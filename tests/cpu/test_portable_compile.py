@@ -25,7 +25,7 @@ from emberline.kernels.cuda.decode import DecodeScratch  # noqa: E402
 from emberline.kernels.mixture import Mixture, Routing, StackedExperts  # noqa: E402
 from emberline.kernels.packed_weight import PackedWeight  # noqa: E402
 from emberline.kernels.quantise import quantise  # noqa: E402
-from emberline.kernels.triton import linear, narrow, norm, router  # noqa: E402
+from emberline.kernels.triton import linear, narrow, norm, packed_linear, router  # noqa: E402
 from emberline.kernels.triton.activation import silu_mul  # noqa: E402
 from emberline.kernels.triton.attention import paged_attention  # noqa: E402
 from emberline.kernels.triton.decode import split_decode_attention  # noqa: E402
@@ -49,6 +49,12 @@ def multiply_few_rows(m: int = 64) -> None:
 def multiply_gated(m: int = 8) -> None:
     x, w = zeros(m, 4096), zeros(28672, 4096)
     linear.linear(x, w, out=zeros(m, 14336), group=16, tile=linear.choose_tile(m, 28672, 4096, 132), pdl=True)
+
+
+def multiply_packed() -> None:
+    planes, headers = torch.zeros(64, 64, 4, 1536).byte(), torch.zeros(256, uw12.header_bytes(4096, 64)).byte()
+    x, tile = zeros(8, 4096), packed_linear.choose_tile(8, 4096, 4096, 132)
+    packed_linear.linear(x, uw12.UW12Weight(planes, headers, 4096, 4096), out=x, residual=x, tile=tile, pdl=True)
 
 
 def attend_chunk() -> None:
@@ -90,6 +96,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "experts": run_experts,
     "decode": attend_single_rows,
     "gated": multiply_gated,
+    "packed": multiply_packed,
     "elementwise": run_elementwise,
     **{kind: multiply_narrow(kind) for kind in ("fp8", "int4", "mxfp4", "nvfp4")},
 }

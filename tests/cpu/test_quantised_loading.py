@@ -59,7 +59,7 @@ def keeping(monkeypatch: pytest.MonkeyPatch) -> list[QuantisedMatrix]:
         sizes = (len(matrices.codes), matrices.n, matrices.k)
         return PackedExperts(*sizes, WeightLayout.QUANTISED, matrices, matrices.nbytes)
 
-    monkeypatch.setattr(type(backend), "keeps_quantised", lambda *_, **__: True)
+    monkeypatch.setattr(type(backend), "keeps_quantised", lambda *_: True)
     monkeypatch.setattr(type(backend), "pack_quantised", lambda _, matrix, **options: pack(matrix, **options))
     monkeypatch.setattr(type(backend), "pack_quantised_experts", lambda _, matrices: pack_experts(matrices))
     return kept

@@ -82,6 +82,14 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
             a, b = (self.create_fp_to_fp(x, triton.language.float32, None) for x in (a, b))
         return dot(self, a, b, *more)
 
+    multiply = interpreter.InterpreterBuilder.create_fmul
+
+    def wide_multiply(self: Any, a: Any, b: Any) -> Any:
+        if a.dtype.scalar != triton.language.bfloat16:
+            return multiply(self, a, b)
+        wide = multiply(self, *(self.create_fp_to_fp(x, triton.language.float32, None) for x in (a, b)))
+        return self.create_fp_to_fp(wide, triton.language.bfloat16, None)
+
     patch = interpreter._patch_lang_tensor
 
     def patch_more(tensor: Any, scope: Any) -> None:
@@ -100,6 +108,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_more)
     monkeypatch.setattr(interpreter, "_convert_float", convert)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", wide_dot)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fmul", wide_multiply)
 
 
 @interpreted
@@ -256,6 +265,17 @@ def test_widen_in_the_interpreter(rounding: None, rows: int, heads: int, size: i
 )
 def test_few_rows_in_the_interpreter(rounding: None, m: int, n: int, k: int, split: int, kind: str, group: int) -> None:
     triton_cases.check_few_rows(CPU, m, n, k, split=split, kind=kind, group=group)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "m,n,k,split,kind,group,depth",
+    [(1, 64, 128, 1, "", 16, 128), (17, 128, 192, 2, "residual", 0, 64), (3, 64, 448, 3, "float32", 0, 128)],
+)
+def test_packed_rows_in_the_interpreter(
+    rounding: None, m: int, n: int, k: int, split: int, kind: str, group: int, depth: int
+) -> None:
+    triton_cases.check_packed_rows(CPU, m, n, k, split=split, kind=kind, group=group, depth=depth)
 
 
 class Hopper:
@@ -420,7 +440,7 @@ def test_sums_of_experts_in_the_interpreter(rounding: None, shared: str) -> None
 
 
 @interpreted
-@pytest.mark.parametrize("rows,columns,count", [(1, 64, 8), (6, 100, 13)])
+@pytest.mark.parametrize("rows,columns,count", [(1, 64, 8), (6, 100, 13), (18, 40, 5)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_router_in_the_interpreter(rounding: None, rows: int, columns: int, count: int, biased: bool) -> None:
     expert_cases.check_router(CPU, BF16, rows, columns, count, biased=biased)

@@ -9,11 +9,12 @@ import linear_checks
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_settings import needs_hopper_kernels
 from linear_cases import poisoned, random
 from torch import Tensor
 
 from emberline.kernels.arguments import LinearLayer, LinearOutput
-from emberline.kernels.cuda import fp8, fp8_gemm, fp8_weight, fp8_wide, gemm
+from emberline.kernels.cuda import fp8, fp8_gate_up, fp8_gemm, fp8_weight, fp8_wide, gemm
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda.fp8_weight import FP8Weight
 from emberline.kernels.cuda.hopper_backend import HopperBackend
@@ -24,7 +25,7 @@ from emberline.kernels.quantise import quantise
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
 from emberline.kernels.triton import norm
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_hopper_kernels
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROW_SCALES, BLOCK_SCALES = (1, 0), (128, 128)
@@ -147,6 +148,19 @@ def test_every_tile_of_dozens_of_rows(group: tuple[int, int], split: int) -> Non
                 plan = fp8_wide.make_plan(columns, n, k, TileConfig(groups, split, unclustered=unclustered))
                 y = fp8_wide.linear(rows, weight, out=poisoned(columns - 3, n), plan=plan, pdl=False)
                 assert relative_error(y, values_of(rows) @ values.T) < MAX_ERROR_FP8, plan
+
+
+@pytest.mark.parametrize("width", fp8_gate_up.WIDTHS)
+@pytest.mark.parametrize("m", [1, 17, 33, 64, 65, 100, 128])
+@pytest.mark.parametrize(("k", "n"), [(4096, 8448), (576, 1024), (16, 64), (336, 40000)])
+def test_gates_and_ups_of_dozens_of_rows(k: int, n: int, m: int, width: int) -> None:
+    rows, matrix = quantise_rows(random(m, k), pdl=False), make_matrix(n, k, ROW_SCALES)
+    gate, up = (values_of(rows) @ dequantise(matrix).double().T).chunk(2, 1)
+    weight = fp8_weight.pack(matrix, gated=True)
+    y = fp8_gate_up.gate_up(rows, weight, out=poisoned(m, n // 2), width=width, pdl=False)
+    assert relative_error(y, F.silu(gate) * up) < MAX_ERROR_GATED
+    early = fp8_gate_up.gate_up(rows, weight, out=poisoned(m, n // 2), width=width, stages=2)
+    assert torch.equal(early, y)
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -121,6 +121,21 @@ def test_few_rows(m: int, n: int, k: int, split: int, kind: str, group: int) -> 
     triton_cases.check_few_rows(GPU, m, n, k, split=split, kind=kind, group=group, pdl=True)
 
 
+@pytest.mark.parametrize("m", [1, 16, 17, 64])
+@pytest.mark.parametrize(
+    ("n", "k", "split", "kind", "group"),
+    [
+        (6144, 4096, 0, "bias", 0),
+        (4096, 14336, 0, "residual", 0),
+        (8192, 4096, 0, "", 16),
+        (4096, 576, 0, "float32", 0),
+        (1024, 1088, 5, "bias", 0),
+    ],
+)
+def test_packed_rows(m: int, n: int, k: int, split: int, kind: str, group: int) -> None:
+    triton_cases.check_packed_rows(GPU, m, n, k, split=split, kind=kind, group=group, pdl=True)
+
+
 @pytest.mark.parametrize("count", [1, 256, 1000])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_rows(count: int, pdl: bool) -> None:

@@ -47,7 +47,7 @@ THEN_HANGS = READY + "time.sleep(60)"
 KEEPS_REPORTING = READY + f"while not time.sleep(0.02): {UPDATE}"
 # A step that does not end: its kernels make progress for a while, then none.
 COMPUTES_THEN_HANGS = (
-    "from emberline.engine.process import report_progress\n"  # slow, so before it is ready
+    "from emberline.engine.process_loop import report_progress\n"  # slow, so before it is ready
     + READY
     + """
 done = iter(range(13))

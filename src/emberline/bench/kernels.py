@@ -3,7 +3,8 @@
 Linear layers are compared with torch. On CPUs with AMX both use bf16 inputs, and torch is measured with plain weights
 and with weights in oneDNN's layout. On other CPUs both compute in float32. With up to FEW_ROWS rows, a layer is run
 with many copies of its weight, so that no copy is in the CPU cache, as between two steps of a model. With more rows the
-arithmetic is the limit. The benchmark needs torch, numpy and a compiler, but no model.
+arithmetic is the limit. Weights in GGUF blocks are measured as all products of a step of SmolLM2 together, and each
+type with one matrix of an 8B model. The benchmark needs torch, numpy and a compiler, but no model.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from emberline.bench.machine_limits import MachineLimits, TokenCost
 from emberline.bench.report import BenchReport
 from emberline.core.config import core_count
 from emberline.kernels import ops
+from emberline.kernels.gguf_blocks import BLOCK_FORMATS
 from emberline.kernels.packed_weight import WeightLayout
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
@@ -44,6 +46,9 @@ LINEARS = {  # rows and columns of the weights: SmolLM2-135M, then one of an 8B 
     "head": (49152, 576),
     "8b_o": (4096, 4096),
 }
+LAYER_LINEARS = ("qkv", "o", "gate_up", "down")
+SMALL_BLOCK_TYPES = ("Q4_0", "Q4_1", "Q8_0")  # whose blocks divide SmolLM2's rows
+BLOCK_ROWS = (1, 8, 16, 512)
 MAX_FLOP = 30e9  # larger products give no new information
 STEPS = {  # sequences, new tokens of each, and tokens before them
     "decode_1": (1, 1, 128),
@@ -99,7 +104,58 @@ def bench(threads: int) -> BenchReport:
     for name, (n, k) in LINEARS.items():
         _measure_linear(report, name, n, k, top)
         print(f"{name}: done", file=sys.stderr, flush=True)
+    for kind in SMALL_BLOCK_TYPES:
+        _measure_smollm2_blocks(report, kind, top)
+    for kind in BLOCK_FORMATS:
+        _measure_block_matrix(report, kind, *LINEARS["8b_o"], top)
     return report
+
+
+def _pack_random_blocks(kind: str, n: int, k: int, *, gated: bool = False) -> ops.PackedWeight:
+    found = BLOCK_FORMATS[kind]
+    # Bytes below 64 are also finite float16 scales.
+    blocks = torch.randint(64, (n, k // found.elements * found.file_bytes), dtype=torch.uint8)
+    return ops.pack_gguf(blocks, kind, k, gated=gated)
+
+
+def _time_products(weights: list[ops.PackedWeight], m: int) -> list[float]:
+    """Return the seconds of the product of m rows with each of the weights, which have the same shape."""
+    first, norm = weights[0], torch.ones(weights[0].k)
+    x, y = torch.randn(m, first.k), torch.empty(m, first.n // 2 if first.gated else first.n)
+    product = ops.gate_up_silu if first.gated else ops.linear
+    layers = [ops.LinearLayer(w, norm=norm if w.gated else None, eps=1e-5) for w in weights]
+    return _time_rounds(lambda: [product(x, layer, out=y) for layer in layers])
+
+
+def _measure_smollm2_blocks(report: BenchReport, kind: str, limits: MachineLimits) -> None:
+    """Measure all products of a step of SmolLM2, whose weights are in these blocks."""
+    layers, steps = SMOLLM2["num_hidden_layers"], {}
+    for name in (*LAYER_LINEARS, "head"):
+        packed, copies = _pack_random_blocks(kind, *LINEARS[name], gated=name == "gate_up"), 1
+        if name != "head":
+            assert isinstance(layers, int)
+            copies = layers
+        steps[name] = [packed] + [replace(packed, data=d, ptr=d.data_ptr()) for d in _clone_tensor(packed.data, copies)]
+    size = sum(weight.data.nbytes for weights in steps.values() for weight in weights)
+    for m in BLOCK_ROWS:
+        rows = {name: 1 if name == "head" and m > FEW_ROWS else m for name in steps}  # a prompt needs one row of logits
+        seconds = sum(min(_time_products(weights, rows[name])) for name, weights in steps.items())
+        limit = m * limits.bandwidth / size if m <= FEW_ROWS else None
+        report.add(f"{kind}_{m}", m / seconds, "tok/s", limit=limit)
+        report.add(f"{kind}_{m}_read", size / seconds / 1e9, "GB/s")
+    print(f"{kind}: done", file=sys.stderr, flush=True)
+
+
+def _measure_block_matrix(report: BenchReport, kind: str, n: int, k: int, limits: MachineLimits) -> None:
+    packed = _pack_random_blocks(kind, n, k)
+    size = packed.data.nbytes
+    copies = -(-max(1 << 28, last_level_cache_bytes() * 3 // 2) // size)
+    weights = [packed] + [replace(packed, data=d, ptr=d.data_ptr()) for d in _clone_tensor(packed.data, copies)]
+    for m in BLOCK_ROWS:
+        used = weights if m <= FEW_ROWS else weights[:1]
+        seconds = [s / len(used) for s in _time_products(used, m)]
+        limit = size / limits.bandwidth * 1e6 if m <= FEW_ROWS else None
+        report.add(f"8b_o_{kind}_{m}", [s * 1e6 for s in seconds], "us", limit=limit)
 
 
 def _measure_linear(report: BenchReport, name: str, n: int, k: int, limits: MachineLimits) -> None:

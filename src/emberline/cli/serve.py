@@ -12,6 +12,7 @@ from emberline.cli.options import add_options, given_options
 from emberline.core.config import DEFAULT_MODEL, ServerConfig, WorkerConfig, cluster_key_from_environment
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest
+from emberline.engine.engine_child import EngineChild
 
 PROC = Path("/proc")
 
@@ -39,8 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser, server: ServerConfig | None =
 
 def run(args: argparse.Namespace) -> int:
     service.configure_logging(args)
-    from emberline.worker.main import serve
-
     started_at = time.monotonic() - (time.time() - _process_start_time())
     server = given_options(args, ServerConfig) | {
         "models": _parse_models(args.model, args.models, args.served_name),
@@ -51,7 +50,10 @@ def run(args: argparse.Namespace) -> int:
         server["embedder"] = None
     engine = EngineConfig.build("", **given_options(args, EngineConfig))
     time_sharing = TimeSharingConfig(**given_options(args, TimeSharingConfig))
-    return service.run_service(serve(ServerConfig(**server), engine, time_sharing, started_at))
+    config, child = ServerConfig(**server), EngineChild.spawn()
+    from emberline.worker.main import serve  # imported while the engine process starts
+
+    return service.run_service(serve(config, engine, time_sharing, started_at, child))
 
 
 def _worker_config(args: argparse.Namespace) -> WorkerConfig | None:

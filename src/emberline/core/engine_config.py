@@ -77,8 +77,8 @@ class GPUConfig:
         "Format of the weights in memory. On a GPU: packed: 12 bits instead of 16, lossless; both: packed for small"
         " batches and plain for large ones; fp8, int4: the bf16 matrices of layers are quantised when they are loaded,"
         " with a scale for each row, or for 128 weights of a row; auto: packed if the files are; what the files have"
-        " quantised stays so. On a CPU: q4, q8: quantised when they are loaded, to 4.5 and 8.5 bits; auto: as in"
-        " the files, also for GGUF; plain: quantised files as bfloat16.",
+        " quantised stays so. On a CPU: q4, q8: quantised when they are loaded, to 4.5 and 8.5 bits; auto: as in the"
+        " files, also for GGUF. On both, plain: quantised files as bfloat16.",
         choices=WEIGHT_FORMATS,
     )
     kernels: str = option(

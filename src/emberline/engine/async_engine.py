@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import subprocess
-import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from enum import Enum
 from typing import Any
@@ -22,6 +20,7 @@ from emberline.core.events import Output, Stats
 from emberline.core.request import Submission
 from emberline.engine import messages
 from emberline.engine.block_event_log import BlockEventLog
+from emberline.engine.engine_child import EngineChild
 from emberline.engine.output_queue import OutputQueue
 
 log = logging.getLogger("emberline.engine")
@@ -46,8 +45,13 @@ class AsyncEngine:
         time_sharing: TimeSharingConfig,
         *,
         stall_timeout: float = 120.0,
-        command: tuple[str, ...] = (sys.executable, "-m", "emberline.engine.process"),
+        command: tuple[str, ...] | None = None,
+        child: EngineChild | None = None,
     ) -> None:
+        """Describe an engine.
+
+        `command`: of the process; None: the usual one. `child`: a process that was started already, for the first
+        start."""
         self.models = dict(models)
         self.state = EngineState.STARTING
         self.model_info: dict[str, messages.LoadedModelInfo] = {}  # by model, from the latest start of the process
@@ -63,6 +67,7 @@ class AsyncEngine:
         self._stall_timeout = stall_timeout
         self._clock = SystemClock()
         self._command = command
+        self._first_child = child
         self._open_queues: dict[str, OutputQueue] = {}
         self._peers: dict[str, list[dict[str, Any]]] = {}
         self._watches_blocks = False
@@ -196,7 +201,8 @@ class AsyncEngine:
 
     async def _run_process(self) -> EmberlineError:
         """Start a process, handle its messages until it ends, and return why it ended."""
-        self._process, ours = self._spawn_process()
+        child, self._first_child = self._first_child or EngineChild.spawn(self._command), None
+        self._process, ours = child
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ_BYTES)
         self.last_message_at = self._clock.now()
         self._writer.write(messages.encode_message(messages.StartEngine(self.models, self._time_sharing)))
@@ -216,17 +222,6 @@ class AsyncEngine:
             await self._wait_for_exit(self._process)
         status = self._process.returncode
         return error or EngineFailed("killed, but still running" if status is None else f"exit status {status}")
-
-    def _spawn_process(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """Start an engine process; return the process and this side's end of the socket to it."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            fd = theirs.fileno()
-            try:
-                return subprocess.Popen([*self._command, str(fd)], pass_fds=[fd], stdout=sys.stderr), ours
-            except OSError:
-                ours.close()
-                raise
 
     def _handle_message(self, message: messages.EngineMessage) -> EmberlineError | None:
         """Handle a message; return an error if the process reports that it could not start."""

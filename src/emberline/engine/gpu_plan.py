@@ -197,7 +197,9 @@ class _WeightPolicy:
         if (quantised := self._find_quantised(part)) is not None:
             return quantised.name, part.num_matrices * quantised.matrix_bytes(part.rows, part.columns)
         width = memory.DTYPE_BYTES[self.dtype]
-        both = self.setting == "both" and (self.tie_embeddings or part.kind != "embedding")
+        is_head = part.kind == ("embedding" if self.tie_embeddings else "head")
+        both = self.setting == "both" and (is_head or part.kind != "embedding")
+        both = both or (is_head and self.setting != "packed" and bool(self.formats or self.online))
         size = memory.weight_part_bytes(part, width, packed=self.setting == "packed", both=both)
         if part.kind == "norms":
             return FORMAT_NAMES[memory.F32_BYTES], size

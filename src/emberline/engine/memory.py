@@ -150,12 +150,13 @@ def uses_packed_weights(
 ) -> bool:
     """Return whether weights of this dtype are kept packed, in 12 bits each.
 
-    By default they are not if the model has experts.
+    By default they are not if the model has experts with biases.
 
     Raises InvalidRequest if the settings require packed weights and the dtype cannot be packed."""
     reject_unpackable_dtype(settings, dtype)
     coded = any(tensor.packing is not None for tensor in checkpoint.tensors.values())
-    is_useful = coded and dtype == "bfloat16" and (model is None or model.experts is None)
+    can_pack = model is None or model.experts is None or not model.experts.options.has_biases
+    is_useful = coded and dtype == "bfloat16" and can_pack
     return settings.gpu.weights == "packed" or (settings.gpu.weights == "auto" and is_useful)
 
 
@@ -246,7 +247,7 @@ def step_bytes(
 ) -> dict[str, int]:
     """Return the bytes of everything on a GPU but weights and KV cache. `block_bytes`: of a KV block."""
     tokens, running = limits.max_batch_tokens, limits.max_running
-    grid = ShapeGrid.for_model(sizes.layer_weights, tokens)
+    grid = ShapeGrid.for_model(sizes.layer_weights, tokens, has_experts=sizes.has_experts)
     shapes = captured_shapes(running, tokens, grid, queries=sizes.list_row_queries(limits.max_new_tokens))
     chains = sum(not shape.chunks for shape in shapes) if limits.max_new_tokens > 1 else 0  # of a draft model
     graphs = len(shapes) + chains
@@ -294,7 +295,8 @@ def used_by_others(total_bytes: int, free_bytes: int, allocated_bytes: int) -> i
 
 def shape_grid_for(config: ModelConfig, max_batch_tokens: int) -> ShapeGrid:
     """Return the sizes of steps with prompt chunks that are captured for this model."""
-    return ShapeGrid.for_model(StepSizes.of(outline_of(config), config.vocab).layer_weights, max_batch_tokens)
+    sizes = StepSizes.of(outline_of(config), config.vocab)
+    return ShapeGrid.for_model(sizes.layer_weights, max_batch_tokens, has_experts=sizes.has_experts)
 
 
 def weight_bytes(
@@ -307,11 +309,12 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of all weights on the device.
 
-    Matrices are stored plain, packed, or in both formats (`both`), but those in `narrow` are quantised. An embedding
-    that is separate from the output head is never stored in both."""
+    Matrices are stored plain, packed, or in both formats (`both`), but those in `narrow` are quantised. Then the
+    output head is stored in both formats too. An embedding that is separate from the head never is."""
     size = 0
     for part in list_weight_parts(outline_of(config)):
-        twice = both and (config.tie_embeddings or part.kind != "embedding")
+        is_head = part.kind == ("embedding" if config.tie_embeddings else "head")
+        twice = (both and (is_head or part.kind != "embedding")) or (bool(narrow) and is_head and not packed)
         size += weight_part_bytes(part, dtype_bytes, packed=packed, both=twice)
     for kept in narrow:
         plain = WeightPart("attention", kept.rows, kept.columns, kept.num_matrices)

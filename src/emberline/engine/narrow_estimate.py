@@ -21,7 +21,7 @@ def estimate_narrow_sizes(
     """Return the sizes of matrices that the files have quantised, or that the settings quantise at load.
 
     Parts of a matrix whose formats differ are dequantised when they are loaded, but counted here."""
-    if dtype != "bfloat16" or settings.gpu.exact:
+    if dtype != "bfloat16" or settings.gpu.exact or settings.gpu.weights == "plain":
         return []
     if stored := list_quantised_sizes(checkpoint):
         return stored

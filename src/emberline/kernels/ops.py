@@ -80,9 +80,11 @@ __all__ = [
     "current_backend",
     "edit_logits",
     "embed",
+    "empty_experts",
     "empty_quantised_weight",
     "empty_weight",
     "fill_dequantised_weight",
+    "fill_experts",
     "fill_newest_tokens",
     "fill_quantised_experts",
     "fill_quantised_weight",
@@ -144,6 +146,19 @@ def fill_weight(weight: PackedWeight, values: Tensor) -> int:
     return backend_of(values).fill_weight(weight, values)
 
 
+def empty_experts(count: int, n: int, k: int, *, gated: bool = False) -> PackedExperts:
+    """Return the experts of a layer on a GPU without memory; `fill_experts` sets their values later."""
+    return PackedExperts(count, n, k, WeightLayout.ROWS, None, 0, gated)
+
+
+def fill_experts(experts: PackedExperts, values: Tensor) -> int:
+    """Store the values [count, n, k] in the empty experts, losslessly compressed if that is smaller.
+
+    Return the bytes used.
+    """
+    return backend_of(values).fill_experts(experts, values)
+
+
 def keeps_quantised(device: torch.device, matrix: QuantisedMatrix) -> bool:
     """Return whether the device's kernels read the codes of such a matrix. If not, load its values as bf16.
 
@@ -179,9 +194,11 @@ def fill_dequantised_weight(weight: PackedWeight, values: Tensor) -> int:
 def fill_quantised_experts(experts: PackedExperts, matrices: QuantisedMatrix) -> int:
     """Store the matrices of all experts of a layer, and return the device memory used, in bytes."""
     packed = backend_of(matrices.codes).pack_quantised_experts(matrices)
-    assert isinstance(packed, PackedExperts), f"keeps_quantised promised to keep the {matrices.kind} codes of experts"
-    experts.layout, experts.handle, experts.nbytes = packed.layout, packed.handle, packed.nbytes
-    return packed.nbytes
+    if isinstance(packed, Tensor):
+        experts.layout, experts.handle, experts.nbytes = WeightLayout.ROWS, packed, packed.nbytes
+    else:
+        experts.layout, experts.handle, experts.nbytes = packed.layout, packed.handle, packed.nbytes
+    return experts.nbytes
 
 
 def add_packed_copy(weight: PackedWeight) -> int:

@@ -1,20 +1,23 @@
 """PortableBackend: runs the ops on any NVIDIA GPU of compute capability 8.0 or later, with Triton and cuBLAS.
 
 Matrix products with up to 64 rows of x, where reading the weights takes most of the time, use `triton/linear.py`, which
-also adds the bias and the residual, or computes silu(gate) * up. Products with more rows use cuBLAS; uw12 weights
-(compressed to 12 bits) are unpacked first. Attention is computed by Triton kernels for every shape. Sampling and the
-unpacking of weights are CUDA C++ that is compiled for the GPU's architecture.
+also adds the bias and the residual, or computes silu(gate) * up, or cuBLAS if that was measured to be faster. For uw12
+weights (compressed to 12 bits) it is `triton/packed_linear.py`. Products with more rows use cuBLAS; uw12 weights are
+unpacked first. `quantised_linear.py` multiplies by codes of narrow formats. Attention is computed by Triton kernels for
+every shape. Sampling and the unpacking of weights are CUDA C++ that is compiled for the GPU's architecture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from emberline.kernels import quantised_linear, weight_unpacker
 from emberline.kernels.arguments import (
     AttentionInputs,
     AttentionLayer,
@@ -34,7 +37,8 @@ from emberline.kernels.cuda.expert_layer import ExpertLayer
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.mixture import Mixture
 from emberline.kernels.op_backend import OpBackend
-from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
+from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.triton import (
     activation,
@@ -44,12 +48,13 @@ from emberline.kernels.triton import (
     delta,
     norm,
     output_gate,
+    packed_linear,
     rope,
     token_gather,
 )
 from emberline.kernels.triton import decode as split_decode
 from emberline.kernels.triton import linear as few_rows
-from emberline.kernels.weight_unpacker import WeightUnpacker
+from emberline.kernels.weight_unpacker import WeightUnpacker, is_packed
 
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
 
@@ -77,16 +82,39 @@ class PortableBackend(OpBackend):
             return packed.nbytes
         return super().fill_weight(weight, values)
 
+    def keeps_quantised(self, matrix: QuantisedMatrix) -> bool:
+        return quantised_linear.supports(matrix)
+
+    def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
+        if not quantised_linear.supports(matrix):
+            return super().pack_quantised(matrix, gated=gated)
+        layout, address = WeightLayout.QUANTISED, matrix.codes.data_ptr()
+        return PackedWeight(matrix.codes, matrix.n, matrix.k, torch.bfloat16, layout, gated, address, matrix)
+
+    def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
+        if not quantised_linear.supports(matrices):
+            return super().pack_quantised_experts(matrices)
+        count, layout = len(matrices.codes), WeightLayout.QUANTISED
+        return PackedExperts(count, matrices.n, matrices.k, layout, matrices, matrices.nbytes)
+
+    def arrange_gate_rows(self, weight: Tensor) -> Tensor:
+        width, columns = len(weight) // 2, weight.shape[1]
+        group = gate_group(width)
+        return weight.view(2, width // group, group, columns).transpose(0, 1).reshape(weight.shape)
+
     def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
         x, w, bias = apply_norm(x, layer), layer.weight, layer.bias
         add_to, out, is_float32, unpacker = output
+        if isinstance(w.handle, QuantisedMatrix):
+            y = add_to if add_to is not None else make_output(x, w, is_float32) if out is None else out
+            return quantised_linear.multiply_quantised(x, w.handle, out=y, bias=bias, residual=add_to)
+        kind = ProductKind.STORE if add_to is None else ProductKind.ADD
+        if product := _find_few_rows_kernel(x, w, None if is_float32 else kind):
+            y = add_to if add_to is not None else make_output(x, w, is_float32) if out is None else out
+            return product(out=y, bias=bias, residual=add_to, pdl=True)
         if is_float32:
-            return _multiply_float32(x, w, bias, out)
+            return multiply_float32(x, w, bias, out)
         with unpacked_rows(w, unpacker, lambda following: True) as rows_:
-            kind = ProductKind.STORE if add_to is None else ProductKind.ADD
-            if _uses_few_rows_kernel(x, rows_, kind):
-                y = add_to if add_to is not None else x.new_empty(len(x), w.n) if out is None else out
-                return few_rows.linear(x, rows_, out=y, bias=bias, residual=add_to, pdl=True)
             if add_to is not None:
                 add_product(x, rows_, add_to)
                 return add_to if bias is None else add_to.add_(bias)
@@ -99,9 +127,11 @@ class PortableBackend(OpBackend):
         x, w = apply_norm(x, layer), layer.weight
         width = w.n // 2
         y, group = x.new_empty(len(x), width) if out is None else out, gate_group(width)
+        if isinstance(w.handle, QuantisedMatrix):
+            return quantised_linear.multiply_gated(x, w.handle, y)
+        if group == GATE_GROUP_ROWS and (product := _find_few_rows_kernel(x, w, ProductKind.GATED)):
+            return product(out=y, group=group, pdl=True)
         with unpacked_rows(w, unpacker, lambda following: True) as rows_:
-            if group == GATE_GROUP_ROWS and _uses_few_rows_kernel(x, rows_, ProductKind.GATED):
-                return few_rows.linear(x, rows_, out=y, group=group, pdl=True)
             gate_and_up = matmul(x, rows_, ProductKind.GATED)
         return activation.silu_mul(gate_and_up, y, group, pdl=True)
 
@@ -109,10 +139,10 @@ class PortableBackend(OpBackend):
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
         """Return gelu(gate) * up. Our product kernels have no gelu, so a kernel of its own follows the product."""
-        width = layer.weight.n // 2
+        width, is_quantised = layer.weight.n // 2, isinstance(layer.weight.handle, QuantisedMatrix)
         gate_and_up = self.linear(x, layer, LinearOutput(unpacker=unpacker))
         y = x.new_empty(len(x), width) if out is None else out
-        return activation.gelu_mul(gate_and_up, y, gate_group(width), pdl=True)
+        return activation.gelu_mul(gate_and_up, y, width if is_quantised else gate_group(width), pdl=True)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         return norm.rms_norm(x, weight, eps, out, pdl=True)
@@ -201,23 +231,17 @@ class PortableBackend(OpBackend):
         cache_slots.shift_positions(shift)
 
 
-def _uses_few_rows_kernel(x: Tensor, weight_rows: Tensor, kind: ProductKind) -> bool:
-    """Return whether our kernel computes this product, instead of cuBLAS. It does if tuning did not measure both."""
-    n, k = weight_rows.shape
-    if not few_rows.supports(len(x), n, k, x.dtype) or weight_rows.dtype is not x.dtype:
-        return False
-    return cublas.choices.get(MatmulProblem(len(x), n, k, kind), OWN_KERNEL) == OWN_KERNEL
+def _find_few_rows_kernel(x: Tensor, w: PackedWeight, kind: ProductKind | None) -> Callable[..., Tensor] | None:
+    """Return our kernel for few rows, bound to x and w, or None if it does not support them or cuBLAS is faster.
 
-
-def _multiply_float32(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """Return the product as float32. Plain and uw12 weights give the same bits."""
-    if not few_rows.supports(len(x), w.n, w.k, x.dtype) or w.dtype is not x.dtype:
-        return multiply_float32(x, w, bias, out)
-    y = x.new_empty(len(x), w.n, dtype=torch.float32) if out is None else out
-    for begin, rows_ in unpacked_parts(w):
-        end = begin + len(rows_)
-        few_rows.linear(x, rows_, out=y[:, begin:end], bias=None if bias is None else bias[begin:end], pdl=True)
-    return y
+    It is used if tuning did not compare both. `kind` is None for a float32 result, which tuning does not measure."""
+    m = len(x)
+    if isinstance(w.handle, uw12.UW12Weight):
+        return partial(packed_linear.linear, x, w.handle) if packed_linear.supports(m) else None
+    if not few_rows.supports(m, w.n, w.k, x.dtype) or w.data.dtype is not x.dtype:
+        return None
+    choice = OWN_KERNEL if kind is None else cublas.choices.get(MatmulProblem(m, w.n, w.k, kind), OWN_KERNEL)
+    return partial(few_rows.linear, x, w.data) if choice == OWN_KERNEL else None
 
 
 def allocate_attention_output(inputs: AttentionInputs) -> Tensor:
@@ -234,6 +258,10 @@ def run_split_decode(inputs: AttentionInputs, plan: AttentionPlan, out: Tensor) 
         inputs, plan.decode_work, plan.decode_scratch, decode.count_sms(out.device), out=out,
         max_queries=plan.max_queries, pdl=True,
     )  # fmt: skip
+
+
+def make_output(x: Tensor, w: PackedWeight, is_float32: bool) -> Tensor:
+    return x.new_empty(len(x), w.n, dtype=torch.float32 if is_float32 else x.dtype)
 
 
 def gate_group(width: int) -> int:
@@ -261,20 +289,16 @@ def add_product(x: Tensor, weight_rows: Tensor, target: Tensor) -> None:
 def multiply_float32(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
     """Return the product as float32, without rounding its sums to bf16."""
     y = x.new_empty(len(x), w.n, dtype=torch.float32) if out is None else out
-    options = {} if x.dtype is torch.float32 else {"out_dtype": torch.float32}
-    for begin, rows_ in unpacked_parts(w):
-        torch.mm(x, rows_.t(), out=y[:, begin : begin + len(rows_)], **options)
+    if isinstance(w.handle, uw12.UW12Weight):
+        step = max(64, MAX_UNPACKED_WEIGHTS // w.k // 64 * 64)
+        for at in range(0, w.n, step):
+            part = w.handle.slice_rows(at, min(at + step, w.n))
+            torch.mm(x, unpack_weight(part).t(), out_dtype=torch.float32, out=y[:, at : at + part.n])
+    elif x.dtype is torch.float32:
+        torch.mm(x, w.data.t(), out=y)
+    else:
+        torch.mm(x, w.data.t(), out_dtype=torch.float32, out=y)
     return y if bias is None else y.add_(bias)
-
-
-def unpacked_parts(w: PackedWeight) -> Iterator[tuple[int, Tensor]]:
-    """Yield the number of the first row and the rows of each part of the weight, which is a bounded part of a uw12."""
-    if not isinstance(w.handle, uw12.UW12Weight):
-        yield 0, w.data
-        return
-    step = max(64, MAX_UNPACKED_WEIGHTS // w.k // 64 * 64)
-    for begin in range(0, w.n, step):
-        yield begin, unpack_weight(w.handle.slice_rows(begin, min(begin + step, w.n)))
 
 
 def unpacked_rows(
@@ -282,13 +306,14 @@ def unpacked_rows(
 ) -> AbstractContextManager[Tensor]:
     """Return a context manager that yields the weight as plain bf16 [n, k]; launch one product inside it.
 
-    `needs_unpacking`: whether the following weight, which is uw12, is unpacked too for as many rows of x."""
-    if not isinstance(w.handle, uw12.UW12Weight):
+    `needs_unpacking`: whether the following weight, which is packed, is unpacked too for as many rows of x."""
+    if not is_packed(w):
         return nullcontext(w.data)
     if unpacker is None:
-        return nullcontext(unpack_weight(w.handle))
+        out = torch.empty(w.n, w.k, dtype=torch.bfloat16, device=w.data.device)
+        return nullcontext(weight_unpacker.unpack_weight(w, out))
     following = unpacker.next_weight(w)
-    unpack_next = following is not None and following.layout is WeightLayout.UW12 and needs_unpacking(following)
+    unpack_next = following is not None and is_packed(following) and needs_unpacking(following)
     return unpacker.unpacked_rows(w, following if unpack_next else None)
 
 

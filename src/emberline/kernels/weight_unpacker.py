@@ -1,4 +1,4 @@
-"""WeightUnpacker: unpacks the next uw12 weight (12 bits each) for cuBLAS during the current product.
+"""WeightUnpacker: unpacks the next uw12 (12 bits each) or 4-bit weight for cuBLAS during the current product.
 
 Two buffers, A and B, alternate. A separate CUDA stream writes a buffer as soon as the product that read it has ended. A
 product waits only for its own buffer:
@@ -64,7 +64,7 @@ class WeightUnpacker:
         """
         self._next_weights = dict(pairwise(weights[:num_with_all_rows]))
         self._max_elements = max(weight.n * weight.k for weight in weights)
-        self._computing, self._unpacking, self._unpack_uw12 = compute_stream, unpack_stream, unpack or _unpack_uw12
+        self._computing, self._unpacking, self._unpack = compute_stream, unpack_stream, unpack or unpack_weight
         self._buffers: list[_UnpackBuffer] = []
 
     def begin_step(self) -> WeightUnpacker:
@@ -105,13 +105,23 @@ class WeightUnpacker:
             buffer.read_event = other.read_event = self._computing.record_event()
         with self._unpacking.activate():
             self._unpacking.wait_event(buffer.read_event)
-            self._unpack_uw12(weight, buffer.weight_rows(weight))
+            self._unpack(weight, buffer.weight_rows(weight))
             buffer.weight_held, buffer.written_event = weight, self._unpacking.record_event()
         return buffer
 
 
-def _unpack_uw12(weight: PackedWeight, out: Tensor) -> None:
-    from emberline.kernels.cuda import uw12
+def is_packed(weight: PackedWeight) -> bool:
+    """Return whether `unpack_weight` can unpack the weight."""
+    from emberline.kernels.cuda import narrow_layout, uw12
 
+    return isinstance(weight.handle, uw12.UW12Weight | narrow_layout.NarrowWeight)
+
+
+def unpack_weight(weight: PackedWeight, out: Tensor) -> Tensor:
+    """Write a packed GPU weight as bf16 [n, k] into `out`, with rows in the order of `pack_linear`, and return it."""
+    from emberline.kernels.cuda import narrow, narrow_layout, uw12
+
+    if isinstance(weight.handle, narrow_layout.NarrowWeight):
+        return narrow.unpack(weight.handle, out, gated=weight.gated)
     assert isinstance(weight.handle, uw12.UW12Weight)
-    uw12.unpack(weight.handle, out, pdl=False)
+    return uw12.unpack(weight.handle, out, pdl=False)

@@ -174,13 +174,26 @@ class DeviceWeights(Weights):
         self._queue_stack(parts, columns, settle, gated=False)
         return weights
 
-    def stack_expert_matrices(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart]
+    def load_experts(
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False, packable: bool = False
     ) -> Tensor | ops.PackedExperts:
         for name, part_shape, _ in parts:
             self._check_tensor(name, part_shape)
-        narrow = self._narrow.describe_experts(shape, parts, self._final_dtype([part.name for part in parts]))
-        return self.stack_experts(shape, parts) if narrow is None else self._queue_narrow_experts(parts, narrow)
+        dtype = self._final_dtype([part.name for part in parts])
+        narrow = self._narrow.describe_experts(shape, parts, dtype)
+        if narrow is not None:
+            return self._queue_narrow_experts(parts, narrow)
+        if not self.packed or not packable or dtype is not torch.bfloat16:
+            return self.stack_experts(shape, parts)
+        experts = ops.empty_experts(*shape, gated=gated)
+
+        def settle(whole: Tensor) -> None:
+            self._add_loaded_bytes(ops.fill_experts(experts, whole))
+
+        pending = PendingMatrix(shape, dtype, self.device, lambda whole, i: parts[i].select(whole), settle)
+        for index, (name, part_shape, _) in enumerate(parts):
+            self._queue_load(name, part_shape, pending.add_part(index))
+        return experts
 
     def stack_experts(
         self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None

@@ -37,8 +37,10 @@ def load_stacked_experts(
         gate_up = [StackPart(f"{at}.{tensors.gate_up[0]}", gate_up_shape, _GATE_UP_VIEWS[order])]
         down = [StackPart(f"{at}.{tensors.down}", down_shape, _select_all if in_rows else _transpose)]
     return StackedExperts(
-        gate_up=weights.stack_expert_matrices((count, 2 * ffn, hidden), gate_up),
-        down=weights.stack_expert_matrices((count, hidden, ffn), down),
+        gate_up=weights.load_experts(
+            (count, 2 * ffn, hidden), gate_up, gated=True, packable=not experts.options.has_biases
+        ),
+        down=weights.load_experts((count, hidden, ffn), down, packable=not experts.options.has_biases),
         gate_up_bias=_load_bias(weights, at, tensors.gate_up_bias, (count, 2 * ffn), order),
         down_bias=_load_bias(weights, at, tensors.down_bias, (count, hidden), "rows"),
     )

@@ -82,9 +82,10 @@ def _ffn_parts(outline: ModelOutline, experts: ExpertSizes | None) -> Iterator[W
         if outline.ffn_vectors:
             yield WeightPart("norms", outline.ffn_vectors, 1)
         return
-    yield WeightPart("router", experts.count, hidden)
-    yield WeightPart("routed experts", 2 * experts.ffn, hidden, experts.count)
-    yield WeightPart("routed experts", hidden, experts.ffn, experts.count)
+    yield WeightPart("router", experts.count, hidden, is_always_plain=True)
+    plain = experts.has_biases
+    yield WeightPart("routed experts", 2 * experts.ffn, hidden, experts.count, is_always_plain=plain)
+    yield WeightPart("routed experts", hidden, experts.ffn, experts.count, is_always_plain=plain)
     if experts.has_router_bias:
         yield WeightPart("norms", experts.count, 1)
     if experts.has_biases:

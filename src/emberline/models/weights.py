@@ -203,10 +203,14 @@ class Weights:
             destination.copy_(self._mark_used(name, self._view_tensor(name, part_shape)).reshape(destination.shape))
         return whole
 
-    def stack_expert_matrices(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart]
+    def load_experts(
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False, packable: bool = False
     ) -> Tensor | ops.PackedExperts:
-        """Return the matrices [experts, n, k] of a layer, which the parts fill, as the device's kernels read them."""
+        """Return the matrices [experts, n, k] of a layer, which the parts fill, as the device's kernels read them.
+
+        `gated`: whether they are gate and up, the rows of gate before those of up. `packable`: whether kernels read
+        them in the uw12 format too.
+        """
         return self.stack_experts(shape, parts)
 
     def transform(self, tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

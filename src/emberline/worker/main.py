@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ from emberline.core.engine_config import EngineConfig, TimeSharingConfig, Transf
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
 from emberline.engine.async_engine import AsyncEngine, EngineState
+from emberline.engine.engine_child import EngineChild
 from emberline.engine.messages import LoadedModelInfo
 from emberline.hub.source import resolve_model
 from emberline.server.cross_site import CrossSiteGuard, CrossSitePolicy
@@ -46,9 +48,16 @@ T = TypeVar("T")
 
 
 async def serve(
-    config: ServerConfig, engine_config: EngineConfig, time_sharing_config: TimeSharingConfig, start_time: float
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    time_sharing_config: TimeSharingConfig,
+    start_time: float,
+    child: EngineChild | None = None,
 ) -> None:
-    """Serve until a signal stops the process. `start_time`: when the process started, by the monotonic clock."""
+    """Serve until a signal stops the process.
+
+    `start_time`: when the process started, by the monotonic clock. `child`: an engine process that has been started.
+    """
     listener = bind_listener(config.host, config.port)
     port = listener.getsockname()[1]
     config = _check_access(config, listener)
@@ -60,11 +69,8 @@ async def serve(
     directories = await _run_in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
     if config.worker is not None:
         engine_config = replace(engine_config, transfer=_build_transfer_config(config.worker, config.host, port))
-    configs = {
-        name: replace(engine_config.with_kv_ports(i), model=str(directory))
-        for i, (name, directory) in enumerate(directories.items())
-    }
-    engine = AsyncEngine(configs, time_sharing_config, stall_timeout=config.stall_timeout)
+    configs = _build_engine_configs(engine_config, directories)
+    engine = AsyncEngine(configs, time_sharing_config, stall_timeout=config.stall_timeout, child=child)
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0)  # lets the task spawn the process before the imports below block this one
     assembled = registrar = None
@@ -101,6 +107,14 @@ async def serve(
         await engine.stop()
         if assembled is not None:
             assembled.close()
+
+
+def _build_engine_configs(config: EngineConfig, directories: Mapping[str, Path]) -> dict[str, EngineConfig]:
+    """Return the config of each model by its name."""
+    return {
+        name: replace(config.with_kv_ports(i), model=str(directory))
+        for i, (name, directory) in enumerate(directories.items())
+    }
 
 
 async def _run_in_thread(work: Callable[[], T]) -> T:

@@ -21,7 +21,7 @@ from typing import Any
 from emberline.bench import report as reports
 from emberline.bench.report import BenchReport, BenchResult
 
-KERNEL_BENCHES = ("linear", "decode", "prefill", "attention_kinds", "latent", "elementwise", "sample")
+KERNEL_BENCHES = ("linear", "narrow", "decode", "prefill", "attention_kinds", "latent", "elementwise", "sample")
 DEADLINE_S = 460.0
 BENCHES = ("engine", "speculation", "open", "cold", "handoff", "kernels", "all")
 PEER_FIGURES_NOTE = (

@@ -165,7 +165,7 @@ def _fill_and_identify(
 
     Return the format of the weights, and the seconds of each phase, by name."""
     model, seconds = runner.model, _load_weights(weights, runner)
-    if settings.gpu.weights == "both":
+    if settings.gpu.weights == "both" or (weights.narrow_sizes and not weights.packed):
         seconds["pack"] = _add_packed_copies(weights, runner)
     filled = time.perf_counter()
     if weights.packed or settings.gpu.weights == "both":
@@ -206,9 +206,9 @@ def boot_from_checkpoint(
         torch.cuda.synchronize(device.torch_device)
     codec.result()
     initialized = time.perf_counter()
-    online, exact = settings.gpu.online_format, settings.gpu.exact
+    online, keeps = settings.gpu.online_format, settings.gpu.weights != "plain" and not settings.gpu.exact
     weights = DeviceWeights(
-        checkpoint, dtype, device.torch_device, reader, packed=packed, online=online, keeps_quantised=not exact
+        checkpoint, dtype, device.torch_device, reader, packed=packed, online=online, keeps_quantised=keeps
     )
     grammars = None if make_compiler is None else partial(make_compiler, directory, config)
     booted = boot_gpu(
@@ -325,7 +325,9 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
 
 
 def _add_packed_copies(weights: Weights, runner: GPURunner) -> float:
-    """Add a packed (12-bit) copy of all plain weights and load its kernels; return the seconds spent."""
+    """Add a packed (12-bit) copy of all plain weights and load its kernels; return the seconds spent.
+
+    If other weights are quantised, these are the output head and few others, which are not quantised."""
     began = time.perf_counter()
     weights.loaded_bytes += sum(
         ops.add_packed_copy(weight) for weight in iter_instances(ops.PackedWeight, runner.model)
@@ -354,10 +356,9 @@ def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = ()) -> flo
         return 0.0
     from emberline.kernels.cuda import driver, nvrtc, sample
 
-    facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs)]
+    facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs), *sorted(set(map(repr, narrow)))]
     facts += [nvrtc.digest_sources(driver.device_options()), ops.selected_gpu_kernels().name]
     facts.append(f"drafts of recurrent layers: {runner.states is not None and runner.states.max_draft > 0}")
-    facts += sorted(set(map(repr, narrow)))
     limits = runner.shapes, runner.max_batch_tokens, runner.exact, runner.groups.windows, runner.cache.keys.dtype
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join([*facts, str(limits)]).encode()).hexdigest()[:32]}"
     if not done.exists():

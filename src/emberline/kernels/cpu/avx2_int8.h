@@ -6,6 +6,11 @@ namespace ember {
 
 enum CodeRange { kSmall, kWhole };
 constexpr int kWholeOffset = 0;
+constexpr int kDirectRows = 4;  // up to so many rows, tiles unpack codes in registers; more share an unpacked copy
+constexpr int kDirectTile = 4;  // rows of such a tile
+constexpr int kTileRows = 6;    // rows of a tile that reads the copy
+constexpr int kIntVectors = 4;  // vectors of sums of integers, and of floats, in registers at once
+constexpr int kFloatVectors = 8;
 
 using Codes = __m256i;
 using Ints = __m256i;
@@ -21,13 +26,12 @@ inline Codes load_table(const uint8_t* p) {
 }
 inline Codes look_up(Codes table, Codes index) { return _mm256_shuffle_epi8(table, index); }
 
-// Returns bits [At, At + Count) of each byte, shifted to start at bit 4.
+// Returns the codes with bits [At, At + Count) of `high` at bit 4.
 template <int At, int Count>
-inline Codes bits_to_4(Codes c) {
-    Codes shifted = At < 4 ? _mm256_slli_epi16(c, At < 4 ? 4 - At : 0) : _mm256_srli_epi16(c, At < 4 ? 0 : At - 4);
-    return _mm256_and_si256(shifted, _mm256_set1_epi8(char(((1 << Count) - 1) << 4)));
+inline Codes join_bits(Codes codes, Codes high) {
+    Codes shifted = At < 4 ? _mm256_slli_epi16(high, At < 4 ? 4 - At : 0) : _mm256_srli_epi16(high, At < 4 ? 0 : At - 4);
+    return _mm256_or_si256(codes, _mm256_and_si256(shifted, _mm256_set1_epi8(char(((1 << Count) - 1) << 4))));
 }
-inline Codes join(Codes a, Codes b) { return _mm256_or_si256(a, b); }
 
 inline Ints splat_ints(int x) { return _mm256_set1_epi32(x); }
 

@@ -6,6 +6,11 @@ namespace ember {
 
 enum CodeRange { kSmall, kWhole };
 constexpr int kWholeOffset = 128;  // the first factor of a dot product is unsigned
+constexpr int kDirectRows = 4;  // up to so many rows, tiles unpack codes in registers; more share an unpacked copy
+constexpr int kDirectTile = 4;  // rows of such a tile
+constexpr int kTileRows = 8;    // rows of a tile that reads the copy
+constexpr int kIntVectors = 8;  // vectors of sums of integers, and of floats, in registers at once
+constexpr int kFloatVectors = 16;
 
 using Codes = __m512i;
 using Ints = __m512i;
@@ -19,13 +24,12 @@ inline Codes high_nibbles(Codes c) { return _mm512_and_si512(_mm512_srli_epi16(c
 inline Codes load_table(const uint8_t* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline Codes look_up(Codes table, Codes index) { return _mm512_shuffle_epi8(table, index); }
 
-// Returns bits [At, At + Count) of each byte, shifted to start at bit 4.
+// Returns the codes with bits [At, At + Count) of `high` at bit 4.
 template <int At, int Count>
-inline Codes bits_to_4(Codes c) {
-    Codes shifted = At < 4 ? _mm512_slli_epi16(c, At < 4 ? 4 - At : 0) : _mm512_srli_epi16(c, At < 4 ? 0 : At - 4);
-    return _mm512_and_si512(shifted, _mm512_set1_epi8(char(((1 << Count) - 1) << 4)));
+inline Codes join_bits(Codes codes, Codes high) {
+    Codes shifted = At < 4 ? _mm512_slli_epi16(high, At < 4 ? 4 - At : 0) : _mm512_srli_epi16(high, At < 4 ? 0 : At - 4);
+    return _mm512_or_si512(codes, _mm512_and_si512(shifted, _mm512_set1_epi8(char(((1 << Count) - 1) << 4))));
 }
-inline Codes join(Codes a, Codes b) { return _mm512_or_si512(a, b); }
 
 inline Codes subtract(Codes c, int offset) { return _mm512_sub_epi8(c, _mm512_set1_epi8(char(offset))); }
 

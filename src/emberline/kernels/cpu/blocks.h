@@ -72,8 +72,8 @@ inline __attribute__((always_inline)) Codes codes_of_step(const uint8_t* p) {
         return load_codes(p + Step * kCodeBytes);
     } else {
         Codes both = load_codes(p + Step % 4 * kCodeBytes), codes = Step < 4 ? low_nibbles(both) : high_nibbles(both);
-        if constexpr (F.bits == 5) codes = join(codes, bits_to_4<Step, 1>(load_codes(p + 4 * kCodeBytes)));
-        if constexpr (F.bits == 6) codes = join(codes, bits_to_4<Step % 4 * 2, 2>(load_codes(p + (4 + Step / 4) * kCodeBytes)));
+        if constexpr (F.bits == 5) codes = join_bits<Step, 1>(codes, load_codes(p + 4 * kCodeBytes));
+        if constexpr (F.bits == 6) codes = join_bits<Step % 4 * 2, 2>(codes, load_codes(p + (4 + Step / 4) * kCodeBytes));
         if constexpr (F.table) codes = look_up(load_table(code_table(F.range)), codes);
         return codes;
     }

@@ -15,11 +15,8 @@
 namespace ember {
 namespace {
 
-constexpr int kDirectRows = 4;              // up to so many rows, a tile unpacks codes in registers; more share an unpacked copy
-constexpr int kTileRows = 8;                // rows of a tile that reads the copy
 constexpr int kPrefetchBytes = 1024;
-constexpr int direct_vectors(int rows) { return rows <= 2 ? kVecs : 2; }  // vectors of columns whose sums of integers are in registers
-constexpr int kPieceBlocks = 48;            // blocks of one vector of columns that are unpacked at once and stay in L1
+constexpr int kPieceBlocks = 30 * 1024 / (kVecs * 10 * kCodeBytes);  // blocks of a panel that are unpacked at once and stay in L1
 constexpr int kPastBlocks = 4;              // blocks after these, or after a row of inputs, that may be read but are not used
 constexpr long kGroupBytes = 256 * 1024;    // rounded inputs that stay in L2 while all panels are multiplied
 constexpr long kSerialInputs = 16 * 1024;   // up to so many, waking a thread costs more than rounding them
@@ -143,29 +140,42 @@ inline __attribute__((always_inline)) void add_block(Vec (&total)[R][Width], int
                 total[r][first + v] = fma(scales[v].minimum, splat<Vec>(in.total[r * in.blocks]), total[r][first + v]);
 }
 
-// Multiplies R rows by one panel, whose codes are unpacked in registers.
-template <BlockFormat F, int R>
-void multiply_direct(const uint8_t* panel, const Rounded& inputs, int first, float* sums) {
-    constexpr int V = direct_vectors(R);
-    Rounded in = inputs.from(first, 0);
-    Vec total[R][kVecs];
+// Multiplies R rows by the vectors [first_vector, first_vector + Width) of a panel, whose codes are unpacked in registers.
+template <BlockFormat F, int R, int Width>
+inline __attribute__((always_inline)) void multiply_columns(const uint8_t* panel, const Rounded& in, int first_vector, float* sums) {
+    constexpr int V = std::clamp(kIntVectors / (R < 3 ? R : R < 5 ? 4 : 8), 1, Width);  // vectors whose integers are summed at once
+    Vec total[R][Width];
 #pragma GCC unroll 16
-    for (int i = 0; i < R * kVecs; i++) total[i / kVecs][i % kVecs] = splat<Vec>(0.0f);
+    for (int i = 0; i < R * Width; i++) total[i / Width][i % Width] = splat<Vec>(0.0f);
     for (long b = 0; b < in.blocks; panel += F.group_bytes())
         for (int sub = 0; sub < F.blocks; sub++, b++) {
-            const uint8_t* block = panel + F.header_bytes() + sub * F.block_bytes();
-            if constexpr (R <= 2)
+            const uint8_t *block = panel + F.header_bytes() + sub * F.block_bytes(), *codes = block + F.scale_bytes();
+            if constexpr (Width > 1) {
                 for (int at = 0; at < F.block_bytes(); at += 64) __builtin_prefetch(block + kPrefetchBytes + at);
+            } else {  // several passes read parts of each block: the next panel should be in L2
+                const uint8_t* next = block + in.blocks / F.blocks * F.group_bytes();
+                if (first_vector == 0) __builtin_prefetch(next, 0, 2);
+                for (int at = 0; at < F.vector_bytes(); at += 64)
+                    __builtin_prefetch(next + F.scale_bytes() + first_vector * F.vector_bytes() + at, 0, 2);
+            }
 #pragma GCC unroll 4
-            for (int at = 0; at < kVecs; at += V) {
+            for (int at = 0; at < Width; at += V) {
                 BlockScales<F> scales[V];
 #pragma GCC unroll 4
-                for (int v = 0; v < V; v++) scales[v] = load_scales<F>(panel, block, at + v);
-                add_block<F, V>(total, at, block + F.scale_bytes() + at * F.vector_bytes(), scales, in.from(0, b));
+                for (int v = 0; v < V; v++) scales[v] = load_scales<F>(panel, block, first_vector + at + v);
+                add_block<F, V>(total, at, codes + (first_vector + at) * F.vector_bytes(), scales, in.from(0, b));
             }
         }
 #pragma GCC unroll 16
-    for (int i = 0; i < R * kVecs; i++) store(sums + i / kVecs * kPanel + i % kVecs * kLanes, total[i / kVecs][i % kVecs]);
+    for (int i = 0; i < R * Width; i++)
+        store(sums + i / Width * kPanel + (first_vector + i % Width) * kLanes, total[i / Width][i % Width]);
+}
+
+// Multiplies R rows by one panel, in one pass if the sums of all its columns fit into registers.
+template <BlockFormat F, int R>
+void multiply_direct(const uint8_t* panel, const Rounded& in, int first, float* sums) {
+    if constexpr (R * kVecs <= kFloatVectors) return multiply_columns<F, R, kVecs>(panel, in.from(first, 0), 0, sums);
+    for (int v = 0; v < kVecs; v++) multiply_columns<F, R, 1>(panel, in.from(first, 0), v, sums);
 }
 
 // What matters of a format once codes are unpacked to bytes. Such blocks are those of one vector of columns, with float scales.
@@ -280,33 +290,40 @@ void run_copied(const Rounded& in, const uint8_t* panel, int first, int rows, fl
     constexpr BlockFormat U = unpacked_format(F);
     constexpr int kMaxRows = Amx ? 16 : kTileRows;
     RowBlocks tiles(rows, kMaxRows);
-    auto* copy = reinterpret_cast<uint8_t*>(scratch(kWeights, (kPieceBlocks + kPastBlocks) * unpacked_bytes(F) / 4));
-    for (int v = 0; v < kVecs; v++)
-        for (long at = 0; at < in.blocks; at += kPieceBlocks) {
-            long count = std::min<long>(kPieceBlocks, in.blocks - at);
-            unpack_piece<F, Amx>(panel, v, at, count, copy);
-            for (int tile = 0; tile < tiles.count; tile++) {
-                int row = tiles.start(tile), size = tiles.size(tile);
-                float* to = sums + row * kPanel + v * kLanes;
-                constexpr std::make_integer_sequence<int, kMaxRows> sizes;
+    constexpr int kVectorBytes = (kPieceBlocks + kPastBlocks) * unpacked_bytes(F);
+    auto* copy = reinterpret_cast<uint8_t*>(scratch(kWeights, kVecs * kVectorBytes / 4));
+    for (long at = 0; at < in.blocks; at += kPieceBlocks) {
+        long count = std::min<long>(kPieceBlocks, in.blocks - at);
+        for (int v = 0; v < kVecs; v++) unpack_piece<F, Amx>(panel, v, at, count, copy + v * kVectorBytes);
+        for (int i = 0; i < tiles.count * kVecs; i++) {  // the inputs of a tile stay in L1 for all its columns
+            int tile = i / kVecs, v = i % kVecs, row = tiles.start(tile), size = tiles.size(tile);
+            float* to = sums + row * kPanel + v * kLanes;
+            constexpr std::make_integer_sequence<int, kMaxRows> sizes;
 #if EMBER_AMX_INT8
-                if constexpr (Amx) {
-                    registers.configure(size, F.run);
-                    run_amx<U>(size, copy, count, in, first + row, at, to, sizes);
-                    continue;
-                }
-#endif
-                run_unpacked<U>(size, copy, count, in, first + row, at, to, sizes);
+            if constexpr (Amx) {
+                registers.configure(size, F.run);
+                run_amx<U>(size, copy + v * kVectorBytes, count, in, first + row, at, to, sizes);
+                continue;
             }
+#endif
+            run_unpacked<U>(size, copy + v * kVectorBytes, count, in, first + row, at, to, sizes);
         }
+    }
 }
 
 template <BlockFormat F>
 void run_panel(const Linear& op, const Rounded& in, const uint8_t* panel, long number, int first, int rows, AmxTiles& registers) {
     float* sums = scratch(kSums, long(rows) * kPanel);
-    if (rows <= kDirectRows) run_direct<F>(rows, panel, in, first, sums, std::make_integer_sequence<int, kDirectRows>{});
-    else if (EMBER_AMX_INT8 && amx::available()) run_copied<F, EMBER_AMX_INT8>(in, panel, first, rows, sums, registers);
-    else run_copied<F, false>(in, panel, first, rows, sums, registers);
+    if (rows <= kDirectRows) {
+        RowBlocks tiles(rows, kDirectTile);
+        for (int tile = 0; tile < tiles.count; tile++)
+            run_direct<F>(tiles.size(tile), panel, in, first + tiles.start(tile), sums + tiles.start(tile) * kPanel,
+                          std::make_integer_sequence<int, kDirectTile>{});
+    } else if (EMBER_AMX_INT8 && amx::available()) {
+        run_copied<F, EMBER_AMX_INT8>(in, panel, first, rows, sums, registers);
+    } else {
+        run_copied<F, false>(in, panel, first, rows, sums, registers);
+    }
     write_outputs(op, number, first, rows, sums);
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata, LinearLayer, LinearOutput
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.cpu.library import NativeConvolution, NativeDeltaRule, NativeSequences, NativeStep
+from emberline.kernels.cpu.weight_arena import WeightArena
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.gguf_blocks import find_block_format
@@ -39,6 +40,7 @@ class CPUBackend(ReferenceBackend):
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
         self.library, self.isa = library, library.ember_isa().decode()
+        self._arena = WeightArena()
 
     def __str__(self) -> str:
         return f"native ({self.isa})"
@@ -74,7 +76,7 @@ class CPUBackend(ReferenceBackend):
         found = find_block_format(blocks, type_name, k)
         rows, n, layout = blocks.contiguous(), len(blocks), found.layout
         assert not gated or n % 2 == 0
-        data = torch.empty(self.library.ember_blocks_bytes(layout, n, k), dtype=torch.uint8)
+        data = self._arena.allocate(self.library.ember_blocks_bytes(layout, n, k))
         self.library.ember_pack_blocks(rows.data_ptr(), data.data_ptr(), layout, n, k, gated)
         return PackedWeight(data, n, k, torch.bfloat16, layout, gated, data.data_ptr())
 

@@ -6,6 +6,11 @@ namespace ember {
 
 enum CodeRange { kSmall, kWhole };
 constexpr int kWholeOffset = 0;
+constexpr int kDirectRows = 16;  // up to so many rows, tiles unpack codes in registers; more share an unpacked copy
+constexpr int kDirectTile = 8;  // rows of such a tile
+constexpr int kTileRows = 8;    // rows of a tile that reads the copy
+constexpr int kIntVectors = 8;  // vectors of sums of integers, and of floats, in registers at once
+constexpr int kFloatVectors = 16;
 
 using Codes = uint8x16_t;
 using Ints = int32x4_t;
@@ -20,15 +25,13 @@ inline Codes high_nibbles(Codes c) { return vshrq_n_u8(c, 4); }
 inline Codes load_table(const uint8_t* p) { return vld1q_u8(p); }
 inline Codes look_up(Codes table, Codes index) { return vqtbl1q_u8(table, index); }
 
-// Returns bits [At, At + Count) of each byte, shifted to start at bit 4.
+// Returns the codes with bits [At, At + Count) of `high` at bit 4.
 template <int At, int Count>
-inline Codes bits_to_4(Codes c) {
-    Codes mask = vdupq_n_u8(((1 << Count) - 1) << 4);
-    if constexpr (At < 4) return vandq_u8(vshlq_n_u8(c, 4 - At), mask);
-    else if constexpr (At == 4) return vandq_u8(c, mask);
-    else return vandq_u8(vshrq_n_u8(c, At - 4), mask);
+inline Codes join_bits(Codes codes, Codes high) {
+    if constexpr (At < 4) high = vshlq_n_u8(high, 4 - At);
+    if constexpr (At > 4) high = vshrq_n_u8(high, At - 4);
+    return vbslq_u8(vdupq_n_u8(((1 << Count) - 1) << 4), high, codes);
 }
-inline Codes join(Codes a, Codes b) { return vorrq_u8(a, b); }
 
 inline Ints splat_ints(int x) { return vdupq_n_s32(x); }
 

@@ -6,6 +6,11 @@ namespace ember {
 
 enum CodeRange { kSmall, kWhole };
 constexpr int kWholeOffset = 0;
+constexpr int kDirectRows = 4;  // up to so many rows, tiles unpack codes in registers; more share an unpacked copy
+constexpr int kDirectTile = 4;  // rows of such a tile
+constexpr int kTileRows = 4;    // rows of a tile that reads the copy
+constexpr int kIntVectors = 4;  // vectors of sums of integers, and of floats, in registers at once
+constexpr int kFloatVectors = 8;
 
 struct Codes {
     uint8_t byte[kLanes * 4];
@@ -36,12 +41,11 @@ inline Codes high_nibbles(const Codes& c) { return map_codes([&](int i) { return
 inline const uint8_t* load_table(const uint8_t* p) { return p; }
 inline Codes look_up(const uint8_t* table, const Codes& c) { return map_codes([&](int i) { return table[c.byte[i]]; }); }
 
-// Returns bits [At, At + Count) of each byte, shifted to start at bit 4.
+// Returns the codes with bits [At, At + Count) of `high` at bit 4.
 template <int At, int Count>
-inline Codes bits_to_4(const Codes& c) {
-    return map_codes([&](int i) { return uint8_t((c.byte[i] >> At & ((1 << Count) - 1)) << 4); });
+inline Codes join_bits(const Codes& codes, const Codes& high) {
+    return map_codes([&](int i) { return uint8_t(codes.byte[i] | (high.byte[i] >> At & ((1 << Count) - 1)) << 4); });
 }
-inline Codes join(const Codes& a, const Codes& b) { return map_codes([&](int i) { return uint8_t(a.byte[i] | b.byte[i]); }); }
 
 inline Ints splat_ints(int x) {
     Ints v;

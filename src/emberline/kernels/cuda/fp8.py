@@ -3,7 +3,7 @@
 With few rows, reading the weights takes nearly all the time: inputs stay bf16 (`cuda/linear.py`), which is most exact.
 With more rows, inputs are quantised to float8 too, with a scale for each row or, if the weight has scales of blocks,
 for each 128 columns of it. Then the tensor cores multiply twice as fast, and inputs take half of the L2's bandwidth:
-`cuda/fp8_wide.py` for dozens of rows, and above that `cuda/fp8_gemm.py`.
+`cuda/fp8_wide.py` and `cuda/fp8_gate_up.py` for dozens of rows, and above that `cuda/fp8_gemm.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.arguments import LinearLayer, LinearOutput
-from emberline.kernels.cuda import fp8_gemm, fp8_weight, fp8_wide
+from emberline.kernels.cuda import fp8_gate_up, fp8_gemm, fp8_weight, fp8_wide
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda.fp8_weight import FP8Weight
 from emberline.kernels.cuda.quantise_rows import QuantisedRows, quantise_rows
@@ -20,7 +20,7 @@ from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.triton import norm
 
-MAX_EXACT_ROWS = 16  # rows of x up to which inputs stay bf16
+MAX_EXACT_ROWS = skinny.MAX_FP8_ROWS  # rows of x up to which inputs stay bf16
 MAX_WIDE_ROWS = 128  # rows of x up to which fp8_wide is faster than fp8_gemm
 MAX_DEEP_WIDE_ROWS = 256  # the same for weights with more columns than rows, of which fp8_gemm has too few tiles
 
@@ -68,6 +68,8 @@ def _multiply(
         normed = x if layer.norm is None else norm.rms_norm(x, layer.norm, layer.eps, pdl=True)
         return skinny.linear(normed, w, out=out, bias=bias, residual=residual, gated=gated)
     rows = quantise_rows(x, norm=layer.norm, eps=layer.eps, blocks=w.has_blocks)
+    if gated and fp8_gate_up.supports(m, w):
+        return fp8_gate_up.gate_up(rows, w, out=out)
     if m <= MAX_WIDE_ROWS or (m <= MAX_DEEP_WIDE_ROWS and w.k > w.n and not w.has_blocks):
         return fp8_wide.linear(rows, w, out=out, bias=bias, residual=residual, gated=gated)
     if out.dtype is torch.float32:

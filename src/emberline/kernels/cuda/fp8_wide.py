@@ -22,29 +22,30 @@ from emberline.kernels.cuda.wide import TileConfig, WidePlan
 FILE = wide.FILE
 # Columns of a tile (rows of x), and the numbers of warpgroups for which registers suffice. With scales of blocks, the
 # sums of each step need registers of their own.
-GROUPS_BY_COLUMNS = {32: (1, 2, 3, 4)} | {
-    columns: tuple(groups for groups, wide_columns in wide.PLAIN_TILES if wide_columns == columns)
-    for columns in wide.COLUMNS
-}
-BLOCK_GROUPS_BY_COLUMNS = {32: (1, 2, 4), 64: (1, 2, 4), 96: (1, 2), 128: (1, 2)}
+GROUPS_BY_COLUMNS = {32: (1, 2), 64: (1, 2), 96: (1, 2), 128: (1, 2), 256: (2,)}
+BLOCK_GROUPS_BY_COLUMNS = {32: (1, 2), 64: (1, 2), 128: (1, 2)}
 MAX_ROWS, MAX_BLOCK_ROWS = 256, 128
 # (columns, n, k) for which a sweep on an H200 found a better plan than the estimate.
 MEASURED: dict[tuple[int, int, int], TileConfig] = {
     (32, 6144, 4096): TileConfig(1),
     (64, 6144, 4096): TileConfig(1),
+    (96, 6144, 4096): TileConfig(1),
     (128, 6144, 4096): TileConfig(2, 2),
     (256, 6144, 4096): TileConfig(2, 2),
     (32, 4096, 4096): TileConfig(1, 2, ctas_per_sm=2),
-    (64, 4096, 4096): TileConfig(1, 2, ctas_per_sm=2),
-    (128, 4096, 4096): TileConfig(1, 2, ctas_per_sm=2),
+    (64, 4096, 4096): TileConfig(1, 2),
+    (96, 4096, 4096): TileConfig(1, 2),
+    (128, 4096, 4096): TileConfig(1, 2),
     (256, 4096, 4096): TileConfig(2, 3),
     (32, 28672, 4096): TileConfig(1, ctas_per_sm=2),
     (64, 28672, 4096): TileConfig(2),
+    (96, 28672, 4096): TileConfig(2),
     (128, 28672, 4096): TileConfig(2),
     (256, 28672, 4096): TileConfig(2, share=2),
     (32, 4096, 14336): TileConfig(1, 2),
     (64, 4096, 14336): TileConfig(1, 2),
-    (128, 4096, 14336): TileConfig(2, 3),
+    (96, 4096, 14336): TileConfig(1, 2),
+    (128, 4096, 14336): TileConfig(1, 2),
     (256, 4096, 14336): TileConfig(2, 4, unclustered=True),
 }
 
@@ -84,7 +85,8 @@ def linear(
     assert residual is None or residual.data_ptr() % 16 == 0
     assert bias is None or (bias.dtype is torch.float32 and bias.shape == (w.n,) and bias.is_contiguous())
     epilogue = EPILOGUES.index(choose_epilogue(out, residual, gated))
-    plan = plan or choose_plan(choose_tile_columns(m), w.n, k, gated=gated, has_blocks=w.has_blocks)
+    columns = choose_tile_columns(m, has_blocks=w.has_blocks)
+    plan = plan or choose_plan(columns, w.n, k, gated=gated, has_blocks=w.has_blocks)
     assert plan.columns >= m and plan.split <= -(-k // UNIT_K) and plan.stages >= max(2, plan.min_stages)
     assert not plan.unclustered or (plan.can_exchange_sums and not gated)
     exchange = wide.get_exchange_memory(x.codes.device) if plan.unclustered else (None, None)
@@ -107,8 +109,9 @@ def linear(
     return out
 
 
-def choose_tile_columns(m: int) -> int:
-    return next(columns for columns in GROUPS_BY_COLUMNS if columns >= m)
+def choose_tile_columns(m: int, *, has_blocks: bool = False) -> int:
+    sizes = BLOCK_GROUPS_BY_COLUMNS if has_blocks else GROUPS_BY_COLUMNS
+    return next(columns for columns in sizes if columns >= m)
 
 
 @cache

@@ -7,8 +7,8 @@ the same bits as for plain weights. Up to 384 rows, products with uw12 weights a
 Products with more rows use cuBLAS, for which uw12 weights are unpacked first; with a `WeightUnpacker`, the next matrix
 is unpacked during the current product. If a weight is kept both plain and as uw12, each product reads the faster form.
 A weight with `fixed_order` uses `cuda/fixed_order.py` for any number of rows, so that a row's result does not depend on
-the other rows. `cuda/fp8.py` has the products with float8 weights. All our kernels use programmatic dependent launch:
-they may start before the preceding kernel in the stream has ended.
+the other rows. `fp8.py` has the products with float8 weights, `narrow_linear.py` those with 4-bit weights. Our kernels
+use programmatic dependent launch: they may start before the preceding kernel in the stream has ended.
 """
 
 from __future__ import annotations
@@ -26,11 +26,27 @@ from emberline.kernels import worklist
 from emberline.kernels.arguments import AttentionInputs, LinearLayer, LinearOutput
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
 from emberline.kernels.attention_support import ScoreKind
-from emberline.kernels.cuda import cublas, decode, fixed_order, fp8, fp8_weight, gemm, prefill, uw12, wide, wide_parts
+from emberline.kernels.cuda import (
+    cublas,
+    decode,
+    fixed_order,
+    fp8,
+    fp8_weight,
+    gemm,
+    narrow_experts,
+    narrow_linear,
+    prefill,
+    uw12,
+    wide,
+    wide_parts,
+)
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
+from emberline.kernels.cuda.expert_layer import ExpertLayer
+from emberline.kernels.cuda.expert_matrices import pack_experts
 from emberline.kernels.cuda.fp8_weight import FP8Weight
-from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.cuda.narrow_layout import NarrowWeight
+from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
 from emberline.kernels.portable_backend import (
     PortableBackend,
     add_product,
@@ -43,7 +59,7 @@ from emberline.kernels.portable_backend import (
     unpacked_rows,
 )
 from emberline.kernels.quantised_matrix import QuantisedMatrix
-from emberline.kernels.triton import activation, attention, widen
+from emberline.kernels.triton import activation, attention, narrow, widen
 from emberline.kernels.weight_unpacker import WeightUnpacker
 
 # Pairs (n * k, m): a matrix of more than n * k elements that is kept in both forms is read as uw12 up to m rows of x.
@@ -52,6 +68,10 @@ MIN_GEMM_ROWS = 1024  # rows of x from which our GEMM mostly beats cuBLAS follow
 
 
 class HopperBackend(PortableBackend):
+    def __init__(self) -> None:
+        super().__init__()
+        self._expert_layer = ExpertLayer(self, uses_hopper=True)
+
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
         """Return the weight without rearranging its rows.
 
@@ -64,15 +84,25 @@ class HopperBackend(PortableBackend):
         return PackedWeight(weight, n, k, weight.dtype, WeightLayout.ROWS, gated, weight.data_ptr(), handle)
 
     def keeps_quantised(self, matrix: QuantisedMatrix) -> bool:
-        return fp8_weight.supports(matrix)
+        return fp8_weight.supports(matrix) or narrow.supports(matrix) or super().keeps_quantised(matrix)
 
     def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
-        return fp8.pack(matrix, gated=gated) or super().pack_quantised(matrix, gated=gated)
+        if packed := fp8.pack(matrix, gated=gated) or narrow_linear.pack_weight(matrix, gated=gated):
+            return packed
+        return super().pack_quantised(matrix, gated=gated)
 
-    def arrange_gate_rows(self, weight: Tensor) -> Tensor:
-        width, columns = len(weight) // 2, weight.shape[1]
-        group = gate_group(width)
-        return weight.view(2, width // group, group, columns).transpose(0, 1).reshape(weight.shape)
+    def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
+        return narrow_experts.pack_experts(matrices) or super().pack_quantised_experts(matrices)
+
+    def fill_experts(self, experts: PackedExperts, values: Tensor) -> int:
+        """Store the values in the empty experts and return the device memory used, in bytes.
+
+        The values are stored as uw12 (12 bits per weight) if that is smaller.
+        """
+        if (packed := pack_experts(values, gated=experts.gated)) is None:
+            return super().fill_experts(experts, values)
+        experts.handle, experts.layout, experts.nbytes = packed, WeightLayout.UW12, packed.nbytes
+        return packed.nbytes
 
     def add_packed_copy(self, weight: PackedWeight) -> int:
         if weight.uw12_copy is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:
@@ -85,6 +115,8 @@ class HopperBackend(PortableBackend):
     def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
         if isinstance(layer.weight.handle, FP8Weight):
             return fp8.linear(x, layer, output)
+        if isinstance(layer.weight.handle, QuantisedMatrix):
+            return super().linear(x, layer, output)
         x, w, bias = apply_norm(x, layer), layer.weight, layer.bias
         add_to, out, is_float32, unpacker = output
         if product := _find_custom_kernel(x, w):
@@ -95,6 +127,8 @@ class HopperBackend(PortableBackend):
             y = x.new_empty(len(x), w.n, dtype=torch.float32) if out is None else out
             handle: Any = w.handle
             return fixed_order.linear(x, handle, out=y, bias=bias)
+        if is_float32 and isinstance(w.handle, NarrowWeight):
+            w = narrow_linear.unpack(w)
         if is_float32:
             return multiply_float32(x, w, bias, out)
         with _unpacked_rows(x, w, unpacker) as rows_:
@@ -114,6 +148,8 @@ class HopperBackend(PortableBackend):
     ) -> Tensor:
         if isinstance(layer.weight.handle, FP8Weight):
             return fp8.gate_up_silu(x, layer, out)
+        if isinstance(layer.weight.handle, QuantisedMatrix):
+            return super().gate_up_silu(x, layer, out)
         x, w = apply_norm(x, layer), layer.weight
         width = w.n // 2
         y = x.new_empty(len(x), width) if out is None else out
@@ -129,6 +165,14 @@ class HopperBackend(PortableBackend):
                 return gemm.linear(x, plain, out=y, gated=True, pdl=early)
             gate_and_up = matmul(x, rows_, ProductKind.GATED)
         return activation.silu_mul(gate_and_up, y, group, pdl=True)
+
+    def gate_up_gelu(
+        self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
+    ) -> Tensor:
+        w = layer.weight
+        if not isinstance(w.handle, NarrowWeight) or not (product := _find_custom_kernel(apply_norm(x, layer), w)):
+            return super().gate_up_gelu(x, layer, out, unpacker)
+        return product(out=x.new_empty(len(x), w.n // 2) if out is None else out, gated=True, gelu=True)
 
     def paged_attention(self, inputs: AttentionInputs, plan: AttentionPlan | None = None) -> Tensor:
         assert plan is not None, "attention on a GPU needs a plan"
@@ -197,6 +241,8 @@ def _find_custom_kernel(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | N
     m = len(x)
     if w.handle is None or x.dtype is not torch.bfloat16:
         return None
+    if isinstance(w.handle, NarrowWeight):
+        return narrow_linear.find_product(x, w)
     handle: Any = w.uw12_copy if w.uw12_copy is not None and m <= _max_rows_for_uw12(w) else w.handle
     if w.fixed_order:
         needs_unpacking = m > wide.MAX_ROWS and isinstance(handle, uw12.UW12Weight)

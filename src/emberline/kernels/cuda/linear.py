@@ -22,8 +22,9 @@ from emberline.kernels.cuda.uw12 import UNIT_BYTES, PackedUnits, UW12Weight
 
 FILE = "linear.cu"
 MAX_ROWS = 32  # with more rows, tiles of x take more of the L2's bandwidth than the weights
+MAX_FP8_ROWS = 16  # the same for float8 weights, which have half as many bytes
 SLOT_K = 64  # columns (k) in a slot of the pipeline: rows of 128 bytes, the widest TMA swizzle
-NUM_SMS = 132
+NUM_SMS = 132  # of an H100 or H200, for which work is divided; other Hopper GPUs compute the same parts in more waves
 MAX_SHARED_BYTES = 227 << 10
 MIN_IN_FLIGHT_BYTES = 96 << 10  # weights that an SM must have requested to keep memory busy
 WARPS = 8  # warps split k, which determines the order of sums: the same for all shapes
@@ -133,7 +134,7 @@ def supports(m: int, n: int, k: int) -> bool:
 
 def supports_fp8(m: int, n: int, k: int) -> bool:
     """Return whether `linear` supports this shape of a float8 weight."""
-    return 1 <= m <= MAX_ROWS and n > 0 and n % 16 == 0 and k > 0 and k % 16 == 0
+    return 1 <= m <= MAX_FP8_ROWS and n > 0 and n % 16 == 0 and k > 0 and k % 16 == 0
 
 
 def linear(
@@ -279,10 +280,11 @@ def choose_epilogue(out: Tensor, residual: Tensor | None, gated: bool) -> str:
 
 
 def _list_kernel_names() -> Sequence[str]:
-    sources = ((0, ""), (16, ""), (0, "Fp8Rows"), (0, "Fp8Blocks"))
+    shapes = list(product((0, 16), ("",), (1, 2, 3, 4), (1, 2, 4)))
+    shapes += product((0,), ("Fp8Rows", "Fp8Blocks"), (2, 3, 4), (1, 2))
     return [
-        SkinnyPlan(blocks, tiles, WARPS, 1, 0, 1, stride, fp8_source=fp8_source).kernel_name(epilogue)
-        for (stride, fp8_source), blocks, tiles in product(sources, (1, 2, 3, 4), (1, 2, 4))
+        SkinnyPlan(blocks, tiles, WARPS, 1, 0, 1, stride, fp8_source=source).kernel_name(epilogue)
+        for stride, source, blocks, tiles in shapes
         for epilogue in EPILOGUES
         if epilogue != "GATED" or blocks % 2 == 0
     ]

@@ -39,6 +39,12 @@ DEVICE void wgmma_fp8(float (&d)[96], u64 a, u64 b, int accumulate) {
       "wgmma.mma_async.sync.aligned.m64n192k32.f32.e4m3.e4m3 {" REGISTERS_96 "}, %96, %97, p, 1, 1; }"
       : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64) : "l"(a), "l"(b), "r"(accumulate));
 }
+DEVICE void wgmma_fp8(float (&d)[112], u64 a, u64 b, int accumulate) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, %114, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n224k32.f32.e4m3.e4m3 {" REGISTERS_112 "}, %112, %113, p, 1, 1; }"
+      : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_16(d, 96) : "l"(a), "l"(b), "r"(accumulate));
+}
 DEVICE void wgmma_fp8(float (&d)[128], u64 a, u64 b, int accumulate) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %130, 0;\n"

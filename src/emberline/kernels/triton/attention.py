@@ -8,6 +8,7 @@ loops over spans of keys with an online softmax: sums are relative to the larges
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -19,6 +20,16 @@ from emberline.kernels.attention_plan import PREFILL_TILE_QUERIES
 from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
 
 MAX_PROGRAM_ROWS = 128  # (query, head) pairs of a program
+
+
+class AttentionLaunch(NamedTuple):
+    """How the kernel is launched."""
+
+    rows: int  # (query, head) pairs of a program
+    span: int  # keys that a program loads at a time
+    warps: int
+    stages: int  # of the pipeline of loads
+    registers: int | None = None  # of a thread, at most; None: as many as the compiler chooses
 
 
 @jit
@@ -141,13 +152,12 @@ def paged_attention(
     out: Tensor | None = None,
     tile_queries: int = PREFILL_TILE_QUERIES,
     pdl: bool = False,
-    launch_shape: tuple[int, int, int, int] | None = None,
+    launch_shape: AttentionLaunch | None = None,
 ) -> Tensor:
     """Return the result that `OpBackend.paged_attention` describes, written to `out` if given.
 
     `tiles` [n, 2] are (row, first query in its chunk), of `tile_queries` queries each, a power of two. A tile with a
-    negative row is padding. `launch_shape`, (rows, keys per span, warps, pipeline stages), replaces the default for
-    benchmarks.
+    negative row is padding. `launch_shape` replaces the default for benchmarks.
     """
     qkv, layer, keys, values, metadata = inputs
     q_heads, kv_heads, head_dim, window = layer.q_heads, layer.kv_heads, layer.head_dim, layer.window
@@ -156,7 +166,7 @@ def paged_attention(
     group, dim = q_heads // kv_heads, max(16, next_power_of_two(head_dim))
     padded = next_power_of_two(group)
     exact = torch.float32 in (qkv.dtype, keys.dtype)
-    max_rows, span, warps, stages = launch_shape or _choose_launch_shape(dim, exact, keys.dtype)
+    max_rows, span, warps, stages, registers = launch_shape or _choose_launch_shape(dim, exact, keys.dtype)
     queries = max(1, min(tile_queries, max_rows // padded))
     rows, parts = max(16, queries * padded), tile_queries // queries
     if len(tiles):
@@ -170,7 +180,7 @@ def paged_attention(
             kv_heads, group, padded, head_dim, dim, keys.shape[2], queries, parts, rows, span, window > 0,
             layer.chunked,
             layer.softcap > 0, layer.sinks is not None, choose_product_type(qkv.dtype, keys.dtype), pdl,
-            num_warps=warps, num_stages=stages, launch_pdl=pdl,
+            num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=pdl,
         )  # fmt: skip
     return out
 
@@ -182,11 +192,11 @@ def choose_product_type(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtyp
     return tl.float16 if cache_dtype is torch.float8_e4m3fn else tl.bfloat16
 
 
-def _choose_launch_shape(dim: int, uses_float32: bool, cache_dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Return (rows, keys per span, warps, pipeline stages) of a program, whose sums must fit into registers."""
+def _choose_launch_shape(dim: int, uses_float32: bool, cache_dtype: torch.dtype) -> AttentionLaunch:
+    """Return the launch for a head size, rounded up to a power of two. The sums must fit into registers."""
     if uses_float32:  # no tensor cores
         rows = min(MAX_PROGRAM_ROWS, max(16, 4096 // dim))
-        return rows, 16, (8 if rows * dim > 2048 else 4), 1
+        return AttentionLaunch(rows, 16, (8 if rows * dim > 2048 else 4), 1)
     if dim <= 128 and cache_dtype is torch.bfloat16:  # 30 % faster on an H200 than 64 keys per span
-        return MAX_PROGRAM_ROWS, 32, 8, 4
-    return MAX_PROGRAM_ROWS, 64, 8, 3 if dim <= 128 else 2
+        return AttentionLaunch(MAX_PROGRAM_ROWS, 32, 8, 4)
+    return AttentionLaunch(MAX_PROGRAM_ROWS, 64, 8, 3 if dim <= 128 else 2)

@@ -24,6 +24,7 @@ from triton.language import constexpr, tensor
 from emberline.kernels.delta_rule import LENGTH_EPS, DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.triton.delta_gates import load_decay_and_step
 from emberline.kernels.triton.jit import jit, jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
+from emberline.kernels.triton.linear import count_sms
 
 BLOCK_TOKENS = 64
 PART_TOKENS: constexpr = constexpr(16)  # of the parts of a block whose systems are solved row by row
@@ -33,7 +34,6 @@ MAX_COLUMNS = 32  # of a state in one program
 # in shared memory: that of the tile in bytes, where the hardware expects it divided by 16.
 MIN_SOLVED_COLUMNS = 64
 MAX_PIPELINED_KEYS = 128  # size of keys up to which shared memory holds the tiles of two or three blocks
-NUM_SMS = 132  # multiprocessors of an H200
 SEARCHED_ROWS: constexpr = constexpr(64)  # rows of a step that are compared with a program's block at a time
 
 
@@ -217,7 +217,7 @@ def scan_chunks(
     programs = -(-layer.value_dim // columns), layer.value_heads, rows - few
     stages = 1
     if is_bf16 and keys <= MAX_PIPELINED_KEYS:  # with three stages, a multiprocessor has memory for one program only
-        stages = 3 if prod(programs) <= NUM_SMS else 2
+        stages = 3 if prod(programs) <= count_sms(mixed.device) else 2
     _scan_blocks[programs](
         *common, states.matrices, out, starts, states.metadata.context, states.slots, few, steps.stride(0), *sizes,
         keys, columns, BLOCK_TOKENS, precision, pdl, num_warps=4, num_stages=stages, launch_pdl=pdl,

@@ -12,7 +12,7 @@ from triton.language import constexpr, tensor
 
 from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
 
-MAX_GRID_WARPS = 4224  # 32 for each of 132 SMs; a program keeps the weight in registers for all its rows
+MAX_GRID_WARPS = 4224  # fills any GPU: 32 for each of 132 SMs; a program keeps the weight in registers for all its rows
 
 
 @jit

@@ -1,0 +1,171 @@
+// 4-bit codes: the layout of matrices, how codes become bf16, and the problems of narrow.cu and narrow_wide.cu. Include
+// after common.cuh.
+//
+// Layout of w. A unit has 16 rows and 128 k: the codes, 16 bytes for each lane and 64 k in the order of mma fragments,
+// then the scales of each row. The units of 4 blocks of 16 rows are adjacent, then those of the next 128 k.
+// `cuda/narrow_layout.py` packs matrices.
+//
+// Values. int4: codes are multiplied without their scale, which multiplies the sum of a group of columns. float4: the
+// scale multiplies the codes, which is exact. All sums are multiplied by `factor`, the power of two that was left out.
+#pragma once
+
+constexpr u32 CODE_BYTES = 1024;  // of a unit
+
+enum Activation { SILU, GELU, CLAMPED };
+
+struct Problem {
+  const u8* codes;
+  i64 expert_bytes;
+  const float* row_scales;  // nvfp4: of the rows of all blocks; else null
+  const bf16* x;
+  void* out;
+  const bf16* residual;
+  const float *bias, *weights;                                 // weights: of assignments
+  const int *order, *tile_experts, *tile_counts, *num_tiles;  // of sorted rows; null: all rows and one matrix
+  int blocks, width, k, rows, tile_rows, divisor;             // blocks of 16 rows; columns of out
+  int stages, parts, buffers, x_rows;                         // x_rows: rows of x in a slot
+  int gated, activation, float32;
+  int early, triggers_late;  // early: codes may be fetched before the preceding kernel ends
+  int keeps_order;           // whether outputs are in the order of sorted rows
+  float factor, alpha, limit;
+};
+
+DEVICE u32 subtract_pairs(u32 a, u32 b) {
+  u32 d;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+DEVICE u32 multiply_pairs(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+// (a & mask) | bits in one instruction, for which the compiler needs two.
+DEVICE u32 select_bits(u32 a, u32 mask, u32 bits) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+  return d;
+}
+DEVICE float half_to_float(u32 bits) {
+  float x;
+  asm("{ .reg .b16 h;\n mov.b16 h, %1;\n cvt.f32.f16 %0, h; }" : "=f"(x) : "h"(u16(bits)));
+  return x;
+}
+DEVICE int load_int(const int* at) {
+  int x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+  return x;
+}
+DEVICE float load_float(const float* at) {
+  float x;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
+  return x;
+}
+// Loads the scales of a row, BYTES of them.
+template <int BYTES> DEVICE void load_scales(u32 (&to)[(BYTES + 3) / 4], u32 at) {
+  if constexpr (BYTES == 2) asm volatile("{ .reg .b16 h;\n ld.shared.b16 h, [%1];\n mov.b32 %0, {h, h}; }" : "=r"(to[0]) : "r"(at) : "memory");
+  if constexpr (BYTES == 4) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(to[0]) : "r"(at) : "memory");
+  if constexpr (BYTES == 8) asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(at) : "memory");
+  if constexpr (BYTES == 16) {
+    const uint4 all = load_shared_16(at);
+    to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
+  }
+}
+
+// int4: GROUPS scales of a row (float16) in a unit; with ZEROS, each is followed by 128 + zero as bf16.
+template <int GROUPS, bool ZEROS> struct Int4 {
+  static constexpr int GROUP_COUNT = GROUPS, ROW_BYTES = GROUPS * (ZEROS ? 4 : 2);
+  static constexpr bool SCALES_SUMS = true;
+  u32 scales[2][(ROW_BYTES + 3) / 4];  // of the lane's two rows
+  DEVICE void load(u32 at, int lane) {
+    load_scales<ROW_BYTES>(scales[0], at + lane / 4 * ROW_BYTES);
+    load_scales<ROW_BYTES>(scales[1], at + (lane / 4 + 8) * ROW_BYTES);
+  }
+  DEVICE float scale(int row, int group) const {
+    if constexpr (ZEROS) return half_to_float(scales[row][group]);
+    return half_to_float(scales[row][group / 2] >> (16 * (group % 2)));
+  }
+  DEVICE u32 zero(int row, int group) const {
+    if constexpr (ZEROS) return __byte_perm(scales[row][group], 0, 0x3232);
+    return 0x43084308u;  // 128 + 8
+  }
+  DEVICE void decode(u32 (&a)[4], u32 word, int group) const {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      a[i] = subtract_pairs(select_bits(word >> (4 * i), 0x000f000fu, 0x43004300u), zero(i % 2, group));
+  }
+};
+
+// float4: a code's bits are where bf16 has sign, exponent and the first bit of the mantissa, or are shifted there; the
+// value is then 2^-126 of the code's. mxfp4 (4 groups): exponents. nvfp4 (8 groups): scales in e4m3.
+template <int GROUPS> struct Float4 {
+  static constexpr int GROUP_COUNT = GROUPS, ROW_BYTES = GROUPS;
+  static constexpr bool SCALES_SUMS = false;
+  u32 scales[2][GROUPS / 4];
+  DEVICE void load(u32 at, int lane) {
+    load_scales<ROW_BYTES>(scales[0], at + lane / 4 * ROW_BYTES);
+    load_scales<ROW_BYTES>(scales[1], at + (lane / 4 + 8) * ROW_BYTES);
+  }
+  DEVICE u32 scale(int row, int group) const {
+    const u32 byte = __byte_perm(scales[row][group / 4], 0, 0x4440 + group % 4);
+    if constexpr (GROUPS == 4) return byte * 0x00800080u + 94 * 0x00800080u;  // 2^(byte - 33), twice
+    const u32 exact = multiply_pairs((byte << 4) * 0x10001u, 0x7b807b80u);  // e4m3's bits in bf16, times 2^120
+    return multiply_pairs(exact, 0x71807180u);                              // times 2^100
+  }
+  DEVICE void decode(u32 (&a)[4], u32 word, int group) const {
+    const u32 first = scale(0, group), second = scale(1, group);
+    a[0] = multiply_pairs(word & 0x81c081c0u, first);
+    a[1] = multiply_pairs((word << 3) & 0x81c081c0u, second);
+    a[2] = multiply_pairs((word << 6) & 0x81c081c0u, first);
+    const u32 sign = (word << 1) & 0x80008000u;
+    a[3] = multiply_pairs(select_bits(word >> 4, 0x00c000c0u, select_bits(word >> 5, 0x01000100u, sign)), second);
+  }
+};
+
+template <class F> constexpr u32 UNIT = CODE_BYTES + 16 * F::ROW_BYTES;
+
+// Byte offset of block `block`; its unit u is u * 4 units further.
+template <class F> DEVICE i64 block_offset(int block, int units) {
+  return (i64(block / 4) * units * 4 + block % 4) * UNIT<F>;
+}
+
+DEVICE float activate(const Problem& p, float gate, float up) {
+  if (p.activation == SILU) return gate / (1.f + __expf(-gate)) * up;
+  if (p.activation == GELU)  // the approximation by a tanh: 1 + tanh(u) is 2 / (1 + e^-2u)
+    return gate / (1.f + __expf(-1.5957691216f * (gate + 0.044715f * gate * gate * gate))) * up;
+  gate = fminf(gate, p.limit), up = fminf(fmaxf(up, -p.limit), p.limit);
+  return gate / (1.f + __expf(-p.alpha * gate)) * (up + 1.f);
+}
+
+// Applies bias, weight and activation to two columns of out, and stores them. `sum` returns the sums of a row of w and
+// the next. `place`: row of out; `assignment`: that of the weight.
+template <class Sum>
+DEVICE void finish_pair(const Problem& p, int expert, int column, int place, int assignment, Sum sum) {
+  const auto scaled_sum = [&](bool is_up) {
+    float2 total = sum(is_up);
+    total.x *= p.factor, total.y *= p.factor;
+    if (!p.row_scales) return total;
+    const float* scales = p.row_scales + i64(expert) * p.blocks * 16 + (is_up ? p.width : 0) + column;
+    return make_float2(total.x * scales[0], total.y * scales[1]);
+  };
+  float2 y = scaled_sum(false);
+  const float* bias = p.bias ? p.bias + i64(expert) * (p.gated ? 2 * p.width : p.width) + column : nullptr;
+  const float weight = p.weights ? load_float(p.weights + assignment) : 1.f;
+  if (p.gated) {
+    float2 up = scaled_sum(true);
+    y.x *= weight, y.y *= weight, up.x *= weight, up.y *= weight;
+    if (bias) y.x += bias[0], y.y += bias[1], up.x += bias[p.width], up.y += bias[p.width + 1];
+    y = make_float2(activate(p, y.x, up.x), activate(p, y.y, up.y));
+  } else {
+    if (bias) y.x += bias[0], y.y += bias[1];
+    y.x *= weight, y.y *= weight;
+  }
+  const i64 at = i64(place) * p.width + column;
+  if (p.residual) {
+    u32 added;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(added) : "l"(p.residual + at) : "memory");
+    y = make_float2(y.x + low(added), y.y + high(added));
+  }
+  if (p.float32) *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = y;
+  else *reinterpret_cast<u32*>(static_cast<bf16*>(p.out) + at) = pack(y.x, y.y);
+}

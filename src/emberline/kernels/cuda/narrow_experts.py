@@ -1,0 +1,50 @@
+"""pack_experts, run_routed_experts: experts whose matrices are 4-bit codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from emberline.kernels.cuda import narrow, narrow_wide
+from emberline.kernels.cuda.narrow_layout import NarrowWeight, pack
+from emberline.kernels.mixture import Mixture, StackedExperts
+from emberline.kernels.packed_weight import PackedExperts, WeightLayout
+from emberline.kernels.quantised_matrix import QuantisedMatrix
+from emberline.kernels.triton import routing
+
+MIN_WIDE_ROWS = 8  # rows of an expert on average from which the kernels for many rows are faster
+
+
+def pack_experts(matrices: QuantisedMatrix) -> PackedExperts | None:
+    """Return the matrices of all experts of a layer as the kernels read them; None if they cannot."""
+    if matrices.columns is not None or (packed := pack(matrices)) is None:
+        return None
+    return PackedExperts(len(packed.data), packed.n, packed.k, WeightLayout.QUANTISED, packed, packed.nbytes)
+
+
+def find_matrices(mixture: Mixture) -> tuple[NarrowWeight, NarrowWeight] | None:
+    """Return the matrices of gate and up, and of down; None if they are not 4-bit codes."""
+    experts = mixture.experts
+    assert isinstance(experts, StackedExperts)
+    if not isinstance(experts.gate_up, PackedExperts) or not isinstance(experts.down, PackedExperts):
+        return None
+    gate_up, down = experts.gate_up.handle, experts.down.handle
+    return (gate_up, down) if isinstance(gate_up, NarrowWeight) and isinstance(down, NarrowWeight) else None
+
+
+def run_routed_experts(
+    normed: Tensor, logits: Tensor, mixture: Mixture, matrices: tuple[NarrowWeight, NarrowWeight]
+) -> Tensor:
+    """Return the outputs [rows * experts per row, hidden] of each row's experts, multiplied by their weights."""
+    experts, rules, (gate_up, down) = mixture.experts, mixture.routing, matrices
+    assert isinstance(experts, StackedExperts)
+    assignments, count, scaled = len(normed) * rules.experts_per_row, logits.shape[1], rules.scales_inputs
+    has_many_rows = assignments > MIN_WIDE_ROWS * count and gate_up.n // 2 % 32 == 0
+    kernels: Any = narrow_wide if has_many_rows else narrow
+    rows = routing.route_rows(logits, rules, kernels.choose_tile_rows(assignments, count), pdl=True)
+    inner = kernels.multiply_gate_up(
+        normed, gate_up, rows, bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled
+    )
+    outputs: Tensor = kernels.multiply_down(inner, down, rows, bias=experts.down_bias, scaled=not scaled)
+    return outputs

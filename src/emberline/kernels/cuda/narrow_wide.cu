@@ -1,0 +1,203 @@
+// y = x w^T for matrices of 4-bit codes and dozens of rows of x, by Hopper's wgmma; also for many matrices (experts) with
+// as many rows each, sorted by expert.
+//
+// Tiles. A CTA computes one tile of y^T = w x^T: 64 rows of w in each of GROUPS warpgroups, and COLUMNS rows of x. If
+// `gated`, half of a warpgroup's rows are gates and the others their ups. One warp fetches units of codes and 128 k of x
+// at a time into a ring of slots. Each warp decodes 16 rows of w into registers, which are an operand of wgmma. If there
+// are few tiles, the CTAs of a cluster share one: each sums a part of k, then each finishes some of the outputs.
+//
+// Order of sums. An output is the sum over the parts of k, in order, of each part's sum. It depends on n, k and the
+// number of parts, not on other rows of x.
+#include "common.cuh"
+#include "wgmma.cuh"
+#include "wide_products.cuh"
+#include "narrow.cuh"
+
+DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+DEVICE float2 load_from_cluster(u32 at, u32 cta) {
+  float2 x;
+  asm volatile("{ .reg .u32 far;\n mapa.shared::cluster.u32 far, %2, %3;\n ld.shared::cluster.v2.f32 {%0, %1}, [far]; }"
+               : "=f"(x.x), "=f"(x.y) : "r"(at), "r"(cta) : "memory");
+  return x;
+}
+template <int THREADS> DEVICE void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
+// Shared memory: the ring, which the sums overwrite at the end, then barriers. A slot has two tiles of x, 64 k each with
+// the 128-byte swizzle, then the units of the tile's blocks.
+template <class F, int GROUPS_, int WIDTH> struct WideShape {
+  static constexpr int GROUPS = GROUPS_, COLUMNS = WIDTH, ROWS = 64 * GROUPS, WARPS = 4 * GROUPS, CONSUMERS = 32 * WARPS;
+  static constexpr u32 HALF_X_BYTES = 128 * COLUMNS, X_BYTES = 2 * HALF_X_BYTES, W_BYTES = WARPS * UNIT<F>;
+  static constexpr u32 SLOT = (X_BYTES + W_BYTES + 1023) & ~1023u;
+  static constexpr int PITCH = ROWS + 4;  // floats from a column's sums to the next column's
+};
+
+// The tile of a CTA, and its part of k.
+struct Part {
+  int tile, column_tile, expert, rows, from, units, total_units, rank;
+};
+
+// Fetches all steps of the CTA. Called by one lane. `early`: x is fetched after the preceding kernel has ended.
+template <class F, class S>
+DEVICE void fetch(const Problem& p, const TensorMap* x_map, const Part& part, u32 slots, u32 full, u32 empty) {
+  const u64 evict_first = l2_evict_first(), evict_last = l2_evict_last();
+  const u8* const codes = p.codes + part.expert * p.expert_bytes;
+  const int columns = p.gated ? S::ROWS / 2 : S::ROWS, first_block = part.column_tile * columns / 16;
+  // Blocks of a warpgroup beyond the matrix are not fetched.
+  const int groups = min(S::GROUPS, (p.width - part.column_tile * columns + columns / S::GROUPS - 1) / (columns / S::GROUPS));
+  const u32 x_bytes = 128 * p.x_rows;
+  const auto fetch_codes = [&](int i) {
+    const u32 at = slots + i % p.stages * S::SLOT + S::X_BYTES, barrier = full + 8 * (i % p.stages);
+    const i64 unit = i64(part.from + i) * 4 * UNIT<F>;
+    barrier_expect_bytes(barrier, 2 * x_bytes + groups * 4 * UNIT<F>);
+    for (int g = 0; g < groups; g++) {
+      const u32 to = at + g * 4 * UNIT<F>;
+      if (!p.gated) {
+        copy_bytes(to, codes + block_offset<F>(first_block + 4 * g, part.total_units) + unit, 4 * UNIT<F>, barrier, evict_first);
+        continue;
+      }
+      const int gate = first_block + 2 * g, up = gate + p.width / 16;
+      copy_bytes(to, codes + block_offset<F>(gate, part.total_units) + unit, 2 * UNIT<F>, barrier, evict_first);
+      copy_bytes(to + 2 * UNIT<F>, codes + block_offset<F>(up, part.total_units) + unit, 2 * UNIT<F>, barrier, evict_first);
+    }
+  };
+  const auto fetch_x = [&](int i) {
+    const u32 at = slots + i % p.stages * S::SLOT, barrier = full + 8 * (i % p.stages);
+    const int k = 128 * (part.from + i), row = part.tile * p.tile_rows;
+    copy_tile(at, x_map, k, row, barrier, evict_last);
+    copy_tile(at + S::HALF_X_BYTES, x_map, k + 64, row, barrier, evict_last);
+  };
+  const int prefetched = min(p.stages, part.units);
+#pragma unroll 1
+  for (int i = 0; i < prefetched; i++) fetch_codes(i);
+  if (p.early) wait_for_previous_kernel();
+#pragma unroll 1
+  for (int i = 0; i < prefetched; i++) fetch_x(i);
+#pragma unroll 1
+  for (int i = prefetched; i < part.units; i++) {
+    barrier_wait(empty + 8 * (i % p.stages), (i / p.stages + 1) & 1);
+    fetch_codes(i);
+    fetch_x(i);
+  }
+}
+
+// Multiplies a warp's unit by the slot's x. All warps of a warpgroup issue the same instructions.
+template <class F, class S> DEVICE void multiply_unit(float (&sums)[S::COLUMNS / 2], u32 unit, u32 x, int lane) {
+  constexpr int STEPS = F::SCALES_SUMS ? 8 / F::GROUP_COUNT : 8;
+  F format;
+  format.load(unit + CODE_BYTES, lane);
+  const uint4 first = load_shared_16(unit + 16 * lane), second = load_shared_16(unit + 512 + 16 * lane);
+  const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+  const u64 tiles[2] = {matrix_descriptor(x), matrix_descriptor(x + S::HALF_X_BYTES)};
+#pragma unroll
+  for (int start = 0; start < 8; start += STEPS) {
+    float group_sums[S::COLUMNS / 2];
+    // Half of the products run while the codes of the other half are decoded.
+    constexpr int HALF = STEPS > 2 ? STEPS / 2 : STEPS;
+#pragma unroll
+    for (int half = start; half < start + STEPS; half += HALF) {
+      u32 a[HALF][4];
+#pragma unroll
+      for (int s = 0; s < HALF; s++) format.decode(a[s], words[half + s], (half + s) * F::GROUP_COUNT / 8);
+      wgmma_fence();
+#pragma unroll
+      for (int s = half; s < half + HALF; s++) {
+        const u64 tile = tiles[s / 4] + 2 * (s % 4);
+        if constexpr (F::SCALES_SUMS) wgmma(group_sums, a[s - half], tile, s > start ? 1 : 0);
+        else wgmma(sums, a[s - half], tile, 1);
+      }
+      wgmma_commit();
+    }
+    wgmma_wait<0>();
+    if constexpr (F::SCALES_SUMS) {
+      order_after_wait(group_sums);
+      const int group = start * F::GROUP_COUNT / 8;
+      const float scale[2] = {format.scale(0, group), format.scale(1, group)};
+#pragma unroll
+      for (int i = 0; i < S::COLUMNS / 2; i++) sums[i] += scale[i / 2 % 2] * group_sums[i];
+    } else {
+      order_after_wait(sums);
+    }
+  }
+}
+
+// Finishes this CTA's share of the tile's outputs: pairs of columns of out.
+template <class S> DEVICE void finish(const Problem& p, const Part& part, u32 partials) {
+  const int pairs = S::ROWS / (p.gated ? 4 : 2);
+#pragma unroll 1
+  for (int i = threadIdx.x + part.rank * S::CONSUMERS; i < part.rows * pairs; i += S::CONSUMERS * p.parts) {
+    const int row = i / pairs, pair = i % pairs, column = 2 * (part.column_tile * pairs + pair);
+    if (column >= p.width) continue;
+    const int local = p.gated ? pair / 16 * 64 + 2 * (pair % 16) : 2 * pair, place = part.tile * p.tile_rows + row;
+    const int assignment = p.order ? load_int(p.order + place) : place;
+    finish_pair(p, part.expert, column, p.keeps_order ? place : assignment, assignment, [&](bool is_up) {
+      const u32 at = partials + 4 * (row * S::PITCH + local + (is_up ? 32 : 0));
+      float2 total = load_from_cluster(at, 0);
+      for (int from = 1; from < p.parts; from++) {
+        const float2 more = load_from_cluster(at, from);
+        total.x += more.x, total.y += more.y;
+      }
+      return total;
+    });
+  }
+}
+
+// CTAs that fit on an SM, if shared memory allows. More of them hide more latency: a warpgroup decodes, multiplies and
+// scales in turn.
+constexpr int wide_ctas(int groups, int columns) { return columns > 64 || groups > 2 ? 1 : groups == 2 ? 2 : columns == 64 ? 3 : 4; }
+
+template <class F, int GROUPS, int COLUMNS>
+__global__ void __launch_bounds__(128 * GROUPS + 32, wide_ctas(GROUPS, COLUMNS))
+    narrow_wide(const __grid_constant__ Problem p, const __grid_constant__ TensorMap x_map) {
+  using S = WideShape<F, GROUPS, COLUMNS>;
+  extern __shared__ u8 unaligned[];
+  const u32 base = (shared_address(unaligned) + 1023) & ~1023u;
+  const u32 full = base + p.stages * S::SLOT, empty = full + 8 * p.stages;
+  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    prefetch_map(&x_map);
+    for (int i = 0; i < p.stages; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, S::WARPS);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (!p.triggers_late) let_next_kernel_start();
+  if (!p.early) wait_for_previous_kernel();
+  if (p.triggers_late) let_next_kernel_start();
+  const int item = blockIdx.x / p.parts;
+  const int row_tiles = p.order ? load_int(p.num_tiles) : (p.rows + p.tile_rows - 1) / p.tile_rows;
+  Part part{item % row_tiles, item / row_tiles};
+  if (part.column_tile * (p.gated ? S::ROWS / 2 : S::ROWS) >= p.width) return;  // the same for the whole cluster
+  part.expert = p.order ? load_int(p.tile_experts + part.tile) : 0;
+  part.rows = p.order ? load_int(p.tile_counts + part.tile) : min(p.tile_rows, p.rows - part.tile * p.tile_rows);
+  part.rank = blockIdx.x % p.parts, part.total_units = (p.k + 127) / 128;
+  part.from = part.total_units * part.rank / p.parts;
+  part.units = part.total_units * (part.rank + 1) / p.parts - part.from;
+
+  if (warp == S::WARPS) {
+    if (lane == 0) fetch<F, S>(p, &x_map, part, base, full, empty);
+    __syncwarp();
+    if (p.parts > 1) cluster_sync(), cluster_sync();
+    return;
+  }
+  float sums[COLUMNS / 2] = {};
+#pragma unroll 1
+  for (int i = 0; i < part.units; i++) {
+    const int stage = i % p.stages;
+    barrier_wait(full + 8 * stage, i / p.stages & 1);
+    const u32 at = base + stage * S::SLOT;
+    multiply_unit<F, S>(sums, at + S::X_BYTES + warp * UNIT<F>, at, lane);
+    if (lane == 0) barrier_arrive(empty + 8 * stage);
+  }
+  if (p.early) wait_for_previous_kernel();  // before outputs are written, which that kernel may read
+  sync_consumers<S::CONSUMERS>();           // all warps have read the ring, which the sums overwrite
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 2; i++) {
+    const int column = i / 4 * 8 + 2 * (lane % 4) + i % 2, row = 16 * warp + lane / 4 + i / 2 % 2 * 8;
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(base + 4 * (column * S::PITCH + row)), "f"(sums[i]) : "memory");
+  }
+  sync_consumers<S::CONSUMERS>();
+  if (p.parts > 1) cluster_sync();
+  finish<S>(p, part, base);
+  if (p.parts > 1) cluster_sync();  // a CTA must not exit before its peers have read its sums
+}

@@ -1,0 +1,232 @@
+"""linear, multiply_gate_up, multiply_down: products with 4-bit codes, for dozens of rows of a matrix.
+
+`narrow_wide.cu` has the kernel. A row's result depends on the plan, but not on its index or on other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+from torch import Tensor
+
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, make_tensor_map
+from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS
+from emberline.kernels.cuda.narrow import (
+    ACTIVATIONS,
+    FORMATS,
+    MIN_COST,
+    RESERVED_SHARED_BYTES,
+    WARP_COST,
+    NarrowProblem,
+    describe_dense,
+    describe_problem,
+    describe_sorted,
+)
+from emberline.kernels.cuda.narrow_layout import UNIT_COLUMNS, NarrowWeight
+from emberline.kernels.mixture import ClampedSwiGLU
+from emberline.kernels.triton.routing import SortedRows
+
+FILE = "narrow_wide.cu"
+MIN_ROWS, MAX_ROWS = 9, 256  # of a dense product
+COLUMNS = (32, 64, 128)  # rows of x in a tile
+GROUPS = {32: (1, 2, 3), 64: (1, 2, 3), 128: (1, 2)}  # warpgroups of a CTA, each with 64 rows of w
+PARTS = (1, 2, 4, 8)  # CTAs that share the k of a tile
+SLOT_K = 64  # columns of a copy of x
+# Limits of a plan: bytes per microsecond from memory, from the L2, and into one SM; and the cost of sharing k.
+MEMORY_BYTES_PER_US, L2_BYTES_PER_US, SM_BYTES_PER_US, SHARING_US = 4.39e6, 7.0e6, 0.07e6, 1.0
+MAX_STAGES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class WideNarrowPlan:
+    """The tile sizes and the launch parameters with which a product of one shape is computed."""
+
+    groups: int
+    columns: int
+    parts: int
+    stages: int
+
+    def kernel_name(self, format_name: str) -> str:
+        return f"narrow_wide<{format_name}, {self.groups}, {self.columns}>"
+
+    def slot_bytes(self, unit_bytes: int) -> int:
+        return -(-(2 * 128 * self.columns + 4 * self.groups * unit_bytes) // 1024) * 1024
+
+    def shared_bytes(self, unit_bytes: int) -> int:
+        """Bytes of shared memory: the layout in narrow_wide.cu, with padding for alignment."""
+        sums = self.columns * (64 * self.groups + 4) * 4
+        return 1024 + max(self.stages * (self.slot_bytes(unit_bytes) + 16), sums)
+
+
+VARIANTS = (  # all formats and all tile sizes, but not all pairs of them: those would take long to compile
+    *(WideNarrowPlan(1, 32, 1, 1).kernel_name(name) for name in FORMATS),
+    *(
+        WideNarrowPlan(groups, columns, 1, 1).kernel_name(name)
+        for columns, counts in GROUPS.items()
+        for groups in counts
+        for name in ("Int4<1, false>", "Float4<4>")
+        if (groups, columns) != (1, 32)
+    ),
+)
+
+
+def linear(
+    x: Tensor,
+    w: NarrowWeight,
+    *,
+    out: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    gelu: bool = False,
+    pdl: bool = True,
+    plan: WideNarrowPlan | None = None,
+) -> Tensor:
+    """Write x w^T into `out` and return it; the arguments are those of `cuda.narrow.linear`."""
+    if w.columns is not None:
+        x = x.index_select(1, w.columns)
+    m = len(x)
+    plan = plan or choose_plan(m, 1, w.n, w.units, w.unit_bytes)
+    problem = describe_dense(x, w, out, bias, residual, gated=gated, gelu=gelu)
+    problem.tile_rows, problem.x_rows = plan.columns, min(-(-m // 8) * 8, plan.columns)
+    _launch(problem, x, w, plan, -(-m // plan.columns), pdl=pdl)
+    return out
+
+
+def multiply_gate_up(
+    x: Tensor,
+    w: NarrowWeight,
+    rows: SortedRows,
+    *,
+    bias: Tensor | None = None,
+    clamp: ClampedSwiGLU | None = None,
+    scaled: bool = False,
+    pdl: bool = True,
+    plan: WideNarrowPlan | None = None,
+) -> Tensor:
+    """Return the activations [places, width] of the rows' experts, in the order of `rows.order`."""
+    assert len(x) == len(rows.weights) // rows.experts_per_row
+    sources = rows.order.clamp(0, len(rows.weights) - 1) // rows.experts_per_row
+    inputs = x.index_select(0, sources)
+    out = x.new_empty(len(rows.order), w.n // 2)
+    problem = describe_problem(inputs, w, out, bias)
+    problem.gated, problem.keeps_order = True, True
+    if clamp is not None:
+        problem.activation, problem.alpha, problem.limit = ACTIVATIONS.index("clamped"), clamp.alpha, clamp.limit
+    _launch_sorted(problem, inputs, w, rows, plan, scaled=scaled, pdl=pdl)
+    return out
+
+
+def multiply_down(
+    inner: Tensor,
+    w: NarrowWeight,
+    rows: SortedRows,
+    *,
+    bias: Tensor | None = None,
+    scaled: bool = True,
+    pdl: bool = True,
+    plan: WideNarrowPlan | None = None,
+) -> Tensor:
+    """Return the outputs [assignments, n] of the rows' experts. `inner`: in the order of `rows.order`.
+
+    The preceding kernel must be that of `multiply_gate_up`: it ends after the rows were sorted.
+    """
+    assert len(inner) == len(rows.order)
+    out = inner.new_empty(len(rows.weights), w.n)
+    problem = describe_problem(inner, w, out, bias)
+    problem.early = True
+    _launch_sorted(problem, inner, w, rows, plan, scaled=scaled, pdl=pdl)
+    return out
+
+
+def choose_tile_rows(assignments: int, experts: int) -> int:
+    """Return the rows of a tile for so many pairs of a row and one of its experts."""
+    return next((rows for rows in COLUMNS if assignments <= rows * experts * 3 // 4), COLUMNS[-1])
+
+
+@cache
+def choose_plan(m: int, experts: int, n: int, units: int, unit_bytes: int) -> WideNarrowPlan:
+    """Return the plan with the least estimated time for m rows of x and each of so many matrices."""
+    columns = next((size for size in COLUMNS if size >= m), COLUMNS[-1])
+    tiles = -(-m // columns) * experts
+    plans = [
+        make_plan(groups, columns, parts, unit_bytes)
+        for groups, parts in product(GROUPS[columns], PARTS)
+        if parts <= units
+    ]
+    return min(plans, key=lambda plan: estimate_us(plan, tiles, n, units, unit_bytes))
+
+
+def make_plan(groups: int, columns: int, parts: int, unit_bytes: int) -> WideNarrowPlan:
+    """Return the plan with as many stages as fit."""
+    ctas = count_ctas(groups, columns)
+    limit = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // ctas - RESERVED_SHARED_BYTES
+    plan = WideNarrowPlan(groups, columns, parts, 1)
+    stages = min(MAX_STAGES, (limit - 1024) // (plan.slot_bytes(unit_bytes) + 16))
+    return WideNarrowPlan(groups, columns, parts, stages)
+
+
+def count_ctas(groups: int, columns: int) -> int:
+    """Return how many CTAs shall run on an SM, as in narrow_wide.cu."""
+    if columns > 64 or groups > 2:
+        return 1
+    return 2 if groups == 2 else 3 if columns == 64 else 4
+
+
+def estimate_us(plan: WideNarrowPlan, row_tiles: int, n: int, units: int, unit_bytes: int) -> float:
+    """Return the estimated time of a product, limited by memory, the L2, or the busiest SM."""
+    ctas = row_tiles * -(-n // (64 * plan.groups)) * plan.parts
+    own_units = -(-units // plan.parts)
+    cta_bytes = own_units * (4 * plan.groups * unit_bytes + 2 * UNIT_COLUMNS * plan.columns)
+    total = n // 16 * units * unit_bytes
+    limits = (
+        total / MEMORY_BYTES_PER_US,
+        ctas * cta_bytes / L2_BYTES_PER_US,
+        -(-ctas // NUM_SMS) * cta_bytes / SM_BYTES_PER_US,
+    )
+    busiest = min(-(-ctas // NUM_SMS), count_ctas(plan.groups, plan.columns))
+    return max(limits) * (MIN_COST + WARP_COST / (4 * plan.groups * busiest)) + SHARING_US * (plan.parts > 1)
+
+
+def _launch_sorted(
+    problem: NarrowProblem,
+    x: Tensor,
+    w: NarrowWeight,
+    rows: SortedRows,
+    plan: WideNarrowPlan | None,
+    *,
+    scaled: bool,
+    pdl: bool,
+) -> None:
+    plan = plan or choose_plan(rows.tile_rows, len(w.data), w.n, w.units, w.unit_bytes)
+    assert rows.tile_rows == plan.columns
+    describe_sorted(problem, rows, scaled=scaled)
+    _launch(problem, x, w, plan, rows.max_tiles, pdl=pdl)
+
+
+def _launch(
+    problem: NarrowProblem, x: Tensor, w: NarrowWeight, plan: WideNarrowPlan, row_tiles: int, *, pdl: bool
+) -> None:
+    assert not problem.gated or w.n // 2 % 32 == 0, "a warpgroup has 32 gates"
+    problem.stages, problem.parts = plan.stages, plan.parts
+    _get_kernel(plan.kernel_name(w.format))(
+        (row_tiles * -(-w.n // (64 * plan.groups)) * plan.parts, 1, 1),
+        128 * plan.groups + 32,
+        (problem, make_tensor_map(x, (problem.x_rows, SLOT_K))),
+        pdl=pdl,
+        cluster=plan.parts,
+        shared_bytes=plan.shared_bytes(w.unit_bytes),
+    )
+
+
+@cache
+def _get_kernel(kernel_name: str) -> CudaKernel:
+    """Return the kernel with this name. It is compiled on first use, because a model needs only a few kernels."""
+    return CudaModule(FILE, [kernel_name]).kernel(kernel_name, MAX_SHARED_BYTES)
+
+
+def supports(m: int, w: NarrowWeight, *, gated: bool) -> bool:
+    """Return whether `linear` supports m rows of x and is faster than `cuda.narrow.linear`."""
+    return MIN_ROWS <= m <= MAX_ROWS and not (gated and w.n // 2 % 32)

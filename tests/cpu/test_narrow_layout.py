@@ -1,0 +1,108 @@
+"""The layout of 4-bit codes for CUDA kernels: decoded as the kernels do, it has the values of the matrix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from narrow_cases import FORMATS, make_matrix
+
+from emberline.kernels.cuda import narrow, narrow_wide
+from emberline.kernels.cuda.linear import MAX_SHARED_BYTES
+from emberline.kernels.cuda.narrow_layout import CODE_BYTES, NarrowWeight, pack
+from emberline.kernels.quantise import quantise
+from emberline.kernels.quantised_matrix import dequantise
+
+PACKED = [name for name in FORMATS if not name.startswith("fp8")]
+FLOAT4_MASK = 0x81C0  # of the bits of bf16 that a code becomes
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def unpack(weight: NarrowWeight) -> Tensor:
+    """Return the values of all packed rows and columns, [experts, rows, columns]."""
+    experts, groups, units, _, _ = weight.data.shape
+    halves = weight.data[..., :CODE_BYTES].contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+    words = halves.view(experts, groups, units, 4, 2, 8, 4, 4, 2)  # half of columns, row, pair, step, half of a word
+    codes = torch.empty(experts, groups, 4, 2, 8, units, 2, 4, 2, 4, 2)
+    for register in range(4):
+        decoded = decode_register(words, register, is_float4=weight.format.startswith("Float4"))
+        codes[:, :, :, register % 2, :, :, :, :, register // 2] = decoded.permute(0, 1, 3, 5, 2, 4, 7, 6, 8)
+    values = codes.reshape(experts, groups * 64, units * 128)
+    scales = weight.data[..., CODE_BYTES:].view(experts, groups, units, 4, 16, -1).permute(0, 1, 3, 4, 2, 5)
+    return apply_scales(values, scales.reshape(experts, groups * 64, -1), weight)
+
+
+def decode_register(words: Tensor, register: int, *, is_float4: bool) -> Tensor:
+    if not is_float4:
+        return (words >> 4 * register & 15).float()
+    bits = words << 3 * register & FLOAT4_MASK
+    if register == 3:
+        bits = words << 1 & 0x8000 | words >> 5 & 0x100 | words >> 4 & 0xC0
+    return ((bits << 16).view(torch.float32).double() * 2.0**126).float()
+
+
+def apply_scales(values: Tensor, scales: Tensor, weight: NarrowWeight) -> Tensor:
+    if weight.format == "Float4<4>":
+        expanded = torch.exp2(scales.float() - 127 - 32) * weight.factor
+    elif weight.format == "Float4<8>":
+        assert weight.row_scales is not None
+        expanded = scales.view(torch.float8_e4m3fn).float() * weight.row_scales[..., None]
+    else:
+        parts, zeros = scales.contiguous().view(torch.int16), torch.tensor(8.0)
+        if "true" in weight.format:
+            zeros = parts[..., 1::2].contiguous().view(torch.bfloat16).float() - 128
+            parts = parts[..., ::2].contiguous()
+            zeros = zeros.repeat_interleave(values.shape[-1] // zeros.shape[-1], -1)
+        values, expanded = values - zeros, parts.view(torch.float16).float() * weight.factor
+    return values * expanded.repeat_interleave(values.shape[-1] // expanded.shape[-1], -1)
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("shape", [(96, 384), (3, 32, 256), (64, 192)])
+def test_packed_matrices_have_the_same_values(name: str, shape: tuple[int, ...]) -> None:
+    if ("128" in name and shape[-1] % 128) or ("order" in name and len(shape) == 3):
+        return
+    matrix = make_matrix(name, *shape, device="cpu")
+    packed = pack(matrix)
+    assert packed is not None
+    wanted = dequantise(replace(matrix, columns=None)).view(-1, *shape[-2:])
+    torch.testing.assert_close(unpack(packed)[:, : matrix.n, : matrix.k], wanted, rtol=1e-6, atol=0)
+    assert packed.data.shape[1:3] == (-(-matrix.n // 64), -(-matrix.k // 128))
+
+
+def test_matrices_that_cannot_be_packed() -> None:
+    values = torch.randn(32, 384)
+    assert pack(quantise(values, "fp8")) is None
+    assert pack(quantise(values, "int4", 1, 48)) is None
+    assert pack(quantise(values[:24], "int4", 1, 128)) is None
+    matrix = quantise(values, "int4", 1, 128)
+    assert pack(replace(matrix, scales=matrix.scales.float() * 1.0001)) is None
+    large = quantise(values, "mxfp4")
+    assert pack(replace(large, scales=large.scales + 60)) is None
+
+
+@pytest.mark.parametrize(("n", "k", "unit_bytes"), [(28672, 4096, 1056), (5760, 2880, 1088), (7168, 256, 1152)])
+def test_plans_fit_into_shared_memory(n: int, k: int, unit_bytes: int) -> None:
+    units = -(-k // 128)
+    for rows in (1, 8, 9, 16, 32):
+        for tiles in (1, 40):
+            plan = narrow.choose_plan(rows, tiles, n, units, unit_bytes, gated=n != 7168)
+            limit = MAX_SHARED_BYTES // plan.ctas_per_sm
+            assert 8 * plan.tiles >= rows and plan.stages > 1 and plan.layout_bytes(rows, unit_bytes) <= limit
+    for rows in (17, 64, 65, 256):
+        wide = narrow_wide.choose_plan(rows, 1, n, units, unit_bytes)
+        assert wide.stages > 1 and wide.shared_bytes(unit_bytes) <= MAX_SHARED_BYTES and wide.parts <= units
+
+
+def test_few_rows_get_small_tiles() -> None:
+    assert [narrow.choose_tile_rows(rows * 8, 384) for rows in (1, 64, 512)] == [8, 8, 16]
+    assert [narrow_wide.choose_tile_rows(rows * 4, 32) for rows in (64, 512, 4096)] == [32, 128, 128]
