@@ -64,8 +64,7 @@ log = logging.getLogger("emberline.engine")
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
 WARM_UP_TOKENS = 16
 CAPTURE_BUDGET_S = 4.0  # for capturing steps before requests are accepted; the rest is captured in idle time
-# Called with the layout and shape of the cache, and the blocks that hold a snapshot of recurrent states, if any.
-MakeTiers = Callable[[str, KVShape, int], TierStack]
+MakeTiers = Callable[[str, KVShape, int], TierStack]  # layout and shape of the cache, blocks of a snapshot of states
 LoadDraftModel = Callable[[DecoderModel], DraftModel | None]  # called with the target model
 MakeTransferEndpoint = Callable[[DeviceRegion], TransferEndpoint | None]
 SWITCH_INTERVAL_S = 5e-4  # Python's thread switch interval while several threads load the weights
@@ -117,7 +116,8 @@ def boot_gpu(
     assert (build_endpoint is not None) == (settings.transfer is not None)
     began = time.perf_counter()
     device = device or CudaDevice(settings.gpu.kernels)
-    reject_unsupported_settings(settings, device.torch_device)
+    packs_experts = weights.packed and config.experts is not None
+    reject_unsupported_settings(settings, device.torch_device, has_packed_experts=packs_experts)
     model = load_model(config, weights, context)
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
@@ -346,8 +346,7 @@ def _load_codec(checkpoint: Checkpoint) -> None:
 def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = ()) -> float:
     """Compile all kernels that steps need, unless an earlier start did; return the seconds spent.
 
-    `narrow`: the matrices that are kept quantised. A kernel that is compiled at its first use would delay a request
-    by a second."""
+    At its first use, it would delay a request by a second. `narrow`: the matrices that are kept quantised."""
     began = time.perf_counter()
     if not runner.cache.keys.is_cuda:
         return 0.0
@@ -355,8 +354,8 @@ def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = ()) -> flo
     from emberline.kernels.triton import jit
 
     facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs), *sorted(set(map(repr, narrow)))]
-    facts += [nvrtc.digest_sources(driver.device_options()), ops.selected_gpu_kernels().name]
-    facts.append(f"drafts of recurrent layers: {runner.states is not None and runner.states.max_draft > 0}")
+    has_state_drafts = runner.states is not None and runner.states.max_draft > 0
+    facts += [nvrtc.digest_sources(driver.device_options()), ops.selected_gpu_kernels().name, str(has_state_drafts)]
     limits = runner.shapes, runner.max_batch_tokens, runner.exact, runner.groups.windows, runner.cache.keys.dtype
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join([*facts, str(limits)]).encode()).hexdigest()[:32]}"
     if not done.exists():
@@ -375,8 +374,8 @@ def warm_up(runner: GPURunner) -> float:
     began = time.perf_counter()
     graphs, runner.graphs = runner.graphs, False
     keys, size = runner.cache.keys, runner.cache.shape.block_size
-    if keys.is_cuda:  # wait until the cache and the inputs' memory are initialized with zeros
-        torch.cuda.default_stream(keys.device).synchronize()
+    wait = torch.cuda.default_stream(keys.device).synchronize if keys.is_cuda else lambda: None
+    wait()  # until the cache and the inputs' memory are initialized with zeros
     tokens = [0] * min(WARM_UP_TOKENS, size * runner.num_blocks, runner.model.context)
     if len(tokens) > 1:
         blocks = range(-(-len(tokens) // size))
@@ -391,7 +390,6 @@ def warm_up(runner: GPURunner) -> float:
         runner.run(StepPlan(0, [], [], ["warm-up"]))
         for part in (keys, runner.cache.values):
             part[:, : len(blocks)].zero_()  # no NaN may remain
-    if keys.is_cuda:
-        torch.cuda.default_stream(keys.device).synchronize()
+    wait()
     runner.graphs = graphs
     return time.perf_counter() - began

@@ -18,7 +18,6 @@ import triton.language as tl
 from triton.language import constexpr
 from triton.language.target_info import cuda_capability_geq
 from triton.runtime import driver
-from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import OutOfResources
 
 MIN_PDL_ARCHITECTURE = MIN_BULK_ARCHITECTURE = 90  # compute capability 9.0
@@ -46,7 +45,7 @@ def compile_in_parallel() -> Iterator[None]:
     """Compile the kernels of `jit_for_activations` that this thread launches inside the block in parallel.
 
     Compilation is complete when the block ends. The compiler releases the GIL."""
-    with ThreadPoolExecutor(os.cpu_count() or 1, "triton") as pool, AsyncCompileMode(pool):
+    with ThreadPoolExecutor(os.cpu_count() or 1, "triton") as pool, triton.AsyncCompileMode(pool):
         _collect_state.is_active = True
         try:
             yield
