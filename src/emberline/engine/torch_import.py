@@ -46,6 +46,7 @@ REPLACED_MODULES = frozenset(
         "_functorch",
         "_higher_order_ops",
         "_meta_registrations",
+        "_native",
         "ao",
         "distributions",
         "export",

@@ -46,6 +46,11 @@ def list_weight_parts(outline: ModelOutline) -> list[WeightPart]:
     return parts
 
 
+def can_pack_experts(hidden: int, ffn: int, *, has_biases: bool) -> bool:
+    """Return whether a GPU can pack the experts' matrices: its kernels multiply 128 of their rows at a time."""
+    return not has_biases and hidden % 128 == 0 and ffn % 64 == 0
+
+
 def _attention_parts(outline: ModelOutline) -> Iterator[WeightPart]:
     if outline.attention_vectors:
         yield WeightPart("norms", outline.attention_vectors, 1)
@@ -83,7 +88,7 @@ def _ffn_parts(outline: ModelOutline, experts: ExpertSizes | None) -> Iterator[W
             yield WeightPart("norms", outline.ffn_vectors, 1)
         return
     yield WeightPart("router", experts.count, hidden, is_always_plain=True)
-    plain = experts.has_biases
+    plain = not can_pack_experts(hidden, experts.ffn, has_biases=experts.has_biases)
     yield WeightPart("routed experts", 2 * experts.ffn, hidden, experts.count, is_always_plain=plain)
     yield WeightPart("routed experts", hidden, experts.ffn, experts.count, is_always_plain=plain)
     if experts.has_router_bias:

@@ -16,7 +16,9 @@ from emberline.kernels.cuda.few_experts import GateUpPlan, multiply_gate_up
 from emberline.kernels.cuda.routing import route_rows
 from emberline.kernels.mixture import Mixture, Routing, select_experts
 from emberline.kernels.packed_weight import WeightLayout
+from emberline.kernels.triton import routing as triton_routing
 from emberline.kernels.triton.routing import SortedRows
+from emberline.kernels.triton.routing import route_rows as route_small
 from emberline.models.decoder import DecoderModel
 from emberline.models.sleep import iter_instances
 
@@ -62,8 +64,14 @@ def _recorded_counts(batch: int) -> Iterator[list[int]]:
         record(logits, rules)
         return multiply_gate_up(x, logits, rules, weight, plan, pdl=pdl)
 
+    def route_small_and_count(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = True) -> SortedRows:
+        record(logits, rules)
+        return route_small(logits, rules, tile_rows, pdl=pdl)
+
     routing.route_rows, few_experts.multiply_gate_up = route_and_count, multiply_and_count
+    triton_routing.route_rows = route_small_and_count
     try:
         yield counts
     finally:
         routing.route_rows, few_experts.multiply_gate_up = route_rows, multiply_gate_up
+        triton_routing.route_rows = route_small

@@ -20,15 +20,12 @@ from emberline.kernels.cuda.uw12 import UW12Weight
 from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kernels.packed_weight import PackedExperts
 from emberline.kernels.triton import experts as triton_experts
+from emberline.kernels.triton import routing as triton_routing
 from emberline.kernels.triton.routing import SortedRows
 
 # The fastest plans of some that were measured on an H200 with the experts of Qwen3-30B-A3B.
-MAX_SELECTED_ROWS = {False: 8, True: 2}  # rows of x up to which the kernels select: plain experts, packed ones
-# Pairs (rows of x, plan of the product with gate and up), for plain and packed experts.
-GATE_UP_PLANS = {
-    False: ((4, GateUpPlan(2, 4)), (few_experts.MAX_ROWS, GateUpPlan(4, 2))),
-    True: ((few_experts.MAX_ROWS, GateUpPlan(4, 2)),),
-}
+MAX_SELECTED_ROWS = 2  # rows of x up to which the kernels select; with 8 plain rows, Triton's steps are faster
+GATE_UP_PLANS = {False: GateUpPlan(2, 4), True: GateUpPlan(4, 2)}  # for plain and packed experts
 DOWN_PLAN = DownPlan(12, 3)
 # Pairs (rows of an expert on average, plan of both products). None: the kernels of Triton.
 PACKED_PLANS = (
@@ -55,17 +52,16 @@ def add_selected_experts(x: Tensor, normed: Tensor, logits: Tensor, mixture: Mix
     """
     experts, rules, rows = mixture.experts, mixture.routing, len(x)
     assert isinstance(experts, StackedExperts)
-    if rows > few_experts.MAX_ROWS or not x.is_contiguous() or not _is_supported(normed, mixture):
+    if rows > MAX_SELECTED_ROWS or not x.is_contiguous() or not _is_supported(normed, mixture):
         return False
     if rules.scales_inputs or not routing.supports(mixture.router.n, rules):
         return False
     gate_up, down = view_matrices(experts.gate_up, gated=True), view_matrices(experts.down)
-    if gate_up is None or down is None or rows > MAX_SELECTED_ROWS[gate_up.is_packed]:
+    if gate_up is None or down is None:
         return False
     if max(gate_up.header_stride, down.header_stride) > few_experts.MAX_HEADER_STRIDE:
         return False
-    plan = next(plan for limit, plan in GATE_UP_PLANS[gate_up.is_packed] if rows <= limit)
-    inner = few_experts.multiply_gate_up(normed, logits, rules, gate_up, plan)
+    inner = few_experts.multiply_gate_up(normed, logits, rules, gate_up, GATE_UP_PLANS[gate_up.is_packed])
     few_experts.add_down(x, inner, logits, rules, down, DOWN_PLAN)
     return True
 
@@ -82,8 +78,9 @@ def run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture) -> Rout
     if gate_up is not None and down is not None and _is_supported(normed, mixture):
         plan = choose_tile_plan(len(normed) * rules.experts_per_row / logits.shape[1], gate_up, down)
     if gate_up is None or down is None or plan is None:
-        outputs = triton_experts.run_routed_experts(normed, logits, mixture, pdl=True, route=routing.route_rows)
-        return RoutedOutputs(outputs)
+        is_small = len(normed) * rules.experts_per_row <= triton_routing.ASSIGNMENTS_AT_ONCE[-1]
+        route = triton_routing.route_rows if is_small else routing.route_rows
+        return RoutedOutputs(triton_experts.run_routed_experts(normed, logits, mixture, pdl=True, route=route))
     rows = routing.route_rows(logits, rules, plan.tile_rows)
     x = normed if plan.tile_rows == grouped.BOX_ROWS else routing.sort_rows(normed, rows)
     inner = grouped.multiply_tiles(x, gate_up, rows, plan, scaled=rules.scales_inputs)
