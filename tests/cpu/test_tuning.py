@@ -36,6 +36,7 @@ def requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[Matmu
 
     monkeypatch.setattr(tuning, "_measure", measure)
     monkeypatch.setattr(tuning, "_cache_file", lambda *, portable: tmp_path / "kept" / "products.json")
+    monkeypatch.setattr(tuning, "_compile_portable_kernels", lambda problems: None)
     monkeypatch.setattr(cublas, "is_available", lambda: True)
     monkeypatch.setattr(cublas, "choices", {})
     return asked

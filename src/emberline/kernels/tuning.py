@@ -31,7 +31,7 @@ from emberline.kernels.cuda.cublas import OWN_KERNEL, CublasError, Matmul, Matmu
 from emberline.kernels.cuda.driver import CudaDriverError
 from emberline.kernels.cuda.linear import BF16Weight
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
-from emberline.kernels.triton import activation
+from emberline.kernels.triton import activation, jit
 from emberline.kernels.triton import linear as few_rows
 
 log = logging.getLogger("emberline.kernels")
@@ -67,6 +67,8 @@ def tune_products(
         all_problems = (replace(shape, m=m) for shape, m in product(shapes, row_counts) if m >= min_rows)
         needed = {problem for problem in all_problems if 2.0 * problem.m * problem.n * problem.k >= min_flop}
         if missing := needed - found.keys():
+            if portable:
+                _compile_portable_kernels(missing)
             measured = _measure(missing, portable=portable)
             found |= measured
             try:
@@ -145,6 +147,21 @@ def _make_portable_call(
         return None
     group = GATE_GROUP_ROWS if is_gated else 0
     return lambda w: few_rows.linear(x, w, out=out, residual=residual, group=group, pdl=True)
+
+
+def _compile_portable_kernels(problems: Collection[MatmulProblem]) -> None:
+    """Compile in parallel, without launching them, the kernels that are compared with cuBLAS."""
+    with jit.compile_in_parallel():
+        for problem in problems:
+            if problem.m > few_rows.MAX_ROWS:
+                continue
+            x, w, out = (
+                torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
+                for rows, columns in ((problem.m, problem.k), (problem.n, problem.k), (problem.m, problem.n))
+            )
+            target = out[:, : problem.n // 2].contiguous() if problem.kind is ProductKind.GATED else out
+            if (call := _make_portable_call(problem, x, target, [w])) is not None:
+                call(w)
 
 
 def find_bitwise_equal_proposals(matmul: Matmul, x: Tensor, w: Tensor) -> list[int]:

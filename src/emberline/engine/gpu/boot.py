@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from emberline.core.config import kernel_dir
 from emberline.core.engine_config import EngineConfig, SchedulerConfig
 from emberline.core.params import SamplingParams
 from emberline.core.plan import PENDING_TOKEN, Admission, StepPlan, StepResult, WorkItem
@@ -27,6 +25,7 @@ from emberline.engine.gpu.attention_log import log_portable_attention
 from emberline.engine.gpu.device import CudaDevice, Device, measure_memory
 from emberline.engine.gpu.draft_boot import load_on_device, measure_draft_model
 from emberline.engine.gpu.exact import require_fixed_order
+from emberline.engine.gpu.kernel_compilation import compile_kernels
 from emberline.engine.gpu.portable_limits import reject_unsupported_settings
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
@@ -52,7 +51,6 @@ from emberline.models.reader import FileReader
 from emberline.models.sleep import iter_instances
 from emberline.models.tensor_names import ignorable_tensors, load_model
 from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_format
-from emberline.models.weight_formats import NarrowSize
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -341,30 +339,6 @@ def _load_codec(checkpoint: Checkpoint) -> None:
             log.warning(
                 "The codec is not available, decoding packed weights slowly with numpy: reason=%s", backend.reason
             )
-
-
-def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = ()) -> float:
-    """Compile all kernels that steps need, unless an earlier start did; return the seconds spent.
-
-    At its first use, it would delay a request by a second. `narrow`: the matrices that are kept quantised."""
-    began = time.perf_counter()
-    if not runner.cache.keys.is_cuda:
-        return 0.0
-    from emberline.kernels.cuda import driver, nvrtc, sample
-    from emberline.kernels.triton import jit
-
-    facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs), *sorted(set(map(repr, narrow)))]
-    has_state_drafts = runner.states is not None and runner.states.max_draft > 0
-    facts += [nvrtc.digest_sources(driver.device_options()), ops.selected_gpu_kernels().name, str(has_state_drafts)]
-    limits = runner.shapes, runner.max_batch_tokens, runner.exact, runner.groups.windows, runner.cache.keys.dtype
-    done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join([*facts, str(limits)]).encode()).hexdigest()[:32]}"
-    if not done.exists():
-        with driver.compile_in_parallel(sample.get_module()), jit.compile_in_parallel():
-            runner.launch_all_kernels()
-            torch.cuda.synchronize()
-        done.parent.mkdir(parents=True, exist_ok=True)
-        done.touch()
-    return time.perf_counter() - began
 
 
 def warm_up(runner: GPURunner) -> float:

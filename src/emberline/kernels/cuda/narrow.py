@@ -85,11 +85,7 @@ def _name_kernel(size: tuple[int, int, int], format_name: str) -> str:
 
 VARIANTS = (  # all formats and all tile sizes, but not all pairs of them: those would take long to compile
     *(_name_kernel((4, 1, FEW_WARPS), name) for name in FORMATS),
-    *(
-        _name_kernel(size, name)
-        for name, size in product(("Int4<1, false>", "Float4<4>"), TILE_SIZES)
-        if size != (4, 1, FEW_WARPS)
-    ),
+    *(_name_kernel(size, FORMATS[0]) for size in TILE_SIZES if size != (4, 1, FEW_WARPS)),
     *(f"unpack<{name}>" for name in FORMATS),
 )
 
