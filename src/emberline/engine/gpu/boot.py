@@ -62,8 +62,7 @@ log = logging.getLogger("emberline.engine")
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
 WARM_UP_TOKENS = 16
 CAPTURE_BUDGET_S = 4.0  # for capturing steps before requests are accepted; the rest is captured in idle time
-# Called with the layout and shape of the cache, and the blocks that hold a snapshot of recurrent states, if any.
-MakeTiers = Callable[[str, KVShape, int], TierStack]
+MakeTiers = Callable[[str, KVShape, int], TierStack]  # layout and shape of the cache, blocks of a snapshot of states
 LoadDraftModel = Callable[[DecoderModel], DraftModel | None]  # called with the target model
 MakeTransferEndpoint = Callable[[DeviceRegion], TransferEndpoint | None]
 SWITCH_INTERVAL_S = 5e-4  # Python's thread switch interval while several threads load the weights
@@ -354,8 +353,8 @@ def warm_up(runner: GPURunner) -> float:
     began = time.perf_counter()
     graphs, runner.graphs = runner.graphs, False
     keys, size = runner.cache.keys, runner.cache.shape.block_size
-    if keys.is_cuda:  # wait until the cache and the inputs' memory are initialized with zeros
-        torch.cuda.default_stream(keys.device).synchronize()
+    wait = torch.cuda.default_stream(keys.device).synchronize if keys.is_cuda else lambda: None
+    wait()  # until the cache and the inputs' memory are initialized with zeros
     tokens = [0] * min(WARM_UP_TOKENS, size * runner.num_blocks, runner.model.context)
     if len(tokens) > 1:
         blocks = range(-(-len(tokens) // size))
@@ -370,7 +369,6 @@ def warm_up(runner: GPURunner) -> float:
         runner.run(StepPlan(0, [], [], ["warm-up"]))
         for part in (keys, runner.cache.values):
             part[:, : len(blocks)].zero_()  # no NaN may remain
-    if keys.is_cuda:
-        torch.cuda.default_stream(keys.device).synchronize()
+    wait()
     runner.graphs = graphs
     return time.perf_counter() - began
