@@ -182,8 +182,18 @@ def check_sums(
         for t in (F32, torch.float64)
     )
     kinds: dict[str, Any] = {"shared": extra, "shared_gate": gate, "shared_scale": scale, "pdl": pdl}
+    again = x.clone()
     assert add_expert_outputs(x, outputs, top, **kinds) is x
     assert_close(x, near.to(dtype), exact)
+    places = torch.randperm(rows * top, device=device)
+    found = SortedRows(*[torch.full((rows * top,), 0.5, device=device)] * 6, 8, top, places.int())
+    elsewhere = torch.empty_like(outputs).index_copy_(0, places, outputs)
+    add_expert_outputs(again, elsewhere, top, sorted_rows=found, **kinds)
+    assert torch.equal(again, x)
+    before = again.clone()
+    add_expert_outputs(again, elsewhere, top, sorted_rows=found, weighted=True, pdl=pdl)
+    near, exact = (before.to(t) + 0.5 * outputs.view(rows, top, columns).to(t).sum(1) for t in (F32, torch.float64))
+    assert_close(again, near.to(dtype), exact)
 
 
 SMALL = (ProductTile(16, 32, 4, 2), ProductTile(32, 16, 4, 2))

@@ -9,6 +9,7 @@ import torch
 from gpu_settings import gpu_config
 
 from emberline.core.engine_config import SchedulerConfig
+from emberline.core.gpu_kernels import GPUKernels
 from emberline.engine.engine import Engine
 from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu.boot import BootedGPUEngine, Checkpoint, ModelConfig
@@ -16,7 +17,7 @@ from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.memory import MemoryPlan, plan_memory
 from emberline.engine.sampler import SamplingStateFactory
-from emberline.kernels import backend, ops, reference
+from emberline.kernels import backend, gpu_choice, ops, reference
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.loader import load_decoder
 
@@ -37,8 +38,9 @@ def simulate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `boot` start engines for a GPU on the CPU, as if it had 8 GiB of memory.
 
     Tokens of such engines mean nothing: kernels for a CPU pack copies of the weights before these are loaded."""
-    for name, stand_in in {"CudaDevice": HostDevice, "measure_memory": lambda device: (8 << 30, 0)}.items():
-        monkeypatch.setattr(gpu_boot, name, stand_in)
+    monkeypatch.setattr(gpu_boot, "CudaDevice", lambda kernels: HostDevice())
+    monkeypatch.setattr(gpu_boot, "measure_memory", lambda device: (8 << 30, 0))
+    monkeypatch.setattr(gpu_choice, "_selected", GPUKernels("hopper", "there is no GPU"))
     monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended")

@@ -77,10 +77,13 @@ def write(directory: Path, name: str, **changes: Any) -> Any:
     return model
 
 
-def write_random(directory: Path, config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Path:
-    """Write a checkpoint of a config.json, without transformers."""
-    random = torch.Generator().manual_seed(1)
-    drawn = {name: torch.randn(shape, generator=random) for name, shape in list_shapes(config).items()}
+def write_random(
+    directory: Path, config: Mapping[str, Any], dtype: torch.dtype = torch.float32, *, has_head: bool = False
+) -> Path:
+    """Write a checkpoint of a config.json, without transformers. `has_head`: for multi-token prediction."""
+    random, shapes = torch.Generator().manual_seed(1), list_shapes(config)
+    shapes |= list_head_shapes(config) if has_head else {}
+    drawn = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
     tensors = {name: scale_values(name, values).to(dtype) for name, values in drawn.items()}
     return tiny.write_tensors(directory, config, tensors)
 
@@ -115,6 +118,15 @@ def list_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             mixer |= {f"{at}.self_attn.o_proj.weight": (hidden, heads * dim)}
         shapes |= norms | mixer | _list_ffn_shapes(config, f"model.layers.{layer}.mlp")
     return shapes
+
+
+def list_head_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a head for multi-token prediction, whose layer is like the last of the model."""
+    hidden, layer = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
+    shapes: dict[str, tuple[int, ...]] = {"mtp.fc.weight": (hidden, 2 * hidden)}
+    shapes |= {f"mtp.{name}.weight": (hidden,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    found = list_shapes(config).items()
+    return shapes | {name.replace(layer, "mtp.layers.0."): shape for name, shape in found if name.startswith(layer)}
 
 
 def _list_ffn_shapes(config: Mapping[str, Any], at: str) -> dict[str, tuple[int, ...]]:

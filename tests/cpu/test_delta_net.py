@@ -152,8 +152,6 @@ def test_states_in_the_plan_of_a_gpu() -> None:
     ("settings", "words"),
     [
         ({"exact": True}, "which --exact on a GPU does not support"),
-        ({"weights": "packed"}, "which --weights packed does not support"),
-        ({"speculate": "ngram"}, "which --speculate ngram on a GPU does not support"),
     ],
 )
 def test_settings_of_a_gpu_that_are_refused(settings: dict[str, Any], words: str) -> None:

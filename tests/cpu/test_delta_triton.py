@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from delta_cases import DeltaCase, Row, Sizes
+from delta_cases import DeltaCase, DraftCase, Row, Sizes
 from test_triton import compiled, compiled_kernels, interpreted, rounding, run_in_interpreter  # noqa: F401
 from triton_cases import BF16, F32
 
@@ -45,6 +46,12 @@ def test_delta_rule_in_the_interpreter(
     DeltaCase(sizes, few, chunks, CPU, dtype).check()
 
 
+@interpreted
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_drafts_in_the_interpreter(rounding: None, dtype: torch.dtype) -> None:  # noqa: F811
+    DraftCase(Sizes(1, 2, 12, 10), CPU, dtype).check()
+
+
 @compiled
 def test_delta_kernels_compile(compiled_kernels: list[Any]) -> None:  # noqa: F811
     case = DeltaCase(Sizes(1, 2, 12, 10), [(9, 1)], [(0, 3)], CPU, BF16)
@@ -58,3 +65,7 @@ def test_delta_kernels_compile(compiled_kernels: list[Any]) -> None:  # noqa: F8
     for code in (kernel.asm["sass"] for kernel in with_products):
         (*bases,) = set(re.findall(r"ULEA (UR\d+), UR\d+, UR\d+, 0x18", code))  # address of shared memory, in bytes
         assert bases and not re.search(rf"UIADD3 UR\d+, UP\d, ({'|'.join(bases)}), 0x", code), "not divided by 16"
+    drafted = DraftCase(Sizes(1, 2, 12, 10), CPU, BF16)
+    states = drafted.with_step(drafted.make_states(CPU, BF16), drafted.make_step(Random(1), [0, 0, 0])[1])
+    compute_delta_rule(convolve(x, layer, states, pdl=True), gates, layer, states, pdl=True)
+    assert len(compiled_kernels) == 9 + 3 + 5

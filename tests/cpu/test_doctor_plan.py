@@ -142,7 +142,7 @@ def test_doctor_counts_groups_of_layers_on_a_cpu(
     assert text in capsys.readouterr().out
 
 
-def test_packed_experts_are_rejected_before_loading(
+def test_experts_in_both_forms_are_rejected_before_loading(
     boot_plans: list[memory.MemoryPlan],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -150,11 +150,11 @@ def test_packed_experts_are_rejected_before_loading(
 ) -> None:
     directory = tiny.write(tmp_path, "mixtral", dtype=torch.bfloat16)
     monkeypatch.delattr(gpu_boot, "CudaDevice")  # the device is not opened
-    with pytest.raises(UnsupportedModel, match="the experts of mixtral are not packed") as refused:
-        serve(directory, {"weights": "packed"})
-    assert "--weights plain" in (refused.value.hint or "")
-    code, output = run_doctor(capsys, directory, {"weights": "packed"})
-    assert code == 1 and "the experts of mixtral are not packed" in output and not boot_plans
+    with pytest.raises(UnsupportedModel, match="the experts of mixtral are kept in one form") as refused:
+        serve(directory, {"weights": "both"})
+    assert "--weights packed" in (refused.value.hint or "")
+    code, output = run_doctor(capsys, directory, {"weights": "both"})
+    assert code == 1 and "the experts of mixtral are kept in one form" in output and not boot_plans
 
 
 def test_float16_is_refused_on_a_gpu_and_planned_on_a_cpu(

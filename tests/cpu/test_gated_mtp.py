@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import tiny_delta
 import torch
 from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
 from gated_head import GatedHead
+from gpu_settings import gpu_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mtp_head import add_tensors
@@ -27,9 +29,12 @@ from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Submission
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
+from emberline.engine.gpu.device import HostDevice
+from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.runner import TorchRunner
+from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.draft_cache import make_draft_cache
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
@@ -75,17 +80,33 @@ class LoadedCase:
         self.head = load_head(self.model, directory)
 
     def make_engine(
-        self, *, drafts: bool = True, blocks: int = 96, slots: int = 24, budget: int = 256, max_draft: int = 4
+        self,
+        *,
+        drafts: bool = True,
+        blocks: int = 96,
+        slots: int = 24,
+        budget: int = 256,
+        max_draft: int = 4,
+        pipelined: bool = False,
+        graphs: bool = False,
     ) -> Engine:
+        """`pipelined`: with the runner for GPUs, on the CPU."""
         eos, c, shape = frozenset({EOS}), self.model.config, make_state_shape(self.model.config)
         assert shape is not None
         groups = LayerGroups.with_states(c.layers, c.parts.attention.state_layers)
         compiler = partial(GrammarCompiler, self.directory / "tokenizer.json", c.vocab, [EOS])
         cache = KVCache(make_kv_shape(c, 8, torch.float32, groups), blocks)
         config = SchedulerConfig(block_size=8, max_batch_tokens=budget, max_running=12, max_context=CONTEXT)
-        states = StateCache(shape, slots, num_places=12, max_draft=max_draft)
+        states = StateCache(shape, slots, has_padding_slot=pipelined, num_places=12, max_draft=max_draft)
+        options = {"adaptive": False, "uses_draft_model": True, "continues_on_device": pipelined, "max_rows": 12}
+        drafter = Drafter([], max_draft, **options) if drafts else None  # type: ignore[arg-type]
+        if pipelined:
+            gpu = gpu_config(max_running=12, max_batch_tokens=budget, graphs=graphs)
+            gpu = replace(gpu, speculation=SpeculationConfig("mtp", max_draft))
+            factory, sizes = SamplingStateFactory(eos, compiler), (HostDevice(), CONTEXT)
+            on_gpu = GPURunner(self.model, cache, eos, factory, gpu, *sizes, self.head, groups, states)
+            return Engine(config, on_gpu, drafter=drafter)
         draft_runner = DraftRunner(self.head, make_draft_cache(self.head, cache)) if drafts else None
-        drafter = Drafter([], max_draft, adaptive=False, uses_draft_model=True) if drafts else None
         runner = TorchRunner(self.model, cache, eos, compiler, draft_runner, groups, states)
         return Engine(config, runner, drafter=drafter)
 
@@ -106,6 +127,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedCase]:
     blocks=st.sampled_from([26, 96]),
     slots=st.sampled_from([2, 24]),
     budget=st.sampled_from([16, 256]),
+    pipelined=st.booleans(),
+    graphs=st.booleans(),
     gap=st.integers(0, 3),
     max_draft=st.integers(1, 6),
     seed=st.integers(0, 3),
@@ -117,6 +140,8 @@ def test_tokens_equal_those_without_drafts(
     blocks: int,
     slots: int,
     budget: int,
+    pipelined: bool,
+    graphs: bool,
     gap: int,
     max_draft: int,
     seed: int,
@@ -127,7 +152,8 @@ def test_tokens_equal_those_without_drafts(
     ]
     plain = cases[family].make_engine(drafts=False)
     expected = {key: one for s in submissions for key, one in run(plain, [s]).items()}
-    e = cases[family].make_engine(blocks=blocks, slots=slots, budget=budget, max_draft=max_draft)
+    sizes = {"blocks": blocks, "slots": slots, "budget": budget, "max_draft": max_draft}
+    e = cases[family].make_engine(**sizes, pipelined=pipelined, graphs=graphs)
     assert run(e, submissions, gap) == expected
 
 
@@ -183,8 +209,8 @@ def make_counting_tensors(tensors: dict[str, Tensor], hidden: int, reads: str) -
     return made | {"mtp.fc.weight": torch.cat(projection, 1)}
 
 
-@pytest.mark.parametrize("reads", ["token", "hidden state"])
-def test_a_head_that_is_right_is_always_accepted(tmp_path: Path, reads: str) -> None:
+@pytest.mark.parametrize(("reads", "pipelined"), [("token", False), ("hidden state", False), ("hidden state", True)])
+def test_a_head_that_is_right_is_always_accepted(tmp_path: Path, reads: str, pipelined: bool) -> None:
     """Prompts in one or several chunks, several requests of different lengths, and a cached prefix."""
     head = write(tmp_path, "next")
     file = tmp_path / "model.safetensors"
@@ -193,7 +219,7 @@ def test_a_head_that_is_right_is_always_accepted(tmp_path: Path, reads: str) -> 
     texts = ["some text", "some text that is quite a lot longer than one chunk of a prompt", "x", "some text that is"]
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     submissions = [Submission(f"r{i}", encode(text), params) for i, text in enumerate(texts)]
-    e = case.make_engine(budget=16)
+    e = case.make_engine(budget=16, pipelined=pipelined, graphs=pipelined)
     outputs = run(e, submissions[:2], 3) | run(e, submissions[2:], 3)
     for submission in submissions:
         last = submission.prompt[-1]

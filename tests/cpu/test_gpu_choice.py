@@ -81,6 +81,9 @@ def test_unsupported_settings_are_refused(
     with pytest.raises(InvalidRequest, match=message):
         portable_limits.reject_unsupported_settings(config, gpu)
     portable_limits.reject_unsupported_settings(EngineConfig.build("m"), gpu)
+    with pytest.raises(InvalidRequest, match="weights is packed, but the portable kernels cannot read packed experts"):
+        packed = EngineConfig.build("m", weights="packed")
+        portable_limits.reject_unsupported_settings(packed, gpu, has_packed_experts=True)
     monkeypatch.setattr(gpu_choice, "_selected", GPUKernels("hopper", "compute capability 9.0"))
     portable_limits.reject_unsupported_settings(config, gpu)
     assert ops.has_hopper_kernels()

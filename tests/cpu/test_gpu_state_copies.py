@@ -17,16 +17,18 @@ from race_detector import RaceDetector
 
 from emberline.core.engine_config import SchedulerConfig, TransferConfig
 from emberline.core.params import SamplingParams
+from emberline.core.plan import StateWork, WorkItem
 from emberline.core.request import Priority, Submission
 from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.boot import make_region, make_tiers
 from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.gpu.state_copies import DeviceStateCopies
 from emberline.engine.gpu.swap import reset_prefix_cache
 from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.sampler import SamplingStateFactory
-from emberline.kv.cache import KVCache, KVShape, StateCache
+from emberline.kv.cache import KVCache, KVShape, StateCache, StateShape
 from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.state_manager import StateKVManager
 from emberline.kv.tiers.base import Tier, buffer_bytes_for
@@ -191,3 +193,24 @@ def test_handoff(model: DecoderModel, expected: dict[str, list[int]]) -> None:
     assert d.run(replace(ask(4), salt="x"))[0] == {"r4": expected["r4"]}
     for one in (p, d):
         one.engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_states_in_blocks_of_any_dtype(dtype: torch.dtype) -> None:
+    """States pass through KV blocks of one engine to a slot of another. Pages end within the states of a layer."""
+    random = torch.Generator().manual_seed(2)
+    shape, kv = StateShape(3, 3, 10, 2, 5, 7), KVShape(2, 1, 16, 4, dtype)
+    states, cache = StateCache(shape, 3, has_padding_slot=True), KVCache(kv, 20)
+    for tensor in (states.conv, states.matrices):
+        tensor.copy_(torch.randn(tensor.shape, generator=random))
+    copies = DeviceStateCopies(states, cache)
+    blocks = [7, 3, 11, 5, 9, 2, 4, 6, 8][: copies.pages.per_slot]
+    assert 1 < copies.pages.per_slot == len(blocks)
+    make = partial(WorkItem, "r", 8, [1], blocks, True)
+    copies.begin_step([make(state=StateWork(0), published_states=blocks)])
+    copies.begin_step([make(state=StateWork(2), arrived_states=blocks)])
+    for tensor in (states.conv, states.matrices):
+        assert torch.equal(tensor[:, 2], tensor[:, 0]) and not torch.equal(tensor[:, 2], tensor[:, 1])
+    copies.clear_blocks([make(cleared_blocks=blocks[1:])])
+    for part in cache.parts:
+        assert not part[:, blocks[1:]].float().any() and part[:, blocks[0]].view(torch.uint8).any()

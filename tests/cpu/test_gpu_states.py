@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from host_engine import simulate_gpu
 from test_state_engine import BLOCK, CONTEXT, make_submissions, run, states_of
 from test_state_engine import make_engine as make_cpu_engine
 
-from emberline.core.engine_config import EngineConfig, SchedulerConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig, SchedulerConfig, SpeculationConfig, TransferConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.boot import boot
@@ -23,10 +24,14 @@ from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.swap import reset_prefix_cache
 from emberline.engine.kv_shape import make_state_shape
 from emberline.engine.sampler import SamplingStateFactory
+from emberline.engine.speculation.draft_loader import load_draft_model
+from emberline.engine.speculation.drafter import Drafter
 from emberline.kv.cache import KVCache, KVShape, StateCache
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.decoder import DecoderModel
+from emberline.models.draft_model import DraftModel
 from emberline.models.loader import load_decoder
+from emberline.models.weights import Weights
 
 EOS: frozenset[int] = frozenset()
 
@@ -46,19 +51,25 @@ def make_engine(
     graphs: bool = True,
     pipelined: bool = True,
     prefix_cache: bool = True,
+    drafter: Drafter | None = None,
+    head: DraftModel | None = None,
 ) -> Engine:
+    """`drafter`, `head`: of an engine that drafts tokens."""
     c, shape = model.config, make_state_shape(model.config)
     assert shape is not None
     groups = LayerGroups.with_states(c.layers, c.parts.attention.state_layers)
     cache = KVCache(KVShape(groups.block_layers, c.kv_heads, c.head_dim, BLOCK, torch.float32), blocks)
-    states = StateCache(shape, slots, has_padding_slot=True)
+    max_draft = 0 if drafter is None else 3
+    states = StateCache(shape, slots, has_padding_slot=True, num_places=8, max_draft=max_draft)
     states.conv[:, :slots] = states.matrices[:, :slots] = float("nan")  # a new request must not read its slot
     limits = {"max_batch_tokens": budget, "max_running": 8}
     config = SchedulerConfig(**limits, block_size=BLOCK, max_context=CONTEXT, prefix_cache=prefix_cache)
     factory = SamplingStateFactory(EOS, None)
     settings = gpu_config(**limits, graphs=graphs)
-    runner = GPURunner(model, cache, EOS, factory, settings, HostDevice(), CONTEXT, None, groups, states)
-    return Engine(config, runner if pipelined else SyncRunner(runner))
+    if max_draft:
+        settings = replace(settings, speculation=SpeculationConfig("mtp", max_draft))
+    runner = GPURunner(model, cache, EOS, factory, settings, HostDevice(), CONTEXT, head, groups, states)
+    return Engine(config, runner if pipelined else SyncRunner(runner), drafter=drafter)
 
 
 def test_tokens_are_those_of_the_cpu(model: DecoderModel) -> None:
@@ -146,3 +157,23 @@ def test_a_booted_engine_has_slots_beside_its_blocks(monkeypatch: pytest.MonkeyP
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     assert len(run(loaded.engine, [Submission("r", list(range(3, 90)), params)])["r", 0]) == 4
     loaded.engine.close()
+
+
+def test_a_head_whose_drafts_are_sometimes_right(tmp_path: Path) -> None:
+    """With few tokens in the vocabulary, a random head is right often enough. The device counts what was accepted."""
+    config = tiny_delta.make_config("next") | {"vocab_size": 8, "eos_token_id": 0}
+    directory = tiny_delta.write_random(tmp_path, config, has_head=True)
+    model = load_decoder(directory, "float32")
+    speculation = SpeculationConfig("mtp", 3)
+    head = load_draft_model(speculation, model, directory, lambda checkpoint: Weights(checkpoint, model.dtype))
+    assert head is not None
+    params = SamplingParams(max_tokens=60, temperature=0.7, seed=4, ignore_eos=True)
+    submissions = [Submission(f"r{i}", [(i + j * j) % 8 for j in range(20 + 30 * i)], params) for i in range(4)]
+    expected = run(make_engine(model), submissions)
+    for options in ({"graphs": False}, {"budget": 16}, {"slots": 3, "blocks": 40}):
+        drafter = Drafter([], 3, max_rows=8, adaptive=False, uses_draft_model=True, continues_on_device=True)
+        e = make_engine(model, drafter=drafter, head=head, **options)  # type: ignore[arg-type]
+        assert run(e, submissions, 2) == expected, options
+        assert drafter.accepted_tokens > 15 and drafter.drafted_tokens > 2 * drafter.accepted_tokens
+        again = run(e, [replace(s, id=f"again-{s.id}") for s in submissions])
+        assert {(name.removeprefix("again-"), n): tokens for (name, n), tokens in again.items()} == expected

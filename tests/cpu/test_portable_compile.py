@@ -25,6 +25,7 @@ from emberline.kernels.cuda.decode import DecodeScratch  # noqa: E402
 from emberline.kernels.mixture import Mixture, Routing, StackedExperts  # noqa: E402
 from emberline.kernels.packed_weight import PackedWeight  # noqa: E402
 from emberline.kernels.quantise import quantise  # noqa: E402
+from emberline.kernels.triton import jit as kernel_jit  # noqa: E402
 from emberline.kernels.triton import linear, narrow, norm, packed_linear, router  # noqa: E402
 from emberline.kernels.triton.activation import silu_mul  # noqa: E402
 from emberline.kernels.triton.attention import paged_attention  # noqa: E402
@@ -105,6 +106,31 @@ CASES += [(each, "chunk", attend_chunk) for each in (80, 89, 100, 120)]
 CASES += [(each, name, call) for each, (name, call) in zip(cycle(SHARED_BYTES), CALLS.items(), strict=False)]
 
 
+def fake_driver(architecture: int) -> SimpleNamespace:
+    target = GPUTarget("cuda", architecture, 32)
+    return SimpleNamespace(
+        get_current_device=lambda: architecture, get_current_stream=lambda _: 0, get_current_target=lambda: target
+    )
+
+
+@compiled
+def test_products_are_compiled_in_parallel_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(
+        jit.JITFunction,
+        "__getitem__",
+        lambda self, grid: lambda *a, **options: made.append(self.run(*a, grid=grid, warmup=False, **options)),
+    )
+    monkeypatch.setattr(driver, "_active", fake_driver(80))
+    with kernel_jit.compile_in_parallel():
+        multiply_few_rows(16)
+        multiply_few_rows(64)
+        assert [type(kernel).__name__ for kernel in made] == ["FutureKernel"] * 2
+    assert all(future.kernel.asm["cubin"][:4] == b"\x7fELF" for future in made)
+    with pytest.raises(AttributeError):  # outside the block a launch needs a real driver
+        multiply_few_rows(16)
+
+
 @compiled
 @pytest.mark.parametrize(("architecture", "name", "call"), CASES, ids=[f"{name}-sm{a}" for a, name, _ in CASES])
 def test_kernel_compiles(
@@ -122,12 +148,8 @@ def test_kernel_compiles(
 
         return launch
 
-    target = GPUTarget("cuda", architecture, 32)
-    fake = SimpleNamespace(
-        get_current_device=lambda: architecture, get_current_stream=lambda _: 0, get_current_target=lambda: target
-    )
     monkeypatch.setattr(jit.JITFunction, "__getitem__", launcher)
-    monkeypatch.setattr(driver, "_active", fake)
+    monkeypatch.setattr(driver, "_active", fake_driver(architecture))
     call()
     assert made
     for kernel in made:

@@ -58,7 +58,8 @@ def test_values_and_results_are_those_of_each_expert(name: str, tmp_path: Path) 
     checkpoint = Checkpoint.open(tiny.write_tensors(tmp_path, config, family.tensors(config)))
     whole = Weights(checkpoint)
     each = load_mixtures(whole)
-    for weights in (StackingWeights(checkpoint), DeviceWeights(checkpoint, None, "cpu")):
+    packed = DeviceWeights(checkpoint, None, "cpu", packed=True)  # this backend keeps them as they are
+    for weights in (StackingWeights(checkpoint), DeviceWeights(checkpoint, None, "cpu"), packed):
         stacked = load_mixtures(weights)
         assert weights.loaded_bytes == whole.loaded_bytes
         for mixture, single in zip(stacked, each, strict=True):

@@ -12,6 +12,7 @@ import tiny_delta
 import torch
 from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
 from draft_oracle import DraftOracle
+from gpu_settings import gpu_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_speculation_on_models import SETTINGS, make_params, outputs_of, run
@@ -21,9 +22,12 @@ from emberline.core.params import GrammarSpec, SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
+from emberline.engine.gpu.device import HostDevice
+from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.runner import TorchRunner
+from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.drafter import Drafter
 from emberline.engine.speculation.ngram import NgramProposer
 from emberline.engine.speculation.prediction import PredictionProposer
@@ -62,13 +66,18 @@ def make_engine(
     slots: int = 24,
     budget: int = 256,
     prefix_cache: bool = True,
+    pipelined: bool = False,
+    graphs: bool = False,
 ) -> Engine:
+    """`pipelined`: with the runner for GPUs, on the CPU."""
     c, eos, shape = model.config, frozenset({EOS}), make_state_shape(model.config)
     assert shape is not None
     groups = LayerGroups.with_states(c.layers, c.parts.attention.state_layers)
-    states = StateCache(shape, slots, num_places=MAX_RUNNING, max_draft=MAX_DRAFT)
+    states = StateCache(shape, slots, has_padding_slot=pipelined, num_places=MAX_RUNNING, max_draft=MAX_DRAFT)
     for memory in (states.conv, states.matrices, states.draft_conv, states.draft_rule):
         memory.fill_(float("nan"))  # what a request did not write, it must not read
+    if pipelined:
+        states.conv[:, slots] = states.matrices[:, slots] = 0.0
     config = SchedulerConfig(
         block_size=8,
         max_batch_tokens=budget,
@@ -78,16 +87,24 @@ def make_engine(
     )
     cache = KVCache(make_kv_shape(c, 8, torch.bfloat16, groups), blocks)
     compiler = partial(GrammarCompiler, tokenizer, c.vocab, [EOS])
+    if pipelined:
+        gpu, factory = gpu_config(max_running=MAX_RUNNING, max_batch_tokens=budget, graphs=graphs), SamplingStateFactory
+        runner = GPURunner(
+            model, cache, eos, factory(eos, compiler), gpu, HostDevice(), CONTEXT, groups=groups, states=states
+        )
+        return Engine(config, runner, drafter=drafter)
     return Engine(config, TorchRunner(model, cache, eos, compiler, groups=groups, states=states), drafter=drafter)
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(CASES),
     chosen=st.lists(st.tuples(st.sampled_from(sorted(SETTINGS)), st.integers(1, 60)), min_size=1, max_size=4),
     blocks=st.sampled_from([24, 96]),
     slots=st.sampled_from([2, 24]),
     budget=st.sampled_from([16, 256]),
+    pipelined=st.booleans(),
+    graphs=st.booleans(),
     gap=st.integers(0, 3),
     right=st.lists(st.booleans(), min_size=1, max_size=6),
     max_draft=st.integers(1, MAX_DRAFT),
@@ -101,6 +118,8 @@ def test_tokens_equal_those_without_drafts(
     blocks: int,
     slots: int,
     budget: int,
+    pipelined: bool,
+    graphs: bool,
     gap: int,
     right: list[bool],
     max_draft: int,
@@ -116,8 +135,10 @@ def test_tokens_equal_those_without_drafts(
     make = partial(make_engine, models[name], tokenizer=directories[name] / "tokenizer.json")
     plain = make(None, prefix_cache=False, slots=1)
     expected = {key: one for s in submissions for key, one in run(plain, [s]).items()}
-    drafter = Drafter([DraftOracle(outputs_of(expected), right, VOCAB_SIZE)], max_draft, adaptive=False)
-    e = make(drafter, blocks=blocks, slots=slots, budget=budget)
+    max_rows = MAX_RUNNING if pipelined else None
+    oracle = DraftOracle(outputs_of(expected), right, VOCAB_SIZE)
+    drafter = Drafter([oracle], max_draft, max_rows=max_rows, adaptive=False)
+    e = make(drafter, blocks=blocks, slots=slots, budget=budget, pipelined=pipelined, graphs=graphs)
     assert run(e, submissions, gap) == expected
     assert run(e, submissions, gap) == expected
 
@@ -135,8 +156,9 @@ def test_right_drafts_are_accepted_with_every_setting(
         assert drafter.accepted_tokens > 0 and rejected < 3, name
 
 
+@pytest.mark.parametrize("pipelined", [False, True])
 def test_the_next_turn_of_a_chat_starts_behind_an_answer_with_drafts(
-    models: dict[str, DecoderModel], directories: dict[str, Path]
+    models: dict[str, DecoderModel], directories: dict[str, Path], pipelined: bool
 ) -> None:
     """The snapshots that drafted steps make are those of the tokens that became output."""
     make = partial(make_engine, models["next"], tokenizer=directories["next"] / "tokenizer.json")
@@ -147,7 +169,11 @@ def test_the_next_turn_of_a_chat_starts_behind_an_answer_with_drafts(
     follow_up = Submission("next", [*prompt, *answer, 7, 8, 9], params)
     alone = run(make(None, prefix_cache=False), [follow_up])
     for right in ([True], [True, True, False, True]):
-        e = make(Drafter([DraftOracle(outputs_of(expected | alone), right, VOCAB_SIZE)], 5, adaptive=False))
+        oracle, max_rows = (
+            DraftOracle(outputs_of(expected | alone), right, VOCAB_SIZE),
+            MAX_RUNNING if pipelined else None,
+        )
+        e = make(Drafter([oracle], 4, max_rows=max_rows, adaptive=False), pipelined=pipelined)
         assert run(e, [Submission("r", prompt, params)]) == expected
         hits = e.kv.hit_tokens
         assert run(e, [follow_up]) == alone, right

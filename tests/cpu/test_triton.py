@@ -440,7 +440,7 @@ def test_sums_of_experts_in_the_interpreter(rounding: None, shared: str) -> None
 
 
 @interpreted
-@pytest.mark.parametrize("rows,columns,count", [(1, 64, 8), (6, 100, 13)])
+@pytest.mark.parametrize("rows,columns,count", [(1, 64, 8), (6, 100, 13), (18, 40, 5)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_router_in_the_interpreter(rounding: None, rows: int, columns: int, count: int, biased: bool) -> None:
     expert_cases.check_router(CPU, BF16, rows, columns, count, biased=biased)

@@ -30,8 +30,10 @@ GPU = "cuda"
 
 
 @pytest.fixture(autouse=True)
-def seed_and_backend() -> Iterator[None]:
+def seed_and_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set the seed, and capture only a few shapes when an engine starts: others are captured at their first use."""
     torch.manual_seed(0)
+    monkeypatch.setattr("emberline.engine.gpu.boot.CAPTURE_BUDGET_S", 0.2)
     yield
     ops.start_backend()
 
@@ -154,10 +156,14 @@ def test_captured_steps_give_the_same_tokens(checkpoint: Path) -> None:
     assert run_engine(engine(checkpoint, F32, max_batch_tokens=48), given, steps_between=2) == plain
 
 
-def test_bf16_steps_of_one_token_agree_with_chunks(checkpoint: Path) -> None:
-    """Generated tokens are scored again as a prompt; now and then a row selects another expert than before."""
+@pytest.mark.parametrize("form", ["plain", "packed"])
+def test_bf16_steps_of_one_token_agree_with_chunks(checkpoint: Path, form: str) -> None:
+    """Generated tokens are scored again as a prompt; now and then a row selects another expert than before.
+
+    Packed weights are scored as a prompt with plain ones.
+    """
     params = SamplingParams(max_tokens=30, temperature=0.8, seed=1, logprobs=0, ignore_eos=True)
-    first, given = engine(checkpoint, BF16), submissions(params)
+    first, given = engine(checkpoint, BF16, weights=form), submissions(params)
     logprobs: dict[str, list[float]] = {}
     tokens: dict[str, list[int]] = {}
     for submission in given:
@@ -172,8 +178,9 @@ def test_bf16_steps_of_one_token_agree_with_chunks(checkpoint: Path) -> None:
     assert errors.median().item() < 0.05 and errors.mean().item() < 0.3, errors
 
 
-def test_sleep_and_wake_keep_the_tokens(checkpoint: Path) -> None:
-    model = make_swapped(checkpoint, F32)
+@pytest.mark.parametrize("form", ["plain", "packed"])
+def test_sleep_and_wake_keep_the_tokens(checkpoint: Path, form: str) -> None:
+    model = make_swapped(checkpoint, F32) if form == "plain" else make_swapped(checkpoint, BF16, weights=form)
     found = []
     for _ in range(2):
         model.wake()

@@ -47,6 +47,11 @@ def make_matrix(n: int, k: int, group: tuple[int, int]) -> QuantisedMatrix:
     return quantise(torch.randn(n, k, device="cuda") * rows * k**-0.5, "fp8", *group)
 
 
+def has_blocks(matrix: QuantisedMatrix) -> bool:
+    """Return whether the weight has scales of blocks. If a block is as long as a row, it has scales of rows."""
+    return matrix.group_columns < matrix.k
+
+
 def values_of(rows: QuantisedRows) -> Tensor:
     """Return the values of quantised rows in float64."""
     values = fp8_weight.restore_columns(rows.codes).view(torch.float8_e4m3fn).double()
@@ -127,10 +132,10 @@ def test_few_rows_are_as_exact_as_bf16(k: int, n: int, m: int, group: tuple[int,
 @pytest.mark.parametrize("m", [17, 32, 33, 64, 100, 128, 129, 200, 256])
 @pytest.mark.parametrize(("k", "n"), SHAPES)
 def test_dozens_of_rows(k: int, n: int, m: int, group: tuple[int, int]) -> None:
-    if not fp8_wide.supports(m, n, k, has_blocks=group == BLOCK_SCALES):
-        pytest.skip("computed by fp8_gemm")
-    rows = quantise_rows(random(m, k), blocks=group == BLOCK_SCALES, pdl=False)
     matrix = make_matrix(n, k, group)
+    if not fp8_wide.supports(m, n, k, has_blocks=has_blocks(matrix)):
+        pytest.skip("computed by fp8_gemm")
+    rows = quantise_rows(random(m, k), blocks=has_blocks(matrix), pdl=False)
     check_epilogues(partial(fp8_wide.linear, rows, pdl=False), matrix, values_of(rows), has_float32=True)
 
 
@@ -138,11 +143,12 @@ def test_dozens_of_rows(k: int, n: int, m: int, group: tuple[int, int]) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_tile_of_dozens_of_rows(group: tuple[int, int], split: int) -> None:
     n, k = 1024, 2048
-    has_blocks = group == BLOCK_SCALES
     matrix = make_matrix(n, k, group)
     weight, values = fp8_weight.pack(matrix), dequantise(matrix).double()
-    for columns, counts in (fp8_wide.BLOCK_GROUPS_BY_COLUMNS if has_blocks else fp8_wide.GROUPS_BY_COLUMNS).items():
-        rows = quantise_rows(random(columns - 3, k), blocks=has_blocks, pdl=False)
+    for columns, counts in (
+        fp8_wide.BLOCK_GROUPS_BY_COLUMNS if weight.has_blocks else fp8_wide.GROUPS_BY_COLUMNS
+    ).items():
+        rows = quantise_rows(random(columns - 3, k), blocks=weight.has_blocks, pdl=False)
         for groups in counts:
             for unclustered in (False, True) if split > 1 else (False,):
                 plan = fp8_wide.make_plan(columns, n, k, TileConfig(groups, split, unclustered=unclustered))
@@ -167,7 +173,8 @@ def test_gates_and_ups_of_dozens_of_rows(k: int, n: int, m: int, width: int) -> 
 @pytest.mark.parametrize("m", [17, 129, 300, 1000])
 @pytest.mark.parametrize(("k", "n"), SHAPES)
 def test_prompts(k: int, n: int, m: int, group: tuple[int, int]) -> None:
-    rows, matrix = quantise_rows(random(m, k), blocks=group == BLOCK_SCALES, pdl=False), make_matrix(n, k, group)
+    matrix = make_matrix(n, k, group)
+    rows = quantise_rows(random(m, k), blocks=has_blocks(matrix), pdl=False)
     check_epilogues(partial(fp8_gemm.linear, rows, pdl=False), matrix, values_of(rows), has_float32=False)
 
 
@@ -226,9 +233,9 @@ def test_backend_computes_layers(m: int, group: tuple[int, int]) -> None:
     assert relative_error(backend.gate_up_gelu(x, pair), F.gelu(gate, approximate="tanh") * up) < 2 * limit
 
 
-def test_matrices_without_a_kernel_are_dequantised() -> None:
+def test_other_kernels_compute_unsupported_matrices() -> None:
     matrix, x = make_matrix(96, 256, ROW_SCALES), random(5, 256)
     weight = HopperBackend().pack_quantised(matrix)
-    assert weight.layout is not WeightLayout.QUANTISED
+    assert not isinstance(weight.handle, FP8Weight)
     y = HopperBackend().linear(x, LinearLayer(weight), LinearOutput())
     assert relative_error(y, x.double() @ dequantise(matrix).double().T) < MAX_ERROR_GATED

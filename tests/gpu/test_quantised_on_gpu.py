@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 from test_families_on_gpu import compute_logits, load_on
 from torch import Tensor
 
+from emberline.core.errors import ModelFileError
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
-from emberline.engine.gpu.boot import boot_from_checkpoint
+from emberline.engine import memory
+from emberline.engine.gpu import boot
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
@@ -79,8 +81,9 @@ def test_logits_are_near_those_of_the_values(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["plain", "auto", "packed", "fp8", "int4"])
-def test_memory_is_as_planned(weights: str, tmp_path: Path) -> None:
+def test_memory_is_as_planned(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan counts the bytes of weights that are allocated, and a request is served. With auto, files are int4."""
+    monkeypatch.setattr(boot, "CAPTURE_BUDGET_S", 0.2)
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16}
     sizes |= {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16384, "max_position_embeddings": 2048}
     tiny.write(tmp_path / "plain", tiny.config("qwen3", **sizes), dtype=torch.bfloat16)
@@ -100,15 +103,13 @@ def test_memory_is_as_planned(weights: str, tmp_path: Path) -> None:
     torch.cuda.synchronize()
     rope = 2 * 512 * 64 * 4  # tables of angles, which are not weights
     allocated = torch.cuda.memory_allocated() - before - rope
-    from emberline.engine import memory
-
     planned = memory.weight_bytes(config, 2, packed=placed.packed, narrow=placed.narrow_sizes)
     if placed.narrow_sizes and not placed.packed:
         allocated += ops.add_packed_copy(model.head.weight)
     print(f"{weights}: allocated={allocated} planned={planned} ratio={allocated / planned:.4f}")
     assert abs(allocated - planned) < 0.02 * planned
     del model, placed
-    booted = boot_from_checkpoint(directory, settings)
+    booted = boot.boot_from_checkpoint(directory, settings)
     booted.engine.add(Submission("a", list(range(40)), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)))
     tokens: list[int] = []
     while not booted.engine.idle:
@@ -119,8 +120,6 @@ def test_memory_is_as_planned(weights: str, tmp_path: Path) -> None:
 
 
 def test_nan_scales_are_named(tmp_path: Path) -> None:
-    from emberline.core.errors import ModelFileError
-
     tiny.write(tmp_path / "plain", tiny.config("qwen3", **tiny.GPU_SIZES), dtype=torch.bfloat16)
     directory = write_quantised(tmp_path / "narrow", tmp_path / "plain", CASES["int4 128"])
     tensors = load_file(directory / "model.safetensors")
@@ -128,3 +127,23 @@ def test_nan_scales_are_named(tmp_path: Path) -> None:
     tiny.write_tensors(directory, json.loads((directory / "config.json").read_text()), tensors)
     with pytest.raises(ModelFileError, match=r"scales of tensor 'model.layers.1.mlp.up_proj.weight'.* NaN"):
         load_on("cuda", Checkpoint.open(directory), torch.bfloat16)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_scales_of_a_float8_cache_change_no_bits(model_type: str, tmp_path: Path) -> None:
+    """They are powers of two, moved between weights, so that logits with a cache in bf16 stay the same."""
+    plain = tiny.write(tmp_path, tiny.config(model_type, **tiny.GPU_SIZES), dtype=torch.bfloat16)
+    tensors = load_file(plain / "model.safetensors")
+    for layer in range(3):
+        for kind, scale in (("k", 0.03 * (layer + 1)), ("v", 2.5)):
+            tensors[f"model.layers.{layer}.self_attn.{kind}_proj.{kind}_scale"] = torch.tensor(scale)
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    tiny.write_tensors(plain, config, tensors)
+    logits = []
+    for kv_scales in (False, True):
+        checkpoint = Checkpoint.open(plain)
+        weights = DeviceWeights(checkpoint, None, "cuda", kv_scales=kv_scales)
+        model = load_model(ModelConfig.from_checkpoint(checkpoint), weights, 64)
+        weights.finish(IGNORABLE_TENSORS)
+        logits.append(compute_logits(model, 1000))
+    assert torch.equal(*logits)

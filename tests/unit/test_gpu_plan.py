@@ -154,7 +154,7 @@ def test_kimi_on_eight_h100() -> None:
     assert copied.kv_tokens == copied.total_kv_bytes // (8 * 70_272 * 64) * 64
     assert shared.kv_tokens == shared.total_kv_bytes // (70_272 * 64) * 64
     assert "too little" in found.rejected["data-parallel attention"]
-    assert shared.total_kv_bytes > 30 * GIB
+    assert shared.total_kv_bytes > 29 * GIB
     with pytest.raises(ModelError, match="does not fit"):
         make_plan("kimi-k2.5", "8xH100", gpu_memory_utilization=0.95)
 

@@ -24,8 +24,11 @@ from emberline.engine.memory import (
     kv_token_bytes,
     plan_memory,
     weight_bytes,
+    weight_part_bytes,
 )
 from emberline.models.config import ModelConfig
+from emberline.models.config_outline import outline_of
+from emberline.models.weight_parts import list_weight_parts
 
 LLAMA_8B = ModelConfig.from_hf(bench_model.LLAMA_8B)
 H200 = 141 * 10**9
@@ -135,13 +138,25 @@ def test_experts_are_counted(model: dict[str, Any], published: float, of_a_token
     assert plan.weights == weight_bytes(config, 2) and plan.kv_tokens > 0
 
 
-@pytest.mark.parametrize(
-    ("change", "message"), [("packed", "weights is packed"), ("both", "weights is both"), ("exact", "exact is set")]
-)
+@pytest.mark.parametrize(("change", "message"), [("both", "weights is both"), ("exact", "exact is set")])
 def test_experts_are_refused_by_setting(change: str, message: str) -> None:
     settings = gpu_config(exact=True) if change == "exact" else gpu_config(weights=change)
     with pytest.raises(UnsupportedModel, match=message):
         memory.plan_engine_memory(ModelConfig.from_hf(QWEN3_30B_A3B), settings, H200, "bfloat16")
+
+
+def test_packed_experts_are_planned() -> None:
+    """Routers are never packed, nor experts with biases."""
+    config = ModelConfig.from_hf(QWEN3_30B_A3B)
+    plain, packed = (memory.weight_bytes(config, 2, packed=packed) for packed in (False, True))
+    assert packed == pytest.approx(plain * 12.2 / 16, rel=5e-3)
+    plan = memory.plan_engine_memory(config, gpu_config(weights="packed"), H200, "bfloat16", packed=True)
+    assert plan.weights == packed
+    parts = {part.kind: part for part in list_weight_parts(outline_of(config))}
+    assert weight_part_bytes(parts["router"], 2, packed=True) == 2 * 128 * 2048
+    experts = replace(outline_of(config).experts or pytest.fail("no experts"), has_biases=True)
+    biased = list_weight_parts(replace(outline_of(config), experts=experts))
+    assert all(part.is_always_plain for part in biased if part.kind == "routed experts")
 
 
 def test_configured_kv_tokens_are_used() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,8 +46,8 @@ class DraftingStateRunner(FakePipelinedRunner):
         for state in states:
             if state.load_from is not None:
                 self._states[state.slot] = self._states[state.load_from]
-        for item, state in zip(work, states, strict=True):
-            self._advance(item, state)
+        for item, state, planned in zip(work, states, plan.work, strict=True):
+            self._advance(item, state, planned.max_shift > 0)
         result = super().run(replace(plan, work=work))
         self._accepted = {w.id: len(result.sampled[w.id].further) for w in work if w.samples}
         self._drafts |= {w.id: [self._rng.randrange(VOCAB) for _ in range(w.num_propose)] for w in work}
@@ -61,10 +62,9 @@ class DraftingStateRunner(FakePipelinedRunner):
         if PENDING_TOKEN in draft:
             draft = self._drafts[item.id][: len(draft)]
         state = replace(item.state, num_accepted=item.state.num_accepted + shift)
-        assert not item.max_shift or state.save_to is None, "the position of this snapshot is not known yet"
         return replace(item, start=item.start + shift, tokens=[*tokens, *draft], state=state)
 
-    def _advance(self, item: WorkItem, state: StateWork) -> None:
+    def _advance(self, item: WorkItem, state: StateWork, may_end_before: bool) -> None:
         kept = self._states[state.slot] if item.start else []
         before = [*kept, *self._rows[state.draft_place][: state.num_accepted]]
         cached = [self._memory[item.blocks[p // SIZE] * SIZE + p % SIZE] for p in range(item.start)]
@@ -72,9 +72,10 @@ class DraftingStateRunner(FakePipelinedRunner):
         after = [*before, *item.tokens]
         known = len(after) - item.num_draft
         if state.save_to is not None:
-            assert len(kept) < state.save_end <= known and state.save_end % SIZE == 0
+            assert len(kept) < state.save_end and state.save_end % SIZE == 0
+            assert state.save_end <= known or may_end_before, "the step does not get so far"
             self.num_saved_within += state.save_end <= len(before)
-            self._states[state.save_to] = after[: state.save_end]
+            self._states[state.save_to] = after[: state.save_end] if state.save_end <= known else [-1]
         self._states[state.slot] = after[:known]
         if item.num_draft:
             assert item.num_draft <= MAX_DRAFT
@@ -134,11 +135,17 @@ def test_states_are_those_of_the_accepted_tokens(seed: int, blocks: int, slots: 
     assert slots_of.num_free + slots_of.num_snapshots == slots
 
 
-def test_a_boundary_within_accepted_tokens_gets_a_snapshot() -> None:
-    """The next turn of a chat starts behind the answer, wherever the steps that made it ended."""
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_boundary_within_accepted_tokens_gets_a_snapshot(on_device: bool) -> None:
+    """The next turn of a chat starts behind the answer, wherever the steps that made it ended.
+
+    With drafts on the device, steps are planned before it is known whether they get to the boundary."""
     config = SchedulerConfig(block_size=SIZE, max_batch_tokens=64, max_running=2, max_context=400)
     runner = DraftingStateRunner(100, 8, random.Random(0))
-    engine = Engine(config, runner, drafter=make_drafter(SpeculationConfig("ngram", MAX_DRAFT), lambda: None))
+    drafter = make_drafter(SpeculationConfig("ngram", MAX_DRAFT), lambda: None)
+    if on_device:
+        drafter = Drafter([], MAX_DRAFT, adaptive=False, uses_draft_model=True, continues_on_device=True)
+    engine = Engine(config, runner, drafter=drafter)
     prompt, params = [0, 1, 2] * 4, SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
     engine.add(Submission("first", prompt, params))
     answer: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import time
 from pathlib import Path
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser, server: ServerConfig | None =
 
 def run(args: argparse.Namespace) -> int:
     service.configure_logging(args)
+    gc.disable()  # until the server is ready: collections take a tenth of the imports, and free nothing
     started_at = time.monotonic() - (time.time() - _process_start_time())
     server = given_options(args, ServerConfig) | {
         "models": _parse_models(args.model, args.models, args.served_name),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import sys
 from collections.abc import Coroutine
@@ -25,6 +24,8 @@ def configure_logging(args: argparse.Namespace) -> None:
 
 
 def run_service(service: Coroutine[Any, Any, None]) -> int:
+    import asyncio  # imported late, so that `emberline serve` can start its engine process before
+
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -31,7 +31,8 @@ class StateWork:
 
     slot: int
     load_from: int | None = None  # slot whose states are copied to `slot` before the step
-    save_to: int | None = None  # slot to which the states after `save_end` tokens are copied
+    # Slot to which the states after `save_end` tokens are copied. A step with `max_shift` may not get so far.
+    save_to: int | None = None
     save_end: int = 0
     # Accepted tokens of the previous step's draft, over which the states in `slot` first advance. Their inputs are at
     # `draft_place`, where those of this step's draft replace them.

@@ -10,12 +10,12 @@ from emberline.models.config import ModelConfig
 
 
 def reject_unsupported_experts(config: ModelConfig, settings: EngineConfig) -> None:
-    """Raise UnsupportedModel for a mixture of experts with packed weights, or whose results must be exact."""
+    """Raise UnsupportedModel for a mixture of experts with weights in both forms, or whose results must be exact."""
     if config.experts is None:
         return
-    if settings.gpu.weights in ("packed", "both"):
-        message = f"weights is {settings.gpu.weights}, but the experts of {config.model_type} are not packed on a GPU"
-        raise UnsupportedModel(message, hint="use --weights plain")
+    if settings.gpu.weights == "both":
+        message = f"weights is both, but the experts of {config.model_type} are kept in one form only"
+        raise UnsupportedModel(message, hint="use --weights packed or plain")
     if settings.gpu.exact:
         message = f"exact is set, but no kernel sums the experts of {config.model_type} in a fixed order on a GPU"
         raise UnsupportedModel(message, hint="drop --exact")

@@ -16,7 +16,7 @@ from emberline.engine.group_choice import choose_groups, max_planned_tokens
 from emberline.engine.memory_plan import MemoryPlan, does_not_fit_error
 from emberline.engine.model_support import reject_unpackable_dtype, reject_unsupported_on_gpu
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
-from emberline.engine.state_plan import device_state_bytes, plan_state_slots
+from emberline.engine.state_plan import StatePlanner
 from emberline.engine.step_sizes import StepSizes
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kv.layer_groups import LayerGroups
@@ -114,9 +114,11 @@ def plan_engine_memory(
     kv_bytes, context = DTYPE_BYTES[kv_dtype(settings, dtype)], choose_max_context(config, settings)
     groups = choose_groups(config.windows, context, config.parts.attention.state_layers)
     size, tokens, state_slots = settings.scheduler.block_size, settings.kv_cache.kv_tokens, None
+    new_tokens = settings.speculation.max_new_tokens
     if (memory := settings.kv_cache.kv_memory) is not None:
-        state_slots = plan_state_slots(config, memory, settings.scheduler.max_running)
-        memory -= device_state_bytes(config, state_slots)
+        planner = StatePlanner.of(config, settings.scheduler.max_running, new_tokens, DTYPE_BYTES[dtype])
+        state_slots = planner.count_slots(memory)
+        memory -= planner.num_bytes(state_slots)
         tokens = memory // kv_token_bytes(config, kv_bytes, groups.num_places)
         tokens = tokens if groups.is_single else tokens // size * size
     return plan_memory(
@@ -137,7 +139,7 @@ def plan_engine_memory(
         tiers=settings.tiers.has_tiers,
         transfer=settings.transfer is not None,
         draft=draft,
-        max_new_tokens=settings.speculation.max_new_tokens,
+        max_new_tokens=new_tokens,
         utilization=settings.gpu.gpu_memory_utilization,
         other_bytes=other_bytes,
     )
@@ -148,13 +150,13 @@ def uses_packed_weights(
 ) -> bool:
     """Return whether weights of this dtype are kept packed, in 12 bits each.
 
-    By default they are not if the model has experts or recurrent layers.
+    By default they are not if the model has experts with biases, which are never packed.
 
     Raises InvalidRequest if the settings require packed weights and the dtype cannot be packed."""
     reject_unpackable_dtype(settings, dtype)
     coded = any(tensor.packing is not None for tensor in checkpoint.tensors.values())
-    can_pack = model is None or (model.experts is None and model.parts.attention.state is None)
-    is_useful = coded and dtype == "bfloat16" and can_pack
+    has_biases = model is not None and model.experts is not None and model.experts.options.has_biases
+    is_useful = coded and dtype == "bfloat16" and not has_biases
     return settings.gpu.weights == "packed" or (settings.gpu.weights == "auto" and is_useful)
 
 
@@ -208,21 +210,21 @@ def plan_memory(
     weights are kept plain and packed. `tiers`, `transfer`: reserve buffers for KV blocks that move. `max_new_tokens`:
     of a request in a step, with its draft. See `weight_bytes` (`narrow`) and `usable_bytes` (`utilization`)."""
     groups = groups or LayerGroups.single(config.layers)
-    tables, formats = len(groups.windows), (dtype_bytes, kv_dtype_bytes, block_size)
-    sizes = *formats, max_running, max_batch_tokens, max_context, max_new_tokens
+    tables, running = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
+    sizes = dtype_bytes, kv_dtype_bytes, block_size, *running
     limits = StepLimits(*sizes, packed=packed, tiers=tiers, transfer=transfer, block_tables=tables)
-    values = draft.kv_token_values * kv_dtype_bytes
-    block_bytes = (kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + values) * block_size
+    token_bytes = kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + draft.kv_token_values * kv_dtype_bytes
+    block_bytes = token_bytes * block_size
     weights = weight_bytes(config, dtype_bytes, packed=packed, both=both, narrow=narrow) + draft.weight_bytes
-    steps = step_bytes(StepSizes.of(outline_of(config), config.vocab), limits, block_bytes, draft)
-    fixed = {"weights": weights, **steps}
+    steps = StepSizes.of(outline_of(config), config.vocab)
+    fixed = {"weights": weights, **step_bytes(steps, limits, block_bytes, draft)}
     needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     usable, needed_bytes = usable_bytes(total_bytes, utilization, other_bytes), needed * tables * block_bytes
     if (available := usable - sum(fixed.values())) < needed_bytes:
         raise does_not_fit_error(fixed, usable, total_bytes, needed_bytes)
-    if (slots := state_slots) is None:
-        slots = plan_state_slots(config, available, max_running, None if kv_tokens is None else needed_bytes)
-    available -= (states := device_state_bytes(config, slots))
+    planner = StatePlanner.of(config, max_running, max_new_tokens, dtype_bytes)
+    slots = state_slots or planner.count_slots(available, None if kv_tokens is None else needed_bytes)
+    available -= (states := planner.num_bytes(slots))
     blocks = max(0, available) // (block_bytes * tables)  # of each group, if requests are short
     if blocks < needed:
         raise does_not_fit_error(fixed | {"states": states}, usable, total_bytes, needed_bytes)
@@ -245,7 +247,7 @@ def step_bytes(
 ) -> dict[str, int]:
     """Return the bytes of everything on a GPU but weights and KV cache. `block_bytes`: of a KV block."""
     tokens, running = limits.max_batch_tokens, limits.max_running
-    grid = ShapeGrid.for_model(sizes.layer_weights, tokens)
+    grid = ShapeGrid.for_model(sizes.layer_weights, tokens, has_experts=sizes.has_experts)
     shapes = captured_shapes(running, tokens, grid, queries=sizes.list_row_queries(limits.max_new_tokens))
     chains = sum(not shape.chunks for shape in shapes) if limits.max_new_tokens > 1 else 0  # of a draft model
     graphs = len(shapes) + chains
@@ -293,7 +295,8 @@ def used_by_others(total_bytes: int, free_bytes: int, allocated_bytes: int) -> i
 
 def shape_grid_for(config: ModelConfig, max_batch_tokens: int) -> ShapeGrid:
     """Return the sizes of steps with prompt chunks that are captured for this model."""
-    return ShapeGrid.for_model(StepSizes.of(outline_of(config), config.vocab).layer_weights, max_batch_tokens)
+    sizes = StepSizes.of(outline_of(config), config.vocab)
+    return ShapeGrid.for_model(sizes.layer_weights, max_batch_tokens, has_experts=sizes.has_experts)
 
 
 def weight_bytes(

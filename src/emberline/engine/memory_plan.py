@@ -26,7 +26,7 @@ class MemoryPlan:
     max_context: int
     groups: LayerGroups  # layers that share block tables
     max_planned_tokens: int  # of a request, in steps whose results are not known
-    states: int = 0  # recurrent states, with a slot for padding
+    states: int = 0  # recurrent states, with a slot for padding, and rows of drafted tokens
     state_slots: int = 0  # slots for the states of requests and for snapshots
 
     @property

@@ -15,12 +15,8 @@ def reject_states(config: ModelConfig, what: str, hint: str) -> None:
 
 def reject_unsupported_on_gpu(config: ModelConfig, settings: EngineConfig) -> None:
     """Raise UnsupportedModel for settings of a GPU that recurrent layers do not support."""
-    if settings.speculation.speculate != "off":
-        reject_states(config, f"--speculate {settings.speculation.speculate} on a GPU", "remove --speculate")
     if settings.gpu.exact:
         reject_states(config, "--exact on a GPU", "remove --exact: how a prompt is cut into chunks changes its states")
-    if settings.gpu.weights in ("packed", "both"):
-        reject_states(config, f"--weights {settings.gpu.weights}", "use --weights plain")
 
 
 def reject_unpackable_dtype(settings: EngineConfig, dtype: str) -> None:

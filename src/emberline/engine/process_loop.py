@@ -5,6 +5,7 @@ The process ends when the server process closes the socket."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import queue
@@ -80,6 +81,8 @@ def run_engine_process(connection_fd: int) -> int:
         return 1
     from emberline.kernels import ops  # imported late, because it imports torch
 
+    gc.freeze()  # objects of the start are permanent
+    gc.enable()
     is_booted.set()
     imports = {"imports": imported - began}
     ready = Ready({name: _loaded_model_info(loaded[name], imports) for name in start.models})

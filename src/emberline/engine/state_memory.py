@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from emberline.core.engine_config import SpeculationConfig
+import torch
+
+from emberline.core.engine_config import EngineConfig, SpeculationConfig
 from emberline.engine.kv_shape import make_state_shape
 from emberline.engine.state_plan import count_state_slots
 from emberline.kv.cache import StateCache
@@ -21,7 +23,15 @@ def allocate_states(
     return StateCache(shape, slots, num_places=min(slots, max_running), max_draft=max_draft)
 
 
-def allocate_device_states(config: ModelConfig, num_slots: int, device: str) -> StateCache | None:
-    """Return the memory of a model's states on a device, with a slot for padding; None if it has no such layers."""
-    shape = make_state_shape(config)
-    return None if shape is None else StateCache(shape, num_slots, device, has_padding_slot=True)
+def allocate_device_states(
+    config: ModelConfig, num_slots: int, device: torch.device, settings: EngineConfig, dtype: torch.dtype
+) -> StateCache | None:
+    """Return the memory of a model's states on a device, with a slot for padding; None if it has no such layers.
+
+    `dtype`: of the model's activations."""
+    if (shape := make_state_shape(config)) is None:
+        return None
+    places = min(num_slots, settings.scheduler.max_running)
+    drafts = {"num_places": places, "max_draft": settings.speculation.max_new_tokens - 1}
+    draft_dtype = dtype if device.type == "cuda" else torch.float32
+    return StateCache(shape, num_slots, str(device), has_padding_slot=True, **drafts, draft_dtype=draft_dtype)

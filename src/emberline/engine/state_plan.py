@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from emberline.core.errors import ModelError
 from emberline.models.config import ModelConfig
 
@@ -18,17 +20,33 @@ def state_slot_bytes(config: ModelConfig) -> int:
     return len(attention.state_layers) * (sizes.conv_values + sizes.matrix_values) * STATE_BYTES
 
 
-def device_state_bytes(config: ModelConfig, num_slots: int) -> int:
-    """Return the bytes of this many slots and of one for padding, on a GPU; 0 without recurrent layers."""
-    return (num_slots + 1) * state_slot_bytes(config)
+@dataclass(frozen=True, slots=True)
+class StatePlanner:
+    """The states of an engine on a GPU. Without recurrent layers, all numbers are 0."""
 
+    slot_bytes: int
+    max_running: int
+    draft_bytes: int  # of the rows of drafted tokens that a running request keeps
 
-def plan_state_slots(config: ModelConfig, memory_bytes: int, max_running: int, kv_bytes: int | None = None) -> int:
-    """Return the slots of an engine on a GPU, whose KV cache has this memory; 0 without recurrent layers."""
-    slot_bytes = state_slot_bytes(config)
-    if not slot_bytes:
-        return 0
-    return count_state_slots(slot_bytes, memory_bytes, max_running, num_padding=1, kv_bytes=kv_bytes)
+    @staticmethod
+    def of(config: ModelConfig, max_running: int, max_new_tokens: int, dtype_bytes: int) -> StatePlanner:
+        """`max_new_tokens`: of a request in a step, with its draft. `dtype_bytes`: of an activation."""
+        attention, rows = config.parts.attention, max_new_tokens - 1
+        if (sizes := attention.state) is None:
+            return StatePlanner(0, max_running, 0)
+        values = len(attention.state_layers) * (2 * sizes.conv_channels + 2 * sizes.value_heads)
+        return StatePlanner(state_slot_bytes(config), max_running, rows * values * dtype_bytes)
+
+    def count_slots(self, memory_bytes: int, kv_bytes: int | None = None) -> int:
+        """Return the slots if states and KV cache share this memory. `kv_bytes`: see `count_state_slots`."""
+        if not self.slot_bytes:
+            return 0
+        sizes, draft = (self.slot_bytes, memory_bytes, self.max_running), self.draft_bytes
+        return count_state_slots(*sizes, draft_bytes=draft, num_padding=1, kv_bytes=kv_bytes)
+
+    def num_bytes(self, num_slots: int) -> int:
+        """Return the bytes of this many slots, of one for padding, and of rows of drafted tokens."""
+        return (num_slots + 1) * self.slot_bytes + min(num_slots, self.max_running) * self.draft_bytes
 
 
 def count_state_slots(

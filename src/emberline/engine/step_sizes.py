@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from emberline.kernels import work_limits
 from emberline.models.outline import LayerOutline, ModelOutline
-from emberline.models.weight_parts import list_weight_parts
+from emberline.models.weight_parts import WeightPart, list_weight_parts
 
 LAYER_KINDS = ("attention", "dense ffn", "routed experts", "shared experts", "router")
 UNPACKED_KINDS = ("attention", "dense ffn", "shared experts")  # whose packed matrices are unpacked for large products
@@ -30,8 +30,9 @@ class StepSizes:
     rope_values: int  # numbers per position of all tables of rotary angles
     vocab: int  # of the whole model: each GPU has the logits of all tokens
     widest_matrix: int  # weights of the largest matrix that may be unpacked
-    layer_weights: int  # weights of the matrices of all layers
+    layer_weights: int  # weights of the matrices of all layers that a token uses
     has_latents: bool  # whether attention is on latents
+    has_experts: bool = False
 
     @staticmethod
     def of(outline: ModelOutline, vocab: int) -> StepSizes:
@@ -49,8 +50,9 @@ class StepSizes:
             rope_values=outline.rope_values,
             vocab=vocab,
             widest_matrix=max(part.rows * part.columns for part in parts if part.kind in UNPACKED_KINDS),
-            layer_weights=sum(part.num_weights for part in parts if part.kind in LAYER_KINDS),
+            layer_weights=sum(_count_used_weights(outline, part) for part in parts if part.kind in LAYER_KINDS),
             has_latents=latent is not None,
+            has_experts=outline.experts is not None,
         )
 
     def list_row_queries(self, max_new_tokens: int) -> tuple[int, ...]:
@@ -74,6 +76,13 @@ class StepSizes:
     def expanded_bytes(self) -> int:
         """The bytes of keys and values that latent attention computes from cached latents, with the latents."""
         return work_limits.MAX_EXPANDED_HEADS * EXPANDED_HEAD_BYTES if self.has_latents else 0
+
+
+def _count_used_weights(outline: ModelOutline, part: WeightPart) -> int:
+    """Return how many weights of the part a token uses."""
+    if part.kind != "routed experts" or outline.experts is None:
+        return part.num_weights
+    return part.num_weights * outline.experts.chosen // outline.experts.count
 
 
 def _attention_values(outline: ModelOutline, layer: LayerOutline) -> int:

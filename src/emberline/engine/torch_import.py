@@ -1,4 +1,4 @@
-"""Makes the import of torch faster in an engine process on a machine without a GPU. Standard library only.
+"""Makes the import of torch faster in an engine process on a machine without a GPU.
 
 Loading torch's library takes a third of the import, and needs no Python: a thread does it during other imports. Another
 fifth is for modules that compile and export models, which an engine never does: they are replaced by empty ones.
@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,12 +21,32 @@ from typing import Any
 
 GPU_DRIVER = Path("/proc/driver/nvidia")
 KNOWN_VERSION = re.compile(r"2\.13\.")  # of torch, whose own modules are known to need nothing of the replaced ones
+# Modules of the engine with libraries of their own. They are imported first, since the loader of libraries has a lock.
+LIBRARY_MODULES = (
+    *(
+        "numpy",
+        "msgspec",
+        "array",
+        "binascii",
+        "bisect",
+        "bz2",
+        "contextvars",
+        "csv",
+        "ctypes",
+        "datetime",
+        "decimal",
+        "fcntl",
+    ),
+    *("hashlib", "heapq", "json", "lzma", "math", "mmap", "pickle", "queue", "random", "select", "socket"),
+    *("statistics", "struct", "subprocess", "uuid", "zlib"),
+)
 REPLACED_MODULES = frozenset(
     {
         "_export",
         "_functorch",
         "_higher_order_ops",
         "_meta_registrations",
+        "_native",
         "ao",
         "distributions",
         "export",
@@ -50,6 +71,8 @@ def prepare_torch_import() -> None:
     directory = Path(spec.submodule_search_locations[0])
     library = directory / "lib" / "libtorch_cpu.so"
     if library.is_file():
+        for name in LIBRARY_MODULES:
+            import_module(name)
         threading.Thread(target=_load_library, args=(library,), name="torch library", daemon=True).start()
     if KNOWN_VERSION.search(_read_version(directory)):
         sys.meta_path.insert(0, ReplacedModuleFinder())

@@ -71,6 +71,7 @@ class StateDrafts(NamedTuple):
     places: Tensor  # [B] int32: where the rows of the sequence are kept
     accepted: Tensor  # [B] int32: rows there over which the states advance before this step's tokens
     counts: Tensor  # [B] int32: drafted tokens at the end of the sequence, whose rows replace the others
+    has_any: bool = True  # False: all `counts` are 0
 
     def of_layer(self, index: int) -> StateDrafts:
         """Return the rows of one layer, where the rows of all layers have a dimension for these first."""
@@ -178,7 +179,7 @@ def _iter_sequences(states: LayerStates) -> Iterator[_Sequence]:
     """Yield the sequences of a step, without padding, which has no rows."""
     starts, context = states.metadata.query_start.tolist(), states.metadata.context.tolist()
     saves = [(0, 0)] * len(context) if states.saves is None else _zip_tensors(*states.saves)
-    drafts = [(0, 0, 0)] * len(context) if states.drafts is None else _zip_tensors(*states.drafts[2:])
+    drafts = [(0, 0, 0)] * len(context) if states.drafts is None else _zip_tensors(*states.drafts[2:5])
     for b, slot in enumerate(states.slots.tolist()):
         if starts[b] == starts[b + 1]:
             continue

@@ -67,7 +67,10 @@ class StackedExperts:
     def split(self) -> tuple[Expert, ...]:
         """Return each expert with matrices for the reference backend, which are copies in float32."""
         gate_up_bias, down_bias = self.gate_up_bias, self.down_bias
-        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "only bf16 experts can be split"
+        gate_ups, downs = (
+            part.handle if isinstance(part, PackedExperts) else part for part in (self.gate_up, self.down)
+        )
+        assert isinstance(gate_ups, Tensor) and isinstance(downs, Tensor), "only plain experts can be split"
         return tuple(
             Expert(
                 PackedWeight(gate_up.float(), len(gate_up), gate_up.shape[1], gate_up.dtype),
@@ -75,7 +78,7 @@ class StackedExperts:
                 None if gate_up_bias is None else gate_up_bias[number],
                 None if down_bias is None else down_bias[number],
             )
-            for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True))
+            for number, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True))
         )
 
 

@@ -26,7 +26,7 @@ from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.gguf_blocks import dequantise_blocks
 from emberline.kernels.mixture import Mixture
-from emberline.kernels.packed_weight import PackedExperts, PackedWeight
+from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise_to_bf16
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
 from emberline.kernels.weight_unpacker import WeightUnpacker
@@ -42,6 +42,14 @@ class OpBackend(ABC):
         packed = self.pack_linear(values, gated=weight.gated)
         weight.data, weight.ptr, weight.handle, weight.layout = packed.data, packed.ptr, packed.handle, packed.layout
         return packed.data.nbytes
+
+    def fill_experts(self, experts: PackedExperts, values: Tensor) -> int:
+        """Store the values [count, n, k] in the empty experts and return the device memory used, in bytes.
+
+        The rows of gate are before those of up.
+        """
+        experts.handle, experts.layout, experts.nbytes = values, WeightLayout.ROWS, values.nbytes
+        return values.nbytes
 
     def keeps_quantised(self, matrix: QuantisedMatrix) -> bool:
         """Return whether `pack_quantised`, or `pack_quantised_experts` for stacked matrices, keeps the codes.

@@ -80,9 +80,11 @@ __all__ = [
     "current_backend",
     "edit_logits",
     "embed",
+    "empty_experts",
     "empty_quantised_weight",
     "empty_weight",
     "fill_dequantised_weight",
+    "fill_experts",
     "fill_newest_tokens",
     "fill_quantised_experts",
     "fill_quantised_weight",
@@ -142,6 +144,19 @@ def fill_weight(weight: PackedWeight, values: Tensor) -> int:
     Return the bytes used.
     """
     return backend_of(values).fill_weight(weight, values)
+
+
+def empty_experts(count: int, n: int, k: int, *, gated: bool = False) -> PackedExperts:
+    """Return the experts of a layer on a GPU without memory; `fill_experts` sets their values later."""
+    return PackedExperts(count, n, k, WeightLayout.ROWS, None, 0, gated)
+
+
+def fill_experts(experts: PackedExperts, values: Tensor) -> int:
+    """Store the values [count, n, k] in the empty experts, losslessly compressed if that is smaller.
+
+    Return the bytes used.
+    """
+    return backend_of(values).fill_experts(experts, values)
 
 
 def keeps_quantised(device: torch.device, matrix: QuantisedMatrix) -> bool:

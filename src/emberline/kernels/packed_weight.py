@@ -64,13 +64,15 @@ def join_rows(parts: Sequence[PackedWeight]) -> PackedWeight:
 
 @dataclass(slots=True, eq=False)
 class PackedExperts:
-    """The matrices [count, n, k] of all experts of a layer, in another form than rows of bf16.
+    """The matrices [count, n, k] of all experts of a layer, in another form than a tensor of bf16.
 
-    Until their values are loaded, `handle` may be a QuantisedMatrix on the meta device."""
+    Until their values are loaded, `handle` may be a QuantisedMatrix on the meta device, or None. Those that cannot be
+    compressed are then a tensor after all, with layout ROWS."""
 
     count: int
     n: int
     k: int
-    layout: WeightLayout  # UW12 or QUANTISED
-    handle: object  # what the GPU kernels need
+    layout: WeightLayout  # UW12, QUANTISED or ROWS
+    handle: object  # what the GPU kernels need; ROWS: the tensor
     nbytes: int
+    gated: bool = False  # whether rows of gate and of up alternate in groups of 8, with layout UW12

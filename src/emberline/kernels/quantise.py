@@ -17,21 +17,25 @@ from emberline.kernels.quantised_matrix import (
 
 MAX_FP8, MAX_FLOAT4, MAX_INT4 = 448.0, 6.0, 7.0
 MAX_FLOAT4_EXPONENT = 2  # of the largest float4, 6.0
+SHRINKS = tuple(1 - 0.05 * step for step in range(9))  # factors of the scale that reaches the largest value
 MIN_SCALE = 2.0**-100  # so that a group of zeros can be divided by its scale
 
 
-def quantise(values: Tensor, kind: CodeKind, group_rows: int = 1, group_columns: int = 0) -> QuantisedMatrix:
+def quantise(
+    values: Tensor, kind: CodeKind, group_rows: int = 1, group_columns: int = 0, *, search: bool = False
+) -> QuantisedMatrix:
     """Quantise a matrix [.., n, k] of finite values.
 
     `group_rows` is used by fp8 only, `group_columns` by fp8 and int4, where 0 means the whole row. The group of a
-    float4 format is fixed.
+    float4 format is fixed. With `search`, scales of int4 are those of SHRINKS with the least squared error in their
+    group, so that large values may be clipped.
     """
     values = values.to(torch.float32)
     match kind:
         case "fp8":
             return _quantise_fp8(values, group_rows, group_columns or values.shape[-1])
         case "int4":
-            return _quantise_int4(values, group_columns or values.shape[-1])
+            return _quantise_int4(values, group_columns or values.shape[-1], SHRINKS if search else (1.0,))
         case "mxfp4":
             return _quantise_mxfp4(values)
         case "nvfp4":
@@ -48,11 +52,24 @@ def _quantise_fp8(values: Tensor, rows: int, columns: int) -> QuantisedMatrix:
     return QuantisedMatrix("fp8", codes, scales, rows, columns)
 
 
-def _quantise_int4(values: Tensor, columns: int) -> QuantisedMatrix:
+def _quantise_int4(values: Tensor, columns: int, shrinks: tuple[float, ...]) -> QuantisedMatrix:
     groups = values.unflatten(-1, (-1, columns))
-    scales = (groups.abs().amax(dim=-1) / MAX_INT4).clamp_min(MIN_SCALE).to(torch.bfloat16)
-    codes = torch.round(groups / scales[..., None].float()).clamp(-INT4_ZERO, MAX_INT4) + INT4_ZERO
+    widest, scales, least = groups.abs().amax(dim=-1) / MAX_INT4, None, None
+    for shrink in shrinks:
+        tried = (widest * shrink).clamp_min(MIN_SCALE).to(torch.bfloat16)
+        wide = tried.float()[..., None]
+        error = (_round_to_int4(groups, wide) * wide - groups).square().sum(dim=-1) if len(shrinks) > 1 else widest
+        if scales is None or least is None:
+            scales, least = tried, error
+        else:
+            scales, least = torch.where(error < least, tried, scales), torch.minimum(error, least)
+    assert scales is not None
+    codes = _round_to_int4(groups, scales.float()[..., None]) + INT4_ZERO
     return QuantisedMatrix("int4", _join_halves(codes.to(torch.uint8).flatten(-2)), scales, 1, columns)
+
+
+def _round_to_int4(groups: Tensor, scales: Tensor) -> Tensor:
+    return torch.round(groups / scales).clamp(-INT4_ZERO, MAX_INT4)
 
 
 def _quantise_mxfp4(values: Tensor) -> QuantisedMatrix:

@@ -15,6 +15,7 @@ The lower half of a byte is the code of the column before that of the upper half
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -103,6 +104,18 @@ def slice_rows(matrix: QuantisedMatrix, start: int, end: int) -> QuantisedMatrix
         zeros=None if zeros is None else zeros[..., start:end, :],
         row_scale=None if row_scale is None else row_scale[..., start:end],
     )
+
+
+def scale_matrix(matrix: QuantisedMatrix, factor: float) -> QuantisedMatrix:
+    """Return the matrix with all values multiplied by a power of two."""
+    if factor == 1.0:
+        return matrix
+    if matrix.kind == "mxfp4":
+        exponents = matrix.scales.to(torch.int16) + round(math.log2(factor))
+        return replace(matrix, scales=exponents.clamp(0, 2 * EXPONENT_BIAS).to(torch.uint8))
+    if matrix.row_scale is not None:
+        return replace(matrix, row_scale=matrix.row_scale * factor)
+    return replace(matrix, scales=matrix.scales * factor)
 
 
 def _map_parts(matrix: QuantisedMatrix, change: Callable[[Tensor], Tensor]) -> QuantisedMatrix:

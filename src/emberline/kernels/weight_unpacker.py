@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from emberline.kernels.packed_weight import PackedWeight
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 
 UnpackFunction = Callable[[PackedWeight, Tensor], object]
 
@@ -78,7 +78,11 @@ class WeightUnpacker:
         self._buffers.clear()
 
     def next_weight(self, weight: PackedWeight) -> PackedWeight | None:
-        return self._next_weights.get(weight)
+        """Return the weight after this one, without those that are not packed, such as routers of experts."""
+        following = self._next_weights.get(weight)
+        while following is not None and following.layout is WeightLayout.ROWS:
+            following = self._next_weights.get(following)
+        return following
 
     @contextmanager
     def unpacked_rows(self, weight: PackedWeight, next_weight: PackedWeight | None = None) -> Iterator[Tensor]:

@@ -112,16 +112,23 @@ class StateCache:
         has_padding_slot: bool = False,
         num_places: int = 0,
         max_draft: int = 0,
+        draft_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`has_padding_slot`: allocate one more slot, which padding of captured steps overwrites."""
-        self.shape, self.num_slots = shape, num_slots
+        """`has_padding_slot`: allocate one more slot, which padding of captured steps overwrites.
+
+        `draft_dtype`: of the rows of drafted tokens. Kernels for a CPU need float32; for a GPU it is the model's."""
+        self.shape, self.num_slots, self.max_draft = shape, num_slots, max_draft
         slots = num_slots + has_padding_slot
         conv = shape.layers, slots, shape.conv_rows, shape.conv_channels
         matrices = shape.layers, slots, shape.heads, shape.key_dim, shape.value_dim
         drafts = shape.layers, num_places, max_draft
         self.conv, self.matrices = (_zeroed_tensor(dims, torch.float32, device) for dims in (conv, matrices))
-        self.draft_conv = _zeroed_tensor((*drafts, shape.conv_channels), torch.float32, device)
-        self.draft_rule = _zeroed_tensor((*drafts, shape.draft_width), torch.float32, device)
+        self.draft_conv = _zeroed_tensor((*drafts, shape.conv_channels), draft_dtype, device)
+        self.draft_rule = _zeroed_tensor((*drafts, shape.draft_width), draft_dtype, device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.conv, self.matrices, self.draft_conv, self.draft_rule]
 
     @property
     def num_bytes(self) -> int:

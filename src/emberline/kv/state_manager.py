@@ -106,16 +106,20 @@ class StateKVManager(KVManager):
         num_tokens = item.start + len(item.tokens) - item.num_draft
         place, accepted = self._drafted_rows.plan_step(item)
         # Accepted drafts may pass a boundary. Otherwise the step has to end there, as not all kernels can stop within.
-        saved = num_tokens // self.block_size * self.block_size if accepted else num_tokens
+        saved, known_end = num_tokens // self.block_size * self.block_size if accepted else num_tokens, None
+        if item.max_shift:  # a step that is planned ahead may reach the next boundary, and then it makes the snapshot
+            saved, known_end = (item.start // self.block_size + 1) * self.block_size, partial(_known_end, item)
         slot, source, target = self.states.slot_of(request.id), self.states.take_load(request.id), None
         boundaries = self._boundaries[request.id]
-        is_boundary = saved % self.block_size == 0 and saved > item.start - accepted and self._can_share_blocks(request)
-        if is_boundary and not item.max_shift:  # else the position is not known yet
+        is_boundary = saved % self.block_size == 0 and item.start - accepted < saved <= num_tokens + item.max_shift
+        if is_boundary and self._can_share_blocks(request):
             in_prompt = bool(boundaries) and saved == boundaries[-1]
             if in_prompt or saved > request.submitted_len:
                 # A step that is planned ahead of results computes a token that is not known yet.
                 digest = self._find_digest(request, saved) if saved <= len(request.tokens) else None
-                target = self.states.plan_snapshot(request.id, digest, saved, replaces=not in_prompt)
+                target = self.states.plan_snapshot(
+                    request.id, digest, saved, replaces=not in_prompt, known_end=known_end
+                )
         while boundaries and boundaries[-1] <= num_tokens:
             boundaries.pop()
         request.chunk_end = boundaries[-1] if boundaries else 0
@@ -311,3 +315,8 @@ class StateKVManager(KVManager):
         if first <= last and request.num_computed > last * self.block_size:
             blocks += self._leaving.get(request.id, [])
         return blocks
+
+
+def _known_end(item: WorkItem) -> tuple[int, bool]:
+    """Return how far states advance in the step of a work item, at least, and whether that is final."""
+    return item.start + len(item.tokens) - item.num_draft, not item.max_shift

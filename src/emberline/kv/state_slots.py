@@ -24,6 +24,17 @@ class PlannedSnapshot:
     slot: int
     num_tokens: int  # of the prefix
     replaces: bool  # whether the request's next snapshot of this kind replaces it
+    # How far the states advance in its step, at least, and whether that is final. If they end before `num_tokens`, the
+    # step makes no snapshot. None: they reach it.
+    known_end: Callable[[], tuple[int, bool]] | None = None
+
+    @property
+    def is_reached(self) -> bool:
+        return self.known_end is None or self.known_end()[0] >= self.num_tokens
+
+    @property
+    def is_missed(self) -> bool:
+        return self.known_end is not None and not self.is_reached and self.known_end()[1]
 
 
 class StateSlots:
@@ -115,34 +126,47 @@ class StateSlots:
         digest = self._loads.pop(request_id, None)
         return None if digest is None else self._snapshots[digest]
 
-    def plan_snapshot(self, request_id: str, digest: bytes | None, num_tokens: int, *, replaces: bool) -> int | None:
+    def plan_snapshot(
+        self,
+        request_id: str,
+        digest: bytes | None,
+        num_tokens: int,
+        *,
+        replaces: bool,
+        known_end: Callable[[], tuple[int, bool]] | None = None,
+    ) -> int | None:
         """Return the slot to which a step copies the states of the request, or None if no copy is worth it.
 
         `digest`: None if it is only known when the snapshot is committed. `replaces`: the snapshot replaces the
-        request's previous one that was made with `replaces`."""
+        request's previous one that was made with `replaces`. `known_end`: see PlannedSnapshot."""
         if digest is not None and digest in self._snapshots:
             self._snapshots.move_to_end(digest)
             return None
         if len(self._planned.get(request_id, ())) >= MAX_PLANNED:
             return None
-        if replaces and (previous := self._newest.pop(request_id, None)) is not None:
+        if replaces and known_end is None and (previous := self._newest.pop(request_id, None)) is not None:
             self.forget_prefix(previous)
         if (slot := self._allocate()) is None:
             return None
-        self._planned.setdefault(request_id, []).append(PlannedSnapshot(digest, slot, num_tokens, replaces))
+        self._planned.setdefault(request_id, []).append(PlannedSnapshot(digest, slot, num_tokens, replaces, known_end))
         return slot
 
     def commit_snapshot(
         self, request_id: str, num_computed: int, find_digest: Callable[[int], bytes] | None = None
     ) -> None:
-        """Make the planned snapshots of a request usable whose tokens are all computed.
+        """Make the planned snapshots of a request usable whose tokens are all computed, and drop missed ones.
 
         `find_digest`: returns the digest of a prefix of so many tokens, if it was not known before."""
-        planned = self._planned.get(request_id, [])
-        while planned and planned[0].num_tokens <= num_computed:
-            self._commit(request_id, planned.pop(0), find_digest)
-        if not planned:
-            self._planned.pop(request_id, None)
+        kept = []
+        for planned in self._planned.pop(request_id, []):
+            if planned.is_missed:
+                self._free.append(planned.slot)
+            elif planned.num_tokens <= num_computed and planned.is_reached:
+                self._commit(request_id, planned, find_digest)
+            else:
+                kept.append(planned)
+        if kept:
+            self._planned[request_id] = kept
 
     def _commit(self, request_id: str, planned: PlannedSnapshot, find_digest: Callable[[int], bytes] | None) -> None:
         digest = planned.digest

@@ -34,12 +34,12 @@ class DeltaNet:
         assert sizes is not None
         norm = f"model.layers.{layer}.input_layernorm.weight"
         is_grouped = config.parts.attention.has_grouped_delta_tensors
-        matrix = (_load_grouped if is_grouped else _load_separate)(weights, at, sizes, hidden)
+        (matrix,) = (_load_grouped if is_grouped else _load_separate)(weights, at, sizes, hidden)
         taps, channels = sizes.conv_kernel, sizes.conv_channels
         kernel = StackPart(f"{at}.conv1d.weight", (channels, 1, taps), lambda whole: whole.T[:, None])
         return DeltaNet(
             qkv=ops.LinearLayer(
-                weights.pack(matrix),
+                matrix,
                 norm=weights.load_vector(norm, hidden, offset=config.parts.norm_offset),
                 eps=config.norm_eps,
             ),
@@ -65,11 +65,12 @@ class DeltaNet:
         `keys` and `values` are the layer's states: the last inputs of the convolution, and the matrices. They advance
         over all rows of x in both cases.
         """
-        sequences = len(batch.attention.query_start) - 1
-        assert batch.state_slots is not None and len(batch.state_slots) == sequences, "a sequence has no states"
+        rows_of_attention = len(batch.attention.query_start) - 1
+        assert batch.state_slots is not None and len(batch.state_slots) == rows_of_attention, "a row has no states"
         few, layer = 0 if batch.plan is None else batch.plan.decode_rows, self.layer
         saves, drafts = batch.state_saves, batch.state_drafts
-        states = ops.LayerStates(keys, values, batch.state_slots, batch.attention, saves, drafts, few)
+        sequences = batch.attention if batch.state_sequences is None else batch.state_sequences
+        states = ops.LayerStates(keys, values, batch.state_slots, sequences, saves, drafts, few)
         projected = ops.linear(x, self.qkv, unpacker=batch.unpacker)
         qkv, gate, steps, times = projected.split(
             [layer.channels, layer.values, layer.value_heads, layer.value_heads], dim=1
@@ -82,14 +83,15 @@ class DeltaNet:
         return add_output(ops.norm_and_gate(mixed, gate, self.norm, self.eps), self.o, x, None, batch.unpacker)
 
 
-def _load_separate(weights: Weights, at: str, sizes: StateSizes, hidden: int) -> Tensor:
+def _load_separate(weights: Weights, at: str, sizes: StateSizes, hidden: int) -> list[ops.PackedWeight]:
     """Return the input projections of Qwen3.5 as one matrix."""
     values, heads = sizes.value_heads * sizes.value_dim, sizes.value_heads
     names = {"in_proj_qkv": sizes.conv_channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
-    return weights.stack([(f"{at}.{name}.weight", rows) for name, rows in names.items()], hidden)
+    parts = [(f"{at}.{name}.weight", rows) for name, rows in names.items()]
+    return weights.arranged_linears(parts, hidden, lambda matrix: matrix, [sum(names.values())])
 
 
-def _load_grouped(weights: Weights, at: str, sizes: StateSizes, hidden: int) -> Tensor:
+def _load_grouped(weights: Weights, at: str, sizes: StateSizes, hidden: int) -> list[ops.PackedWeight]:
     """Return the input projections of Qwen3-Next as one matrix.
 
     Its tensors have all rows of a key head together: query, key, and the values and gates of its value heads; and in
@@ -106,4 +108,4 @@ def _load_grouped(weights: Weights, at: str, sizes: StateSizes, hidden: int) -> 
         parts = [*wide.split(large, dim=1), *narrow.split(per_key, dim=1)]
         return torch.cat([part.reshape(-1, hidden) for part in parts])
 
-    return weights.transform(weights.stack(names, hidden), reorder)
+    return weights.arranged_linears(names, hidden, reorder, [sum(rows for _, rows in names)])

@@ -26,8 +26,9 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
-from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise_to_bf16
+from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise_to_bf16, scale_matrix
 from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoad
+from emberline.models.kv_scales import read_kv_factors
 from emberline.models.narrow_plan import NarrowPlanner
 from emberline.models.narrow_weights import PendingExperts, PendingLinear, PendingParts, quantise_rows
 from emberline.models.quantised_load import STORED_DTYPES, ValueChecks
@@ -42,6 +43,7 @@ from emberline.models.tensor_load import (
     TensorPlacement,
     split_stack,
 )
+from emberline.models.textmodel import select_text_model
 from emberline.models.weight_formats import NarrowSize
 from emberline.models.weight_uploader import WeightUploader
 from emberline.models.weights import StackPart, Weights
@@ -84,6 +86,7 @@ class DeviceWeights(Weights):
         packed: bool = False,
         online: str = "",
         keeps_quantised: bool = True,
+        kv_scales: bool = False,
         shard: Shard | None = None,
     ) -> None:
         """Prepare to load a checkpoint.
@@ -91,6 +94,7 @@ class DeviceWeights(Weights):
         `reader`, if given, already reads the checkpoint's files; `finish` closes it. With `packed`, bf16 matrices are
         kept in the uw12 format, 12 bits per weight. `online`: the format to which bf16 matrices of layers are
         quantised, of ONLINE_FORMATS; empty: none. Without `keeps_quantised`, quantised matrices become bf16. With
+        `kv_scales`, weights of attention are multiplied by the scales for a float8 KV cache (kv_scales.py). With
         `shard`, only its part of each tensor is loaded, and quantised matrices become bf16.
         """
         super().__init__(checkpoint, dtype, shard=shard)
@@ -100,6 +104,8 @@ class DeviceWeights(Weights):
         keeps_quantised = keeps_quantised and self.shard.world_size == 1
         self._narrow = NarrowPlanner(self.checkpoint, self.device, online=online, keeps_quantised=keeps_quantised)
         self._checks = ValueChecks()
+        stored = select_text_model(checkpoint).tensors if kv_scales else {}
+        self._factors = read_kv_factors(stored, self._unused, self._view_raw_bytes)
         self._reader = reader
         self._loads: list[TensorLoad] = []
         self._transforms: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []  # what `finish` replaces in place
@@ -155,13 +161,45 @@ class DeviceWeights(Weights):
         self._queue_stack(parts, columns, settle, gated=gated)
         return weight
 
+    def arranged_linears(
+        self,
+        parts: Sequence[tuple[str, int]],
+        columns: int,
+        arrange: Callable[[Tensor], Tensor],
+        rows: Sequence[int],
+    ) -> list[ops.PackedWeight]:
+        dtype = self.stack_dtype(parts, columns)
+        if not self.packed or dtype is not torch.bfloat16:
+            return super().arranged_linears(parts, columns, arrange, rows)
+        weights = [ops.empty_weight(count, columns, dtype, self.device) for count in rows]
+
+        def settle(whole: Tensor) -> None:
+            for weight, part in zip(weights, arrange(whole).split(list(rows)), strict=True):
+                self.loaded_bytes += ops.fill_weight(weight, part)
+
+        self._queue_stack(parts, columns, settle, gated=False)
+        return weights
+
     def load_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False, packable: bool = False
     ) -> Tensor | ops.PackedExperts:
         for name, part_shape, _ in parts:
             self._check_tensor(name, part_shape)
-        narrow = self._narrow.describe_experts(shape, parts, self._final_dtype([part.name for part in parts]))
-        return self.stack_experts(shape, parts) if narrow is None else self._queue_narrow_experts(parts, narrow)
+        dtype = self._final_dtype([part.name for part in parts])
+        narrow = self._narrow.describe_experts(shape, parts, dtype)
+        if narrow is not None:
+            return self._queue_narrow_experts(parts, narrow)
+        if not self.packed or not packable or dtype is not torch.bfloat16:
+            return self.stack_experts(shape, parts)
+        experts = ops.empty_experts(*shape, gated=gated)
+
+        def settle(whole: Tensor) -> None:
+            self._add_loaded_bytes(ops.fill_experts(experts, whole))
+
+        pending = PendingMatrix(shape, dtype, self.device, lambda whole, i: parts[i].select(whole), settle)
+        for index, (name, part_shape, _) in enumerate(parts):
+            self._queue_load(name, part_shape, pending.add_part(index))
+        return experts
 
     def stack_experts(
         self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None
@@ -240,7 +278,7 @@ class DeviceWeights(Weights):
         """Dequantise a matrix."""
         values = dequantise_to_bf16(matrix)
         values = values.transpose(-1, -2) if info.is_transposed else values
-        values = values[self.shard.tensor_slices(name, info.shape)]
+        values = values[self.shard.tensor_slices(name, info.shape)] * self._factors.get(name, 1.0)
         destination = target if isinstance(target, Tensor) else target.matrix.get_destination(target.index)
         destination.copy_(values.reshape(destination.shape))
         if isinstance(target, MatrixPart):
@@ -284,7 +322,8 @@ class DeviceWeights(Weights):
         info = self.checkpoint.tensor_info(name)
         assert isinstance(info, QuantisedTensorInfo)
         self._unused.remove(name)
-        self._queue_quantised(name, info, on_complete)
+        factor = self._factors.get(name, 1.0)
+        self._queue_quantised(name, info, lambda matrix: on_complete(scale_matrix(matrix, factor)))
 
     def _add_loaded_bytes(self, num_bytes: int) -> None:
         self.loaded_bytes += num_bytes
@@ -303,9 +342,11 @@ class DeviceWeights(Weights):
     def _make_load(
         self, name: str, info: TensorInfo, destination: Tensor | MatrixPart, offset: float = 0.0
     ) -> TensorLoad:
-        is_whole = self.shard.world_size == 1 or (isinstance(destination, MatrixPart) and destination.is_stored_form)
+        is_part = isinstance(destination, MatrixPart) and destination.is_stored_form
+        is_whole = is_part or self.shard.world_size == 1
         slices = None if is_whole else self.shard.tensor_slices(name, info.shape)
-        placement = TensorPlacement(name, info, STORED_DTYPES[info.dtype], destination, slices, offset)
+        factor = 1.0 if is_part else self._factors.get(name, 1.0)
+        placement = TensorPlacement(name, info, STORED_DTYPES[info.dtype], destination, slices, offset, factor)
         if info.packing is None:
             return TensorLoad(placement)
         kind = CodedTensorLoad if is_coded(info) else CheckedTensorLoad

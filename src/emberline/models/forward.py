@@ -48,6 +48,9 @@ class ForwardBatch:
     state_slots: Tensor | None = None  # [B] int32; without states, [0]
     state_saves: ops.StateSaves | None = None
     state_drafts: ops.StateDrafts | None = None  # its rows have a first dimension more, which are the recurrent layers
+    # Where sequences begin, and whether tokens precede them, if that differs from `attention`, whose rows may be parts
+    # of sequences. Only query_start and context are used.
+    state_sequences: ops.AttentionMetadata | None = None
 
     def layer_views(self, layers: int) -> Iterator[tuple[ForwardBatch, Tensor, Tensor]]:
         """Yield for each layer the batch with its block tables, and its keys and values in the cache, or its states."""

@@ -44,26 +44,27 @@ class GatedAttention:
             both = rows[: 2 * q].unflatten(0, (config.heads, 2, dim))
             return torch.cat([both[:, 0].flatten(0, 1), rows[2 * q :], both[:, 1].flatten(0, 1)])
 
-        matrix = weights.stack([(f"{name}.weight", rows) for name, rows in names], config.hidden)
-        matrix, bias = weights.transform(matrix, reorder), None
+        sizes, bias = [q + 2 * kv, q], None
+        matrices = weights.arranged_linears(
+            [(f"{name}.weight", rows) for name, rows in names], config.hidden, reorder, sizes
+        )
         if config.qkv_bias:
             bias = weights.stack_vectors([(f"{name}.bias", rows) for name, rows in names])
             bias = weights.transform(bias, reorder)
 
-        def make_linear(rows: slice) -> ops.LinearLayer:
-            return ops.LinearLayer(
-                weights.pack(matrix[rows]), None if bias is None else bias[rows], norm, config.norm_eps
-            )
-
+        biases = [None, None] if bias is None else bias.split(sizes)
+        linears = [
+            ops.LinearLayer(matrix, bias, norm, config.norm_eps) for matrix, bias in zip(matrices, biases, strict=True)
+        ]
         q_norm, k_norm = (
             weights.load_vector(f"{at}.self_attn.{name}.weight", dim, offset=offset) for name in ("q_norm", "k_norm")
         )
         attention = Attention(
-            qkv=make_linear(slice(0, q + 2 * kv)),
+            qkv=linears[0],
             o=load_linear(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q, bias=config.o_bias),
             layer=replace(make_attention_layer(config, layer, tables.cos_sin), q_norm=q_norm, k_norm=k_norm),
         )
-        return GatedAttention(attention, make_linear(slice(q + 2 * kv, None)))
+        return GatedAttention(attention, linears[1])
 
     def __call__(
         self, x: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: Tensor | None = None

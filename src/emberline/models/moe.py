@@ -39,7 +39,7 @@ class SparseFeedForward:
             Mixture(
                 norm=norm,
                 eps=config.norm_eps,
-                router=weights.linear([(f"{at}.{tensors.router}", experts.count)], hidden, full_precision=True),
+                router=weights.pack(weights.load_matrix(f"{at}.{tensors.router}", experts.count, hidden)),
                 experts=(
                     load_stacked_experts(weights, experts, tensors, at, hidden)
                     if weights.stacks_experts

@@ -136,6 +136,6 @@ def quantise_rows(values: Tensor, shape: QuantisedMatrix) -> QuantisedMatrix:
     """Return bf16 values [.., n, k] in the format of `shape`; only a few are in float32 at a time."""
     flat = values.reshape(-1, values.shape[-1])
     step = max(1, MAX_QUANTISED_WEIGHTS // flat.shape[1])
-    parts = [quantise(flat[at : at + step], shape.kind, 1, shape.group_columns) for at in range(0, len(flat), step)]
-    matrix = stack_rows(parts)
+    pieces = (flat[at : at + step] for at in range(0, len(flat), step))
+    matrix = stack_rows([quantise(piece, shape.kind, 1, shape.group_columns, search=True) for piece in pieces])
     return matrix if values.ndim == 2 else split_experts(matrix, len(values))

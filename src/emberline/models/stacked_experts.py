@@ -11,6 +11,7 @@ from torch import Tensor
 from emberline.kernels.mixture import StackedExperts
 from emberline.models.experts_spec import ExpertTensors, GateUpOrder
 from emberline.models.expertsconfig import ExpertsConfig
+from emberline.models.weight_parts import can_pack_experts
 from emberline.models.weights import StackPart, Weights
 
 
@@ -36,9 +37,10 @@ def load_stacked_experts(
         down_shape = (count, hidden, ffn) if in_rows else (count, ffn, hidden)
         gate_up = [StackPart(f"{at}.{tensors.gate_up[0]}", gate_up_shape, _GATE_UP_VIEWS[order])]
         down = [StackPart(f"{at}.{tensors.down}", down_shape, _select_all if in_rows else _transpose)]
+    packable = can_pack_experts(hidden, ffn, has_biases=experts.options.has_biases)
     return StackedExperts(
-        gate_up=weights.load_experts((count, 2 * ffn, hidden), gate_up, gated=True),
-        down=weights.load_experts((count, hidden, ffn), down),
+        gate_up=weights.load_experts((count, 2 * ffn, hidden), gate_up, gated=True, packable=packable),
+        down=weights.load_experts((count, hidden, ffn), down, packable=packable),
         gate_up_bias=_load_bias(weights, at, tensors.gate_up_bias, (count, 2 * ffn), order),
         down_bias=_load_bias(weights, at, tensors.down_bias, (count, hidden), "rows"),
     )

@@ -89,6 +89,7 @@ class TensorPlacement(NamedTuple):
     destination: Tensor | MatrixPart
     shard_slices: ShardSlices | None = None  # the only part that is copied; None: all
     offset: float = 0.0  # added to each element
+    factor: float = 1.0  # by which each element is multiplied after that
 
 
 class TensorLoad:
@@ -103,7 +104,7 @@ class TensorLoad:
         self.num_bytes = self.remaining_bytes = info.logical_bytes  # decoded bytes, on the device
         self._target = placement.destination
         self._dtype = placement.dtype
-        self._offset = placement.offset
+        self._offset, self._factor = placement.offset, placement.factor
         self._shape, self._shard_slices = info.shape, placement.shard_slices
         self._destination: Tensor | None = None  # set when the first bytes arrive
         self._staging: Tensor | None = None  # flat uint8 view of the destination, or a staging tensor
@@ -142,6 +143,8 @@ class TensorLoad:
             )
         if self._offset:
             destination.add_(self._offset)
+        if self._factor != 1.0:
+            destination.mul_(self._factor)
         self._destination = self._staging = None
         if isinstance(self._target, MatrixPart):
             self._target.matrix.mark_part_complete()

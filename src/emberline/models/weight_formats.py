@@ -78,7 +78,9 @@ def list_online_sizes(outline: ModelOutline, name: str) -> list[NarrowSize]:
 
 def is_quantisable(part: WeightPart) -> bool:
     """Return whether matrices of this kind are kept quantised, if a checkpoint or `--weights` quantises them."""
-    return part.kind in QUANTISABLE_KINDS and (part.kind == "routed experts" or not part.is_always_plain)
+    if part.kind not in QUANTISABLE_KINDS or part.is_never_quantised:
+        return False
+    return part.kind == "routed experts" or not part.is_always_plain
 
 
 def _module_names(kind: WeightKind, outline: ModelOutline) -> Iterator[str]:

@@ -25,6 +25,7 @@ class WeightPart:
     columns: int
     num_matrices: int = 1
     is_always_plain: bool = False  # whether a GPU never packs them
+    is_never_quantised: bool = False  # whether a GPU keeps them in bfloat16 or packed: their rows are reordered
 
     @property
     def num_weights(self) -> int:
@@ -45,13 +46,19 @@ def list_weight_parts(outline: ModelOutline) -> list[WeightPart]:
     return parts
 
 
+def can_pack_experts(hidden: int, ffn: int, *, has_biases: bool) -> bool:
+    """Return whether a GPU can pack the experts' matrices: its kernels multiply 128 of their rows at a time."""
+    return not has_biases and hidden % 128 == 0 and ffn % 64 == 0
+
+
 def _attention_parts(outline: ModelOutline) -> Iterator[WeightPart]:
     if outline.attention_vectors:
         yield WeightPart("norms", outline.attention_vectors, 1)
     latent, hidden = outline.latent, outline.hidden
     if latent is None:
         q, kv = outline.heads * outline.head_dim, outline.kv_heads * outline.head_dim
-        yield WeightPart("attention", q * (1 + outline.has_query_gate) + 2 * kv, hidden)
+        rows, has_gate = q * (1 + outline.has_query_gate) + 2 * kv, outline.has_query_gate
+        yield WeightPart("attention", rows, hidden, is_never_quantised=has_gate)
         yield WeightPart("attention", hidden, q)
         return
     yield WeightPart("attention", -(-(latent.q_rank + latent.cached_dim) // outline.latent_down_parts), hidden)
@@ -66,8 +73,8 @@ def _state_parts(outline: ModelOutline) -> Iterator[WeightPart]:
     assert state is not None
     values = state.value_heads * state.value_dim
     # Queries, keys, values and gates, then decays and step sizes.
-    yield WeightPart("attention", state.conv_channels + values, hidden, is_always_plain=True)
-    yield WeightPart("attention", 2 * state.value_heads, hidden, is_always_plain=True)
+    rows = state.conv_channels + values + 2 * state.value_heads
+    yield WeightPart("attention", rows, hidden, is_never_quantised=True)
     yield WeightPart("attention", hidden, values)
     yield WeightPart("norms", state.conv_channels * state.conv_kernel + 2 * state.value_heads + state.value_dim, 1)
 
@@ -80,9 +87,10 @@ def _ffn_parts(outline: ModelOutline, experts: ExpertSizes | None) -> Iterator[W
         if outline.ffn_vectors:
             yield WeightPart("norms", outline.ffn_vectors, 1)
         return
-    yield WeightPart("router", experts.count, hidden)
-    yield WeightPart("routed experts", 2 * experts.ffn, hidden, experts.count)
-    yield WeightPart("routed experts", hidden, experts.ffn, experts.count)
+    yield WeightPart("router", experts.count, hidden, is_always_plain=True)
+    plain = not can_pack_experts(hidden, experts.ffn, has_biases=experts.has_biases)
+    yield WeightPart("routed experts", 2 * experts.ffn, hidden, experts.count, is_always_plain=plain)
+    yield WeightPart("routed experts", hidden, experts.ffn, experts.count, is_always_plain=plain)
     if experts.has_router_bias:
         yield WeightPart("norms", experts.count, 1)
     if experts.has_biases:

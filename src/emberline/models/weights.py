@@ -52,6 +52,7 @@ class Weights:
     stacks_experts = False  # whether the experts of a layer are loaded into few tensors, as GPU kernels read them
     packed = False  # whether matrices are kept in the uw12 format, 12 bits per weight
     narrow_sizes: Sequence[NarrowSize] = ()  # of the matrices that are kept quantised
+    _blocks: BlockPacker | None = None  # packs matrices in a form for CPUs; None: plain
 
     @property
     def can_decode(self) -> bool:
@@ -158,6 +159,19 @@ class Weights:
             self._release_pages(info)
         return packed
 
+    def arranged_linears(
+        self,
+        parts: Sequence[tuple[str, int]],
+        columns: int,
+        arrange: Callable[[Tensor], Tensor],
+        rows: Sequence[int],
+    ) -> list[ops.PackedWeight]:
+        """Return matrices with these numbers of rows, packed for the kernels of this device.
+
+        They are consecutive rows of what `arrange` makes of the stacked matrices `parts`, in another order."""
+        matrix = self.transform(self.stack(parts, columns), arrange)
+        return [self.pack(part) for part in matrix.split(list(rows))]
+
     def experts_linear(
         self, name: str, shape: tuple[int, ...], arrange: Callable[[Tensor], Tensor], *, gated: bool = False
     ) -> list[ops.PackedWeight]:
@@ -191,11 +205,12 @@ class Weights:
         return whole
 
     def load_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False, packable: bool = False
     ) -> Tensor | ops.PackedExperts:
-        """Return the matrices [experts, n, k] of a layer's experts, which the parts fill, as GPU kernels read them.
+        """Return the matrices [experts, n, k] of a layer, which the parts fill, as the device's kernels read them.
 
-        `gated`: whether they are gate and up, the rows of gate before those of up.
+        `gated`: whether they are gate and up, the rows of gate before those of up. `packable`: whether kernels read
+        them in the uw12 format too.
         """
         return self.stack_experts(shape, parts)
 

@@ -115,6 +115,7 @@ async def serve_until_stopped(
         else:
             server.state.app = app
         gc.freeze()  # objects of the start are permanent: scanning them again would pause the process for 26 ms
+        gc.enable()  # `emberline serve` disables it for the start
         on_ready()
         await stop.wait()
         if count := server.open_request_count:

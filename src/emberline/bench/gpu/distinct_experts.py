@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import mean
 
-import torch
+from torch import Tensor
 
 from emberline.engine.gpu.runner import GPURunner
-from emberline.kernels.mixture import Mixture, Routing
+from emberline.kernels.cuda import few_experts, routing
+from emberline.kernels.cuda.expert_matrices import ExpertMatrices
+from emberline.kernels.cuda.few_experts import GateUpPlan, multiply_gate_up
+from emberline.kernels.cuda.routing import route_rows
+from emberline.kernels.mixture import Mixture, Routing, select_experts
 from emberline.kernels.packed_weight import WeightLayout
-from emberline.kernels.triton import routing as routing_kernels
-from emberline.kernels.triton.routing import SortedRows, route_rows
+from emberline.kernels.triton import routing as triton_routing
+from emberline.kernels.triton.routing import SortedRows
+from emberline.kernels.triton.routing import route_rows as route_small
 from emberline.models.decoder import DecoderModel
 from emberline.models.sleep import iter_instances
 
@@ -40,16 +46,32 @@ def tie_router_scores(model: DecoderModel) -> None:
 
 @contextmanager
 def _recorded_counts(batch: int) -> Iterator[list[int]]:
+    """Record the experts that the logits of each router select, wherever a kernel is launched that selects them."""
     counts: list[int] = []
 
-    def route_and_count(logits: torch.Tensor, routing: Routing, tile_rows: int, *, pdl: bool = False) -> SortedRows:
-        rows = route_rows(logits, routing, tile_rows, pdl=pdl)
+    def record(logits: Tensor, rules: Routing) -> None:
         if len(logits) == batch:
-            counts.append(len(rows.chosen.unique()))
-        return rows
+            on_host = replace(rules, correction=None if rules.correction is None else rules.correction.cpu())
+            counts.append(len(select_experts(logits.cpu(), on_host)[1].unique()))
 
-    routing_kernels.route_rows = route_and_count
+    def route_and_count(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = True) -> SortedRows:
+        record(logits, rules)
+        return route_rows(logits, rules, tile_rows, pdl=pdl)
+
+    def multiply_and_count(
+        x: Tensor, logits: Tensor, rules: Routing, weight: ExpertMatrices, plan: GateUpPlan, *, pdl: bool = True
+    ) -> Tensor:
+        record(logits, rules)
+        return multiply_gate_up(x, logits, rules, weight, plan, pdl=pdl)
+
+    def route_small_and_count(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = True) -> SortedRows:
+        record(logits, rules)
+        return route_small(logits, rules, tile_rows, pdl=pdl)
+
+    routing.route_rows, few_experts.multiply_gate_up = route_and_count, multiply_and_count
+    triton_routing.route_rows = route_small_and_count
     try:
         yield counts
     finally:
-        routing_kernels.route_rows = route_rows
+        routing.route_rows, few_experts.multiply_gate_up = route_rows, multiply_gate_up
+        triton_routing.route_rows = route_small

@@ -35,6 +35,7 @@ VOCAB = 128_000  # prompts contain only ids below it, so no special tokens
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 256  # of a decode measurement
+COUNTED_PROMPT_TOKENS = 32  # of requests whose distinct experts are counted
 PREFILL_TOKENS = (2048, 8192, 30_000)
 CHAT_REQUESTS = 1000
 NAMES = (*(f"decode_b{b}" for b in BATCHES), *(f"prefill_{p}" for p in PREFILL_TOKENS), f"chat{CHAT_REQUESTS}")
@@ -319,7 +320,7 @@ def _make_counter(booted: BootedGPUEngine, shape: BenchShape) -> Callable[[int],
         return None
 
     def count(batch: int) -> float:
-        job = workload.make_job([(PROMPT_TOKENS, 8)] * batch, shape.prompt_vocab)
+        job = workload.make_job([(COUNTED_PROMPT_TOKENS, 8)] * batch, shape.prompt_vocab)
         return count_distinct_experts(booted.runner, lambda: run_job(booted.engine, job), batch)
 
     return count

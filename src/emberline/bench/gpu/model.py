@@ -83,6 +83,7 @@ class GPURandomWeights(Weights):
         self.packed = packed
         self.narrow_sizes: list[NarrowSize] = []
         self._online = online
+        self._blocks = None
         self.dtype = dtype
         self.loaded_bytes = 0
         self._generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -97,11 +98,15 @@ class GPURandomWeights(Weights):
         return self._add_to_loaded_bytes(drawn.normal_(0.0, WEIGHT_STD, generator=self._generator))
 
     def load_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False, packable: bool = False
     ) -> Tensor | ops.PackedExperts:
         count, n, k = shape
         narrow = self._describe_narrow(count * n, k, count)
         drawn, taken = self.stack_experts(shape, parts), self.loaded_bytes
+        if narrow is None and self.packed and packable:
+            experts = ops.empty_experts(*shape, gated=gated)
+            self.loaded_bytes = taken - drawn.nbytes + ops.fill_experts(experts, drawn)
+            return experts
         if narrow is None:
             return drawn
         experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, narrow, narrow.nbytes)

@@ -21,10 +21,11 @@ from emberline.kernels.cuda.driver import CudaModule
 from emberline.kernels.cuda.narrow import NarrowPlan
 from emberline.kernels.cuda.narrow_layout import NarrowWeight, pack
 from emberline.kernels.cuda.narrow_wide import WideNarrowPlan
+from emberline.kernels.cuda.routing import route_rows
 from emberline.kernels.mixture import ClampedSwiGLU, Routing
 from emberline.kernels.quantised_matrix import CodeKind, QuantisedMatrix
 from emberline.kernels.triton.grouped import add_expert_outputs
-from emberline.kernels.triton.routing import SortedRows, route_rows
+from emberline.kernels.triton.routing import SortedRows
 
 BYTES_PER_US = 4.39e6  # of a reduction on an H200
 DENSE_SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}

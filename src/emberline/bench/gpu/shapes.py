@@ -175,6 +175,7 @@ SHAPES = {
             "decode_b256_ms": 23.5,
             "prefill_2048_ms": 82.0,
             "prefill_8192_ms": 155.0,
+            "chat1000_out_tok_s": 5370.0,
         },
     ),
     "deepseek-v2-lite": BenchShape(

@@ -17,6 +17,7 @@ import numpy as np
 from emberline.core.plan import PENDING_TOKEN, WorkItem
 from emberline.engine.gpu.rows import DeviceRows
 from emberline.engine.gpu.shape import StepShape
+from emberline.engine.gpu.state_rows import StateRows
 from emberline.kernels.worklist import split_decode_rows
 
 
@@ -55,7 +56,7 @@ class DeviceBatch:
     # [groups, T or T + 1] int64: the slots in each group of layers with an attention window; None: there are none. Each
     # group's begin at a multiple of 16 bytes: for other addresses, Triton compiles kernels again.
     window_slots: np.ndarray | None = None
-    state_slots: np.ndarray | None = None  # [B] int32: slot of each row's recurrent states; None: there are none
+    states: StateRows | None = None  # None: the model has no recurrent layers
 
     @staticmethod
     def split(
@@ -115,7 +116,8 @@ class DeviceBatch:
         newest_index = token_rows * (1 + rows.max_draft)
         num_rows = len(singles)
         if has_drafts:
-            newest_index[:num_tokens] += positions[:num_tokens] - np.repeat(starts[:num_rows], counts[:num_rows])
+            if rows.max_draft:  # otherwise the host knows all drafted tokens, and the device has no place for them
+                newest_index[:num_tokens] += positions[:num_tokens] - np.repeat(starts[:num_rows], counts[:num_rows])
             split = split_decode_rows(starts[:num_rows], counts[:num_rows], max_queries)
             index = np.concatenate([index[split.sequences], index[num_rows:]])
             starts = np.concatenate([split.context, starts[num_rows:]])
@@ -136,7 +138,7 @@ class DeviceBatch:
         return DeviceBatch(
             *(len(work), num_rows, num_tokens, index, starts, counts, tokens, positions, slots, newest_index),
             *(token_shifts, row_shifts, max_starts, logit_rows, wanted, window_slots),
-            state_slots=_find_state_slots(work, rows),
+            states=StateRows.from_work(singles, chunks, num_rows, rows),
         )
 
     def pad_to(self, shape: StepShape, padding_row: int, padding_state: int | None = None) -> DeviceBatch:
@@ -146,7 +148,7 @@ class DeviceBatch:
         uses the row `padding_row` of DeviceRows and writes nothing to the KV cache. In a step without chunks and
         drafts, each padding row has one token and attends to one key; in other steps, it has none."""
         s, chunks, total = self.singles, len(self.rows) - self.singles, shape.singles + shape.tokens
-        count, states = self.single_tokens, self.state_slots
+        count, states = self.single_tokens, self.states
         scored = self.logit_rows[count:]
         has_no_chunks = shape.chunks == 0
 
@@ -188,7 +190,7 @@ class DeviceBatch:
             logit_rows,
             wanted,
             window_slots,
-            None if states is None or padding_state is None else pad_rows(states, padding_state, padding_state),
+            None if states is None or padding_state is None else states.pad(pad_rows, padding_state, padding_row),
         )
 
     @property
@@ -196,14 +198,6 @@ class DeviceBatch:
         ends = np.zeros(len(self.counts) + 1, np.int32)
         np.cumsum(self.counts, out=ends[1:])
         return ends
-
-
-def _find_state_slots(work: Sequence[WorkItem], rows: DeviceRows) -> np.ndarray | None:
-    """Return `DeviceBatch.state_slots`. Test requests, which have no slot, use that of padding."""
-    if (padding := rows.padding_state) is None:
-        return None
-    assert not any(w.num_draft for w in work), "drafts of models with recurrent layers run on a CPU only"
-    return np.array([padding if w.state is None else w.state.slot for w in work], np.int32)
 
 
 def _token_array(tokens: Sequence[int]) -> np.ndarray:

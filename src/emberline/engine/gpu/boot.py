@@ -64,8 +64,7 @@ log = logging.getLogger("emberline.engine")
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
 WARM_UP_TOKENS = 16
 CAPTURE_BUDGET_S = 4.0  # for capturing steps before requests are accepted; the rest is captured in idle time
-# Called with the layout and shape of the cache, and the blocks that hold a snapshot of recurrent states, if any.
-MakeTiers = Callable[[str, KVShape, int], TierStack]
+MakeTiers = Callable[[str, KVShape, int], TierStack]  # layout and shape of the cache, blocks of a snapshot of states
 LoadDraftModel = Callable[[DecoderModel], DraftModel | None]  # called with the target model
 MakeTransferEndpoint = Callable[[DeviceRegion], TransferEndpoint | None]
 SWITCH_INTERVAL_S = 5e-4  # Python's thread switch interval while several threads load the weights
@@ -117,7 +116,8 @@ def boot_gpu(
     assert (build_endpoint is not None) == (settings.transfer is not None)
     began = time.perf_counter()
     device = device or CudaDevice(settings.gpu.kernels)
-    reject_unsupported_settings(settings, device.torch_device)
+    packs_experts = weights.packed and config.experts is not None
+    reject_unsupported_settings(settings, device.torch_device, has_packed_experts=packs_experts)
     model = load_model(config, weights, context)
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
@@ -131,8 +131,8 @@ def boot_gpu(
     if exact := settings.gpu.exact:
         require_fixed_order(model, shape)
     tuned = 0.0 if exact else _tune_matrix_products(model, settings)  # before the cache fills the memory
-    cache = KVCache(shape, plan.kv_blocks, where := str(device.torch_device))
-    recurrent = allocate_device_states(config, plan.state_slots, where)
+    cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
+    recurrent = allocate_device_states(config, plan.state_slots, device.torch_device, settings, model.dtype)
     planned = time.perf_counter()
     make_state = SamplingStateFactory(eos := frozenset(config.eos), make_compiler)
     runner = GPURunner(model, cache, eos, make_state, settings, device, context, draft, plan.groups, recurrent)
@@ -206,10 +206,12 @@ def boot_from_checkpoint(
         torch.cuda.synchronize(device.torch_device)
     codec.result()
     initialized = time.perf_counter()
-    online, keeps = settings.gpu.online_format, settings.gpu.weights != "plain" and not settings.gpu.exact
+    gpu, scales = settings.gpu, memory.kv_dtype(settings, used) == "float8"
+    keeps = gpu.weights != "plain" and not gpu.exact
     weights = DeviceWeights(
-        checkpoint, dtype, device.torch_device, reader, packed=packed, online=online, keeps_quantised=keeps
-    )
+        checkpoint, dtype, device.torch_device, reader,
+        packed=packed, online=gpu.online_format, keeps_quantised=keeps, kv_scales=scales,
+    )  # fmt: skip
     grammars = None if make_compiler is None else partial(make_compiler, directory, config)
     booted = boot_gpu(
         config,
@@ -349,19 +351,20 @@ def _load_codec(checkpoint: Checkpoint) -> None:
 def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = ()) -> float:
     """Compile all kernels that steps need, unless an earlier start did; return the seconds spent.
 
-    `narrow`: the matrices that are kept quantised. A kernel that is compiled at its first use would delay a request
-    by a second."""
+    At its first use, it would delay a request by a second. `narrow`: the matrices that are kept quantised."""
     began = time.perf_counter()
     if not runner.cache.keys.is_cuda:
         return 0.0
     from emberline.kernels.cuda import driver, nvrtc, sample
+    from emberline.kernels.triton import jit
 
     facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs), *sorted(set(map(repr, narrow)))]
-    facts += [nvrtc.digest_sources(driver.device_options()), ops.selected_gpu_kernels().name]
+    has_state_drafts = runner.states is not None and runner.states.max_draft > 0
+    facts += [nvrtc.digest_sources(driver.device_options()), ops.selected_gpu_kernels().name, str(has_state_drafts)]
     limits = runner.shapes, runner.max_batch_tokens, runner.exact, runner.groups.windows, runner.cache.keys.dtype
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join([*facts, str(limits)]).encode()).hexdigest()[:32]}"
     if not done.exists():
-        with driver.compile_in_parallel(sample.get_module()):
+        with driver.compile_in_parallel(sample.get_module()), jit.compile_in_parallel():
             runner.launch_all_kernels()
             torch.cuda.synchronize()
         done.parent.mkdir(parents=True, exist_ok=True)
@@ -376,8 +379,8 @@ def warm_up(runner: GPURunner) -> float:
     began = time.perf_counter()
     graphs, runner.graphs = runner.graphs, False
     keys, size = runner.cache.keys, runner.cache.shape.block_size
-    if keys.is_cuda:  # wait until the cache and the inputs' memory are initialized with zeros
-        torch.cuda.default_stream(keys.device).synchronize()
+    wait = torch.cuda.default_stream(keys.device).synchronize if keys.is_cuda else lambda: None
+    wait()  # until the cache and the inputs' memory are initialized with zeros
     tokens = [0] * min(WARM_UP_TOKENS, size * runner.num_blocks, runner.model.context)
     if len(tokens) > 1:
         blocks = range(-(-len(tokens) // size))
@@ -392,7 +395,6 @@ def warm_up(runner: GPURunner) -> float:
         runner.run(StepPlan(0, [], [], ["warm-up"]))
         for part in (keys, runner.cache.values):
             part[:, : len(blocks)].zero_()  # no NaN may remain
-    if keys.is_cuda:
-        torch.cuda.default_stream(keys.device).synchronize()
+    wait()
     runner.graphs = graphs
     return time.perf_counter() - began

@@ -31,7 +31,10 @@ class StepInputs:
     logit_rows: Tensor | None  # tokens whose logits are computed; None: all
     weight_unpacker: ops.WeightUnpacker
     window_slots: Tensor | None  # slots in each group of layers with an attention window; None: there are none
-    state_slots: Tensor | None = None  # slots of recurrent states of each row; None: there are none
+    state_slots: Tensor | None = None  # StateRows.slots; None: there are no recurrent layers
+    state_drafts: Tensor | None = None  # StateRows.drafts and query_start; None: they keep no rows of drafted tokens
+    state_starts: Tensor | None = None
+    has_drafts: bool = True  # whether a request may have drafted tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class ModelStep:
 
 def max_input_bytes(limits: SchedulerConfig, planner: ops.AttentionPlanner, num_tables: int = 1) -> int:
     """Return the size of the memory for the inputs of a step. `num_tables`: block tables of a request."""
-    per_token, per_row = 8 + 8 + 8 + 8 + 4 + 8 * (num_tables - 1), 4 + 8 + 4 + 8 + 8 + 4 + 64
+    per_token, per_row = 8 + 8 + 8 + 8 + 4 + 8 * (num_tables - 1), 4 + 8 + 4 + 8 + 8 + 4 + 40 + 64
     tables = 16 * (limits.max_batch_tokens // limits.block_size + limits.max_running) * num_tables
     rows = max_step_rows(limits.max_running)
     tiles = planner.max_plan_bytes(rows, limits.max_batch_tokens)

@@ -12,8 +12,12 @@ from emberline.kernels import ops
 MIN_FLOAT8_CAPABILITY = (8, 9)  # GPUs before it do not convert float8
 
 
-def reject_unsupported_settings(settings: EngineConfig, device: torch.device) -> None:
-    """Raise InvalidRequest if a setting needs another GPU or Hopper's kernels."""
+def reject_unsupported_settings(
+    settings: EngineConfig, device: torch.device, *, has_packed_experts: bool = False
+) -> None:
+    """Raise InvalidRequest if a setting needs another GPU or Hopper's kernels.
+
+    `has_packed_experts`: whether the model is a mixture of experts whose weights are to be packed."""
     if device.type != "cuda" or ops.has_hopper_kernels():
         return
     reason = ops.selected_gpu_kernels().reason
@@ -23,6 +27,9 @@ def reject_unsupported_settings(settings: EngineConfig, device: torch.device) ->
     if settings.gpu.weights == "both":
         message = f"weights is both, but the portable kernels have no faster product for packed weights ({reason})"
         raise InvalidRequest(message, param="weights", hint="use --weights plain, or packed to save memory")
+    if has_packed_experts:
+        message = f"weights is {settings.gpu.weights}, but the portable kernels cannot read packed experts ({reason})"
+        raise InvalidRequest(message, param="weights", hint="use --weights plain")
     capability = torch.cuda.get_device_capability(device)
     if settings.kv_cache.kv_dtype == "float8" and capability < MIN_FLOAT8_CAPABILITY:
         message = f"kv_dtype is float8, but the GPU has compute capability {format_capability(capability)}, not 8.9"

@@ -15,6 +15,7 @@ import torch
 
 from emberline.core.plan import WorkItem
 from emberline.engine.sampler import SamplingState
+from emberline.kv.cache import StateCache
 
 
 class HostDrafts:
@@ -50,15 +51,16 @@ class DeviceRows:
         device: torch.device,
         max_draft: int = 0,
         num_tables: int = 1,
-        padding_state: int | None = None,
+        states: StateCache | None = None,
     ) -> None:
         """`width`: blocks of the longest block table. `max_draft`: tokens that a draft model proposes, at most.
 
-        `num_tables`: block tables of a request, one for each group of layers. `padding_state`: the slot with the
-        recurrent states of padding; None: the model has no recurrent layers."""
+        `num_tables`: block tables of a request, one for each group of layers. `states`: of recurrent layers, if any."""
         self.max_draft = max_draft
         self.padding_row = capacity
-        self.padding_state = padding_state
+        # The slot with the recurrent states of padding, and whether the rows of drafted tokens are kept.
+        self.padding_state = None if states is None else states.padding_slot
+        self.keeps_drafted_rows = states is not None and states.max_draft > 0
         self.num_tables = num_tables
         # Tables after the first begin at a multiple of 16 bytes: for other addresses, Triton compiles kernels again.
         self.table_width = width if num_tables == 1 else -(-width // 4) * 4

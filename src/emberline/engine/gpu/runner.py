@@ -76,10 +76,9 @@ class GPURunner:
         max_draft = 0 if draft_model is None else settings.speculation.max_draft_tokens
         width = -(-max_context // self._block_size)
         tables = len(self.groups.windows)
-        padding_state = None if states is None else states.padding_slot
-        self._rows = DeviceRows(limits.max_running, width, device.torch_device, max_draft, tables, padding_state)
-        heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         running = limits.max_running
+        self._rows = DeviceRows(running, width, device.torch_device, max_draft, tables, states)
+        heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         max_queries = min(settings.speculation.max_new_tokens, max_row_queries(model.config, draft_model))
         self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
         self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
@@ -167,7 +166,7 @@ class GPURunner:
         staged = [staging.device for staging in (self._extra_inputs, self._table_inputs, self._graphs.inputs)]
         copying = self.copier.device_buffers() if self.copier is not None else []
         drafting = self._drafting.device_buffers() if self._drafting is not None else []
-        recurrent = [] if self.states is None else [self.states.conv, self.states.matrices]
+        recurrent = [] if self.states is None else self.states.tensors
         return [*state, *recurrent, *staged, *self._attention_planner.scratch_buffers(), *copying, *drafting]
 
     def _launch_copies(self, plan: StepPlan) -> Callable[[], None]:
@@ -195,7 +194,7 @@ class GPURunner:
             self._state_copies.begin_step(work)
         logits = self._run_model_step(model_step)
         if self._state_copies is not None:
-            self._state_copies.save_snapshots(work)
+            self._state_copies.save_snapshots(chunks if self._rows.keeps_drafted_rows else work)
         sampled = StepSampling([*singles, *(w for w in chunks if w.samples)], self._rows, self._penalties)
         waits = sampled.waits_for_tokens()
         staged = self._extra_inputs.new_inputs()
@@ -383,7 +382,10 @@ class GPURunner:
             logit_rows=staged.put(batch.logit_rows) if shape is None or shape.chunks else None,
             weight_unpacker=weight_unpacker,
             window_slots=None if batch.window_slots is None else staged.put(batch.window_slots),
-            state_slots=None if batch.state_slots is None else staged.put(batch.state_slots),
+            state_slots=None if (states := batch.states) is None else staged.put(states.slots),
+            state_drafts=None if states is None or states.drafts is None else staged.put(states.drafts),
+            state_starts=None if states is None or states.drafts is None else staged.put(states.query_start),
+            has_drafts=queries > 1 or not self._has_decode_kernel,
         )
 
     def _run_model(self, inputs: StepInputs, out: Tensor | None) -> Tensor:

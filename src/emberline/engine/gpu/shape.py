@@ -21,6 +21,7 @@ TOKEN_GRAIN = 128
 SINGLE_ROW_GRAIN = 64
 MAX_CAPTURED_TOKENS = 8192  # tokens of chunks in a captured step of any model
 LAUNCH_FLOP = 7e12  # operations that the device does while the host launches an uncaptured step (12 ms)
+EXPERT_LAUNCH_FACTOR = 4  # how much longer the launch takes with experts: their kernels have many arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,13 @@ class ShapeGrid:
     coarse_grain: int = TOKEN_GRAIN  # grain of steps with more than MAX_CHUNK_TOKENS
 
     @staticmethod
-    def for_model(parameter_count: int, max_batch_tokens: int) -> ShapeGrid:
-        """Return the sizes to capture for a model with `parameter_count` weights in its layers.
+    def for_model(parameter_count: int, max_batch_tokens: int, *, has_experts: bool = False) -> ShapeGrid:
+        """Return the sizes to capture for a model of which a token uses `parameter_count` weights of the layers.
 
         A step is worth capturing if launching it takes longer than computing it. For a small model that holds for
         larger steps too, but it gets coarser sizes, because padding costs it little."""
-        worth = (
-            min(int(LAUNCH_FLOP / (2 * parameter_count)), MAX_CAPTURED_TOKENS) // MAX_CHUNK_TOKENS * MAX_CHUNK_TOKENS
-        )
+        operations = LAUNCH_FLOP * (EXPERT_LAUNCH_FACTOR if has_experts else 1)
+        worth = min(int(operations / (2 * parameter_count)), MAX_CAPTURED_TOKENS) // MAX_CHUNK_TOKENS * MAX_CHUNK_TOKENS
         if min(worth, max_batch_tokens) <= MAX_CHUNK_TOKENS:
             return ShapeGrid(min(MAX_CHUNK_TOKENS, max_batch_tokens))
         return ShapeGrid(min(worth, max_batch_tokens), (MAX_CHUNKS,), 2 * TOKEN_GRAIN, MAX_CHUNK_TOKENS)

@@ -30,7 +30,7 @@ class DeviceStateCopies:
         """Fill blocks of requests that had states with zeros."""
         if cleared := [block for w in work for block in w.cleared_blocks]:
             for part in self._cache.parts:
-                part[:, cleared] = 0
+                part.view(torch.uint8)[:, cleared] = 0  # float8 has no such operation
 
     def begin_step(self, work: Sequence[WorkItem]) -> None:
         """Queue the copies that precede the model in a step."""
@@ -45,9 +45,10 @@ class DeviceStateCopies:
                 self._write_block(block, self._read_page(w.state.slot, page))
 
     def save_snapshots(self, work: Sequence[WorkItem]) -> None:
-        """Queue the copies of states that follow the model in a step."""
+        """Queue the copies of states that follow the model in a step, at the end of which the snapshots are."""
         for w in work:
             if w.state is not None and w.state.save_to is not None:
+                assert w.state.save_end == w.start + len(w.tokens), "the states have advanced further"
                 self._states.copy_slot(w.state.slot, w.state.save_to)
 
     def copy_to_page(self, number: int, row: Tensor) -> None:

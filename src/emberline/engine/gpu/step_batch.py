@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
 from torch import Tensor
 
 from emberline.engine.gpu.graphs import StepInputs
 from emberline.engine.gpu.rows import DeviceRows
+from emberline.engine.gpu.state_rows import DraftColumn
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.layer_groups import LayerGroups
@@ -46,9 +50,11 @@ def build_step_batch(
         tables, *others = tables.split(rows.table_width, dim=1)
         each = zip(slots[:, : len(tokens)].unbind(), others, strict=True)
         windows = tuple(make_metadata(*one) for one in each)
+    attention = make_metadata(inputs.slots, tables)
+    recurrent = StateTensors() if states is None else _select_states(inputs, rows, states, attention)
     return ForwardBatch(
         tokens=tokens,
-        attention=make_metadata(inputs.slots, tables),
+        attention=attention,
         logit_rows=inputs.logit_rows,
         keys=cache.keys,
         values=cache.values,
@@ -60,4 +66,31 @@ def build_step_batch(
         conv_states=None if states is None else states.conv,
         matrix_states=None if states is None else states.matrices,
         state_slots=inputs.state_slots,
+        **recurrent._asdict(),
+    )
+
+
+class StateTensors(NamedTuple):
+    """Fields of a ForwardBatch of a model that keeps the rows of drafted tokens."""
+
+    state_saves: ops.StateSaves | None = None
+    state_drafts: ops.StateDrafts | None = None
+    state_sequences: ops.AttentionMetadata | None = None
+
+
+def _select_states(
+    inputs: StepInputs, rows: DeviceRows, states: StateCache, attention: ops.AttentionMetadata
+) -> StateTensors:
+    """Queue what finds out how many drafted tokens were accepted, and return the tensors of recurrent layers."""
+    if inputs.state_drafts is None or inputs.state_starts is None:
+        return StateTensors()
+    columns = inputs.state_drafts.unbind()
+    accepted, context = columns[DraftColumn.ACCEPTED], columns[DraftColumn.CONTEXT]
+    if inputs.shifts is not None:
+        accepted = accepted + rows.accepted.index_select(0, columns[DraftColumn.SHIFT]).int()
+    counts, places = columns[DraftColumn.DRAFTED], columns[DraftColumn.PLACE]
+    return StateTensors(
+        ops.StateSaves(columns[DraftColumn.SAVE_SLOT], columns[DraftColumn.SAVE_AFTER]),
+        ops.StateDrafts(states.draft_conv, states.draft_rule, places, accepted, counts, inputs.has_drafts),
+        replace(attention, query_start=inputs.state_starts, context=context),
     )

@@ -45,6 +45,13 @@ class _ZeroWeights:
         return self.weights[size]
 
     def replace_experts(self, experts: ops.PackedExperts) -> ops.PackedExperts:
+        if experts.handle is None:
+            size = experts.count, experts.n, experts.k, experts.gated
+            if size not in self.experts:
+                self.experts[size] = replace(experts)
+                zeros = torch.zeros(size[:3], dtype=torch.bfloat16, device=self.device)
+                ops.fill_experts(self.experts[size], zeros)
+            return self.experts[size]
         if not isinstance(shape := experts.handle, QuantisedMatrix) or shape.codes.device.type != "meta":
             return experts
         if (form := _form_of(shape)) not in self.experts:

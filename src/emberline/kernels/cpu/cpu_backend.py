@@ -299,7 +299,7 @@ def _check_or_allocate_output(out: Tensor | None, rows: int, columns: int) -> Te
 
 def _sequences(states: LayerStates) -> NativeSequences:
     saves, drafts = states.saves or (None, None), states.drafts
-    places, max_draft = (None, None, None) if drafts is None else drafts[2:], 0
+    places, max_draft = (None, None, None) if drafts is None else drafts[2:5], 0
     if drafts is not None:
         assert drafts.conv.is_contiguous() and drafts.rule.is_contiguous()
         max_draft = drafts.conv.shape[1]

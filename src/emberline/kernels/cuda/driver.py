@@ -77,6 +77,12 @@ class CudaKernel:
         self._function: ctypes.c_void_p | None = None
         self._shared = shared
 
+    def load(self) -> CudaKernel:
+        """Compile and load the kernel now, also inside `compile_in_parallel`, and return it."""
+        if self._function is None:
+            self._function = self._module.load_function(self._name, self._shared)
+        return self
+
     def __call__(
         self,
         grid: tuple[int, int, int],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.arguments import LinearLayer, LinearOutput
-from emberline.kernels.cuda import narrow_experts
+from emberline.kernels.cuda import narrow_experts, routed_experts
 from emberline.kernels.mixture import Mixture, SharedExpert
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import WeightLayout
@@ -21,9 +21,12 @@ MAX_ROWS_IN_TWO_STREAMS = 64  # with 256 rows of DeepSeek-V2-Lite, one stream is
 
 
 class ExpertLayer:
-    def __init__(self, backend: OpBackend) -> None:
-        """`backend` computes the products that every row takes part in."""
-        self._backend = backend
+    def __init__(self, backend: OpBackend, *, uses_hopper: bool = False) -> None:
+        """`backend` computes the products that every row takes part in.
+
+        `uses_hopper`: whether kernels for an H100 or H200 compute the routed experts.
+        """
+        self._backend, self._uses_hopper = backend, uses_hopper
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # second streams
 
     def run(self, x: Tensor, mixture: Mixture) -> Tensor:
@@ -31,6 +34,8 @@ class ExpertLayer:
         shared = mixture.shared
         normed, logits = self._norm_and_score(x, mixture)
         if shared is None:
+            if self._uses_hopper and routed_experts.add_selected_experts(x, normed, logits, mixture):
+                return x
             return self._add_experts(x, normed, logits, mixture)
         assert mixture.clamp is None, "no shared expert has a clamped activation"
         gate = None
@@ -65,11 +70,12 @@ class ExpertLayer:
         try:
             with torch.cuda.stream(second):
                 self._run_shared(normed, shared, inner, outputs)
-            routed = _run_routed_experts(normed, logits, mixture)
+            routed = self._run_routed(normed, logits, mixture)
         finally:  # also after an error: a capture cannot end while a stream is not joined, and memory is reused
             main.wait_stream(second)
         return add_expert_outputs(
-            x, routed, mixture.routing.experts_per_row, shared=outputs, shared_gate=gate, shared_scale=shared.scale,
+            x, routed.outputs, mixture.routing.experts_per_row, sorted_rows=routed.sorted_rows,
+            weighted=routed.weighted, shared=outputs, shared_gate=gate, shared_scale=shared.scale,
         )  # fmt: skip
 
     def _run_shared(self, normed: Tensor, shared: SharedExpert, inner: Tensor, outputs: Tensor) -> None:
@@ -85,14 +91,16 @@ class ExpertLayer:
         shared: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor:
-        routed = _run_routed_experts(normed, logits, mixture)
+        routed = self._run_routed(normed, logits, mixture)
         return add_expert_outputs(
-            x, routed, mixture.routing.experts_per_row, shared=shared, shared_gate=gate,
-            shared_scale=mixture.shared_scale, pdl=True,
+            x, routed.outputs, mixture.routing.experts_per_row, sorted_rows=routed.sorted_rows,
+            weighted=routed.weighted, shared=shared, shared_gate=gate, shared_scale=mixture.shared_scale, pdl=True,
         )  # fmt: skip
 
-
-def _run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture) -> Tensor:
-    if matrices := narrow_experts.find_matrices(mixture):
-        return narrow_experts.run_routed_experts(normed, logits, mixture, matrices)
-    return experts.run_routed_experts(normed, logits, mixture, pdl=True)
+    def _run_routed(self, normed: Tensor, logits: Tensor, mixture: Mixture) -> routed_experts.RoutedOutputs:
+        if matrices := narrow_experts.find_matrices(mixture):
+            outputs = narrow_experts.run_routed_experts(normed, logits, mixture, matrices)
+            return routed_experts.RoutedOutputs(outputs)
+        if self._uses_hopper:
+            return routed_experts.run_routed_experts(normed, logits, mixture)
+        return routed_experts.RoutedOutputs(experts.run_routed_experts(normed, logits, mixture, pdl=True))

@@ -17,6 +17,7 @@ from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS
 from emberline.kernels.cuda.quantise_rows import QuantisedRows
 
 FILE = "gate_up.cu"
+MIN_ROWS = 33  # with fewer rows of x, those of `cuda/fp8_wide.py` take little of what enters an SM
 GROUP_ROWS, MAX_ROWS = 64, 128  # rows of x that a warpgroup computes, and that two do
 WIDTHS = (128, 192, 224, 256)  # rows of the weight in a tile
 
@@ -30,7 +31,7 @@ VARIANTS = tuple(kernel_name(*sizes) for sizes in product((1, 2), WIDTHS))
 
 def supports(m: int, w: FP8Weight) -> bool:
     """Return whether `gate_up` supports this product and is faster than `cuda/fp8_wide.py`."""
-    return 1 <= m <= MAX_ROWS and not w.has_blocks and w.n >= WIDTHS[0] * NUM_SMS // 2
+    return MIN_ROWS <= m <= MAX_ROWS and not w.has_blocks and w.n >= WIDTHS[0] * NUM_SMS // 2
 
 
 def gate_up(

@@ -42,6 +42,8 @@ from emberline.kernels.cuda import (
 )
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
+from emberline.kernels.cuda.expert_layer import ExpertLayer
+from emberline.kernels.cuda.expert_matrices import pack_experts
 from emberline.kernels.cuda.fp8_weight import FP8Weight
 from emberline.kernels.cuda.narrow_layout import NarrowWeight
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
@@ -66,6 +68,10 @@ MIN_GEMM_ROWS = 1024  # rows of x from which our GEMM mostly beats cuBLAS follow
 
 
 class HopperBackend(PortableBackend):
+    def __init__(self) -> None:
+        super().__init__()
+        self._expert_layer = ExpertLayer(self, uses_hopper=True)
+
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
         """Return the weight without rearranging its rows.
 
@@ -87,6 +93,16 @@ class HopperBackend(PortableBackend):
 
     def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
         return narrow_experts.pack_experts(matrices) or super().pack_quantised_experts(matrices)
+
+    def fill_experts(self, experts: PackedExperts, values: Tensor) -> int:
+        """Store the values in the empty experts and return the device memory used, in bytes.
+
+        The values are stored as uw12 (12 bits per weight) if that is smaller.
+        """
+        if (packed := pack_experts(values, gated=experts.gated)) is None:
+            return super().fill_experts(experts, values)
+        experts.handle, experts.layout, experts.nbytes = packed, WeightLayout.UW12, packed.nbytes
+        return packed.nbytes
 
     def add_packed_copy(self, weight: PackedWeight) -> int:
         if weight.uw12_copy is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:

@@ -5,6 +5,9 @@
 // `gated`, half of them are rows of gate and the others their rows of up. Warp p of a group has the units p, p + parts,
 // .. of k, and a ring of slots that only it fills and reads. A slot has a unit of each of its blocks, and the same 128 k
 // of x. An output is the sum over the warps of a group, in order.
+//
+// Copies. Codes are fetched by bulk copies, of which an SM starts one in about 60 ns, so they must be few and large. The
+// rows of x are fetched by cp.async. A slot's barrier counts the bytes of the codes, and an arrival of each lane.
 #include "common.cuh"
 #include "narrow.cuh"
 
@@ -31,6 +34,15 @@ template <int BLOCKS, int TILES, int WARPS> struct Work {
   }
 };
 
+// Copies 16 bytes to shared memory, of which those after the first `bytes` become zero.
+DEVICE void copy_chunk(u32 to, const bf16* from, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// Arrives at the barrier when all earlier copies of this thread by `copy_chunk` have ended.
+DEVICE void arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // What a warp fetches next. Step s of the warp is in slot s % stages. The row of x and the expert of an item are loaded
 // while the item before it is fetched, which hides the latency.
 template <class F, int BLOCKS, class W> struct Fetcher {
@@ -38,18 +50,18 @@ template <class F, int BLOCKS, class W> struct Fetcher {
   const W& work;
   u32 slots, slot_bytes, barriers;
   int group, part, units, own, lane;  // own: steps of the warp in an item, the last of which may be beyond k
-  u64 evict_first, evict_last;
+  u64 evict_first;
   int item, items, j, slot;
   int rows, next_rows, next_expert, next_assignment;  // rows: of x in the item
-  int left;                                           // bytes of a row of x from the next step on
+  int row, left;                                      // the lane's row of x; bytes of a row from the next step on
   const u8 *w, *ups;                                  // the next codes; ups: if gated
-  const bf16* x;                                      // the lane's row
   bool has_rows;                                      // of w
 
   DEVICE void load_item(int next) {
     if (next >= items) return;
     const int tile = next % work.row_tiles;
-    next_rows = work.rows(tile), next_expert = work.expert(tile), next_assignment = work.assignment(tile, lane);
+    next_rows = work.rows(tile), next_expert = work.expert(tile);
+    next_assignment = work.assignment(tile, min(lane, p.tile_rows - 1));
   }
   DEVICE void open_item() {
     if (item >= items) return;
@@ -57,7 +69,7 @@ template <class F, int BLOCKS, class W> struct Fetcher {
     const int block = column / 16 + group * (p.gated ? BLOCKS / 2 : BLOCKS);
     const u8* const codes = p.codes + next_expert * p.expert_bytes + i64(part) * 4 * UNIT<F>;
     has_rows = 16 * block < p.width, rows = next_rows, left = 2 * (p.k - 128 * part);
-    x = p.x + i64(lane < rows ? next_assignment / p.divisor : 0) * p.k + 128 * part;
+    row = lane < rows ? next_assignment / p.divisor : 0;
     w = codes + block_offset<F>(block, units);
     if (p.gated) ups = codes + block_offset<F>(block + p.width / 16, units);
     load_item(item + gridDim.x);
@@ -66,20 +78,31 @@ template <class F, int BLOCKS, class W> struct Fetcher {
   template <bool CODES, bool X> DEVICE void fetch() {
     if (item >= items) return;
     const u32 at = slots + slot * slot_bytes, barrier = barriers + 8 * slot;
-    const u32 w_bytes = has_rows && left > 0 ? BLOCKS * UNIT<F> : 0, x_bytes = max(0, min(256, left));
+    const u32 w_bytes = has_rows && left > 0 ? BLOCKS * UNIT<F> : 0;
     if (CODES && lane == 0) {
-      barrier_expect_bytes(barrier, w_bytes + rows * x_bytes);
+      barrier_expect_bytes(barrier, w_bytes);
       const u32 first_bytes = p.gated ? w_bytes / 2 : w_bytes;
       if (w_bytes) copy_bytes(at, w, first_bytes, barrier, evict_first);
       if (w_bytes && p.gated) copy_bytes(at + first_bytes, ups, first_bytes, barrier, evict_first);
     }
-    if (X && lane < rows && x_bytes)
-      copy_bytes(at + BLOCKS * UNIT<F> + lane * X_PITCH, x, x_bytes, barrier, evict_last);
+    if (X) fetch_rows(at + BLOCKS * UNIT<F>, barrier);
     if (++slot == p.stages) slot = 0;
-    w += p.parts * 4 * UNIT<F>, ups += p.parts * 4 * UNIT<F>, x += 128 * p.parts, left -= 256 * p.parts;
+    w += p.parts * 4 * UNIT<F>, ups += p.parts * 4 * UNIT<F>, left -= 256 * p.parts;
     if (++j < own) return;
     j = 0, item += gridDim.x;
     open_item();
+  }
+  // Fetches 128 k of the rows of x, two rows at a time. What is beyond k becomes zero.
+  DEVICE void fetch_rows(u32 to, u32 barrier) {
+    const int chunk = lane % 16, bytes = max(0, min(16, left - 16 * chunk));
+    const bf16* const from = p.x + (p.k - left / 2 + 8 * chunk);
+#pragma unroll 1
+    for (int first = 0; first < rows; first += 2) {
+      const int index = first + lane / 16, source = __shfl_sync(ALL_LANES, row, index);
+      if (index < rows)
+        copy_chunk(to + index * X_PITCH + 16 * chunk, bytes ? from + i64(source) * p.k : p.x, bytes);
+    }
+    arrive_after_copies(barrier);
   }
 };
 
@@ -123,15 +146,6 @@ DEVICE void multiply_slot(float (&sums)[BLOCKS][TILES][4], u32 slot, int x_rows,
       }
     }
   }
-}
-
-// Sets the x of a slot to zero from column `from` of 128 on: the codes beyond k are multiplied by it.
-DEVICE void clear_columns(u32 x, int x_rows, int from, int lane) {
-  for (int i = lane; i < x_rows * 16; i += 32)
-    if (i % 16 * 8 >= from)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(x + i / 16 * X_PITCH + i % 16 * 16), "r"(0) : "memory");
-  fence_shared_writes();
-  __syncwarp();
 }
 
 // Stores a warp's sums as [column][row].
@@ -203,7 +217,7 @@ __global__ void __launch_bounds__(32 * WARPS, TILES == 4 ? 2 : TILES == 2 ? 3 : 
   const u32 partial_bytes = p.x_rows * PARTIAL_PITCH * 4;
   const u32 barriers = base + rings_bytes + p.buffers * WARPS * partial_bytes + 8 * warp * p.stages;
   if (lane == 0) {
-    for (int i = 0; i < p.stages; i++) barrier_init(barriers + 8 * i, 1);
+    for (int i = 0; i < p.stages; i++) barrier_init(barriers + 8 * i, 1 + 32);
     fence_barrier_init();
   }
   __syncwarp();
@@ -213,7 +227,7 @@ __global__ void __launch_bounds__(32 * WARPS, TILES == 4 ? 2 : TILES == 2 ? 3 : 
   const int units = (p.k + 127) / 128, part = warp % p.parts, own = (units + p.parts - 1) / p.parts;
   const int items = work.count();
   Fetcher<F, BLOCKS, W> fetcher{p, work, base + warp * ring_bytes, slot_bytes, barriers, warp / p.parts, part, units, own,
-                                lane, l2_evict_first(), l2_evict_last(), int(blockIdx.x), items};
+                                lane, l2_evict_first(), int(blockIdx.x), items};
   fetcher.load_item(blockIdx.x);
   fetcher.open_item();
   if (p.early) {
@@ -242,7 +256,6 @@ __global__ void __launch_bounds__(32 * WARPS, TILES == 4 ? 2 : TILES == 2 ? 3 : 
       barrier_wait(barriers + 8 * slot, parity);
       const u32 at = base + warp * ring_bytes + slot * slot_bytes;
       const int columns = p.k - 128 * (part + j * p.parts);
-      if (0 < columns && columns < 128) clear_columns(at + BLOCKS * UNIT<F>, p.x_rows, columns, lane);
       if (columns > 0) multiply_slot<F>(sums, at, p.x_rows, lane);
       __syncwarp();  // all lanes have read the slot
       if (p.buffers || j + 1 < own) fetcher.template fetch<true, true>();

@@ -40,15 +40,9 @@ TILE_SIZES = (  # blocks, tiles, warps
     *((blocks, 1, MANY_WARPS) for blocks in (1, 2)),
 )
 MAX_WARPS_PER_SM, MAX_STAGES = 16, 8
-# Cost of a plan: by blocks and warps of a CTA, because small CTAs and small copies are slower, and by the warps of an
+# Cost of a plan: by the blocks that a bulk copy fetches, since an SM starts one in about 60 ns, and by the warps of an
 # SM, because few hide little latency.
-SIZE_COSTS = {
-    (1, FEW_WARPS): 1.4,
-    (2, FEW_WARPS): 1.25,
-    (4, FEW_WARPS): 1.0,
-    (1, MANY_WARPS): 1.15,
-    (2, MANY_WARPS): 1.05,
-}
+COPY_COSTS = {0.5: 2.5, 1: 1.9, 2: 1.05, 4: 1.0}
 MIN_COST, WARP_COST = 0.5, 8.0  # 1.0 with 16 warps
 
 
@@ -243,7 +237,8 @@ def choose_plan(
         busiest = -(-items // NUM_SMS)
         plan = make_plan(blocks, tiles, warps, parts, x_rows, unit_bytes, min(busiest, MAX_WARPS_PER_SM // warps))
         active = min(busiest, plan.ctas_per_sm) * warps
-        plans.append((busiest * plan.cta_rows * SIZE_COSTS[blocks, warps] * (MIN_COST + WARP_COST / active), plan))
+        cost = COPY_COSTS[blocks / 2 if gated else blocks] * (MIN_COST + WARP_COST / active)
+        plans.append((busiest * plan.cta_rows * cost, plan))
     return min(plans, key=lambda pair: pair[0])[1]
 
 

@@ -6,14 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from emberline.kernels.cuda import narrow, narrow_wide
+from emberline.kernels.cuda import narrow, narrow_wide, routing
 from emberline.kernels.cuda.narrow_layout import NarrowWeight, pack
 from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kernels.packed_weight import PackedExperts, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
-from emberline.kernels.triton import routing
 
-MIN_WIDE_ROWS = 8  # rows of an expert on average from which the kernels for many rows are faster
+MIN_WIDE_ROWS = 16  # rows of an expert on average from which the kernels for many rows are faster
 
 
 def pack_experts(matrices: QuantisedMatrix) -> PackedExperts | None:
@@ -40,9 +39,9 @@ def run_routed_experts(
     experts, rules, (gate_up, down) = mixture.experts, mixture.routing, matrices
     assert isinstance(experts, StackedExperts)
     assignments, count, scaled = len(normed) * rules.experts_per_row, logits.shape[1], rules.scales_inputs
-    has_many_rows = assignments > MIN_WIDE_ROWS * count and gate_up.n // 2 % 32 == 0
+    has_many_rows = assignments > MIN_WIDE_ROWS * count and narrow_wide.supports_shape(gate_up, gated=True)
     kernels: Any = narrow_wide if has_many_rows else narrow
-    rows = routing.route_rows(logits, rules, kernels.choose_tile_rows(assignments, count), pdl=True)
+    rows = routing.route_rows(logits, rules, kernels.choose_tile_rows(assignments, count))
     inner = kernels.multiply_gate_up(
         normed, gate_up, rows, bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled
     )

@@ -25,7 +25,8 @@ DEVICE float2 load_from_cluster(u32 at, u32 cta) {
 template <int THREADS> DEVICE void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
 // Shared memory: the ring, which the sums overwrite at the end, then barriers. A slot has two tiles of x, 64 k each with
-// the 128-byte swizzle, then the units of the tile's blocks.
+// the 128-byte swizzle, then the units of the tile's blocks; if gated, those of all gates before those of all ups. An SM
+// starts a copy in about 60 ns, so they must be few.
 template <class F, int GROUPS_, int WIDTH> struct WideShape {
   static constexpr int GROUPS = GROUPS_, COLUMNS = WIDTH, ROWS = 64 * GROUPS, WARPS = 4 * GROUPS, CONSUMERS = 32 * WARPS;
   static constexpr u32 HALF_X_BYTES = 128 * COLUMNS, X_BYTES = 2 * HALF_X_BYTES, W_BYTES = WARPS * UNIT<F>;
@@ -51,15 +52,20 @@ DEVICE void fetch(const Problem& p, const TensorMap* x_map, const Part& part, u3
     const u32 at = slots + i % p.stages * S::SLOT + S::X_BYTES, barrier = full + 8 * (i % p.stages);
     const i64 unit = i64(part.from + i) * 4 * UNIT<F>;
     barrier_expect_bytes(barrier, 2 * x_bytes + groups * 4 * UNIT<F>);
-    for (int g = 0; g < groups; g++) {
-      const u32 to = at + g * 4 * UNIT<F>;
-      if (!p.gated) {
-        copy_bytes(to, codes + block_offset<F>(first_block + 4 * g, part.total_units) + unit, 4 * UNIT<F>, barrier, evict_first);
-        continue;
-      }
+    const auto copy = [&](u32 to, int block, int count) {
+      copy_bytes(to, codes + block_offset<F>(block, part.total_units) + unit, count * UNIT<F>, barrier, evict_first);
+    };
+    if (!p.gated) {
+      for (int g = 0; g < groups; g++) copy(at + g * 4 * UNIT<F>, first_block + 4 * g, 4);
+      return;
+    }
+    // Gates of two warpgroups are adjacent if they are in the same group of 4 blocks.
+    for (int g = 0; g < groups;) {
       const int gate = first_block + 2 * g, up = gate + p.width / 16;
-      copy_bytes(to, codes + block_offset<F>(gate, part.total_units) + unit, 2 * UNIT<F>, barrier, evict_first);
-      copy_bytes(to + 2 * UNIT<F>, codes + block_offset<F>(up, part.total_units) + unit, 2 * UNIT<F>, barrier, evict_first);
+      const int count = g + 1 < groups && gate % 4 == 0 && up % 4 == 0 ? 4 : 2;
+      copy(at + 2 * g * UNIT<F>, gate, count);
+      copy(at + (2 * S::GROUPS + 2 * g) * UNIT<F>, up, count);
+      g += count / 2;
     }
   };
   const auto fetch_x = [&](int i) {
@@ -145,7 +151,7 @@ template <class S> DEVICE void finish(const Problem& p, const Part& part, u32 pa
 
 // CTAs that fit on an SM, if shared memory allows. More of them hide more latency: a warpgroup decodes, multiplies and
 // scales in turn.
-constexpr int wide_ctas(int groups, int columns) { return columns > 64 || groups > 2 ? 1 : groups == 2 ? 2 : columns == 64 ? 3 : 4; }
+constexpr int wide_ctas(int groups, int columns) { return columns > 64 ? 1 : groups == 2 ? 2 : columns == 64 ? 3 : 4; }
 
 template <class F, int GROUPS, int COLUMNS>
 __global__ void __launch_bounds__(128 * GROUPS + 32, wide_ctas(GROUPS, COLUMNS))
@@ -180,13 +186,15 @@ __global__ void __launch_bounds__(128 * GROUPS + 32, wide_ctas(GROUPS, COLUMNS))
     if (p.parts > 1) cluster_sync(), cluster_sync();
     return;
   }
+  // A warpgroup has two blocks of gates, then two of ups.
+  const int unit = !p.gated ? warp : warp % 4 / 2 * 2 * GROUPS + warp / 4 * 2 + warp % 2;
   float sums[COLUMNS / 2] = {};
 #pragma unroll 1
   for (int i = 0; i < part.units; i++) {
     const int stage = i % p.stages;
     barrier_wait(full + 8 * stage, i / p.stages & 1);
     const u32 at = base + stage * S::SLOT;
-    multiply_unit<F, S>(sums, at + S::X_BYTES + warp * UNIT<F>, at, lane);
+    multiply_unit<F, S>(sums, at + S::X_BYTES + unit * UNIT<F>, at, lane);
     if (lane == 0) barrier_arrive(empty + 8 * stage);
   }
   if (p.early) wait_for_previous_kernel();  // before outputs are written, which that kernel may read

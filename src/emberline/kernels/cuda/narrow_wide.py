@@ -25,15 +25,16 @@ from emberline.kernels.cuda.narrow import (
     describe_sorted,
 )
 from emberline.kernels.cuda.narrow_layout import UNIT_COLUMNS, NarrowWeight
+from emberline.kernels.cuda.wide import MAX_CLUSTERS
 from emberline.kernels.mixture import ClampedSwiGLU
 from emberline.kernels.triton.routing import SortedRows
 
 FILE = "narrow_wide.cu"
 MIN_ROWS, MAX_ROWS = 9, 256  # of a dense product
 COLUMNS = (32, 64, 128)  # rows of x in a tile
-GROUPS = {32: (1, 2, 3), 64: (1, 2, 3), 128: (1, 2)}  # warpgroups of a CTA, each with 64 rows of w
+GROUPS = {32: (1, 2), 64: (1, 2), 128: (1, 2)}  # warpgroups of a CTA, each with 64 rows of w
 PARTS = (1, 2, 4, 8)  # CTAs that share the k of a tile
-SLOT_K = 64  # columns of a copy of x
+TILE_K = 64  # columns of a copy of x
 # Limits of a plan: bytes per microsecond from memory, from the L2, and into one SM; and the cost of sharing k.
 MEMORY_BYTES_PER_US, L2_BYTES_PER_US, SM_BYTES_PER_US, SHARING_US = 4.39e6, 7.0e6, 0.07e6, 1.0
 MAX_STAGES = 12
@@ -170,7 +171,7 @@ def make_plan(groups: int, columns: int, parts: int, unit_bytes: int) -> WideNar
 
 def count_ctas(groups: int, columns: int) -> int:
     """Return how many CTAs shall run on an SM, as in narrow_wide.cu."""
-    if columns > 64 or groups > 2:
+    if columns > 64:
         return 1
     return 2 if groups == 2 else 3 if columns == 64 else 4
 
@@ -187,7 +188,10 @@ def estimate_us(plan: WideNarrowPlan, row_tiles: int, n: int, units: int, unit_b
         -(-ctas // NUM_SMS) * cta_bytes / SM_BYTES_PER_US,
     )
     busiest = min(-(-ctas // NUM_SMS), count_ctas(plan.groups, plan.columns))
-    return max(limits) * (MIN_COST + WARP_COST / (4 * plan.groups * busiest)) + SHARING_US * (plan.parts > 1)
+    clusters, max_clusters = ctas // plan.parts, MAX_CLUSTERS[plan.parts] * count_ctas(plan.groups, plan.columns)
+    waves = 1 if plan.parts == 1 else -(-clusters // max_clusters)
+    latency = MIN_COST + WARP_COST / (4 * plan.groups * busiest)
+    return max(limits) * latency * waves + SHARING_US * (plan.parts > 1)
 
 
 def _launch_sorted(
@@ -209,15 +213,19 @@ def _launch_sorted(
 def _launch(
     problem: NarrowProblem, x: Tensor, w: NarrowWeight, plan: WideNarrowPlan, row_tiles: int, *, pdl: bool
 ) -> None:
-    assert not problem.gated or w.n // 2 % 32 == 0, "a warpgroup has 32 gates"
+    assert supports_shape(w, gated=bool(problem.gated)), "a warpgroup has 32 gates"
     problem.stages, problem.parts = plan.stages, plan.parts
+    grid = row_tiles * -(-w.n // (64 * plan.groups)) * plan.parts
+    # No more CTAs shall fit on an SM than are needed; otherwise they could start on few SMs while others are idle.
+    ctas = min(-(-grid // NUM_SMS), count_ctas(plan.groups, plan.columns))
+    minimum = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // (ctas + 1) + 16
     _get_kernel(plan.kernel_name(w.format))(
-        (row_tiles * -(-w.n // (64 * plan.groups)) * plan.parts, 1, 1),
+        (grid, 1, 1),
         128 * plan.groups + 32,
-        (problem, make_tensor_map(x, (problem.x_rows, SLOT_K))),
+        (problem, make_tensor_map(x, (problem.x_rows, TILE_K))),
         pdl=pdl,
         cluster=plan.parts,
-        shared_bytes=plan.shared_bytes(w.unit_bytes),
+        shared_bytes=max(minimum, plan.shared_bytes(w.unit_bytes)),
     )
 
 
@@ -229,4 +237,9 @@ def _get_kernel(kernel_name: str) -> CudaKernel:
 
 def supports(m: int, w: NarrowWeight, *, gated: bool) -> bool:
     """Return whether `linear` supports m rows of x and is faster than `cuda.narrow.linear`."""
-    return MIN_ROWS <= m <= MAX_ROWS and not (gated and w.n // 2 % 32)
+    return MIN_ROWS <= m <= MAX_ROWS and supports_shape(w, gated=gated)
+
+
+def supports_shape(w: NarrowWeight, *, gated: bool) -> bool:
+    """Return whether the kernels of this module can read the matrix."""
+    return not (gated and w.n // 2 % 32)

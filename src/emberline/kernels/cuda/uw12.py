@@ -9,6 +9,7 @@ The products of `cuda/linear.py` and `cuda/wide.py` read it directly. For produc
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -103,23 +104,45 @@ def pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
     bytes of scratch memory.
     """
     n, k = weight.shape
-    assert weight.dtype is torch.bfloat16 and weight.is_contiguous()
+    return pack_pieces(n, k, lambda: (weight,), weight.device, max_bits=max_bits)
+
+
+def pack_pieces(
+    n: int, k: int, make_pieces: Callable[[], Iterable[Tensor]], device: torch.device, *, max_bits: float = MAX_BITS
+) -> UW12Weight | None:
+    """Do the same as `pack` for a weight whose rows `make_pieces` yields in order, at least 16 at a time.
+
+    It is called twice.
+    """
     if not supports(n, k):
         return None
-    units, device = k // UNIT_K, weight.device
+    units = k // UNIT_K
     planes = torch.empty(n // 64, units, 4, UNIT_BYTES, dtype=torch.uint8, device=device)
     bases = torch.empty(n, dtype=torch.uint8, device=device)
     counts = torch.empty(n // BLOCK_ROWS, units, dtype=torch.int32, device=device)
-    grid = (n // BLOCK_ROWS, 1, 1)
-    _get_kernel("pack_units")(grid, PACK_THREADS, (weight, planes, bases, counts, k))
+    for piece, at in _iter_places(make_pieces()):
+        own = planes[at // 64 :], bases[at:], counts[at // BLOCK_ROWS :]
+        _get_kernel("pack_units")((len(piece) // BLOCK_ROWS, 1, 1), PACK_THREADS, (piece, *own, k))
     ends = counts.cumsum(1, dtype=torch.int32)
     max_escapes = int(ends[:, -1].max())
     if not is_worth_packing(n, k, max_escapes, max_bits):
         return None
     headers = torch.zeros(n // BLOCK_ROWS, header_bytes(k, max_escapes), dtype=torch.uint8, device=device)
-    _get_kernel("list_escapes")(grid, PACK_THREADS, (weight, bases, ends, headers, headers.shape[1], k))
+    for piece, at in _iter_places(make_pieces()):
+        own = bases[at:], ends[at // BLOCK_ROWS :], headers[at // BLOCK_ROWS :]
+        grid = (len(piece) // BLOCK_ROWS, 1, 1)
+        _get_kernel("list_escapes")(grid, PACK_THREADS, (piece, *own, headers.shape[1], k))
     torch.cuda.current_stream().synchronize()  # with PDL, kernels read weights before preceding ones end
     return UW12Weight(planes, headers, n, k)
+
+
+def _iter_places(pieces: Iterable[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """Yield each piece with the number of rows before it, which must be a multiple of 64."""
+    at = 0
+    for piece in pieces:
+        assert piece.dtype is torch.bfloat16 and piece.is_contiguous() and at % 64 == 0
+        yield piece, at
+        at += len(piece)
 
 
 def unpack(packed: UW12Weight, out: Tensor, *, pdl: bool = True) -> Tensor:

@@ -146,7 +146,7 @@ DEVICE void fetch(Ring ring, const Weights& weights, const TensorMap* x_map, Ste
   const auto fetch_x = [&](int stage, int unit) {
     const u32 at = ring.slots + stage * S::SLOT, barrier = ring.full + 8 * stage;
     const int k = S::UNIT_K * (steps.from + unit);
-    if (S::SHARES_X && ring.sharing.is_shared()) {
+    if (S::LARGE && ring.sharing.is_shared()) {
       const int row = ring.sharing.rows * ring.sharing.index;
       copy_tile_multicast(at + 128 * row, x_map, k, row, barrier, evict_last, ring.sharing);
     } else {
@@ -167,7 +167,7 @@ DEVICE void fetch(Ring ring, const Weights& weights, const TensorMap* x_map, Ste
     fetch_w();
   }
   __syncwarp();
-  if (S::SHARES_X && ring.sharing.is_shared()) cluster_wait();
+  if (S::LARGE && ring.sharing.is_shared()) cluster_wait();
   wait_for_previous_kernel();
   if (!leader) return;
 #pragma unroll 1
@@ -330,7 +330,7 @@ DEVICE void compute(Ring ring, const Weights& weights, const Steps& steps, const
   const int split = args.split, epilogue = args.epilogue;
   Header header{nullptr, steps.from, steps.units, args.k / 64};
   if constexpr (S::PACKED) header.open(weights.header(S::WARPS * steps.tile + warp), lane);
-  if (S::SHARES_X && ring.sharing.is_shared()) cluster_wait();
+  if (S::LARGE && ring.sharing.is_shared()) cluster_wait();
   wait_for_previous_kernel();
   float d[S::COLUMNS / 2];
 #pragma unroll 1
@@ -392,7 +392,7 @@ template <class S, class Weights> DEVICE void run(const Weights& weights, const 
   extern __shared__ u8 unaligned[];
   const u32 base = (shared_address(unaligned) + 1023) & ~1023u;
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int stages = args.stages, split = args.split, share = S::SHARES_X ? args.share : 1;
+  const int stages = args.stages, split = args.split, share = S::LARGE ? args.share : 1;
   const int cluster = blockIdx.x / (split * share), rank = blockIdx.x % (split * share);
   const int index = rank / share, units = (args.k + S::UNIT_K - 1) / S::UNIT_K, from = units * index / split;
   const SharedX sharing{share, rank % share, args.is_unclustered() ? 0 : index * share,
@@ -411,21 +411,21 @@ template <class S, class Weights> DEVICE void run(const Weights& weights, const 
     fence_barrier_init();
   }
   __syncthreads();
-  if (S::SHARES_X && sharing.is_shared()) cluster_arrive();
+  if (S::LARGE && sharing.is_shared()) cluster_arrive();
   if (warp >= S::WARPS) {
     if (S::TRADES_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
     if (warp == S::WARPS) fetch<S>(ring, weights, x_map, steps, args.pdl, lane == 0);
-    else if (S::SHARES_X && sharing.is_shared()) cluster_wait();
+    else if (S::LARGE && sharing.is_shared()) cluster_wait();
     __syncwarp();
     wait_for_previous_kernel();
     if (split > 1 && !args.is_unclustered()) cluster_sync(), cluster_sync();
     // A CTA must not exit before its peers stop arriving at its barriers.
-    else if (S::SHARES_X && sharing.is_shared()) cluster_sync();
+    else if (S::LARGE && sharing.is_shared()) cluster_sync();
   } else {
     if (S::TRADES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
     compute<S>(ring, weights, steps, args, index, warp, lane);
     __syncwarp();
-    if (S::SHARES_X && sharing.is_shared() && split == 1) cluster_sync();
+    if (S::LARGE && sharing.is_shared() && split == 1) cluster_sync();
   }
 }
 

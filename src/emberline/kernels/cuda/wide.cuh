@@ -21,8 +21,7 @@ template <int GROUPS_, int WIDTH, bool PACKED_, bool FP8_ = false, bool BLOCKS_S
   static constexpr int UNIT_K = FP8 ? 128 : 64;          // k of a step: 128 bytes of plain rows
   static constexpr int GROUPS = GROUPS_, ROWS = 64 * GROUPS, WARPS = 4 * GROUPS;
   static constexpr int COLUMNS = WIDTH, BLOCKS = COLUMNS / 8, QUADS = COLUMNS / 32;
-  static constexpr bool LARGE = COLUMNS > 128;
-  static constexpr bool SHARES_X = LARGE || FP8;  // CTAs of a cluster may share x
+  static constexpr bool LARGE = COLUMNS > 128;  // CTAs of a cluster may share x
   static constexpr bool TRADES_REGISTERS = trades_registers(GROUPS, COLUMNS);
   // 128 * 40 + 256 * 232 = 384 * 168, as launched; 128 * 24 + 512 * 112 < 640 * 96
   static constexpr int PRODUCER_REGISTERS = LARGE ? 40 : 24, CONSUMER_REGISTERS = LARGE ? 232 : 112;
@@ -51,7 +50,7 @@ struct Ring {
   // memory order is needed.
   template <class S> DEVICE void release_slot(int slot, int lane) const {
     const u32 barrier = empty + 8 * slot;
-    if (!S::SHARES_X) {
+    if (!S::LARGE) {
       if (lane == 0) barrier_arrive(barrier);
     } else if (lane < sharing.ctas) {
       asm volatile("{ .reg .b32 far;\n mapa.shared::cluster.u32 far, %0, %1;\n"

@@ -6,6 +6,12 @@
 DEVICE u64 matrix_descriptor(u32 address) { return u64(address >> 4) | 1ull << 16 | u64(1024 >> 4) << 32 | 1ull << 62; }
 
 // d = w x^T over 16 k, or d += w x^T if `accumulate`.
+DEVICE void wgmma(float (&d)[16], u64 w, u64 x, int accumulate) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGISTERS_16 "}, %16, %17, p, 1, 1, 0, 0; }"
+      : FLOATS_16(d, 0) : "l"(w), "l"(x), "r"(accumulate));
+}
 DEVICE void wgmma(float (&d)[32], u64 w, u64 x, int accumulate) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %34, 0;\n"

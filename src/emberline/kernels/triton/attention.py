@@ -17,7 +17,7 @@ from triton.language import constexpr, tensor
 
 from emberline.kernels.arguments import AttentionInputs
 from emberline.kernels.attention_plan import PREFILL_TILE_QUERIES
-from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
+from emberline.kernels.triton.jit import jit, jit_for_activations, next_power_of_two, pdl_trigger_and_wait
 
 MAX_PROGRAM_ROWS = 128  # (query, head) pairs of a program
 
@@ -32,7 +32,7 @@ class AttentionLaunch(NamedTuple):
     registers: int | None = None  # of a thread, at most; None: as many as the compiler chooses
 
 
-@jit
+@jit_for_activations()
 def _paged_attention(
     qkv: tensor, k_cache: tensor, v_cache: tensor, tables: tensor, query_start: tensor, context: tensor,
     sinks: tensor, tiles: tensor, out: tensor, scale: tensor, window: tensor, softcap: tensor, capped_scale: tensor,

@@ -20,13 +20,17 @@ TILE_TOKENS, TILE_CHANNELS = 32, 64  # of a program that computes a part of the 
 SEARCHED_ROWS: constexpr = constexpr(64)  # rows of a step that are compared with the tokens of a program at a time
 
 
-@jit_without_specializing("first_row")
+@jit_without_specializing("first_row", "max_draft")
 def _convolve_rows(
     x: tensor, weight: tensor, conv: tensor, y: tensor, starts: tensor, context: tensor, slots: tensor,
-    first_row: tensor, x_stride: tensor,
-    KERNEL: constexpr, CHANNELS: constexpr, BLOCK: constexpr, COMPUTES: constexpr, PDL: constexpr,
+    kept: tensor, places: tensor, accepted_counts: tensor, drafted_counts: tensor, save_slots: tensor, saves: tensor,
+    max_draft: tensor, first_row: tensor, x_stride: tensor,
+    KERNEL: constexpr, CHANNELS: constexpr, BLOCK: constexpr, COMPUTES: constexpr, DRAFTS: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
-    """Compute all tokens of a sequence, unless COMPUTES is False, and keep its last inputs."""
+    """Compute all tokens of a sequence, unless COMPUTES is False, and keep its last inputs.
+
+    With DRAFTS, accepted drafts of the previous step come before its tokens, and the last of these are drafted: their
+    inputs are kept in the same place."""
     pdl_trigger_and_wait(PDL)
     row = first_row + tl.program_id(0)
     begin = tl.load(starts + row).to(tl.int64)
@@ -36,30 +40,48 @@ def _convolve_rows(
     inside = channel < CHANNELS
     state = conv + tl.load(slots + row).to(tl.int64) * ((KERNEL - 1) * CHANNELS) + channel
     first = x + begin * x_stride + channel
+    accepted, drafted, saved = 0, 0, 0
+    if DRAFTS:
+        accepted, drafted, saved = tl.load(accepted_counts + row), tl.load(drafted_counts + row), tl.load(saves + row)
+        kept += tl.load(places + row).to(tl.int64) * max_draft * CHANNELS + channel
     if COMPUTES:
         for t in range(count):
             total = tl.zeros((BLOCK,), tl.float32)
             for j in tl.static_range(KERNEL):
                 at = t + j - (KERNEL - 1)
-                value = _load_input(first, state, at, x_stride, is_old, inside, KERNEL, CHANNELS)
+                value = _load_input(
+                    first, state, kept, at, x_stride, accepted, is_old, inside, KERNEL, CHANNELS, DRAFTS
+                )
                 total += tl.load(weight + j * CHANNELS + channel, inside, 0.0) * value
             result = total / (1.0 + tl.exp(-total))
             tl.store(y + (begin + t) * CHANNELS + channel, result.to(y.dtype.element_ty), inside)
+    if DRAFTS:
+        copy = conv + tl.load(save_slots + row).to(tl.int64) * ((KERNEL - 1) * CHANNELS) + channel
+        for j in tl.static_range(KERNEL - 1):
+            at = saved - accepted + j - (KERNEL - 1)
+            value = _load_input(first, state, kept, at, x_stride, accepted, is_old, inside, KERNEL, CHANNELS, DRAFTS)
+            tl.store(copy + j * CHANNELS, value, inside & (saved > 0))
     # A thread has the same channel of all inputs, and these move to lower indices, so none is overwritten too early.
     for j in tl.static_range(KERNEL - 1):
-        at = count + j - (KERNEL - 1)
-        value = _load_input(first, state, at, x_stride, is_old, inside, KERNEL, CHANNELS)
+        at = count - drafted + j - (KERNEL - 1)
+        value = _load_input(first, state, kept, at, x_stride, accepted, is_old, inside, KERNEL, CHANNELS, DRAFTS)
         tl.store(state + j * CHANNELS, value, inside & (count > 0))
+    if DRAFTS:
+        for t in range(drafted):
+            tl.store(kept + t * CHANNELS, tl.load(first + (count - drafted + t) * x_stride, inside, 0.0), inside)
 
 
 @jit
 def _load_input(
-    first: tensor, state: tensor, at: tensor, x_stride: tensor, is_old: tensor, inside: tensor,
-    KERNEL: constexpr, CHANNELS: constexpr,
+    first: tensor, state: tensor, kept: tensor, at: tensor, x_stride: tensor, accepted: tensor, is_old: tensor,
+    inside: tensor, KERNEL: constexpr, CHANNELS: constexpr, DRAFTS: constexpr,
 ) -> tensor:  # fmt: skip
     """Return the inputs at an index, which is negative for tokens before the first of the step."""
-    new = tl.load(first + at * x_stride, inside & (at >= 0), 0.0).to(tl.float32)
-    return new + tl.load(state + (at + (KERNEL - 1)) * CHANNELS, inside & is_old & (at < 0), 0.0)
+    value = tl.load(first + at * x_stride, inside & (at >= 0), 0.0).to(tl.float32)
+    if DRAFTS:
+        value += tl.load(kept + (at + accepted) * CHANNELS, inside & (at < 0) & (at >= -accepted), 0.0).to(tl.float32)
+        at += accepted
+    return value + tl.load(state + (at + (KERNEL - 1)) * CHANNELS, inside & is_old & (at < 0), 0.0)
 
 
 @jit_without_specializing("rows", "first_row")
@@ -102,14 +124,23 @@ def convolve(x: Tensor, layer: DeltaLayer, states: LayerStates, *, pdl: bool = F
     rows, few = len(states.slots), states.few_token_rows
     sizes = x.stride(0), kernel, channels
     step = x, layer.conv_weight, states.conv, y, states.metadata.query_start, states.metadata.context, states.slots
-    blocks = -(-channels // ROW_CHANNELS)
+    blocks, drafts = -(-channels // ROW_CHANNELS), states.drafts
+    nothing = *(states.slots,) * 6, 0
     if few:
-        _convolve_rows[(few, blocks)](*step, 0, *sizes, ROW_CHANNELS, True, pdl, num_warps=4, launch_pdl=pdl)
+        kept = nothing
+        if drafts is not None:
+            assert states.saves is not None and drafts.conv.is_contiguous() and drafts.conv.dtype is x.dtype
+            kept = *(drafts.conv, drafts.places, drafts.accepted, drafts.counts), *states.saves, drafts.conv.shape[1]
+        _convolve_rows[(few, blocks)](
+            *step, *kept, 0, *sizes, ROW_CHANNELS, True, drafts is not None, pdl, num_warps=4, launch_pdl=pdl
+        )
     if few < rows and len(x):
         _convolve_tokens[(-(-len(x) // TILE_TOKENS), -(-channels // TILE_CHANNELS))](
             *step, rows, few, *sizes, TILE_TOKENS, TILE_CHANNELS, pdl, num_warps=4, launch_pdl=pdl
         )
         if kernel > 1:
             grid = rows - few, blocks
-            _convolve_rows[grid](*step, few, *sizes, ROW_CHANNELS, False, pdl, num_warps=4, launch_pdl=pdl)
+            _convolve_rows[grid](
+                *step, *nothing, few, *sizes, ROW_CHANNELS, False, False, pdl, num_warps=4, launch_pdl=pdl
+            )
     return y

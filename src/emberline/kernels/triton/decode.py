@@ -21,7 +21,7 @@ from triton.language import constexpr, tensor
 from emberline.kernels import work_limits, worklist
 from emberline.kernels.arguments import AttentionInputs
 from emberline.kernels.triton.attention import add_keys, choose_product_type, first_key
-from emberline.kernels.triton.jit import jit, jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
+from emberline.kernels.triton.jit import jit, jit_for_activations, next_power_of_two, pdl_trigger_and_wait
 from emberline.kernels.worklist import TILE_KEYS
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MERGED_ELEMENTS = 1 << 14  # elements of partial results that a program merges at a time
 
 
-@jit_without_specializing("max_parts")
+@jit_for_activations("max_parts")
 def _split_decode(
     qkv: tensor, k_cache: tensor, v_cache: tensor, tables: tensor, query_start: tensor, context: tensor, sinks: tensor,
     count: tensor, items: tensor, partial_starts: tensor, partials: tensor, max_and_sum: tensor, arrivals: tensor,

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from emberline.kernels.mixture import Mixture, StackedExperts
+from emberline.kernels.mixture import Mixture, Routing, StackedExperts
 from emberline.kernels.packed_weight import PackedExperts
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.triton import narrow, routing
 from emberline.kernels.triton.grouped import ProductTile, multiply_down, multiply_gate_up
+from emberline.kernels.triton.routing import SortedRows
+
+
+class RouteRows(Protocol):
+    def __call__(self, logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool) -> SortedRows: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +46,29 @@ def choose_tiles(assignments: int, experts: int, dtype: torch.dtype) -> ExpertTi
     return next((tiles for rows, tiles in BF16_TILES if assignments <= rows * experts), LARGE_BF16_TILES)
 
 
-def run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture, *, pdl: bool = False) -> Tensor:
+def run_routed_experts(
+    normed: Tensor, logits: Tensor, mixture: Mixture, *, pdl: bool = False, route: RouteRows = routing.route_rows
+) -> Tensor:
     """Return the outputs [rows * experts per row, hidden] of each row's experts.
 
-    `normed`: inputs of the experts. `logits`: of the router, float32.
+    `normed`: inputs of the experts. `logits`: of the router, float32. `route`: sorts the rows by expert.
     """
     experts, rules = mixture.experts, mixture.routing
     assert isinstance(experts, StackedExperts), "a GPU needs stacked experts"
     scaled = rules.scales_inputs
     tiles = choose_tiles(len(normed) * rules.experts_per_row, logits.shape[1], normed.dtype)
-    rows = routing.route_rows(logits, rules, tiles.rows, pdl=pdl)
-    gate_up, down = experts.gate_up, experts.down
+    rows = route(logits, rules, tiles.rows, pdl=pdl)
+    gate_up, down = find_matrices(experts.gate_up), find_matrices(experts.down)
     inner = (multiply_gate_up if isinstance(gate_up, Tensor) else narrow.multiply_gate_up)(
-        normed, _find_matrices(gate_up), rows, tiles.gate_up,
+        normed, gate_up, rows, tiles.gate_up,
         bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled, pdl=pdl,
     )  # fmt: skip
     multiply = multiply_down if isinstance(down, Tensor) else narrow.multiply_down
-    return multiply(inner, _find_matrices(down), rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl)
+    return multiply(inner, down, rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl)
 
 
-def _find_matrices(weights: Tensor | PackedExperts) -> Any:
+def find_matrices(weights: Tensor | PackedExperts) -> Any:
     """Return the tensor, or the codes of all experts."""
-    if isinstance(weights, Tensor):
-        return weights
-    assert isinstance(weights.handle, QuantisedMatrix), "experts in a form that Triton's kernels do not read"
-    return weights.handle
+    found = weights if isinstance(weights, Tensor) else weights.handle
+    assert isinstance(found, Tensor | QuantisedMatrix), "experts in a form that Triton's kernels do not read"
+    return found

@@ -196,8 +196,10 @@ def _launch(
 
 @jit
 def _add_outputs(
-    x: tensor, outputs: tensor, shared: tensor, shared_gate: tensor, shared_scale: tensor, x_stride: tensor,
-    COLUMNS: constexpr, TOP: constexpr, BLOCK: constexpr, HAS_SHARED: constexpr, HAS_GATE: constexpr, PDL: constexpr,
+    x: tensor, outputs: tensor, shared: tensor, shared_gate: tensor, shared_scale: tensor, places: tensor,
+    weights: tensor, x_stride: tensor,
+    COLUMNS: constexpr, TOP: constexpr, BLOCK: constexpr, HAS_SHARED: constexpr, HAS_GATE: constexpr,
+    SORTED: constexpr, WEIGHTED: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     pdl_trigger_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -210,7 +212,12 @@ def _add_outputs(
             factor = shared_scale / (1.0 + tl.exp(-tl.load(shared_gate + row)))
         total += factor * tl.load(shared + row * COLUMNS + column, inside, 0.0).to(tl.float32)
     for rank in tl.static_range(TOP):
-        total += tl.load(outputs + (row * TOP + rank) * COLUMNS + column, inside, 0.0).to(tl.float32)
+        at = row * TOP + rank
+        if SORTED:
+            output = tl.load(outputs + tl.load(places + at).to(tl.int64) * COLUMNS + column, inside, 0.0)
+            total += output.to(tl.float32) * (tl.load(weights + at) if WEIGHTED else 1.0)
+        else:
+            total += tl.load(outputs + at * COLUMNS + column, inside, 0.0).to(tl.float32)
     tl.store(x + row * x_stride + column, total.to(x.dtype.element_ty), inside)
 
 
@@ -219,6 +226,8 @@ def add_expert_outputs(
     outputs: Tensor,
     experts_per_row: int,
     *,
+    sorted_rows: SortedRows | None = None,
+    weighted: bool = False,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
     shared_scale: float = 1.0,
@@ -226,16 +235,21 @@ def add_expert_outputs(
 ) -> Tensor:
     """Add the outputs [assignments, n] of each row's experts to x in place, in the order of their ranks.
 
+    `sorted_rows`: the outputs are in this order instead, [places, n]; with `weighted`, they are multiplied by their
+    weights.
     `shared`: outputs of a shared expert [rows, n], which are added first, times `shared_scale` and the sigmoid of
     `shared_gate`, float32 [rows, 1].
     """
     rows, columns = x.shape
-    assert x.stride(1) == 1 and outputs.is_contiguous() and outputs.shape == (rows * experts_per_row, columns)
+    assert x.stride(1) == 1 and outputs.is_contiguous() and outputs.shape[1] == columns
+    assert sorted_rows is not None or len(outputs) == rows * experts_per_row
+    places, weights = (x, x) if sorted_rows is None else (sorted_rows.places, sorted_rows.weights)
     assert shared is None or (shared.is_contiguous() and shared.shape == x.shape)
     block = min(MAX_SUM_BLOCK, max(32, next_power_of_two(columns)))
     _add_outputs[(rows, -(-columns // block))](
         x, outputs, x if shared is None else shared, x if shared_gate is None else shared_gate, shared_scale,
-        x.stride(0), columns, experts_per_row, block, shared is not None, shared_gate is not None, pdl,
+        places, weights, x.stride(0), columns, experts_per_row, block, shared is not None, shared_gate is not None,
+        sorted_rows is not None, weighted, pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return x

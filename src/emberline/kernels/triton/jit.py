@@ -6,7 +6,11 @@ dependent launch (PDL), before compute capability 9.0, kernels are launched and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import triton
@@ -29,16 +33,46 @@ def jit_without_specializing(*names: str) -> Callable[[Callable[..., Any]], Any]
     return lambda function: _fit_to_device(triton.jit(function, do_not_specialize=list(names)))
 
 
-def _fit_to_device(kernel: Any) -> Any:
+def jit_for_activations(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator like `jit_without_specializing`, for kernels that write nothing but activations.
+
+    In a block of `compile_in_parallel` they are compiled and not launched: their results are not needed then."""
+    return lambda function: _fit_to_device(triton.jit(function, do_not_specialize=list(names)), waits=False)
+
+
+@contextmanager
+def compile_in_parallel() -> Iterator[None]:
+    """Compile the kernels of `jit_for_activations` that this thread launches inside the block in parallel.
+
+    Compilation is complete when the block ends. The compiler releases the GIL."""
+    with ThreadPoolExecutor(os.cpu_count() or 1, "triton") as pool, triton.AsyncCompileMode(pool):
+        _collect_state.is_active = True
+        try:
+            yield
+        finally:
+            _collect_state.is_active = False
+
+
+class _CollectState(threading.local):
+    is_active = False  # whether this thread is inside `compile_in_parallel`
+
+
+_collect_state = _CollectState()
+
+
+def _fit_to_device(kernel: Any, *, waits: bool = True) -> Any:
     """Return the kernel after changing its launches.
 
     They ignore `launch_pdl` on a GPU that does not support it, and use fewer pipeline stages on a GPU with too little
-    shared memory for `num_stages`. Neither changes a result."""
+    shared memory for `num_stages`. Neither changes a result. `waits`: whether a launch inside `compile_in_parallel`
+    waits for the compiler and is executed."""
     run = kernel.run
 
     def run_with_supported_options(*arguments: Any, launch_pdl: bool = False, **options: Any) -> Any:
         if launch_pdl and driver.active.get_current_target().arch >= MIN_PDL_ARCHITECTURE:
             options["launch_pdl"] = True
+        if _collect_state.is_active and not waits:
+            options["warmup"] = True
         while True:
             try:
                 return run(*arguments, **options)

@@ -14,14 +14,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
-from triton.language.target_info import cuda_capability_geq
 
-from emberline.kernels.triton.jit import jit, jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
+from emberline.kernels.triton.jit import jit, jit_for_activations, next_power_of_two, pdl_trigger_and_wait
 
 MIN_DOT_ROWS, MAX_ROWS = 16, 64  # rows of x that a program multiplies
 MAX_SPLIT = 8  # parts of k
-PREFETCHED_COLUMNS = 0
-LINE_WEIGHTS = constexpr(64)  # bf16 weights in a cache line
 MAX_TILES = 8192  # tiles of a product whose k is split
 
 
@@ -35,27 +32,16 @@ class SkinnyTile(NamedTuple):
     stages: int  # of the pipeline of loads
 
 
-@jit_without_specializing("m", "split")
+@jit_for_activations("m", "split")
 def _multiply_few_rows(
     x: tensor, w: tensor, bias: tensor, residual: tensor, out: tensor, partials: tensor, arrivals: tensor, m: tensor,
     n: tensor, k: tensor, split: tensor, x_stride: tensor, out_stride: tensor,
     ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr, GROUP: constexpr, HAS_BIAS: constexpr, ADDS: constexpr,
-    SPLITS: constexpr, EVEN: constexpr, PREFETCHED: constexpr, PDL: constexpr,
+    SPLITS: constexpr, EVEN: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
-    """Multiply rows of w by x [m, k]. GROUP: rows of gate that alternate with as many of up; 0: w is not gated.
-
-    With PDL, the program first fetches PREFETCHED columns of its weights to the L2, while the previous kernel runs.
-    """
+    """Multiply rows of w by x [m, k]. GROUP: rows of gate that alternate with as many of up; 0: w is not gated."""
+    pdl_trigger_and_wait(PDL)
     tile, part = tl.program_id(0), tl.program_id(1)
-    if PREFETCHED and PDL and cuda_capability_geq(9, 0):
-        tl.extra.cuda.gdc_launch_dependents()
-        fetched_row = tl.minimum(tile * COLUMNS + tl.arange(0, COLUMNS), n - 1).to(tl.int64)
-        begin = part * ((k + DEPTH - 1) // DEPTH) // split * DEPTH
-        fetched = begin + tl.arange(0, PREFETCHED // LINE_WEIGHTS) * LINE_WEIGHTS
-        _prefetch(w + fetched_row[:, None] * k + tl.minimum(fetched, k - 1)[None, :])
-        tl.extra.cuda.gdc_wait()
-    else:
-        pdl_trigger_and_wait(PDL)
     row, column, depth = tl.arange(0, ROWS), tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     steps = (k + DEPTH - 1) // DEPTH
     x_at = x + row.to(tl.int64)[None, :] * x_stride + depth[:, None]
@@ -89,14 +75,6 @@ def _multiply_few_rows(
             finish_tile(
                 total, bias, residual, out, row, column, m, n, out_stride, ROWS, COLUMNS, GROUP, HAS_BIAS, ADDS
             )  # fmt: skip
-
-
-@jit
-def _prefetch(address: tensor) -> None:
-    """Fetch the lines at these addresses to the L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @jit
@@ -136,14 +114,12 @@ def linear(
     residual: Tensor | None = None,
     group: int = 0,
     tile: SkinnyTile | None = None,
-    prefetched: int = PREFETCHED_COLUMNS,
     pdl: bool = False,
 ) -> Tensor:
     """Write x w^T into `out`, bf16 or float32, and return it.
 
     `residual` is added to the product and may be `out` itself. With a `group`, so many rows of gate alternate with as
-    many rows of up in w, and the result is silu(gate) * up, [m, n / 2]. `tile` overrides the chosen tile, and
-    `prefetched` the columns of weights that a program fetches to the L2 before the previous kernel ends.
+    many rows of up in w, and the result is silu(gate) * up, [m, n / 2]. `tile` overrides the chosen tile.
     """
     (m, k), n = x.shape, len(w)
     assert supports(m, n, k, x.dtype, group) and w.shape == (n, k) and w.is_contiguous() and w.dtype is x.dtype
@@ -159,7 +135,7 @@ def linear(
     _multiply_few_rows[(tiles, tile.split)](
         x, w, out if bias is None else bias, out if residual is None else residual, out, partials, counters, m, n, k,
         tile.split, x.stride(0), out.stride(0), rows, tile.columns, tile.depth, group, bias is not None,
-        residual is not None, tile.split > 1, n % tile.columns == 0 and k % tile.depth == 0, prefetched, pdl,
+        residual is not None, tile.split > 1, n % tile.columns == 0 and k % tile.depth == 0, pdl,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language import constexpr, tensor
 
 from emberline.kernels.cuda.uw12 import BLOCK_ROWS, STARTS_OFFSET, UNIT_BYTES, UNIT_K, UW12Weight, escapes_offset
-from emberline.kernels.triton.jit import jit, jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
+from emberline.kernels.triton.jit import jit, jit_for_activations, next_power_of_two, pdl_trigger_and_wait
 from emberline.kernels.triton.linear import (
     MAX_ROWS,
     MAX_SPLIT,
@@ -33,7 +33,7 @@ START_WORDS = constexpr(STARTS_OFFSET // 2)  # 16-bit words in a header before t
 ESCAPES = constexpr(16)  # of 16 rows that are multiplied at a time
 
 
-@jit_without_specializing("m", "split")
+@jit_for_activations("m", "split")
 def _multiply_packed(
     x: tensor, planes: tensor, words: tensor, halves: tensor, bias: tensor, residual: tensor, out: tensor,
     partials: tensor, arrivals: tensor, m: tensor, n: tensor, k: tensor, split: tensor, header_words: tensor,

@@ -43,6 +43,7 @@ class SortedRows:
     num_tiles: Tensor  # int32 [1], tiles that are used
     tile_rows: int
     experts_per_row: int
+    places: Tensor | None = None  # int32 [assignments], the place of each in `order`, if it was written
 
     @property
     def max_tiles(self) -> int:
@@ -297,15 +298,15 @@ def _selection_options(routing: Routing, experts: int, block_rows: int, *, pdl: 
     }
 
 
-def route_rows(logits: Tensor, routing: Routing, tile_rows: int, *, pdl: bool = False) -> SortedRows:
+def route_rows(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = False) -> SortedRows:
     """Return the experts that each row selects, sorted into tiles of `tile_rows` rows.
 
     `logits`: float32 [rows, experts], with the router's bias. There is at least one row.
     """
     rows, experts = logits.shape
     assert logits.dtype is torch.float32 and logits.is_contiguous() and rows
-    top, correction = routing.experts_per_row, routing.correction
-    assert routing.group_best in (1, 2) and experts % routing.groups == 0
+    top, correction = rules.experts_per_row, rules.correction
+    assert rules.group_best in (1, 2) and experts % rules.groups == 0
     assignments, bins = rows * top, next_power_of_two(max(experts, MIN_BINS))
     tiles = max_tile_count(assignments, experts, tile_rows)
     fused_rows = next((size for size in FUSED_ROWS if rows <= size), None)
@@ -316,16 +317,16 @@ def route_rows(logits: Tensor, routing: Routing, tile_rows: int, *, pdl: bool = 
     integers = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device)
     chosen, order, tile_experts, tile_counts, num_tiles, counts = integers.split(sizes)
     weights = torch.empty(assignments, dtype=torch.float32, device=logits.device)
-    rules = _selection_options(routing, experts, block_rows, pdl=pdl)
+    options = _selection_options(rules, experts, block_rows, pdl=pdl)
     added = logits if correction is None else correction
     found = SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top)
     if fused_rows:
         _select_and_sort[(1,)](
-            logits, added, weights, chosen, order, tile_experts, tile_counts, num_tiles, rows, routing.scale,
-            TILE_ROWS=tile_rows, **rules,
+            logits, added, weights, chosen, order, tile_experts, tile_counts, num_tiles, rows, rules.scale,
+            TILE_ROWS=tile_rows, **options,
         )  # fmt: skip
         return found
-    _select_rows[(blocks,)](logits, added, weights, chosen, counts, rows, routing.scale, **rules)
+    _select_rows[(blocks,)](logits, added, weights, chosen, counts, rows, rules.scale, **options)
     if at_once:
         max_rows = at_once // top
         _sort_by_expert[(experts,)](

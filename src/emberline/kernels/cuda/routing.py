@@ -1,0 +1,123 @@
+"""route_rows: selects the experts of rows and sorts the rows by expert, as `triton/routing.py`, by faster kernels.
+
+`routing.cu` has the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule
+from emberline.kernels.mixture import Routing
+from emberline.kernels.triton import routing
+from emberline.kernels.triton.routing import SortedRows, max_tile_count
+
+FILE = "routing.cu"
+EXPERTS_PER_LANE = (4, 8)  # of a warp that selects the experts of a row
+MAX_EXPERTS, MAX_EXPERTS_PER_ROW = 32 * EXPERTS_PER_LANE[-1], 32
+TILE_GRAIN = 32  # the rows of a tile are a multiple, if an expert has several tiles
+SELECT_THREADS, PLACE_THREADS = 256, 1024
+# Pairs (rows of a block, rows): the rows of a CTA, for so many rows at most.
+ROWS_PER_BLOCK = ((8, 1024), (16, 2048), (32, 1 << 30))
+
+
+def supports(experts: int, rules: Routing) -> bool:
+    return experts <= MAX_EXPERTS and rules.experts_per_row <= MAX_EXPERTS_PER_ROW and rules.groups == 1
+
+
+def choose_experts_per_lane(experts: int) -> int:
+    return next(count for count in EXPERTS_PER_LANE if 32 * count >= experts)
+
+
+def route_rows(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = True) -> SortedRows:
+    """Return the experts that each row selects, sorted into tiles of `tile_rows` rows.
+
+    `logits`: float32 [rows, experts], with the router's bias. There is at least one row.
+    """
+    rows, experts = logits.shape
+    if not supports(experts, rules):
+        return _with_places(routing.route_rows(logits, rules, tile_rows, pdl=pdl))
+    assert logits.dtype is torch.float32 and logits.is_contiguous() and rows
+    top, per_lane = rules.experts_per_row, choose_experts_per_lane(experts)
+    block_rows = next(size for size, limit in ROWS_PER_BLOCK if rows <= limit)
+    blocks, assignments, tiles = -(-rows // block_rows), rows * top, max_tile_count(rows * top, experts, tile_rows)
+    sizes = [assignments] * 3 + [tiles * tile_rows, tiles, tiles, 1, blocks * 32 * per_lane]
+    integers = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device)
+    chosen, ranks, places, order, tile_experts, tile_counts, num_tiles, counts = integers.split(sizes)
+    weights = torch.empty(assignments, dtype=torch.float32, device=logits.device)
+    is_sigmoid = rules.scores == "sigmoid"
+    _get_kernel(f"select_rows<{per_lane}>")(
+        (blocks, 1, 1),
+        SELECT_THREADS,
+        (
+            *(logits, rules.correction, rows, experts, top, is_sigmoid, rules.renormalize, float(rules.scale)),
+            *(block_rows, weights, chosen, ranks, counts),
+        ),
+        pdl=pdl,
+    )
+    _get_kernel(f"place_rows<{per_lane}>")(
+        (blocks, 1, 1),
+        PLACE_THREADS,
+        (
+            chosen,
+            ranks,
+            counts,
+            rows,
+            top,
+            block_rows,
+            tile_rows,
+            min(TILE_GRAIN, tile_rows),
+            order,
+            places,
+            tile_experts,
+            tile_counts,
+            num_tiles,
+        ),
+        pdl=pdl,
+    )
+    return SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top, places)
+
+
+def _with_places(rows: SortedRows) -> SortedRows:
+    """Return the same with the place of each assignment."""
+    order, size = rows.order.view(-1, rows.tile_rows), len(rows.weights)
+    column, tile = torch.arange(rows.tile_rows, device=order.device), torch.arange(len(order), device=order.device)
+    is_used = (column < rows.tile_counts[:, None]) & (tile < rows.num_tiles)[:, None]
+    target = torch.where(is_used, order, size).flatten().long()
+    places = torch.empty(size + 1, dtype=torch.int32, device=order.device)
+    places.scatter_(0, target, torch.arange(len(target), dtype=torch.int32, device=order.device))
+    return replace(rows, places=places[:size])
+
+
+def sort_rows(x: Tensor, rows: SortedRows, *, pdl: bool = True) -> Tensor:
+    """Return a copy of the rows of x for each place of the sorted rows, [max_tiles * tile_rows, columns].
+
+    Places without a row are not written.
+    """
+    assert rows.places is not None and x.is_contiguous() and x.shape[1] * x.element_size() % 16 == 0
+    out = x.new_empty(rows.max_tiles * rows.tile_rows, x.shape[1])
+    chunks = x.shape[1] * x.element_size() // 16
+    arguments = (x, rows.places, rows.experts_per_row, chunks, out)
+    _get_kernel("sort_rows")((len(x), 1, 1), SELECT_THREADS, arguments, pdl=pdl)
+    return out
+
+
+VARIANTS = (
+    "sort_rows",
+    *(f"{name}<{count}>" for name in ("select_rows", "place_rows") for count in EXPERTS_PER_LANE),
+)
+
+
+@cache
+def _get_kernel(kernel_name: str) -> CudaKernel:
+    """Return the kernel, loaded: Triton kernels read its tables also while other kernels are only compiled."""
+    return _get_module().kernel(kernel_name).load()
+
+
+@cache
+def _get_module() -> CudaModule:
+    return CudaModule(FILE, VARIANTS)
