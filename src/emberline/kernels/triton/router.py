@@ -7,20 +7,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
 
-from emberline.kernels.triton.jit import jit_without_specializing, next_power_of_two, pdl_trigger_and_wait
+from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
 
-MAX_ROWS = 256  # up to so many rows, one kernel is faster than a norm and a product
+MAX_ROWS = 16  # up to so many rows, one kernel is faster than a norm and a product
 EXPERTS_PER_PROGRAM = 8
-ROWS_PER_PROGRAM = ((16, 1), (64, 4), (MAX_ROWS, 8))  # pairs (rows, those of a program), for so many rows at most
 
 
-@jit_without_specializing("rows")
+@jit
 def _norm_and_score(
-    x: tensor, scale: tensor, weight: tensor, bias: tensor, normed: tensor, logits: tensor, rows: tensor,
-    x_stride: tensor, eps: tensor, ROWS: constexpr,
+    x: tensor, scale: tensor, weight: tensor, bias: tensor, normed: tensor, logits: tensor, x_stride: tensor,
+    eps: tensor,
     COLUMNS: constexpr, BLOCK: constexpr, EXPERTS: constexpr, SCORED: constexpr, HAS_BIAS: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
-    """Norm ROWS rows, as `norm.rms_norm` does, and compute the logits of SCORED experts for them."""
+    """Norm a row, as `norm.rms_norm` does, and compute the logits of SCORED experts for it."""
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
     expert = tl.program_id(1) * SCORED + tl.arange(0, SCORED)
@@ -32,16 +31,15 @@ def _norm_and_score(
     if HAS_BIAS:
         shift = tl.load(bias + expert, expert < EXPERTS, 0.0)
     pdl_trigger_and_wait(PDL)  # the weights are read before the preceding kernel ends
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    for row in range(first, tl.minimum(first + ROWS, rows)):
-        value = tl.load(x + row * x_stride + column, inside, 0.0).to(tl.float32)
-        size = tl.sum(value * value, 0) / COLUMNS
-        unit = (value * tl.rsqrt(size + eps)).to(x.dtype.element_ty).to(tl.float32)
-        result = (unit * factor).to(normed.dtype.element_ty)
-        if tl.program_id(1) == 0:
-            tl.store(normed + row * COLUMNS + column, result, inside)
-        score = tl.sum(matrix.to(tl.float32) * result.to(tl.float32)[None, :], 1) + shift
-        tl.store(logits + row * EXPERTS + expert, score, expert < EXPERTS)
+    row = tl.program_id(0).to(tl.int64)
+    value = tl.load(x + row * x_stride + column, inside, 0.0).to(tl.float32)
+    size = tl.sum(value * value, 0) / COLUMNS
+    unit = (value * tl.rsqrt(size + eps)).to(x.dtype.element_ty).to(tl.float32)
+    result = (unit * factor).to(normed.dtype.element_ty)
+    if tl.program_id(1) == 0:
+        tl.store(normed + row * COLUMNS + column, result, inside)
+    score = tl.sum(matrix.to(tl.float32) * result.to(tl.float32)[None, :], 1) + shift
+    tl.store(logits + row * EXPERTS + expert, score, expert < EXPERTS)
 
 
 def norm_and_score(
@@ -56,9 +54,8 @@ def norm_and_score(
     normed = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     logits = torch.empty(rows, experts, dtype=torch.float32, device=x.device)
     if rows:
-        each = next((count for limit, count in ROWS_PER_PROGRAM if rows <= limit), ROWS_PER_PROGRAM[-1][1])
-        _norm_and_score[(-(-rows // each), -(-experts // EXPERTS_PER_PROGRAM))](
-            x, scale, weight, weight if bias is None else bias, normed, logits, rows, x.stride(0), eps, each, columns,
+        _norm_and_score[(rows, -(-experts // EXPERTS_PER_PROGRAM))](
+            x, scale, weight, weight if bias is None else bias, normed, logits, x.stride(0), eps, columns,
             next_power_of_two(columns), experts, EXPERTS_PER_PROGRAM, bias is not None, pdl,
             num_warps=8, launch_pdl=pdl,
         )  # fmt: skip
