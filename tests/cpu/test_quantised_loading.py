@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.engine.gpu.zero_weights import make_zero_weight_model
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise, dequantise_to_bf16
+from emberline.models.config import ModelConfig
+from emberline.models.config_outline import outline_of
 from emberline.models.device_weights import DeviceWeights
 from emberline.models.experts_spec import name_each_expert
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.loader import load_decoder
 from emberline.models.quantised_tensors import list_quantised_sizes
+from emberline.models.sleep import iter_instances
 from emberline.models.stacked_experts import load_stacked_experts
+from emberline.models.tensor_names import load_model
+from emberline.models.weight_formats import list_online_sizes
 from emberline.models.weights import Weights
 
 ROWS, COLUMNS = 48, 64
@@ -142,6 +149,29 @@ def test_experts_of_gpt_oss_kept_on_a_device(tmp_path: Path, keeping: list[Quant
     for found, wanted in ((experts.gate_up, expected.gate_up), (experts.down, expected.down)):
         assert isinstance(found, PackedExperts) and isinstance(found.handle, QuantisedMatrix)
         assert torch.equal(dequantise_to_bf16(found.handle), wanted)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_stand_ins_for_quantised_weights(is_sparse: bool, tmp_path: Path, keeping: list[QuantisedMatrix]) -> None:
+    """While weights are loaded, kernels run with zeros in the same form; weights that have memory stay."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    config = tiny.config("qwen3_moe", **sizes, **experts) if is_sparse else tiny.config("qwen3", **sizes)
+    checkpoint = Checkpoint.open(tiny.write(tmp_path, config, dtype=torch.bfloat16))
+    weights = DeviceWeights(checkpoint, device="cpu", online="fp8")
+    model = load_model(ModelConfig.from_checkpoint(checkpoint), weights, 64)
+    other = make_zero_weight_model(model)
+    first, last = other.layers[0], other.layers[-1]
+    made = first.attention.qkv.weight
+    assert isinstance(made.handle, QuantisedMatrix) and not made.handle.codes.any() and not made.handle.scales.any()
+    assert made is last.attention.qkv.weight and other.head is not None and other.head.weight is model.head.weight
+    stacked = list(iter_instances(PackedExperts, other.layers))
+    assert len(stacked) == (6 if is_sparse else 0) and len({id(each) for each in stacked}) == (2 if is_sparse else 0)
+    assert all(isinstance(e.handle, QuantisedMatrix) and e.handle.codes.device.type == "cpu" for e in stacked)
+    weights.finish("")
+    matrix = model.layers[0].attention.qkv.weight.handle
+    assert isinstance(matrix, QuantisedMatrix) and matrix.codes.any() and matrix.codes.device.type == "cpu"
+    assert Counter(weights.narrow_sizes) == Counter(list_online_sizes(outline_of(model.config), "fp8"))
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4"])

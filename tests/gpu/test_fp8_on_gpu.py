@@ -93,7 +93,7 @@ def test_rows_are_quantised_as_by_the_reference(m: int, k: int, blocks: bool) ->
     x[0] *= 100
     ours, expected = quantise_rows(x, blocks=blocks, pdl=False), quantise(x, "fp8", 1, 128 if blocks else 0)
     scales = ours.scales[:, :m].T if blocks else ours.scales[:, None]
-    assert torch.equal(scales, expected.scales)
+    torch.testing.assert_close(scales, expected.scales, rtol=1e-6, atol=0)  # the kernel's division is not exact
     same = fp8_weight.restore_columns(ours.codes) == expected.codes
     assert same.float().mean() > 0.99, "some are rounded differently, because values are multiplied by 1 / scale"
     assert relative_error(values_of(ours), x.double()) < MAX_ERROR_QUANTISED

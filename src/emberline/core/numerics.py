@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 class Numerics:
     checkpoint: str  # fingerprint of config and tensors
     dtype: str  # of matrix products
-    weights: str  # plain, packed or both, whose kernels round differently; with the suffix -exact if `exact` is set
+    weights: str  # form, such as plain, packed or fp8, whose kernels round differently; with -exact if `exact` is set
     kv_dtype: str
     device: str  # cpu or cuda
 

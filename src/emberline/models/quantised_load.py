@@ -27,21 +27,24 @@ STORED_DTYPES = {
 }
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of the code of each of eight rows
 NAN_EXPONENT = 255
+MAX_PENDING_CHECKS = 1024  # each takes 512 bytes of a GPU's memory
 
 
 class ValueChecks:
-    """Checks of values that are on a device. On a CPU they are made at once, on a GPU all together at the end."""
+    """Checks of values that are on a device. On a CPU they are made at once, on a GPU many together."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[Tensor, ModelFileError]] = []
 
     def require(self, is_valid: Tensor, error: ModelFileError) -> None:
-        """Raise the error now or in `finish` unless `is_valid`, a boolean of no dimension, is true."""
+        """Raise the error now or later, at the latest in `finish`, unless `is_valid` (of no dimension) is true."""
         if is_valid.device.type == "cpu":
             if not is_valid:
                 raise error
         elif is_valid.device.type != "meta":
             self._pending.append((is_valid, error))
+            if len(self._pending) >= MAX_PENDING_CHECKS:
+                self.finish()
 
     def finish(self) -> None:
         """Raise the error of the first check that failed."""

@@ -98,10 +98,10 @@ class DraftRunner:
         """Return the input of a model with hidden states: for each computed position, the token behind it.
 
         The result samples if a draft is wanted. None if an earlier position is missing in the model's cache: its hidden
-        states are gone."""
+        states are gone. If a draft is wanted, few are missing (`DraftContext`), and the model drafts without these."""
         count = len(work.tokens) - work.num_draft + (len(sampled.further) if sampled is not None else 0)
         state = self._states[work.id]
-        if state.computed != work.start:
+        if state.computed != work.start and not work.num_propose:
             return None
         state.computed = work.start + count
         following = tokens[work.start + 1 : work.start + 1 + count]

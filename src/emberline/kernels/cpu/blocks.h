@@ -29,6 +29,7 @@ struct BlockFormat {
     CodeRange range = kSmall;
     bool table = false;  // whether codes are indices of a table
     ScaleKind scale = kFloat16;
+    bool paired = false;  // whether unpacked codes are arranged for blocks_i8mm.h
 
     constexpr int header_bytes() const { return (minima ? 4 : 2) * kPanel; }
     constexpr int scale_bytes() const { return blocks > 1 ? 2 * kPanel : 0; }

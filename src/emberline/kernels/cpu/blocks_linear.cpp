@@ -8,6 +8,7 @@
 #include "amx.h"
 #include "blocks.h"
 #include "blocks_amx.h"
+#include "blocks_i8mm.h"
 #include "linear.h"
 #include "micro.h"
 #include "pool.h"
@@ -99,12 +100,24 @@ inline __attribute__((always_inline)) void add_half(Ints (&sum)[R][V], const uin
     add_step<F, 4 * Half + 3>(sum, codes, inputs);
 }
 
+// Computes the sums of a run: of half a block if a block has two of them, otherwise of a block.
 template <BlockFormat F, int Run, int R, int V>
-inline __attribute__((always_inline)) void start_run(Ints (&sum)[R][V], const Rounded& in) {
+inline __attribute__((always_inline)) void sum_run(Ints (&sum)[R][V], const uint8_t* codes, const Rounded& in) {
+    auto start = [&](int r) { return splat_ints(F.offset ? in.start[r * in.blocks * F.runs() + Run] : kSumStart); };
+#if EMBER_I8MM
+    if constexpr (F.paired) {
+        sum_pairs<Run, F.runs() == 2 ? Run + 1 : 2>(sum, codes, in.codes, in.stride);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) sum[r][0] = vaddq_s32(sum[r][0], start(r));
+        return;
+    }
+#endif
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) sum[r][v] = splat_ints(F.offset ? in.start[r * in.blocks * F.runs() + Run] : kSumStart);
+        for (int v = 0; v < V; v++) sum[r][v] = start(r);
+    add_half<F, Run>(sum, codes, in);
+    if constexpr (F.runs() == 1) add_half<F, 1>(sum, codes, in);
 }
 
 template <BlockFormat F, int Run, int R, int V, int Width>
@@ -124,14 +137,12 @@ template <BlockFormat F, int V, int R, int Width>
 inline __attribute__((always_inline)) void add_block(Vec (&total)[R][Width], int first, const uint8_t* codes,
                                                      const BlockScales<F> (&scales)[V], const Rounded& in) {
     Ints sum[R][V];
-    start_run<F, 0>(sum, in);
-    add_half<F, 0>(sum, codes, in);
+    sum_run<F, 0>(sum, codes, in);
+    finish_run<F, 0>(total, first, sum, scales, in);
     if constexpr (F.runs() == 2) {
-        finish_run<F, 0>(total, first, sum, scales, in);
-        start_run<F, 1>(sum, in);
+        sum_run<F, 1>(sum, codes, in);
+        finish_run<F, 1>(total, first, sum, scales, in);
     }
-    add_half<F, 1>(sum, codes, in);
-    finish_run<F, F.runs() - 1>(total, first, sum, scales, in);
     if constexpr (F.minima)
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
@@ -179,13 +190,19 @@ void multiply_direct(const uint8_t* panel, const Rounded& in, int first, float* 
 }
 
 // What matters of a format once codes are unpacked to bytes. Such blocks are those of one vector of columns, with float scales.
-constexpr BlockFormat unpacked_format(BlockFormat f) { return {1, 8, f.minima, f.run, f.offset != 0, f.range}; }
+constexpr BlockFormat unpacked_format(BlockFormat f) {
+    return {1, 8, f.minima, f.run, f.offset != 0, f.range, false, kFloat16, EMBER_I8MM};
+}
 constexpr int unpacked_bytes(BlockFormat f) { return (kSteps + f.runs() + f.minima) * kCodeBytes; }
 
 template <BlockFormat F, bool Signed, int... S>
 inline void unpack_codes(const uint8_t* codes, uint8_t* to, std::integer_sequence<int, S...>) {
 #if EMBER_AMX_INT8
     if constexpr (Signed) return (store_codes(to + S * kCodeBytes, subtract(codes_of_step<F, S>(codes), F.offset)), ...);
+#elif EMBER_I8MM
+    Codes step[] = {codes_of_step<F, S>(codes)...};
+    for (int s = 0; s < kSteps; s += 2) pair_codes(step[s], step[s + 1]);
+    return (store_codes(to + S * kCodeBytes, step[S]), ...);
 #endif
     (store_codes(to + S * kCodeBytes, codes_of_step<F, S>(codes)), ...);
 }
