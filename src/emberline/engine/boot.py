@@ -24,7 +24,6 @@ from emberline.engine.group_choice import choose_groups
 from emberline.engine.memory_plan import format_gib
 from emberline.engine.runner import TorchRunner, allocate_cache
 from emberline.engine.speculation.draft_cache import make_draft_cache, share_cache_memory
-from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.engine.state_memory import allocate_states
@@ -35,11 +34,8 @@ from emberline.kv.checksum import select_crc
 from emberline.kv.codec import select_kv_codec
 from emberline.kv.confine import LOOPBACK, resolve_ipv4_address
 from emberline.kv.tiers.base import Tier, buffer_bytes_for
-from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import MIN_BUFFERS, HostTier
-from emberline.kv.tiers.remote import RemoteTier
 from emberline.kv.tiers.stack import TierStack
-from emberline.kv.tiers.storeclient import StoreListenAddress
 from emberline.kv.transfer.endpoint import (
     STORE_PORT_OFFSET,
     SameHostAccess,
@@ -214,6 +210,10 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
 
 
 def _load_draft_model(config: EngineConfig, model: DecoderModel) -> DraftModel | None:
+    if config.speculation.method != "mtp" and config.speculation.draft_source is None:
+        return None
+    from emberline.engine.speculation.draft_loader import load_draft_model
+
     dtype = torch.bfloat16 if model.dtype is torch.float16 else model.dtype
 
     def open_weights(checkpoint: Checkpoint) -> Weights:
@@ -275,9 +275,14 @@ def _make_tiers(
     host = HostTier(size, tiers.kv_host_memory or staging_bytes, tiers.kv_policy, min_buffers=min_buffers)
     below: list[Tier] = []
     if tiers.kv_disk is not None and tiers.kv_disk_size is not None:
+        from emberline.kv.tiers.disk import DiskTier  # as the others: imported if needed, to start sooner
+
         directory, quota, policy = Path(tiers.kv_disk), tiers.kv_disk_size, tiers.kv_policy
         below.append(DiskTier(directory, layout, size, quota, policy=policy, crc=crc, codec=codec, codec_choice=coding))
     if tiers.kv_store is not None:
+        from emberline.kv.tiers.remote import RemoteTier
+        from emberline.kv.tiers.storeclient import StoreListenAddress
+
         memory = tiers.kv_store_memory
         address = StoreListenAddress(network.kv_mooncake_host, port_at_offset(network.kv_port, STORE_PORT_OFFSET))
         tier = RemoteTier(tiers.kv_store, layout, size, memory, address, crc=crc, codec=codec, codec_choice=coding)

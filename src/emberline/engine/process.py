@@ -13,7 +13,7 @@ from emberline.engine.torch_import import GPU_DRIVER, prepare_torch_import
 def main() -> int:
     gc.disable()  # until the models are loaded: collections take a tenth of the imports, and free nothing
     if not GPU_DRIVER.exists():
-        prepare_torch_import()  # before the imports of the loop, which it overlaps
+        prepare_torch_import()
     from emberline.engine.process_loop import run_engine_process
 
     return run_engine_process(int(sys.argv[1]))

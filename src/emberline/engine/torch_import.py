@@ -1,18 +1,14 @@
-"""Makes the import of torch faster in an engine process on a machine without a GPU.
+"""Makes the import of torch faster in an engine process on a machine without a GPU. Standard library only.
 
-Loading torch's library takes a third of the import, and needs no Python: a thread does it during other imports. Another
-fifth is for modules that compile and export models, which an engine never does: they are replaced by empty ones.
+A fifth of the import is for modules that compile, export and quantise models, or register kernels for GPUs. An engine
+on a CPU never does that, so these modules are replaced by empty ones.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
 import sys
-import threading
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,25 +17,6 @@ from typing import Any
 
 GPU_DRIVER = Path("/proc/driver/nvidia")
 KNOWN_VERSION = re.compile(r"2\.13\.")  # of torch, whose own modules are known to need nothing of the replaced ones
-# Modules of the engine with libraries of their own. They are imported first, since the loader of libraries has a lock.
-LIBRARY_MODULES = (
-    *(
-        "numpy",
-        "msgspec",
-        "array",
-        "binascii",
-        "bisect",
-        "bz2",
-        "contextvars",
-        "csv",
-        "ctypes",
-        "datetime",
-        "decimal",
-        "fcntl",
-    ),
-    *("hashlib", "heapq", "json", "lzma", "math", "mmap", "pickle", "queue", "random", "select", "socket"),
-    *("statistics", "struct", "subprocess", "uuid", "zlib"),
-)
 REPLACED_MODULES = frozenset(
     {
         "_export",
@@ -64,25 +41,13 @@ REPLACED_MODULES = frozenset(
 
 
 def prepare_torch_import() -> None:
-    """Start loading torch's library in a thread, and replace modules that an engine on a CPU does not need."""
+    """Replace modules of torch that an engine on a CPU does not need, if its version is known to work without them."""
     spec = None if "torch" in sys.modules else find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return
     directory = Path(spec.submodule_search_locations[0])
-    library = directory / "lib" / "libtorch_cpu.so"
-    if library.is_file():
-        for name in LIBRARY_MODULES:
-            import_module(name)
-        threading.Thread(target=_load_library, args=(library,), name="torch library", daemon=True).start()
     if KNOWN_VERSION.search(_read_version(directory)):
         sys.meta_path.insert(0, ReplacedModuleFinder())
-
-
-def _load_library(path: Path) -> None:
-    """Load a library. An import or ctypes.CDLL would hold the GIL meanwhile; a foreign call of dlopen does not."""
-    load = ctypes.CDLL(None).dlopen
-    load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-    load(os.fsencode(path), os.RTLD_LAZY)
 
 
 def _read_version(directory: Path) -> str:
