@@ -13,11 +13,13 @@ from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 def engine() -> int:
     import host_engine
 
+    from emberline.core.gpu_kernels import GPUKernels
     from emberline.engine import boot, engine_group_boot, process
     from emberline.engine.boot import LoadedEngine
     from emberline.engine.engine_group import EngineGroup
     from emberline.engine.gpu.boot import BootedGPUEngine
     from emberline.engine.gpu.swap import SwappedEngine
+    from emberline.kernels.gpu_choice import select_gpu_kernels
 
     def boot_fleet(
         configs: Mapping[str, EngineConfig], rules: TimeSharingConfig, reader: object
@@ -48,6 +50,7 @@ def engine() -> int:
         return EngineGroup(members, max(member.nbytes for member in members.values()), rules), loaded
 
     boot.torch.cuda.get_device_name = lambda: "none"  # type: ignore[assignment, misc]
+    select_gpu_kernels(GPUKernels("hopper", "simulated"))
     engine_group_boot.boot_engine_group = boot_fleet  # type: ignore[assignment]
     return process.main()
 

@@ -52,7 +52,7 @@ def test_reasons(
 def test_one_line_at_start(caplog: pytest.LogCaptureFixture) -> None:
     def log(dtype: torch.dtype, head_dim: int) -> list[str]:
         config = ModelConfig.from_hf(tiny.config("llama", head_dim=head_dim))
-        model: Any = SimpleNamespace(config=config, dtype=dtype)
+        model: Any = SimpleNamespace(config=config, dtype=dtype, device=torch.device("cpu"))
         caplog.clear()
         with caplog.at_level(logging.INFO, "emberline.engine"):
             log_portable_attention(model, KVShape(config.layers, config.kv_heads, head_dim, 64, dtype))

@@ -13,7 +13,7 @@ STEPS, WINDOW = 200, 512
 
 
 def test_200_greedy_tokens_equal_those_of_transformers() -> None:
-    directory = resolve_model(str(gemma_file.find_or_skip()), show_progress=False)
+    directory = resolve_model(str(gemma_file.find_or_skip()), show_progress=False, as_safetensors=True)
     from transformers import AutoModelForCausalLM
 
     llm = LLM(str(directory), dtype="float32", kv_memory=1 << 28, max_context=2048)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+STDERR_FD = 2  # not sys.stderr, which may have been replaced by an object that is not a file
 ENGINE_COMMAND = (sys.executable, "-m", "emberline.engine.process")
 
 
@@ -27,7 +28,7 @@ class EngineChild(NamedTuple):
             fd = theirs.fileno()
             try:
                 return EngineChild(
-                    subprocess.Popen([*(command or ENGINE_COMMAND), str(fd)], pass_fds=[fd], stdout=sys.stderr), ours
+                    subprocess.Popen([*(command or ENGINE_COMMAND), str(fd)], pass_fds=[fd], stdout=STDERR_FD), ours
                 )
             except OSError:
                 ours.close()

@@ -28,7 +28,7 @@ from emberline.models.quantisation_config import WeightFormat
 from emberline.models.weight_dtype import check_requested_dtype
 from emberline.models.weight_form import check_requested_weights
 from emberline.models.weight_formats import choose_online_format, is_quantisable, read_weight_formats
-from emberline.models.weight_parts import WeightKind, WeightPart, list_weight_parts
+from emberline.models.weight_parts import WeightKind, WeightPart, is_head_large, list_weight_parts
 
 KVSharing = Literal["one GPU", "tensor parallel", "context parallel", "data-parallel attention"]
 CONFIG_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "float32"}
@@ -186,20 +186,20 @@ class _WeightPolicy:
         """Return the weights of a model or of one GPU's part, by kind and format."""
         found: dict[tuple[WeightKind, str], WeightShare] = {}
         for part in list_weight_parts(outline):
-            name, size = self._format_and_bytes(part)
+            name, size = self._format_and_bytes(part, copies_head=is_head_large(outline))
             old = found.get((part.kind, name), WeightShare(part.kind, name, 0, 0))
             found[part.kind, name] = replace(
                 old, num_weights=old.num_weights + part.num_weights, num_bytes=old.num_bytes + size
             )
         return tuple(found.values())
 
-    def _format_and_bytes(self, part: WeightPart) -> tuple[str, int]:
+    def _format_and_bytes(self, part: WeightPart, *, copies_head: bool) -> tuple[str, int]:
         if (quantised := self._find_quantised(part)) is not None:
             return quantised.name, part.num_matrices * quantised.matrix_bytes(part.rows, part.columns)
         width = memory.DTYPE_BYTES[self.dtype]
         is_head = part.kind == ("embedding" if self.tie_embeddings else "head")
         both = self.setting == "both" and (is_head or part.kind != "embedding")
-        both = both or (is_head and self.setting != "packed" and bool(self.formats or self.online))
+        both = both or (copies_head and is_head and self.setting != "packed" and bool(self.formats or self.online))
         size = memory.weight_part_bytes(part, width, packed=self.setting == "packed", both=both)
         if part.kind == "norms":
             return FORMAT_NAMES[memory.F32_BYTES], size

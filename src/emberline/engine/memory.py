@@ -24,7 +24,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
 from emberline.models.weight_dtype import default_kv_dtype
 from emberline.models.weight_formats import NarrowSize
-from emberline.models.weight_parts import WeightPart, list_weight_parts
+from emberline.models.weight_parts import WeightPart, is_head_large, list_weight_parts
 
 DEFAULT_UTILIZATION = GPUConfig().gpu_memory_utilization
 RESERVE_BYTES = 2 << 30  # CUDA context, libraries, compiled kernels, workspaces of cuBLAS and of split products
@@ -309,12 +309,13 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of all weights on the device.
 
-    Matrices are stored plain, packed, or in both formats (`both`), but those in `narrow` are quantised. Then the
+    Matrices are stored plain, packed, or in both formats (`both`), but those in `narrow` are quantised. Then a large
     output head is stored in both formats too. An embedding that is separate from the head never is."""
-    size = 0
-    for part in list_weight_parts(outline_of(config)):
+    size, outline = 0, outline_of(config)
+    copies_head = bool(narrow) and not packed and is_head_large(outline)
+    for part in list_weight_parts(outline):
         is_head = part.kind == ("embedding" if config.tie_embeddings else "head")
-        twice = (both and (is_head or part.kind != "embedding")) or (bool(narrow) and is_head and not packed)
+        twice = (both and (is_head or part.kind != "embedding")) or (copies_head and is_head)
         size += weight_part_bytes(part, dtype_bytes, packed=packed, both=twice)
     for kept in narrow:
         plain = WeightPart("attention", kept.rows, kept.columns, kept.num_matrices)

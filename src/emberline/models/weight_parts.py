@@ -15,6 +15,8 @@ WeightKind = Literal[
     "embedding", "head", "attention", "dense ffn", "routed experts", "shared experts", "router", "norms"
 ]
 
+MIN_HEAD_SHARE = 0.02  # of all weights, from which on a second, packed copy of the head is worth its memory
+
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
@@ -30,6 +32,14 @@ class WeightPart:
     @property
     def num_weights(self) -> int:
         return self.rows * self.columns * self.num_matrices
+
+
+def is_head_large(outline: ModelOutline) -> bool:
+    """Return whether reading the output head takes a noticeable part of a step, if other weights are quantised."""
+    parts = list_weight_parts(outline)
+    kind = "embedding" if outline.tie_embeddings else "head"
+    head = sum(part.num_weights for part in parts if part.kind == kind)
+    return head >= MIN_HEAD_SHARE * sum(part.num_weights for part in parts)
 
 
 def list_weight_parts(outline: ModelOutline) -> list[WeightPart]:

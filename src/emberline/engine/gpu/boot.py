@@ -43,6 +43,7 @@ from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.tiers.stack import TierStack
 from emberline.kv.transfer.endpoint import TransferEndpoint
 from emberline.models.config import ModelConfig
+from emberline.models.config_outline import outline_of
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
 from emberline.models.draft_model import DraftModel
@@ -51,6 +52,7 @@ from emberline.models.reader import FileReader
 from emberline.models.sleep import iter_instances
 from emberline.models.tensor_names import ignorable_tensors, load_model
 from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_format
+from emberline.models.weight_parts import is_head_large
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -163,7 +165,8 @@ def _fill_and_identify(
 
     Return the format of the weights, and the seconds of each phase, by name."""
     model, seconds = runner.model, _load_weights(weights, runner)
-    if settings.gpu.weights == "both" or (weights.narrow_sizes and not weights.packed):
+    copies_head = weights.narrow_sizes and not weights.packed and is_head_large(outline_of(model.config))
+    if settings.gpu.weights == "both" or copies_head:
         seconds["pack"] = _add_packed_copies(weights, runner)
     filled = time.perf_counter()
     if weights.packed or settings.gpu.weights == "both":
