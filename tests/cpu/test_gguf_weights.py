@@ -132,6 +132,18 @@ def test_a_missing_or_changed_file_is_named(tmp_path: Path) -> None:
         Checkpoint.open(directory)
 
 
+def test_the_index_is_made_again_if_its_link_is_gone(tmp_path: Path) -> None:
+    """The hub's cache has a link to the same file for each revision."""
+    make_model(tmp_path)
+    links = [tmp_path / revision / "m.gguf" for revision in ("a", "b")]
+    for link in links:
+        link.parent.mkdir()
+        link.symlink_to(tmp_path / "m.gguf")
+    first = resolve_model(str(links[0]), tmp_path / "cache")
+    links[0].unlink()
+    assert resolve_model(str(links[1]), tmp_path / "cache") == first and Checkpoint.open(first).tensors
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("type", "Q9_9"), ("nbytes", 17), ("offset", 1 << 40), ("file", 3), ("shape", "x")]
 )
@@ -184,7 +196,9 @@ def test_unsuitable_requests_are_refused(tmp_path: Path) -> None:
         choose_weight_form(plain, "float32", "q8")
     with pytest.raises(InvalidRequest, match="weights is q4, which only the kernels of a CPU read"):
         check_requested_weights("q4", on_gpu=True)
-    with pytest.raises(InvalidRequest, match="weights is packed; on a CPU it must be auto, plain, q4, q8"):
+    with pytest.raises(
+        InvalidRequest, match="weights is packed, which only a GPU supports; on a CPU it must be auto, plain, q4, q8"
+    ):
         check_requested_weights("packed", on_gpu=False)
 
 

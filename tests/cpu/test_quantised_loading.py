@@ -28,6 +28,7 @@ from emberline.models.device_weights import DeviceWeights
 from emberline.models.experts_spec import name_each_expert
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.loader import load_decoder
+from emberline.models.quantisation_config import read_quantisation
 from emberline.models.quantised_tensors import list_quantised_sizes
 from emberline.models.sleep import iter_instances
 from emberline.models.stacked_experts import load_stacked_experts
@@ -123,6 +124,46 @@ def test_experts_kept_on_a_device(name: str, tmp_path: Path, keeping: list[Quant
         expected = [torch.cat([values[f"l.mlp.experts.{i}.{kind}_proj"] for kind in kinds]) for i in range(count)]
         assert torch.equal(dequantise(found.handle).to(torch.bfloat16), torch.stack(expected))
     assert sum(size.num_bytes for size in weights.narrow_sizes) == weights.loaded_bytes
+
+
+def test_experts_of_two_formats_are_dequantised(tmp_path: Path, keeping: list[QuantisedMatrix]) -> None:
+    """Kernels compute both matrices of an expert in one format."""
+    found = FORMATS["int4 zeros"]
+    tensors: dict[str, Tensor] = {}
+    for i in range(2):
+        for name, shape in (("gate", (32, 64)), ("up", (32, 64)), ("down", (64, 32))):
+            module, matrix = f"l.mlp.experts.{i}.{name}_proj", random_matrix(i, *shape)
+            packed = {"weight": matrix.to(torch.bfloat16)} if name == "down" else found.pack(matrix)[0]
+            tensors |= {f"{module}.{part}": tensor for part, tensor in packed.items()}
+    tiny.write_tensors(tmp_path, tiny.config("qwen3", quantization_config=found.config), tensors)
+    weights = DeviceWeights(Checkpoint.open(tmp_path), device="cpu")
+    experts = load_stacked_experts(weights, ExpertsConfig(2, 1, 32, True, frozenset({0})), name_each_expert(), "l", 64)
+    weights.finish("")
+    assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor) and not keeping
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_that_gptq_added_are_ignored_if_they_are_zero(value: float, tmp_path: Path) -> None:
+    found = FORMATS["gptq"]
+    tensors = {f"x.{part}": tensor for part, tensor in found.pack(random_matrix(1))[0].items()}
+    tensors["x.bias"] = torch.full((ROWS,), value, dtype=torch.float16)
+    tiny.write_tensors(tmp_path, tiny.config("qwen3", quantization_config=found.config), tensors)
+    weights = Weights(Checkpoint.open(tmp_path))
+    weights.load_matrix("x.weight", ROWS, COLUMNS)
+    assert weights.unused_names("") == ([] if value == 0.0 else ["x.bias"])
+
+
+def test_a_scheme_that_names_modules_precedes_one_of_all() -> None:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "sparsity_config": {"format": "dense"}}
+    section["config_groups"] = {
+        "group_0": {"targets": ["Linear"], "weights": weights},
+        "group_1": {"targets": ["re:.*down_proj"], "weights": weights | {"symmetric": False}},
+    }
+    found = read_quantisation({"quantization_config": section})
+    assert found is not None
+    down, up = found.find_format("l.mlp.down_proj"), found.find_format("l.mlp.up_proj")
+    assert down is not None and up is not None and down.zero_bits > 0 == up.zero_bits
 
 
 def test_experts_of_gpt_oss_kept_on_a_device(tmp_path: Path, keeping: list[QuantisedMatrix]) -> None:

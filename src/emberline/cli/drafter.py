@@ -26,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_options(train, TrainingSettings())
     train.add_argument(
-        "--device", choices=DEVICES, default="auto", help="Device that computes; auto: a supported GPU if there is one."
+        "--device",
+        choices=DEVICES,
+        default="auto",
+        help="Device that computes; auto: a GPU that can be used, otherwise the CPU.",
     )
     train.add_argument(
         "--save-steps", type=int, default=DEFAULT_SAVE_STEPS, metavar="N", help="Steps between two saves of the state."

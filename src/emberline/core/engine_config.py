@@ -74,11 +74,12 @@ class GPUConfig:
 
     weights: str = option(
         "auto",
-        "Format of the weights in memory. On a GPU: packed: 12 bits instead of 16, lossless; both: packed for small"
-        " batches and plain for large ones; fp8, int4: the bf16 matrices of layers are quantised when they are loaded,"
-        " with a scale for each row, or for 128 weights of a row; auto: packed if the files are; what the files have"
-        " quantised stays so. On a CPU: q4, q8: quantised when they are loaded, to 4.5 and 8.5 bits; auto: as in the"
-        " files, also for GGUF. On both, plain: quantised files as bfloat16.",
+        "Format of the weights in memory. auto: as in the files, except that GGUF files become bfloat16 on a GPU, and"
+        " packed and other quantised files on a CPU. plain: neither packed nor quantised. On a GPU only: packed: 12"
+        " bits instead of 16, lossless; both: packed for small batches and plain for large ones; fp8, int4: bfloat16"
+        " matrices of layers are quantised when they are loaded, with a scale for each row (fp8) or for each 128"
+        " weights of a row (int4). On a CPU only: q4, q8: matrices are quantised when they are loaded, to 4.5 and 8.5"
+        " bits.",
         choices=WEIGHT_FORMATS,
     )
     kernels: str = option(

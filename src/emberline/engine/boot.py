@@ -132,6 +132,7 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
 
 
 def to_loaded_engine(booted: BootedGPUEngine) -> LoadedEngine:
+    device = "cuda" if ops.has_hopper_kernels() else "cuda-portable"  # whose kernels round differently
     return LoadedEngine(
         engine=booted.engine,
         max_context=booted.engine.max_context,
@@ -143,7 +144,7 @@ def to_loaded_engine(booted: BootedGPUEngine) -> LoadedEngine:
         device="cuda",
         kv_dtype=_dtype_name(booted.runner.cache.shape.dtype),
         numerics=_numerics_of(
-            booted.runner.model, booted.runner.cache, f"{booted.weights}{'-exact' * booted.runner.exact}", "cuda"
+            booted.runner.model, booted.runner.cache, f"{booted.weights}{'-exact' * booted.runner.exact}", device
         ),
         stored_dtype=booted.stored_dtype,
         full_context=_full_context(booted.runner.model),

@@ -317,8 +317,10 @@ def weight_bytes(
         is_head = part.kind == ("embedding" if config.tie_embeddings else "head")
         twice = (both and (is_head or part.kind != "embedding")) or (copies_head and is_head)
         size += weight_part_bytes(part, dtype_bytes, packed=packed, both=twice)
+    by_shape = {(part.rows, part.columns, part.num_matrices): part for part in list_weight_parts(outline)}
     for kept in narrow:
-        plain = WeightPart("attention", kept.rows, kept.columns, kept.num_matrices)
+        shape = kept.rows, kept.columns, kept.num_matrices
+        plain = by_shape.get(shape, WeightPart("attention", *shape))
         size += kept.num_bytes - weight_part_bytes(plain, dtype_bytes, packed=packed, both=both)
     return size
 

@@ -73,7 +73,7 @@ def count_state_slots(
     slots = min(max(SLOTS_PER_REQUEST * max_running, MIN_SLOTS), slots)
     if slots < MIN_SLOTS:
         part = "half of it" if kv_bytes is None else f"what {kv_bytes} bytes of keys and values leave"
-        hint = "raise --kv-memory" if kv_bytes is None else "lower --kv-tokens"
+        hint = "raise --kv-memory" if kv_bytes is None else "lower the setting kv_tokens"
         raise ModelError(
             f"the KV cache has {memory_bytes} bytes, and recurrent states of {slot_bytes} bytes each get {part}; "
             f"{max(0, slots)} fit, but at least {MIN_SLOTS} are needed",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from emberline.hub.gguf_latents import JoinedLatents, join_latents
 from emberline.hub.gguf_metadata import GGUFMetadata
 from emberline.hub.gguf_model import GGUFModel
 from emberline.hub.gguf_rows import iter_checkpoint_bytes
-from emberline.hub.gguf_tensors import INDEX_FILE, GGUFTensorInfo, write_index
+from emberline.hub.gguf_tensors import INDEX_FILE, GGUFTensorInfo, is_index_valid, write_index
 from emberline.hub.ggufconfig import build_generation_config, build_model_config
 from emberline.hub.gguftokenizer import build_tokenizer_files
 from emberline.hub.tensorfile import DTYPE_BYTES, TensorInfo, write_tensors
@@ -77,6 +78,10 @@ def index_gguf(source: Path, target: Path) -> Path:
     def write_files(model: GGUFModel, checkpoint: GGUFCheckpoint, work: Path) -> None:
         write_index(work / INDEX_FILE, checkpoint.tensors)
 
+    if target.is_dir() and not is_index_valid(target):  # of a file that was moved, or of a cache that was
+        with file_lock(target.with_name(f".{target.name}.lock")):
+            if not is_index_valid(target):
+                shutil.rmtree(target, ignore_errors=True)
     return _make_directory(source, target, write_files)
 
 

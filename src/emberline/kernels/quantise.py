@@ -56,7 +56,7 @@ def _quantise_int4(values: Tensor, columns: int, shrinks: tuple[float, ...]) -> 
     groups = values.unflatten(-1, (-1, columns))
     widest, scales, least = groups.abs().amax(dim=-1) / MAX_INT4, None, None
     for shrink in shrinks:
-        tried = (widest * shrink).clamp_min(MIN_SCALE).to(torch.bfloat16)
+        tried = torch.where(widest > 0, (widest * shrink).clamp_min(MIN_SCALE), 1.0).to(torch.bfloat16)
         wide = tried.float()[..., None]
         error = (_round_to_int4(groups, wide) * wide - groups).square().sum(dim=-1) if len(shrinks) > 1 else widest
         if scales is None or least is None:

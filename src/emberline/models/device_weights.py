@@ -180,13 +180,24 @@ class DeviceWeights(Weights):
         self._queue_stack(parts, columns, settle, gated=False)
         return weights
 
+    def have_same_format(self, stacks: Sequence[tuple[tuple[int, int, int], Sequence[StackPart]]]) -> bool:
+        dtypes = (self._final_dtype([part.name for part in parts]) for _, parts in stacks)
+        found = [self._narrow.describe_experts(*stack, dtype) for stack, dtype in zip(stacks, dtypes, strict=True)]
+        return len({None if narrow is None else narrow.kind for narrow in found}) == 1
+
     def load_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False, packable: bool = False
+        self,
+        shape: tuple[int, int, int],
+        parts: Sequence[StackPart],
+        *,
+        gated: bool = False,
+        packable: bool = False,
+        full_precision: bool = False,
     ) -> Tensor | ops.PackedExperts:
         for name, part_shape, _ in parts:
             self._check_tensor(name, part_shape)
         dtype = self._final_dtype([part.name for part in parts])
-        narrow = self._narrow.describe_experts(shape, parts, dtype)
+        narrow = None if full_precision else self._narrow.describe_experts(shape, parts, dtype)
         if narrow is not None:
             return self._queue_narrow_experts(parts, narrow)
         if not self.packed or not packable or dtype is not torch.bfloat16:

@@ -32,7 +32,10 @@ COMPRESSED_FORMATS = (
     "mixed-precision",
 )
 ACT_ORDERS = ("group", "static", "weight", "dynamic")
-METHODS_HINT = "supported: compressed-tensors, fp8, fbgemm_fp8, awq, gptq, mxfp4 and modelopt, with 4 or 8 bits"
+METHODS_HINT = (
+    "supported: compressed-tensors, fp8, fbgemm_fp8, awq, gptq, mxfp4 and modelopt, with int4, fp8 (e4m3), MXFP4 or"
+    " NVFP4 weights"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,9 @@ class QuantisationConfig:
         """Return the format of a module's matrix; None: it is not quantised."""
         if _matches_any(self.ignored, module):
             return None
-        found = (scheme for scheme in self.schemes if not scheme.targets or _matches_any(scheme.targets, module))
-        return next((scheme.format for scheme in found), None)
+        named = (scheme for scheme in self.schemes if _matches_any(scheme.targets, module))
+        of_all = (scheme for scheme in self.schemes if not scheme.targets)  # after those that name modules
+        return next((scheme.format for scheme in (*named, *of_all)), None)
 
 
 def read_quantisation(config: Mapping[str, object]) -> QuantisationConfig | None:
@@ -194,8 +198,10 @@ def _read_modelopt(section: ConfigFields) -> QuantisationConfig:
 
 def _read_compressed(section: ConfigFields) -> QuantisationConfig:
     require_support(section, "format", section.text("format", "") in COMPRESSED_FORMATS)
-    for name in ("sparsity_config", "transform_config"):
-        require_support(section, name, not section.values.get(name))
+    require_support(section, "transform_config", not section.values.get("transform_config"))
+    if section.values.get("sparsity_config"):
+        sparsity = section.section("sparsity_config")
+        require_support(sparsity, "format", sparsity.text("format", "dense") == "dense")  # weights without gaps
     groups = section.section("config_groups")
     named = (groups.section(name) for name in groups.values)
     schemes = tuple(_read_scheme(group) for group in named if group.has_field("weights"))
@@ -291,6 +297,6 @@ def _make_matcher(pattern: str) -> Callable[[str], bool]:
         compiled = compile_linear_regex(pattern[3:])
     except ValueError as e:
         raise ModelFileError(
-            f"config.json: quantization_config.ignore has an unsupported pattern, {pattern[:80]!r}: {e}"
+            f"config.json: quantization_config has an unsupported pattern, {pattern[:80]!r}: {e}"
         ) from e
     return lambda name: compiled.match(name) is not None

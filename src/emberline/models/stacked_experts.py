@@ -38,9 +38,15 @@ def load_stacked_experts(
         gate_up = [StackPart(f"{at}.{tensors.gate_up[0]}", gate_up_shape, _GATE_UP_VIEWS[order])]
         down = [StackPart(f"{at}.{tensors.down}", down_shape, _select_all if in_rows else _transpose)]
     packable = can_pack_experts(hidden, ffn, has_biases=experts.options.has_biases)
+    first, second = (count, 2 * ffn, hidden), (count, hidden, ffn)
+    load = partial(
+        weights.load_experts,
+        packable=packable,
+        full_precision=not weights.have_same_format([(first, gate_up), (second, down)]),
+    )
     return StackedExperts(
-        gate_up=weights.load_experts((count, 2 * ffn, hidden), gate_up, gated=True, packable=packable),
-        down=weights.load_experts((count, hidden, ffn), down, packable=packable),
+        gate_up=load(first, gate_up, gated=True),
+        down=load(second, down),
         gate_up_bias=_load_bias(weights, at, tensors.gate_up_bias, (count, 2 * ffn), order),
         down_bias=_load_bias(weights, at, tensors.down_bias, (count, hidden), "rows"),
     )

@@ -44,10 +44,13 @@ def check_requested_weights(requested: str, *, on_gpu: bool) -> None:
             hint="use --weights auto, or --device cpu",
         )
     if not on_gpu and requested in GPU_WEIGHTS:
-        hint = "use --weights auto, which also reads packed files"
+        is_packed = requested in ("packed", "both")
+        hint = "use --weights auto, which also reads packed files" if is_packed else "use --weights q4 or q8, or a GPU"
         choices = ", ".join(CPU_WEIGHTS)
         raise InvalidRequest(
-            f"weights is {requested}; on a CPU it must be auto, plain, {choices}", param="weights", hint=hint
+            f"weights is {requested}, which only a GPU supports; on a CPU it must be auto, plain, {choices}",
+            param="weights",
+            hint=hint,
         )
 
 

@@ -204,13 +204,26 @@ class Weights:
             destination.copy_(self._mark_used(name, self._view_tensor(name, part_shape)).reshape(destination.shape))
         return whole
 
+    def have_same_format(self, stacks: Sequence[tuple[tuple[int, int, int], Sequence[StackPart]]]) -> bool:
+        """Return whether the matrices of a layer's experts, given as shapes and parts, are kept in one format.
+
+        Kernels compute both matrices of an expert in one format. If they differ, load them with full precision.
+        """
+        return True
+
     def load_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False, packable: bool = False
+        self,
+        shape: tuple[int, int, int],
+        parts: Sequence[StackPart],
+        *,
+        gated: bool = False,
+        packable: bool = False,
+        full_precision: bool = False,
     ) -> Tensor | ops.PackedExperts:
         """Return the matrices [experts, n, k] of a layer, which the parts fill, as the device's kernels read them.
 
         `gated`: whether they are gate and up, the rows of gate before those of up. `packable`: whether kernels read
-        them in the uw12 format too.
+        them in the uw12 format too. `full_precision`: whether quantised matrices become bf16.
         """
         return self.stack_experts(shape, parts)
 
@@ -266,7 +279,15 @@ class Weights:
 
     def unused_names(self, ignorable_pattern: str) -> list[str]:
         """Return the tensors that were not loaded and whose whole name does not match `ignorable_pattern`."""
-        return sorted(name for name in self._unused if not re.fullmatch(ignorable_pattern, name))
+        unused = (name for name in self._unused if not re.fullmatch(ignorable_pattern, name))
+        return sorted(name for name in unused if not self._is_extra_bias(name))
+
+    def _is_extra_bias(self, name: str) -> bool:
+        """Return whether the tensor is a bias of zeros that GPTQ added to a matrix without one."""
+        matrix = self.checkpoint.tensors.get(f"{name.removesuffix('.bias')}.weight")
+        if not name.endswith(".bias") or not isinstance(matrix, QuantisedTensorInfo) or matrix.layout != "gptq":
+            return False
+        return not self._view_tensor(name, self.checkpoint.tensor_info(name).shape).any()
 
     def _mark_used(self, name: str, tensor: Tensor) -> Tensor:
         assert name in self._unused, f"{name} loaded twice"

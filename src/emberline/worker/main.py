@@ -242,8 +242,10 @@ def _log_models(info_by_model: Mapping[str, LoadedModelInfo]) -> None:
             log.info("Weights rounded: model=%s from=float16 to=bfloat16 (hint: %s)", name, hint)
         elif info.numerics is not None and info.numerics.weights.partition("+")[0] in QUANTISED_WEIGHTS:
             form = info.numerics.weights.partition("+")[0]
-            kept = info.stored_dtype if form in ("gguf", "quantised") else form
-            log.info("Weights quantised: model=%s from=%s kept_as=%s", name, info.stored_dtype, kept)
+            if form in ("gguf", "quantised"):
+                log.info("Weights kept quantised: model=%s format=%s", name, info.stored_dtype)
+            else:
+                log.info("Weights quantised: model=%s from=%s kept_as=%s", name, info.stored_dtype, form)
         elif info.stored_dtype not in ("", "float16", "bfloat16", "float32"):
             log.info("Weights dequantised: model=%s from=%s kept_as=%s", name, info.stored_dtype, dtype)
         if info.full_context:

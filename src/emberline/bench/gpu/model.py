@@ -98,7 +98,13 @@ class GPURandomWeights(Weights):
         return self._add_to_loaded_bytes(drawn.normal_(0.0, WEIGHT_STD, generator=self._generator))
 
     def load_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *, gated: bool = False, packable: bool = False
+        self,
+        shape: tuple[int, int, int],
+        parts: Sequence[StackPart],
+        *,
+        gated: bool = False,
+        packable: bool = False,
+        full_precision: bool = False,
     ) -> Tensor | ops.PackedExperts:
         count, n, k = shape
         narrow = self._describe_narrow(count * n, k, count)

@@ -167,7 +167,8 @@ def _fill_and_identify(
     model, seconds = runner.model, _load_weights(weights, runner)
     copies_head = weights.narrow_sizes and not weights.packed and is_head_large(outline_of(model.config))
     if settings.gpu.weights == "both" or copies_head:
-        seconds["pack"] = _add_packed_copies(weights, runner)
+        within = model if settings.gpu.weights == "both" else model.head.weight
+        seconds["pack"] = _add_packed_copies(weights, runner, within)
     filled = time.perf_counter()
     if weights.packed or settings.gpu.weights == "both":
         check_packed_size(weights.loaded_bytes, plan)
@@ -322,14 +323,12 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
     return {"weights": loaded - began, **parts, **decode, "warm_up": warm_seconds}
 
 
-def _add_packed_copies(weights: Weights, runner: GPURunner) -> float:
-    """Add a packed (12-bit) copy of all plain weights and load its kernels; return the seconds spent.
+def _add_packed_copies(weights: Weights, runner: GPURunner, within: object) -> float:
+    """Add a packed (12-bit) copy of the plain weights within a model or a weight; return the seconds spent.
 
-    If other weights are quantised, these are the output head and few others, which are not quantised."""
+    The kernels that read the copies are loaded too."""
     began = time.perf_counter()
-    weights.loaded_bytes += sum(
-        ops.add_packed_copy(weight) for weight in iter_instances(ops.PackedWeight, runner.model)
-    )
+    weights.loaded_bytes += sum(ops.add_packed_copy(weight) for weight in iter_instances(ops.PackedWeight, within))
     warm_up(runner)
     return time.perf_counter() - began
 

@@ -32,5 +32,6 @@ def reject_unsupported_settings(
         raise InvalidRequest(message, param="weights", hint="use --weights plain")
     capability = torch.cuda.get_device_capability(device)
     if settings.kv_cache.kv_dtype == "float8" and capability < MIN_FLOAT8_CAPABILITY:
-        message = f"kv_dtype is float8, but the GPU has compute capability {format_capability(capability)}, not 8.9"
+        found = format_capability(capability)
+        message = f"kv_dtype is float8, which needs compute capability 8.9 or later; the GPU has {found}"
         raise InvalidRequest(message, param="kv_dtype", hint="drop --kv-dtype")
