@@ -45,7 +45,7 @@ def wait_until_ready(url: str, is_needed: Callable[[], bool]) -> bool:
 
 def build_summary(engine_url: str, gateway_url: str | None = None) -> str:
     model, key = _find_chat_model_and_auth_header(engine_url)
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Name the capital of France."}]})
     lines = ["", f"  Playground   {engine_url}/"]
     if gateway_url is not None:
         lines.append(f"  Dashboard    {gateway_url}/   (admin key: {GatewayConfig().admin_key_file})")

@@ -132,14 +132,15 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
 
 
 def to_loaded_engine(booted: BootedGPUEngine) -> LoadedEngine:
-    device = "cuda" if ops.has_hopper_kernels() else "cuda-portable"  # whose kernels round differently
+    kernels = ops.selected_gpu_kernels().name
+    device = "cuda-portable" if kernels == "portable" else "cuda"  # their kernels round differently
     return LoadedEngine(
         engine=booted.engine,
         max_context=booted.engine.max_context,
         kv_tokens=booted.plan.kv_tokens,
         weight_bytes=booted.runner.model.weight_bytes,
         kv_bytes=booted.plan.kv_bytes + booted.plan.states,
-        kernels=f"{ops.selected_gpu_kernels().name} ({torch.cuda.get_device_name()})",
+        kernels=f"{kernels} ({torch.cuda.get_device_name()})",
         seconds=dict(booted.seconds),
         device="cuda",
         kv_dtype=_dtype_name(booted.runner.cache.shape.dtype),

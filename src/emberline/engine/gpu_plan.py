@@ -185,8 +185,9 @@ class _WeightPolicy:
     def share(self, outline: ModelOutline) -> tuple[WeightShare, ...]:
         """Return the weights of a model or of one GPU's part, by kind and format."""
         found: dict[tuple[WeightKind, str], WeightShare] = {}
+        copies_head = is_head_large(outline)
         for part in list_weight_parts(outline):
-            name, size = self._format_and_bytes(part, copies_head=is_head_large(outline))
+            name, size = self._format_and_bytes(part, copies_head=copies_head)
             old = found.get((part.kind, name), WeightShare(part.kind, name, 0, 0))
             found[part.kind, name] = replace(
                 old, num_weights=old.num_weights + part.num_weights, num_bytes=old.num_bytes + size
