@@ -69,7 +69,7 @@ def test_driver_without_a_visible_gpu_is_named(
     [
         ({"exact": True}, "exact is set, but the portable kernels"),
         ({"weights": "both"}, "weights is both, but the portable kernels"),
-        ({"kv_dtype": "float8"}, r"kv_dtype is float8, but the GPU has compute capability 8\.6, not 8\.9"),
+        ({"kv_dtype": "float8"}, r"kv_dtype is float8, which needs compute capability 8\.9 or later; the GPU has 8\.6"),
     ],
 )
 def test_unsupported_settings_are_refused(

@@ -239,7 +239,7 @@ FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "tensor"}
         ({**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "num_bits": 8}}}}, "num_bits"),
         ({**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "strategy": "tensor"}}}}, "strategy"),
         ({**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "type": "float"}}}}, "group_size is '8'"),
-        ({**INT4, "sparsity_config": {"format": "dense"}}, "sparsity_config"),
+        ({**INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({**INT4, "kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "kv_cache_scheme: num_bits is '4'"),
     ],
 )
