@@ -33,6 +33,7 @@ class NarrowPlanner:
         self._checkpoint, self._device, self._online = checkpoint, device, online
         self._keeps_quantised = keeps_quantised
         self._described: dict[object, QuantisedMatrix] = {}  # by form
+        self._experts: dict[str, QuantisedMatrix | None] = {}  # of a layer, by the name of the first part
         self._mixed: list[str] = []  # quantised tensors that cannot be stacked with others
 
     def describe_linear(
@@ -58,6 +59,14 @@ class NarrowPlanner:
         self, shape: tuple[int, int, int], parts: Sequence[StackPart], dtype: torch.dtype
     ) -> QuantisedMatrix | None:
         """Return the stacked matrices [experts, n, k] of a layer; None: they are loaded as `dtype`."""
+        name = parts[0].name
+        if name not in self._experts:
+            self._experts[name] = self._describe_experts(shape, parts, dtype)
+        return self._experts[name]
+
+    def _describe_experts(
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], dtype: torch.dtype
+    ) -> QuantisedMatrix | None:
         infos = self._list_quantised([part.name for part in parts], dtype)
         if infos is None:
             return None
