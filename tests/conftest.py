@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from postgres_server import Postgres, find_tools, start_postgres, stop_postgres
@@ -20,6 +20,16 @@ from emberline.core import freeport
 
 TESTS = Path(__file__).parent
 WIRE_SHARE = 0.9  # of the run, in which all files of tests/wire are started
+# Files with tests of the server with the real default model (`running`). It takes 5 s of CPU time to start.
+SERVER_FILES = (
+    "tests/e2e/test_examples.py",
+    "tests/e2e/test_fuzz.py",
+    "tests/e2e/test_gateway_engine.py",
+    "tests/e2e/test_gateway_semantic_minilm.py",
+    "tests/e2e/test_playground.py",
+    "tests/wire/test_anthropic_client.py",
+    "tests/wire/test_openai_client.py",
+)
 
 if TYPE_CHECKING:
     from local_gateway import LocalGateway
@@ -33,6 +43,7 @@ COMPILE_TIMEOUT_S = 20.0
 def pytest_configure() -> None:
     """What a shell runs in the background ignores Ctrl-C, and what nohup runs ignores a hang-up; so would every process
     that a test starts."""
+    gc.disable()  # until all tests are collected: meanwhile it takes a tenth of the time, and frees nothing
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Each process that runs tests takes ports of its own: a port is free until the server that it is for has started.
@@ -55,7 +66,40 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         time.sleep(0.1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker run all files whose tests share a server, and each other file run in any one of them."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class SharedServerScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return SERVER_FILES[0] if file in SERVER_FILES else file
+
+    return SharedServerScheduling(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        deselect_gpu_tests(config, items)
+    spread_wire_tests(items)
+
+
+def deselect_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU, leave out the tests that need one: it takes 12 s to skip 4,000 tests one by one."""
+    skipped = [
+        item
+        for item in items
+        if "gpu" in item.path.parts and any(True in mark.args for mark in item.iter_markers("skipif"))
+    ]
+    config.hook.pytest_deselected(items=skipped)
+    left_out = set(skipped)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def spread_wire_tests(items: list[pytest.Item]) -> None:
     """Spread the files of tests/wire evenly among all others, but the last, which are short.
 
     They mostly wait, while other files need a whole core: one worker should run the former beside the latter. At the
@@ -77,6 +121,7 @@ def pytest_collection_finish() -> None:
     Scanning them takes 8 % of the CPU time of unit tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -95,7 +140,7 @@ def single_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The real server with the real default model, one for the whole run."""
+    """The real server with the real default model, one for the whole run if SERVER_FILES has the files of all users."""
     started = start_server(tmp_path_factory.mktemp("server") / "log")
     yield started
     stop_server(started)

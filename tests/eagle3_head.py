@@ -52,6 +52,7 @@ def write_eagle3_head(
     return directory
 
 
+@torch.inference_mode()
 def draft_by_definition(
     directory: Path, embedding: Tensor, states: Tensor, following: list[int], length: int
 ) -> list[int]:

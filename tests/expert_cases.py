@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,7 +98,15 @@ def check_routing_of_nan(device: str, name: str, rows: int) -> None:
 
 
 def check_router(
-    device: str, dtype: torch.dtype, rows: int, columns: int, count: int, *, biased: bool = False, pdl: bool = False
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    count: int,
+    *,
+    biased: bool = False,
+    pdl: bool = False,
+    norm_and_score: Callable[..., tuple[Tensor, Tensor]] = norm_and_score,
 ) -> None:
     """Check the norm and the logits of `norm_and_score` against those of two operations."""
     x = (random(rows, columns + 8, device=device, dtype=dtype) * 3)[:, :columns]
@@ -186,12 +195,12 @@ def check_sums(
     assert add_expert_outputs(x, outputs, top, **kinds) is x
     assert_close(x, near.to(dtype), exact)
     places = torch.randperm(rows * top, device=device)
-    found = SortedRows(*[torch.full((rows * top,), 0.5, device=device)] * 6, 8, top, places.int())
     elsewhere = torch.empty_like(outputs).index_copy_(0, places, outputs)
-    add_expert_outputs(again, elsewhere, top, sorted_rows=found, **kinds)
+    add_expert_outputs(again, elsewhere, top, places=places.int(), **kinds)
     assert torch.equal(again, x)
     before = again.clone()
-    add_expert_outputs(again, elsewhere, top, sorted_rows=found, weighted=True, pdl=pdl)
+    halves = torch.full((rows * top,), 0.5, device=device)
+    add_expert_outputs(again, elsewhere, top, places=places.int(), weights=halves, pdl=pdl)
     near, exact = (before.to(t) + 0.5 * outputs.view(rows, top, columns).to(t).sum(1) for t in (F32, torch.float64))
     assert_close(again, near.to(dtype), exact)
 

@@ -67,3 +67,14 @@ def test_compiled_kernels_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_every_source_file_is_tested() -> None:
     sources = {file.name for file in nvrtc.SOURCE_DIR.glob("*.cu")}
     assert sources == {module.FILE for module in KERNELS}
+
+
+def test_digest_contains_kernels_and_their_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another choice may need kernels that an earlier start did not compile."""
+    monkeypatch.setattr(nvrtc, "SOURCE_DIR", tmp_path / "cuda")
+    digests = {nvrtc.digest_sources(OPTIONS), nvrtc.digest_sources(QUICK)}
+    for file in ("cuda/run.cu", "cuda/run.cuh", "cuda/plan.py", "triton/run.py"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("1")
+        digests.add(nvrtc.digest_sources(OPTIONS))
+    assert len(digests) == 6

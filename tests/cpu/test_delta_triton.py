@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from delta_cases import DeltaCase, DraftCase, Row, Sizes
-from test_triton import compiled, compiled_kernels, interpreted, rounding, run_in_interpreter  # noqa: F401
+from test_triton import compiled, compiled_kernels, interpreted, rounding  # noqa: F401
 from triton_cases import BF16, F32
 
 from emberline.kernels.triton.convolution import convolve
@@ -20,11 +20,6 @@ from emberline.kernels.triton.delta import compute_delta_rule
 from emberline.kernels.triton.output_gate import apply_sigmoid_gate, norm_and_gate
 
 CPU = "cpu"
-
-
-@compiled
-def test_all_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @interpreted

@@ -24,8 +24,8 @@ from torch import Tensor
 from emberline.core.errors import EmberlineError, ModelFileError, UnsupportedModel
 from emberline.engine.memory import weight_bytes
 from emberline.hub.checkpoint import Checkpoint
+from emberline.models import direct_io, tensor_load, weight_uploader
 from emberline.models import reader as reading
-from emberline.models import tensor_load, weight_uploader
 from emberline.models.child_reader import ChildProcessReader
 from emberline.models.config import ModelConfig
 from emberline.models.device_weights import DeviceWeights
@@ -277,7 +277,7 @@ def test_failed_copy_thread_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def refuse(*_: Any) -> None:
         raise RuntimeError("no more of this")
 
-    monkeypatch.setattr(reading.ctypes, "memmove", refuse)
+    monkeypatch.setattr(direct_io.ctypes, "memmove", refuse)
     reader = FileReader.start(weight_file_paths(checkpoint), **(SMALL | {"read_ahead_bytes": 1 << 20}))
     deadline = time.monotonic() + 30.0
     while len(reader._filled) <= SMALL["ring"] and time.monotonic() < deadline:
@@ -312,6 +312,23 @@ def test_prefetched_ranges_are_read_first(tmp_path: Path, monkeypatch: pytest.Mo
     with FileReader.start([tmp_path / "file"], prefetch=first, threads=5) as reader:
         assert reader.wait_for_prefetch(10)
         assert len(take_all_chunks(reader)) == 1  # large enough that its pages are faulted in first
+
+
+def test_only_ranges_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short range does not fill its buffer with what follows it in the file."""
+    data, log, real = random.Random(7).randbytes(40 * 4096), [], os.preadv
+    (tmp_path / "file").write_bytes(data)
+
+    def record_read(fd: int, buffers: Any, offset: int) -> int:
+        log.append((offset, len(buffers[0])))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", record_read)
+    ranges = {tmp_path / "file": [(5, 100), (30 * 4096 + 1, 31 * 4096 + 2)]}
+    with FileReader.start([tmp_path / "file"], chunk_bytes=1 << 20, threads=1, ranges=ranges) as reader:
+        found = take_all_chunks(reader)
+    assert found == {("file", 0): data[:4096], ("file", 30 * 4096): data[30 * 4096 : 32 * 4096]}
+    assert {(offset, size) for offset, size in log if size} == {(0, 4096), (30 * 4096, 2 * 4096)}
 
 
 def test_load_times_add_up(tmp_path: Path) -> None:

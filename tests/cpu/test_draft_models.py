@@ -197,7 +197,8 @@ def test_drafts_of_an_eagle3_head_are_what_its_definition_says(
     outputs = run(e, [Submission(name, tokens, params) for name, tokens in prompts.items()], 2)
     for name, prompt in prompts.items():
         tokens = [*prompt, *outputs[name, 0][0]]
-        states = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        with torch.inference_mode():
+            states = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         joined = torch.cat([state[0] for state in states[:3]], dim=1)
         embedding = reference.get_input_embeddings().weight
         assert len(proposed[name]) > 10

@@ -14,13 +14,10 @@ import tiny_families
 import torch
 from paged_model import Cache, assert_close, oracle, prompts
 
-from emberline.core.errors import UnsupportedModel
 from emberline.engine import memory
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
-from emberline.models.config import ModelConfig
 from emberline.models.loader import load_decoder
-from emberline.models.shard import Shard
 from emberline.models.weight_dtype import stored_weight_dtype
 
 
@@ -73,10 +70,3 @@ def test_embedding_multiplier_is_rounded_as_the_weights(tmp_path: Path) -> None:
     directory = tiny_families.write(tmp_path, "gemma3")
     assert load_decoder(directory).embedding_multiplier == pytest.approx(48**0.5, rel=1e-7)
     assert load_decoder(directory, "bfloat16").embedding_multiplier == 6.9375
-
-
-def test_families_cannot_be_divided(tmp_path: Path) -> None:
-    config = ModelConfig.from_hf(tiny_families.CONFIGS["olmo2"])
-    with pytest.raises(UnsupportedModel, match="olmo2"):
-        Shard(0, 2).shard_config(config)
-    assert Shard(0, 1).shard_config(config) == config

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
 from gguf_block_cases import exact_product, random_blocks, round_inputs
+from native_backend import native_backend
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from emberline.kernels import ops
 from emberline.kernels.arguments import LinearLayer, LinearOutput
-from emberline.kernels.gguf_blocks import BLOCK_FORMATS, UnsupportedBlocks, dequantise_blocks
+from emberline.kernels.gguf_blocks import BLOCK_FORMATS, DamagedBlocks, UnsupportedBlocks, dequantise_blocks
 from emberline.kernels.mixture import Expert, Mixture, Routing
 from emberline.kernels.reference import ReferenceBackend, rms_norm
 
 REFERENCE = ReferenceBackend()
 TYPES = sorted(BLOCK_FORMATS)
+MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")  # have a second float16
 FLOAT32_ERROR = 2e-6  # of the sum of the sizes of the terms: 32 roundings of 2^-24
 
 
 @pytest.fixture(scope="module", autouse=True)
 def native() -> Iterator[None]:
-    backend = ops.start_backend(threads=2)
-    if backend.library is None and "no C++ compiler" in backend.reason:
-        pytest.skip(backend.reason)
-    assert backend.library, backend.reason
-    yield
-    ops.start_backend(threads=2)
+    with native_backend():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +45,19 @@ def test_linear_matches_exact_product(type_name: str, m: int) -> None:
     n, k = 83, width(type_name)
     blocks, x, bias = random_blocks(type_name, n, k), torch.randn(m, k), torch.randn(n)
     x[0, :32] = 0
-    y = ops.linear(x, LinearLayer(ops.pack_gguf(blocks, type_name, k), bias))
+    layer = LinearLayer(ops.pack_gguf(blocks, type_name, k), bias)
+    y = ops.linear(x, layer)
+    assert torch.equal(ops.linear(x, layer, add_to=torch.ones(m, n)), y + 1)
     exact, sizes = exact_product(x, blocks, type_name)
     assert ((y.double() - exact - bias).abs() <= FLOAT32_ERROR * (sizes + bias.abs())).all()
+
+
+def test_small_inputs_are_not_rounded_to_zero() -> None:
+    blocks, x = random_blocks("Q4_1", 16, 64), torch.randn(2, 64) * torch.tensor([[1e-5], [1e-25]])
+    y = ops.linear(x, LinearLayer(ops.pack_gguf(blocks, "Q4_1", 64)))
+    exact, sizes = exact_product(x, blocks, "Q4_1")
+    assert ((y.double() - exact).abs() <= FLOAT32_ERROR * sizes).all() and sizes.min() > 0
+    assert torch.equal(ops.linear(x * 1e-15, LinearLayer(ops.pack_gguf(blocks, "Q4_1", 64)))[1], torch.zeros(16))
 
 
 @pytest.mark.parametrize("type_name", TYPES)
@@ -158,3 +167,16 @@ def test_reference_backend_dequantises() -> None:
 def test_unsupported_blocks_are_refused(type_name: str, k: int, named: str) -> None:
     with pytest.raises(UnsupportedBlocks, match=named):
         ops.pack_gguf(torch.zeros(2, 37, dtype=torch.uint8), type_name, k)
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_scales_that_are_no_numbers_are_refused(type_name: str) -> None:
+    """Every float16 of a block is checked, in the first and in the last row."""
+    k, size = width(type_name), BLOCK_FORMATS[type_name].file_bytes
+    places = {"Q6_K": [208], "MXFP4": [0]}.get(type_name, [0, 2] if type_name in MINIMA else [0])
+    for row, place in product((0, 36), places):
+        blocks = random_blocks(type_name, 37, k)
+        last = blocks[row, -size:]
+        last[place : place + 2] = torch.tensor([255, 0] if type_name == "MXFP4" else [0, 0x7C], dtype=torch.uint8)
+        with pytest.raises(DamagedBlocks, match=f"{type_name} has a scale"):
+            ops.pack_gguf(blocks, type_name, k)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -26,6 +27,7 @@ from emberline.kernels.cpu import weight_arena
 from emberline.kernels.cpu.weight_arena import WeightArena
 from emberline.kernels.packed_weight import WeightLayout
 from emberline.kernels.quantise_blocks import quantise_blocks
+from emberline.models import tensor_names
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
@@ -93,6 +95,17 @@ def test_rows_of_several_types_are_one_matrix(tmp_path: Path) -> None:
     assert relative_error(compute_logits(model), compute_logits(exact)) < 0.05
 
 
+def test_two_types_of_rows_run_as_one_native_call(tmp_path: Path) -> None:
+    types = {f"blk.{layer}.attn_v.weight": "Q8_0" for layer in range(ggufs.LAYERS)}
+    model = load_decoder(make_model(tmp_path, types=types))
+    assert model.stack is not None and [len(layer.qkv.weight.parts) for layer in model.stack.layers] == [2, 2]
+    native = compute_logits(model)
+    assert torch.equal(native, compute_logits(replace(model, stack=None)))
+    three = types | {f"blk.{layer}.attn_k.weight": "Q5_0" for layer in range(ggufs.LAYERS)}
+    (tmp_path / "three").mkdir()
+    assert load_decoder(make_model(tmp_path / "three", types=three)).stack is None
+
+
 def test_types_without_a_kernel_are_dequantised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,6 +143,35 @@ def test_a_missing_or_changed_file_is_named(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(ModelFileError, match=r"m\.gguf, .* is missing"):
         Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize("form", ["gguf", "plain"])
+def test_a_scale_that_is_no_number_is_named(form: str, tmp_path: Path) -> None:
+    directory, file = make_model(tmp_path), tmp_path / "m.gguf"
+    checkpoint = Checkpoint.open(directory)
+    info = checkpoint.tensors["model.layers.1.mlp.down_proj.weight"]
+    content = bytearray(file.read_bytes())
+    content[info.offset + info.nbytes - 20 : info.offset + info.nbytes - 18] = b"\0\x7e"  # NaN
+    file.write_bytes(content)
+    with pytest.raises(ModelFileError, match=r"'model\.layers\.1\.mlp\.down_proj\.weight' in .*m\.gguf: .* is NaN"):
+        load_checkpoint(checkpoint, "bfloat16", None, "gguf" if form == "gguf" else "plain")
+
+
+def test_names_and_shapes_of_large_checkpoints_are_checked_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint.open(make_model(tmp_path))
+    monkeypatch.setattr(tensor_names, "MIN_CHECKED_BYTES", 0)
+    name = "model.layers.1.mlp.down_proj.weight"
+    info = checkpoint.tensors[name]
+    load_checkpoint(checkpoint, "bfloat16", None, "gguf")
+    monkeypatch.setattr(Weights, "_view_file_bytes", None)  # values must not be read
+    wrong = {**checkpoint.tensors, name: replace(info, shape=info.shape[::-1])}
+    with pytest.raises(ModelFileError, match=rf"{name}' in .*m\.gguf has the shape"):
+        load_checkpoint(replace(checkpoint, tensors=wrong), "bfloat16", None, "gguf")
+    del wrong[name]
+    with pytest.raises(ModelFileError, match=rf"lacks tensors .*'{name}'"):
+        load_checkpoint(replace(checkpoint, tensors=wrong), "bfloat16", None, "gguf")
 
 
 def test_the_index_is_made_again_if_its_link_is_gone(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_unsupported_settings_are_refused(
 
 def test_kernels_of_a_gpu_are_refused_on_a_cpu() -> None:
     with pytest.raises(InvalidRequest, match="kernels is portable, but the CPU computes"):
-        boot._check_cpu_settings(EngineConfig.build("m", device="cpu", kernels="portable"))
+        boot.check_cpu_settings(EngineConfig.build("m", device="cpu", kernels="portable"))
 
 
 def test_launch_uses_fewer_stages_where_shared_memory_is_small() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_backend import native_backend
 from rope_metadata import rope_metadata
 from torch import Tensor
 
@@ -27,12 +28,8 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.fixture(scope="module", autouse=True)
 def native() -> Iterator[None]:
-    backend = ops.start_backend(threads=2)
-    if backend.library is None and "no C++ compiler" in backend.reason:
-        pytest.skip(backend.reason)
-    assert backend.library, backend.reason
-    yield
-    ops.start_backend(threads=2)
+    with native_backend():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +47,7 @@ def assert_close(ours: Tensor, torch32: Tensor, exact: Tensor) -> None:
 
 def torch_linear(x: Tensor, weight: Tensor, layout: WeightLayout) -> Tensor:
     """Return the product in the kernel's arithmetic: AMX rounds inputs to bf16, as torch's bf16 product does."""
-    if layout is WeightLayout.AMX:
+    if layout is WeightLayout.BF16_TILES:
         return torch.nn.functional.linear(x.to(BF16), weight).float()
     return torch.nn.functional.linear(x, weight.float())
 
@@ -136,7 +133,7 @@ def test_bf16_inputs_are_rounded_at_most_once(m: int, n: int, k: int) -> None:
     rounded = x.to(BF16).float()
     ours = ops.linear(rounded, layer)
     assert_close(ours, torch.nn.functional.linear(rounded, weight.float()), rounded.double() @ weight.double().T)
-    assert torch.equal(ops.linear(x, layer), ours) == (layer.weight.layout is WeightLayout.AMX)
+    assert torch.equal(ops.linear(x, layer), ours) == (layer.weight.layout is WeightLayout.BF16_TILES)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])

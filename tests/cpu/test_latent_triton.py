@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from latent_cases import FP8, LITE, TINY, LatentCase, Sizes
-from test_triton import CPU, compiled, compiled_kernels, interpreted, rounding, run_in_interpreter  # noqa: F401
+from test_triton import CPU, compiled, compiled_kernels, interpreted, rounding  # noqa: F401
 
 from emberline.kernels import work_limits
 from emberline.kernels.cuda.latent import latent_attention
@@ -20,11 +20,6 @@ from emberline.kernels.triton import latent_projection
 
 BF16, F32 = torch.bfloat16, torch.float32
 DECODE, CHUNKS = [(0, 1), (70, 1), (130, 1)], [(0, 3), (17, 2)]
-
-
-@compiled
-def test_all_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @interpreted

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from native_backend import native_backend
 from torch import Tensor
 
 from emberline.kernels import ops
@@ -44,12 +45,8 @@ Pack = Callable[..., PackedWeight]
 
 @pytest.fixture(scope="module", autouse=True)
 def native() -> Iterator[None]:
-    backend = ops.start_backend(threads=2)
-    if backend.library is None and "no C++ compiler" in backend.reason:
-        pytest.skip(backend.reason)
-    assert backend.library, backend.reason
-    yield
-    ops.start_backend(threads=2)
+    with native_backend():
+        yield
 
 
 def pack_as_double(weight: Tensor, *, gated: bool = False) -> PackedWeight:
@@ -167,11 +164,10 @@ def test_streams_are_joined_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 
     main, second, x = RecordingStream(), RecordingStream(), torch.zeros(1, HIDDEN)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: second)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     matrix = PackedWeight(torch.zeros(1), 1, 1, torch.bfloat16)
     shared = SharedExpert(Expert(matrix, matrix))
     mixture = Mixture(torch.zeros(1), 1e-5, matrix, (), Routing(1), shared)
     with pytest.raises(AttributeError):
-        ExpertLayer(None)._run_in_two_streams(x, x, x, mixture, None)  # type: ignore[arg-type]
+        ExpertLayer(None)._run_in_two_streams(second, x, x, x, mixture, None)  # type: ignore[arg-type]
     assert waits == [(second, main), (main, second)]

@@ -14,7 +14,8 @@ from narrow_cases import FORMATS, make_matrix
 
 from emberline.kernels.cuda import narrow, narrow_wide
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES
-from emberline.kernels.cuda.narrow_layout import CODE_BYTES, NarrowWeight, pack
+from emberline.kernels.cuda.narrow_layout import NarrowWeight, count_bytes, pack
+from emberline.kernels.narrow_size import CODE_BYTES
 from emberline.kernels.quantise import quantise
 from emberline.kernels.quantised_matrix import dequantise
 
@@ -51,18 +52,19 @@ def decode_register(words: Tensor, register: int, *, is_float4: bool) -> Tensor:
 
 
 def apply_scales(values: Tensor, scales: Tensor, weight: NarrowWeight) -> Tensor:
+    rows = 1.0 if weight.row_scales is None else weight.row_scales[..., None]
     if weight.format == "Float4<4>":
-        expanded = torch.exp2(scales.float() - 127 - 32) * weight.factor
+        expanded = torch.exp2(scales.float() - 127 - 32) * weight.factor * rows
     elif weight.format == "Float4<8>":
         assert weight.row_scales is not None
         expanded = scales.view(torch.float8_e4m3fn).float() * weight.row_scales[..., None]
     else:
         parts, zeros = scales.contiguous().view(torch.int16), torch.tensor(8.0)
         if "true" in weight.format:
-            zeros = parts[..., 1::2].contiguous().view(torch.bfloat16).float() - 128
+            zeros = parts[..., 1::2].contiguous().view(torch.bfloat16).float() * -64
             parts = parts[..., ::2].contiguous()
             zeros = zeros.repeat_interleave(values.shape[-1] // zeros.shape[-1], -1)
-        values, expanded = values - zeros, parts.view(torch.float16).float() * weight.factor
+        values, expanded = (values - zeros) / 64, parts.view(torch.float16).float() * weight.factor * rows
     return values * expanded.repeat_interleave(values.shape[-1] // expanded.shape[-1], -1)
 
 
@@ -77,6 +79,12 @@ def test_packed_matrices_have_the_same_values(name: str, shape: tuple[int, ...])
     wanted = dequantise(replace(matrix, columns=None)).view(-1, *shape[-2:])
     torch.testing.assert_close(unpack(packed)[:, : matrix.n, : matrix.k], wanted, rtol=1e-6, atol=0)
     assert packed.data.shape[1:3] == (-(-matrix.n // 64), -(-matrix.k // 128))
+    assert packed.nbytes == count_bytes(matrix)
+    gated = pack(matrix, gated=True)
+    assert gated is not None and gated.gated
+    pairs = wanted.view(-1, 2, matrix.n // 16, 8, matrix.k).transpose(1, 2).reshape(wanted.shape)
+    if gated.row_scales is None:  # those have the order of the rows, which are not packed
+        torch.testing.assert_close(unpack(gated)[:, : matrix.n, : matrix.k], pairs, rtol=1e-6, atol=0)
 
 
 def test_matrices_that_cannot_be_packed() -> None:
@@ -86,8 +94,20 @@ def test_matrices_that_cannot_be_packed() -> None:
     assert pack(quantise(values[:24], "int4", 1, 128)) is None
     matrix = quantise(values, "int4", 1, 128)
     assert pack(replace(matrix, scales=matrix.scales.float() * 1.0001)) is None
+
+
+def test_scales_that_need_factors_of_rows() -> None:
+    """Whether a matrix can be packed does not depend on its values: zeros stand for it while kernels are compiled."""
+    values = torch.randn(32, 384)
     large = quantise(values, "mxfp4")
-    assert pack(replace(large, scales=large.scales + 60)) is None
+    large = replace(large, scales=large.scales + torch.arange(0, 64, 2, dtype=torch.uint8)[:, None])
+    different = quantise(values, "int4", 1, 128)
+    powers = torch.exp2(2.0 * torch.arange(-16, 16)).to(different.scales.dtype)
+    different = replace(different, scales=different.scales * powers[:, None])
+    for matrix in (large, different):
+        packed = pack(matrix)
+        assert packed is not None and packed.row_scales is not None
+        torch.testing.assert_close(unpack(packed)[0, :32], dequantise(matrix), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("n", "k", "unit_bytes"), [(28672, 4096, 1056), (5760, 2880, 1088), (7168, 256, 1152)])
@@ -95,7 +115,7 @@ def test_plans_fit_into_shared_memory(n: int, k: int, unit_bytes: int) -> None:
     units = -(-k // 128)
     for rows in (1, 8, 9, 16, 32):
         for tiles in (1, 40):
-            plan = narrow.choose_plan(rows, tiles, n, units, unit_bytes, gated=n != 7168)
+            plan = narrow.choose_plan(rows, tiles, n, units, unit_bytes)
             limit = MAX_SHARED_BYTES // plan.ctas_per_sm
             assert 8 * plan.tiles >= rows and plan.stages > 1 and plan.layout_bytes(rows, unit_bytes) <= limit
     for rows in (17, 64, 65, 256):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton import BF16, compiled, compiled_kernels, interpreted, rounding, run_in_interpreter, seed
+from test_triton import BF16, compiled, compiled_kernels, interpreted, rounding, seed
 
 pytest.importorskip("triton")
 
@@ -21,11 +21,6 @@ from emberline.kernels.triton.grouped import ProductTile
 
 __all__ = ["compiled_kernels", "rounding", "seed"]
 CPU = "cpu"
-
-
-@compiled
-def test_all_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @interpreted

@@ -16,6 +16,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 import triton_cases  # noqa: E402
+from latent_cases import LITE, LatentCase  # noqa: E402
 from test_triton import attention_inputs, compiled  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver, jit  # noqa: E402
@@ -25,8 +26,8 @@ from emberline.kernels.cuda.decode import DecodeScratch  # noqa: E402
 from emberline.kernels.mixture import Mixture, Routing, StackedExperts  # noqa: E402
 from emberline.kernels.packed_weight import PackedWeight  # noqa: E402
 from emberline.kernels.quantise import quantise  # noqa: E402
+from emberline.kernels.triton import attention, latent_attention, linear, narrow, norm, packed_linear, router  # noqa: E402
 from emberline.kernels.triton import jit as kernel_jit  # noqa: E402
-from emberline.kernels.triton import linear, narrow, norm, packed_linear, router  # noqa: E402
 from emberline.kernels.triton.activation import silu_mul  # noqa: E402
 from emberline.kernels.triton.attention import paged_attention  # noqa: E402
 from emberline.kernels.triton.decode import split_decode_attention  # noqa: E402
@@ -62,6 +63,10 @@ def attend_chunk() -> None:
     paged_attention(attention_inputs(BF16, BF16, HEADS), torch.zeros(1, 2, dtype=torch.int32), pdl=True)
 
 
+def attend_with_large_heads() -> None:
+    paged_attention(attention_inputs(BF16, BF16, (16, 8, 256)), torch.zeros(1, 2, dtype=torch.int32), pdl=True)
+
+
 def attend_single_rows() -> None:
     work = triton_cases.plan_rows([(9, 1)], HEADS[1], 132, "cpu")
     scratch = DecodeScratch(1, work.capacity, *HEADS, torch.device("cpu"))
@@ -85,6 +90,16 @@ def run_elementwise() -> None:
     silu_mul(zeros(2, 4096), zeros(2, 2048), 16, pdl=True)
 
 
+def attend_latents() -> None:
+    """Launch attention of latents for 32 pairs (query, head), and for chunks."""
+    case = LatentCase.make(LITE, [(63, 2)], [(64, 2)], BF16, BF16, "cpu")
+    q, layer, integers = case.inputs.q, case.inputs.layer, torch.zeros(8, 2, dtype=torch.int32)
+    queries, sums = zeros(len(q), layer.attention.q_heads, layer.rank), torch.zeros(4096)
+    inputs = (q, queries, layer, case.inputs.keys, case.inputs.metadata)
+    latent_attention.decode_latents(*inputs, (integers, integers, 1), sums, sums, max_queries=2, pdl=True)
+    latent_attention.attend_context(*inputs, integers, queries, sums, pdl=True)
+
+
 def multiply_narrow(kind: Any) -> Callable[[], None]:
     def launch() -> None:
         matrix = quantise(torch.ones(64, 256), kind)
@@ -103,6 +118,7 @@ CALLS: dict[str, Callable[[], None]] = {
 }
 CASES = [(each, "few rows", multiply_few_rows) for each in SHARED_BYTES]
 CASES += [(each, "chunk", attend_chunk) for each in (80, 89, 100, 120)]
+CASES += [(86, "latents", attend_latents), (89, "large heads", attend_with_large_heads)]
 CASES += [(each, name, call) for each, (name, call) in zip(cycle(SHARED_BYTES), CALLS.items(), strict=False)]
 
 
@@ -148,6 +164,9 @@ def test_kernel_compiles(
 
         return launch
 
+    is_small = SHARED_BYTES[architecture] < kernel_jit.MIN_LARGE_SHARED_BYTES
+    for module in (attention, latent_attention):
+        monkeypatch.setattr(module, "has_small_shared_memory", lambda device: is_small)
     monkeypatch.setattr(jit.JITFunction, "__getitem__", launcher)
     monkeypatch.setattr(driver, "_active", fake_driver(architecture))
     call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
 from emberline.models.loader import load_decoder
+from emberline.models.quantisation_config import QuantisationConfig, check_kv_scheme, read_quantisation
 from emberline.models.weight_dtype import stored_weight_dtype
 from emberline.models.weights import Weights
 from emberline.unweight.codec import select_weight_codec
@@ -240,12 +242,45 @@ FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "tensor"}
         ({**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "strategy": "tensor"}}}}, "strategy"),
         ({**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "type": "float"}}}}, "group_size is '8'"),
         ({**INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
-        ({**INT4, "kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "kv_cache_scheme: num_bits is '4'"),
     ],
 )
 def test_unknown_quantisation_is_refused(section: dict[str, Any], word: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"quantization_config.*{word}"):
         ModelConfig.from_hf(tiny.config("qwen3", quantization_config=section))
+
+
+@pytest.mark.parametrize(
+    ("section", "word"),
+    [
+        ({**INT4, "kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "kv_cache_scheme: num_bits is '4'"),
+        ({**INT4, "kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "kv_cache_scheme: type is 'int'"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, "is 'NVFP4'"),
+    ],
+)
+def test_other_kv_schemes_are_refused_only_with_a_float8_cache(section: dict[str, Any], word: str) -> None:
+    config = tiny.config("qwen3", quantization_config=section)
+    ModelConfig.from_hf(config)
+    with pytest.raises(UnsupportedModel, match=word):
+        check_kv_scheme(config)
+    check_kv_scheme({})
+
+
+def test_modelopt_file_is_read(tmp_path: Path) -> None:
+    tiny.write_tensors(tmp_path, tiny.config("qwen3"), {"x": torch.ones(1)})
+
+    def read(section: object) -> QuantisationConfig | None:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(section))
+        return read_quantisation(Checkpoint.open(tmp_path).config)
+
+    made = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["a.b"]}
+    found = read({"producer": {"name": "modelopt"}, "quantization": made})
+    assert found is not None and found.names == ("nvfp4",) and found.find_format("a.b") is None
+    assert read({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}) is None
+    with pytest.raises(UnsupportedModel, match=r"hf_quant_config\.json, quantization: quant_algo is 'W4A8_AWQ'"):
+        read({"quantization": {"quant_algo": "W4A8_AWQ"}})
+    for damaged in ({}, {"quantization": 3}, {"quantization": {"quant_algo": 3}}, []):
+        with pytest.raises(ModelFileError, match=r"hf_quant_config\.json"):
+            read(damaged)
 
 
 @pytest.mark.parametrize("size", [[128, 10**11], [128.9, 128], [0, 128], [-1, 128]], ids=str)

@@ -73,7 +73,7 @@ def keeping(monkeypatch: pytest.MonkeyPatch) -> list[QuantisedMatrix]:
 
     monkeypatch.setattr(type(backend), "keeps_quantised", lambda *_: True)
     monkeypatch.setattr(type(backend), "pack_quantised", lambda _, matrix, **options: pack(matrix, **options))
-    monkeypatch.setattr(type(backend), "pack_quantised_experts", lambda _, matrices: pack_experts(matrices))
+    monkeypatch.setattr(type(backend), "pack_quantised_experts", lambda _, matrices, gated: pack_experts(matrices))
     return kept
 
 
@@ -140,6 +140,14 @@ def test_experts_of_two_formats_are_dequantised(tmp_path: Path, keeping: list[Qu
     experts = load_stacked_experts(weights, ExpertsConfig(2, 1, 32, True, frozenset({0})), name_each_expert(), "l", 64)
     weights.finish("")
     assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor) and not keeping
+
+
+def test_queries_with_gates_are_not_counted_as_quantised(tmp_path: Path) -> None:
+    """Their rows are reordered when they are loaded, which makes them bf16."""
+    modules = [f"l.self_attn.{name}_proj" for name in "qkvo"]
+    write(tmp_path, FORMATS["int4 zeros"], {module: random_matrix(1) for module in modules})
+    checkpoint = Checkpoint.open(tmp_path)
+    assert [len(list_quantised_sizes(checkpoint, has_query_gate=has_gate)) for has_gate in (False, True)] == [4, 1]
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
@@ -362,7 +370,6 @@ BAD: list[tuple[str, str, Any, str]] = [
     ("int4", "weight_scale", torch.ones(ROWS, 3), "weight_scale' in .* has the dtype F32 and the shape"),
     ("int4", "weight_scale", torch.full((ROWS, 2), float("nan")), "scales of tensor 'x.weight'.* NaN"),
     ("int4", "weight_scale", torch.full((ROWS, 2), float("inf")), "scales of tensor 'x.weight'.* infinite"),
-    ("int4", "weight_scale", torch.zeros(ROWS, 2), "scales of tensor 'x.weight'.* 0"),
     ("int4", "weight_shape", torch.tensor([48, 63]), "weight_shape"),
     ("int4", "weight_packed", torch.zeros(ROWS, 9, dtype=torch.int32), "whole groups of 32"),
     ("int4 zeros", "weight_zero_point", None, r"lacks the scales .*'x.weight_zero_point'"),
@@ -374,6 +381,7 @@ BAD: list[tuple[str, str, Any, str]] = [
     ("fp8 block", "weight_scale_inv", torch.ones(2, 2), "weight_scale_inv' in .* has the dtype"),
     ("float channel", "weight_scale", torch.full((ROWS, 1), float("nan")), "scales of tensor 'x.weight'.* NaN"),
     ("nvfp4", "weight_global_scale", torch.zeros(1), "global scale of tensor 'x.weight'"),
+    ("nvfp4", "weight_global_scale", torch.tensor([1e-42]), "global scale of tensor 'x.weight'"),
     ("mxfp4", "weight_scale", torch.full((ROWS, 2), 255, dtype=torch.uint8), "scales of tensor 'x.weight'.* NaN"),
 ]
 
@@ -387,6 +395,22 @@ def test_bad_tensors_are_named(name: str, part: str, value: Tensor | None, messa
     tiny.write_tensors(tmp_path, tiny.config("qwen3", quantization_config=FORMATS[name].config), tensors)
     with pytest.raises(ModelFileError, match=message):
         Weights(Checkpoint.open(tmp_path)).load_matrix("x.weight", ROWS, COLUMNS)
+
+
+ZERO_SCALES: list[tuple[str, str, Tensor]] = [
+    ("int4", "weight_scale", torch.zeros(ROWS, 2)),
+    ("float channel", "weight_scale", torch.zeros(ROWS, 1)),
+    ("modelopt nvfp4", "weight_scale_2", torch.zeros(1)),
+]
+
+
+@pytest.mark.parametrize(("name", "part", "value"), ZERO_SCALES, ids=lambda value: str(value)[:20])
+def test_scales_of_zero_are_of_groups_of_zeros(name: str, part: str, value: Tensor, tmp_path: Path) -> None:
+    packed, _ = FORMATS[name].pack(random_matrix(1))
+    assert part in packed
+    tensors = {f"x.{key}": tensor for key, tensor in packed.items()} | {f"x.{part}": value}
+    tiny.write_tensors(tmp_path, tiny.config("qwen3", quantization_config=FORMATS[name].config), tensors)
+    assert not Weights(Checkpoint.open(tmp_path)).load_matrix("x.weight", ROWS, COLUMNS).any()
 
 
 def test_codes_of_another_kind_are_named(tmp_path: Path) -> None:

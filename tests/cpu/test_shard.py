@@ -1,4 +1,4 @@
-"""Shards of a model cover it, are packed separately, and their products combine to those of the whole model."""
+"""Shards of a model: sizes, the parts of tensors that ranks load, and what cannot be divided."""
 
 from __future__ import annotations
 
@@ -6,149 +6,187 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_deepseek
+import tiny_delta
+import tiny_experts
 import torch
-from torch import Tensor
 
 from emberline.bench.gpu import model as bench_model
-from emberline.core.errors import InvalidRequest, UnsupportedModel
+from emberline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
+from emberline.core.jsonfile import read_object
 from emberline.hub.checkpoint import Checkpoint
-from emberline.kernels import ops
-from emberline.kernels.cpu.library import find_library
+from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels.cuda import uw12
 from emberline.kernels.uw12_ref import reference_pack, reference_unpack
 from emberline.models.config import ModelConfig
-from emberline.models.decoder import DecoderModel
-from emberline.models.device_weights import DeviceWeights
+from emberline.models.config_outline import outline_of, read_outline
 from emberline.models.shard import Shard
-from emberline.models.tensor_names import IGNORABLE_TENSORS
-from emberline.models.weights import Weights
-from emberline.unweight import model as unweight
-from emberline.unweight.codec import select_weight_codec
+from emberline.models.stored_cuts import DimensionCut, cut_tensor
+from emberline.models.tensor_cuts import CutRules, cut_checkpoint
+from emberline.models.weight_parts import list_weight_parts
 
 LLAMA_8B = ModelConfig.from_hf(bench_model.LLAMA_8B)
 MATRICES = {  # n, k
-    "q_proj": (4096, 4096),
-    "k_proj": (1024, 4096),
-    "v_proj": (1024, 4096),
-    "o_proj": (4096, 4096),
-    "gate_proj": (14336, 4096),
-    "up_proj": (14336, 4096),
-    "down_proj": (4096, 14336),
-    "embed_tokens": (128256, 4096),
-    "lm_head": (128256, 4096),
+    "self_attn.q_proj": (4096, 4096),
+    "self_attn.k_proj": (1024, 4096),
+    "self_attn.v_proj": (1024, 4096),
+    "self_attn.o_proj": (4096, 4096),
+    "mlp.gate_proj": (14336, 4096),
+    "mlp.up_proj": (14336, 4096),
+    "mlp.down_proj": (4096, 14336),
 }
-SMALL = tiny.config(
-    "qwen2", hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    num_hidden_layers=2, vocab_size=300,
-)  # fmt: skip
+VOCABULARY = {"model.embed_tokens": (128256, 4096), "lm_head": (128256, 4096)}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+ALL = {f"model.layers.0.{name}": shape for name, shape in MATRICES.items()} | VOCABULARY
 
 
 def shards(of: int) -> list[Shard]:
     return [Shard(rank, of) for rank in range(of)]
 
 
-@pytest.mark.parametrize("of", [1, 2, 4, 8])
+def find_cut(name: str, shape: tuple[int, ...], shard: Shard, config: ModelConfig = LLAMA_8B) -> DimensionCut:
+    (cut,) = CutRules(config, shard).find(f"{name}.weight", len(shape))
+    assert cut.size == shape[cut.dimension]
+    return cut
+
+
+def list_part(cut: DimensionCut) -> list[int]:
+    return [index for begin, end in cut.ranges for index in range(begin, end)]
+
+
+@pytest.mark.parametrize("of", [2, 4, 8])
 def test_llama_8b_shards_cover_it_and_can_be_packed(of: int) -> None:
-    for kind, (n, k) in MATRICES.items():
-        parts = [shard.tensor_slices(f"{kind}.weight", (n, k)) for shard in shards(of)]
-        axis = 0 if parts[0][1] == slice(None) else 1
-        assert [i for part in parts for i in range((n, k)[axis])[part[axis]]] == list(range((n, k)[axis])), kind
-        assert all(uw12.supports(*s.shard_shape(f"{kind}.weight", (n, k))) for s in shards(of))
+    for name, shape in ALL.items():
+        cuts = [find_cut(name, shape, shard) for shard in shards(of)]
+        assert [i for cut in cuts for i in list_part(cut)] == list(range(cuts[0].size)), name
+        for cut in cuts:
+            assert uw12.supports(*[cut.part if i == cut.dimension else size for i, size in enumerate(shape)])
     configs = [shard.shard_config(LLAMA_8B) for shard in shards(of)]
-    assert sum(part.vocab for part in configs) == LLAMA_8B.vocab
+    assert sum(part.vocab_rows for part in configs) == LLAMA_8B.vocab == configs[0].vocab
     assert all((p.heads * of, p.kv_heads * of, p.ffn * of, p.hidden) == (32, 8, 14336, 4096) for p in configs)
 
 
+def test_fewer_kv_heads_than_ranks() -> None:
+    """Each rank has the KV head of its query heads."""
+    config = ModelConfig.from_hf(tiny.config("llama", num_attention_heads=16, num_key_value_heads=2))
+    for shard in shards(8):
+        made = shard.shard_config(config)
+        assert (made.heads, made.kv_heads) == (2, 1)
+        cut = find_cut("model.layers.0.self_attn.k_proj", (16, 48), shard, config)
+        assert list_part(cut) == list(range(8 * (shard.rank // 4), 8 * (shard.rank // 4) + 8))
+
+
 @pytest.mark.parametrize("of", [2, 8])
-@pytest.mark.parametrize("kind", ["o_proj", "down_proj", "k_proj"])
-def test_products_of_packed_shards_equal_full_product(kind: str, of: int) -> None:
+@pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj", "self_attn.k_proj"])
+def test_products_of_packed_shards_equal_full_product(name: str, of: int) -> None:
     """With as many columns as Llama 8B and fewer rows, or the reverse."""
     torch.manual_seed(0)
-    n, k = (1024, 128) if kind == "k_proj" else (64, MATRICES[kind][1])
+    by_rows = name.endswith("k_proj")
+    n, k = (1024, 128) if by_rows else (64, MATRICES[name][1])
     weight, x = (torch.randn(n, k) * 0.02).bfloat16(), torch.randn(3, k).double()
     sums, beside = torch.zeros(3, n).double(), []
     for shard in shards(of):
-        rows, columns = shard.tensor_slices(f"model.layers.0.{kind}.weight", (n, k))
-        part = weight[rows, columns].contiguous()
+        ((begin, end),) = find_cut(f"model.layers.0.{name}", MATRICES[name], shard).ranges
+        part = (weight[begin:end] if by_rows else weight[:, begin:end]).contiguous()
         made = reference_pack(part)
         assert made is not None and torch.equal(reference_unpack(made).view(torch.int16), part.view(torch.int16))
-        product = x[:, columns] @ reference_unpack(made).double().t()
-        if kind == "k_proj":
+        product = (x if by_rows else x[:, begin:end]) @ reference_unpack(made).double().t()
+        if by_rows:
             beside.append(product)
         else:
             sums += product
     assert torch.allclose(torch.cat(beside, 1) if beside else sums, x @ weight.double().t(), rtol=1e-12, atol=1e-12)
 
 
-def pack_checkpoint(source: Path, target: Path) -> Path:
-    unweight.pack_model(source, target, select_weight_codec(find_library()), lambda _: None)
-    return target
-
-
-def load_shard(weights: Weights, shard: Shard) -> DecoderModel:
-    config = shard.shard_config(ModelConfig.from_hf(weights.checkpoint.config))
-    decoder = DecoderModel.load(config, weights, 64, "")
-    weights.finish(IGNORABLE_TENSORS)
-    return decoder
-
-
-def rows_of(table: Tensor | ops.PackedWeight) -> Tensor:
-    assert isinstance(table, Tensor)
-    return table
-
-
-@pytest.mark.parametrize("files", ["plain", "packed"])
-def test_model_loaded_in_shards(files: str, tmp_path: Path) -> None:
-    tiny.write(tmp_path / "plain", SMALL, dtype=torch.bfloat16)
-    directory = tmp_path / "plain" if files == "plain" else pack_checkpoint(tmp_path / "plain", tmp_path / "packed")
-    open_ = Checkpoint.open
-    whole = load_shard(Weights(open_(directory), torch.float32), Shard())
-    parts = [load_shard(Weights(open_(directory), torch.float32, shard=shard), shard) for shard in shards(2)]
-    again = [DeviceWeights(open_(directory), torch.float32, "cpu", shard=shard) for shard in shards(2)]
-    tables = [
-        rows_of(weights.load_embedding_table("model.embed_tokens.weight", p.config.vocab, 128))
-        for weights, p in zip(again, parts, strict=True)
-    ]
-    o = [w.load_matrix("model.layers.1.self_attn.o_proj.weight", 128, 64) for w in again]
-    bias = [w.load_vector("model.layers.1.self_attn.k_proj.bias", 32) for w in again]
-    for weights in again:
-        weights.finish(".*")
-    assert torch.equal(torch.cat(tables), rows_of(whole.embedding))
-    assert torch.equal(torch.cat([rows_of(part.embedding) for part in parts]), rows_of(whole.embedding))
-    x = torch.randn(5, 128)
-    for i, layer in enumerate(whole.layers):
-        halves = [part.layers[i] for part in parts]
-        qkv = [ops.linear(x, half.attention.qkv).split([64, 32, 32], 1) for half in halves]
-        beside = torch.cat([torch.cat(both, 1) for both in zip(*qkv, strict=True)], 1)
-        assert torch.equal(beside, ops.linear(x, layer.attention.qkv))
-        added = sum(
-            ops.linear(x[:, 64 * j : 64 * (j + 1)].contiguous(), half.attention.o) for j, half in enumerate(halves)
-        )
-        assert torch.allclose(torch.as_tensor(added), ops.linear(x, layer.attention.o), atol=1e-5)
-        fed = sum(half.ffn(x.clone(), None) - x for half in halves)
-        assert torch.allclose(torch.as_tensor(fed), layer.ffn(x.clone(), None) - x, atol=1e-5)
-    assert torch.equal(torch.cat([ops.linear(x, part.head) for part in parts], 1), ops.linear(x, whole.head))
-    theirs = whole.layers[1].attention
-    assert torch.allclose(x @ torch.cat(o, 1).t(), ops.linear(x, theirs.o), atol=1e-5)
-    assert theirs.qkv.bias is not None and torch.equal(torch.cat(bias), theirs.qkv.bias[128:192])
+def test_contiguous_parts_are_shorter_tensors() -> None:
+    """So nothing but the bytes of a rank is read. Other parts have byte ranges."""
+    info = TensorInfo("BF16", (4, 6, 8), Path("x"), 1000, 384)
+    rows = DimensionCut(0, 4, ((1, 3),))
+    part = cut_tensor("x", info, [rows])
+    assert (part.shape, part.offset, part.nbytes, part.cut) == ((2, 6, 8), 1000 + 96, 192, None)
+    part = cut_tensor("x", info, [rows, DimensionCut(2, 8, ((0, 2), (4, 6)))])
+    assert (part.shape, part.offset, part.nbytes) == ((2, 6, 4), 1096, 192)
+    assert part.cut is not None and part.cut.num_bytes == 2 * 6 * 4 * 2
+    assert [*part.cut.list_spans()][:3] == [(0, 4), (8, 12), (16, 20)]
+    with pytest.raises(ModelFileError, match=r"'x' in x has the shape \(4, 6, 8\); config.json requires 5"):
+        cut_tensor("x", info, [DimensionCut(0, 5, ((0, 1),))])
 
 
 def test_replicated_tensors() -> None:
-    names = "model.norm.weight", "model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.o_proj.bias", "odd"
-    assert all(Shard(1, 2).shard_shape(name, (64,)) == (64,) for name in names)
-    assert Shard(1, 2).tensor_slices("model.layers.0.self_attn.q_proj.weight", ()) == ()  # a damaged file
-    assert Shard(1, 2).shard_shape("model.layers.0.self_attn.q_proj.bias", (64,)) == (32,)
+    rules = CutRules(LLAMA_8B, Shard(1, 2))
+    for name, dimensions in (("norm.weight", 1), ("layers.0.self_attn.q_norm.weight", 1), ("odd", 2)):
+        assert rules.find(f"model.{name}", dimensions) == []
+    for name in ("self_attn.o_proj.bias", "mlp.down_proj.bias"):
+        assert rules.find(f"model.layers.0.{name}", 1) == []
+    assert rules.find("model.layers.0.self_attn.q_proj.bias", 1) == [DimensionCut(0, 4096, ((2048, 4096),))]
+    assert rules.find("model.layers.32.self_attn.q_proj.weight", 2) == []  # for multi-token prediction
 
 
-def test_models_that_cannot_be_sharded() -> None:
+def test_whole_experts() -> None:
+    """With two parts of experts among four ranks, two ranks divide the width of the same experts."""
+    config = ModelConfig.from_hf(tiny.config("mixtral", **EXPERTS))
+    made = [Shard(rank, 2, 2).shard_config(config).experts for rank in range(2)]
+    assert [(e.numbers, e.count, e.ffn) for e in made if e is not None] == [(range(2), 4, 80), (range(2, 4), 4, 80)]
+    wide = ModelConfig.from_hf(tiny_experts.config("olmoe", num_experts=6, num_attention_heads=8, head_dim=6))
+    mixed = [Shard(rank, 4, 2) for rank in range(4)]
+    assert [shard.experts(6) for shard in mixed] == [range(3), range(3), range(3, 6), range(3, 6)]
+    assert [shard.expert_columns(80) for shard in mixed] == [range(40), range(40, 80)] * 2
+    names = [f"model.layers.0.mlp.experts.{number}.up_proj.weight" for number in range(6)]
+    assert [CutRules(wide, mixed[2]).has_part(name) for name in names] == [False] * 3 + [True] * 3
+    assert CutRules(wide, mixed[2]).has_part("model.layers.0.mlp.gate.weight")
+
+
+def test_models_that_cannot_be_sharded(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="must be from 0 to"):
         Shard(2, 2)
-    for of, what in ((16, "8 key heads"), (3, "32 attention heads")):
-        with pytest.raises(UnsupportedModel, match=f"{what} cannot be divided into {of} equal parts"):
-            Shard(0, of).shard_config(LLAMA_8B)
-    biased = ModelConfig.from_hf({**tiny.CONFIGS["llama-biased"], "num_attention_heads": 6, "num_key_value_heads": 2})
-    assert Shard().shard_config(biased) == biased
-    with pytest.raises(UnsupportedModel, match="biases"):
-        Shard(0, 2).shard_config(biased)
-    with pytest.raises(UnsupportedModel, match="experts"):
-        Shard(0, 2).shard_config(ModelConfig.from_hf(tiny.CONFIGS["mixtral"]))
+    with pytest.raises(InvalidRequest, match="4 ranks cannot be divided into 3 groups of experts"):
+        Shard(0, 4, 3)
+    mixtral = tiny.config("mixtral", num_local_experts=5, num_experts_per_tok=2)
+    shared = tiny_experts.qwen2(shared_expert_intermediate_size=57)
+    cases = {
+        "32 attention heads": (LLAMA_8B, Shard(0, 3)),
+        "6 KV heads": (ModelConfig.from_hf(tiny.config("llama", num_attention_heads=12, num_key_value_heads=6)), 4),
+        "81 columns of the feed": (ModelConfig.from_hf(tiny.config("llama", intermediate_size=81)), 2),
+        "81 columns of an expert": (ModelConfig.from_hf(tiny.config("mixtral", **EXPERTS, intermediate_size=81)), 2),
+        "5 experts": (ModelConfig.from_hf(mixtral), Shard(0, 2, 2)),
+        "57 columns of the shared": (ModelConfig.from_hf(shared), 2),
+        "3 key heads of the rec": (ModelConfig.from_hf(tiny_delta.make_config("next-mixed")), 2),
+        "a vocabulary of 3 tokens": (ModelConfig.from_hf(tiny.config("llama", vocab_size=3, **HEADS)), 4),
+    }
+    for what, (config, ranks) in cases.items():
+        shard = ranks if isinstance(ranks, Shard) else Shard(0, ranks)
+        with pytest.raises(UnsupportedModel, match=f"^{what}.* cannot be divided.* among {shard.world_size} ranks"):
+            shard.shard_config(config)
+    assert Shard().shard_config(LLAMA_8B) == LLAMA_8B
+
+
+def test_damaged_shapes_are_refused(tmp_path: Path) -> None:
+    """A tensor that has the size of a rank's part, and not of the whole, is not taken for the part."""
+    tensors = tiny.tensors(tiny.CONFIGS["llama"])
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(40, 48)
+    checkpoint = Checkpoint.open(tiny.write_tensors(tmp_path, tiny.CONFIGS["llama"], tensors))
+    with pytest.raises(ModelFileError, match=r"up_proj.* has the shape"):
+        cut_checkpoint(checkpoint, Shard(0, 2))
+
+
+def test_latents_in_blocks_of_rows_are_replicated() -> None:
+    """As those of DeepSeek-V3: ranks cannot divide blocks of 128 rows with one scale."""
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    config = {**tiny.BASE, **tiny_deepseek.MLA, **tiny_deepseek.LITE_SIZES, **tiny_deepseek.DEEPSEEK["v3"]}
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 1536}
+    config |= {"intermediate_size": 128, "architectures": ["DeepseekV3ForCausalLM"]}
+    for quantised, parts in ((False, 8), (True, 1)):
+        made = Shard(0, 8).shard_config(
+            ModelConfig.from_hf(config | ({"quantization_config": fp8} if quantised else {}))
+        )
+        assert made.parts.attention.latent is not None and made.parts.attention.latent.down_parts == parts
+        outline = read_outline(config).divide(8, row_unit=128 if quantised else 1)
+        assert outline.latent == made.parts.attention.latent
+
+
+@pytest.mark.parametrize(("file", "ranks"), [("llama-4-scout-17b-16e.json", 2), ("kimi-k2.5.json", 8)])
+def test_plans_of_large_models_have_the_parts_of_ranks(file: str, ranks: int) -> None:
+    config = read_object(Path(__file__).parents[2] / "benchmarks" / "configs" / file)
+    part = Shard(0, ranks).shard_config(ModelConfig.from_hf(config))
+    assert list_weight_parts(outline_of(part)) == list_weight_parts(read_outline(config).divide(ranks))

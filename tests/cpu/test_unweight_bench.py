@@ -16,6 +16,7 @@ def test_figures_are_where_they_must_be(monkeypatch: pytest.MonkeyPatch, tmp_pat
     odd = unweight.draw_student_t(100 * 70).view(100, 70).bfloat16()  # no multiple of 64: plain in memory
     monkeypatch.setattr(unweight, "matrices_by_model", lambda: [("one", [(matrix, 2.0)]), ("odd", [(odd, 1.0)])])
     monkeypatch.setattr(unweight, "TIMED", 3 * BLOCK_ELEMENTS)
+    monkeypatch.setattr(unweight, "WARM_SECONDS", 0.01)
     monkeypatch.setattr(unweight, "PEERS", ("zstd-none", "absent"))
     results = unweight.bench(2, tmp_path).results
     disk, memory = results["disk_bits_per_weight_one"], results["memory_bits_per_weight_one"]

@@ -20,6 +20,7 @@ from test_model_swap_on_gpu import make_swapped, poison
 from emberline.core.params import SamplingParams
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
+from emberline.kernels.cuda import wide
 from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert, StackedExperts
 from emberline.kernels.triton import experts
 from emberline.kernels.triton.experts import ExpertTiles
@@ -108,13 +109,15 @@ def make_mixture(shared_scale: float, *, gated: bool, hidden: int = 512, width: 
 def test_few_rows_agree_with_many(scale: float, gated: bool) -> None:
     """With few rows the shared expert runs in a second stream; captured steps must wait for it too."""
     mixture = make_mixture(scale, gated=gated)
-    x = torch.randn(100, 512, device=GPU, dtype=BF16)
+    x, stream = torch.randn(100, 512, device=GPU, dtype=BF16), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        wide.get_exchange_memory(x.device)
     many = ops.run_mixture(x.clone(), mixture)
     for rows in (1, 8, 40):
         few = ops.run_mixture(x[:rows].clone(), mixture)
         torch.testing.assert_close(few, many[:rows], rtol=0.02, atol=0.05)
         state, graph = x[:rows].clone(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             ops.run_mixture(state, mixture)
         for _ in range(20):
             state.copy_(x[:rows])

@@ -119,7 +119,7 @@ def test_every_code_is_decoded_exactly() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("m", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize(("k", "n"), SHAPES)
 def test_few_rows_are_as_exact_as_bf16(k: int, n: int, m: int, group: tuple[int, int]) -> None:
     matrix, x = make_matrix(n, k, group), random(m, k)
@@ -157,7 +157,7 @@ def test_every_tile_of_dozens_of_rows(group: tuple[int, int], split: int) -> Non
 
 
 @pytest.mark.parametrize("width", fp8_gate_up.WIDTHS)
-@pytest.mark.parametrize("m", [1, 17, 33, 64, 65, 100, 128])
+@pytest.mark.parametrize("m", [1, 17, 33, 64, 65, 128, 129, 200, 256])
 @pytest.mark.parametrize(("k", "n"), [(4096, 8448), (576, 1024), (16, 64), (336, 40000)])
 def test_gates_and_ups_of_dozens_of_rows(k: int, n: int, m: int, width: int) -> None:
     rows, matrix = quantise_rows(random(m, k), pdl=False), make_matrix(n, k, ROW_SCALES)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda import few_experts, grouped, routed_experts, routing
+from emberline.kernels.cuda import few_experts, fused_experts, grouped, routed_experts, router, routing
 from emberline.kernels.cuda.expert_matrices import ExpertMatrices, interleave_gate_up, pack_experts
 from emberline.kernels.cuda.few_experts import GateUpPlan
 from emberline.kernels.cuda.grouped import ExpertTilePlan
@@ -40,6 +40,18 @@ def test_routing(name: str, rows: int, tile_rows: int) -> None:
     assert torch.equal(found.chosen.cpu().view(rows, -1), chosen.int())
     torch.testing.assert_close(found.weights.cpu().view(rows, -1), weights, rtol=1e-5, atol=1e-7)
     check_places(found, case.experts)
+
+
+@pytest.mark.parametrize("experts", [200, 384, 512])
+def test_routing_to_many_experts(experts: int) -> None:
+    rules = Routing(8, scores="sigmoid", renormalize=True, correction=torch.randn(experts, device=GPU) * 0.3)
+    logits = torch.randn(70, experts, device=GPU) * 3
+    found = routing.route_rows(logits, rules, 8)
+    assert rules.correction is not None
+    weights, chosen = select_experts(logits.cpu(), replace(rules, correction=rules.correction.cpu()))
+    assert torch.equal(found.chosen.cpu().view(70, -1), chosen.int())
+    torch.testing.assert_close(found.weights.cpu().view(70, -1), weights, rtol=1e-5, atol=1e-7)
+    check_places(found, experts)
 
 
 def test_routing_of_nan() -> None:
@@ -128,7 +140,7 @@ def test_tiles(name: str, rows: int, packed: bool) -> None:
     x, logits = torch.randn(rows, HIDDEN, device=GPU, dtype=BF16), torch.randn(rows, COUNT, device=GPU)
     logits[: rows // 2, 7] += 4  # one expert has many rows
     found = routing.route_rows(logits, Routing(TOP, renormalize=True), plan.tile_rows)
-    inputs = x if plan.tile_rows == grouped.BOX_ROWS else routing.sort_rows(x, found)
+    inputs = x if plan.gathers else routing.sort_rows(x, found)
     some = torch.randperm(rows, device=GPU)[:200]
     assert found.places is not None
     places, chosen = (table.view(rows, TOP)[some] for table in (found.places.long(), found.chosen))
@@ -137,6 +149,36 @@ def test_tiles(name: str, rows: int, packed: bool) -> None:
         outputs = grouped.multiply_tiles(inner, forms[1], found, plan)
         factors = found.weights.view(rows, TOP)[some] if scaled else torch.ones(len(some), TOP, device=GPU)
         check_error(outputs[places], compute_outputs(x[some], gate_up, down, chosen, factors))
+
+
+@pytest.mark.parametrize("rows", [1, 9, 33, 64])
+def test_both_products_in_one_kernel(rows: int) -> None:
+    gate_up, down, *forms = make_matrices(packed=True, escapes=True)
+    x, logits = torch.randn(rows, HIDDEN, device=GPU, dtype=BF16), torch.randn(rows, COUNT, device=GPU)
+    logits[:40, 7] += 4  # one expert has several tiles
+    correction = torch.randn(COUNT)
+    rules = Routing(TOP, scores="sigmoid", renormalize=True, scale=1.7, correction=correction.to(GPU))
+
+    def run(inputs: Tensor, scores: Tensor) -> Tensor:
+        outputs, places, weights = fused_experts.run_selected(inputs, scores, rules, *forms)
+        return outputs[places.view(len(inputs), TOP).long()].float() * weights.view(-1, TOP, 1)
+
+    found = run(x, logits)
+    weights, chosen = select_experts(logits.cpu(), replace(rules, correction=correction))
+    check_error(found, compute_outputs(x, gate_up, down, chosen.to(GPU)) * weights.to(GPU)[:, :, None])
+    for _ in range(20):  # counters are zero again after each launch
+        assert torch.equal(run(x, logits), found)
+    for row in (0, rows - 1):  # a row's result does not depend on the others
+        assert torch.equal(run(x[row : row + 1], logits[row : row + 1])[0], found[row])
+
+
+@pytest.mark.parametrize("count", [20, 128])
+@pytest.mark.parametrize("rows", [1, 16, 17, 250])
+def test_norm_and_logits(rows: int, count: int) -> None:
+    for biased in (False, True):
+        expert_cases.check_router(
+            GPU, BF16, rows, 2048, count, biased=biased, pdl=True, norm_and_score=router.norm_and_score
+        )
 
 
 def test_places_of_groups() -> None:

@@ -51,18 +51,19 @@ def test_triton_experts(name: str, rows: int, sizes: tuple[int, int]) -> None:
     narrow_cases.check_expert_products(GPU, name, "llama4", rows, sizes, tiles.rows, *products, pdl=True)
 
 
-def pack_matrix(matrix: QuantisedMatrix) -> Any:
-    packed = pack(matrix)
+def pack_matrix(matrix: QuantisedMatrix, *, gated: bool = False) -> Any:
+    packed = pack(matrix, gated=gated)
     assert packed is not None
     return packed
 
 
 def multiply_packed(x: Tensor, matrix: QuantisedMatrix, out: Tensor, **options: Any) -> Tensor:
-    result = packed_narrow.linear(x, pack_matrix(matrix), out=out, **options)
+    w = pack_matrix(matrix, gated=options.get("gated", False))
+    result = packed_narrow.linear(x, w, out=out, **options)
     options |= {"residual": None, "fixed_order": True}
-    all_rows = packed_narrow.linear(x, pack_matrix(matrix), out=torch.empty_like(out), **options)
+    all_rows = packed_narrow.linear(x, w, out=torch.empty_like(out), **options)
     rows = torch.randperm(len(x), device=x.device)[: max(1, len(x) // 3)]
-    few = packed_narrow.linear(x[rows], pack_matrix(matrix), out=out.new_empty(len(rows), out.shape[1]), **options)
+    few = packed_narrow.linear(x[rows], w, out=out.new_empty(len(rows), out.shape[1]), **options)
     assert torch.equal(few, all_rows[rows])  # a row's result does not depend on the others
     return result
 
@@ -98,7 +99,7 @@ def test_plans(size: tuple[int, int, int]) -> None:
 
 
 def multiply_wide(x: Tensor, matrix: QuantisedMatrix, out: Tensor, **options: Any) -> Tensor:
-    return narrow_wide.linear(x, pack_matrix(matrix), out=out, **options)
+    return narrow_wide.linear(x, pack_matrix(matrix, gated=options.get("gated", False)), out=out, **options)
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -131,12 +132,12 @@ def test_unpack(name: str) -> None:
         assert torch.equal(packed_narrow.unpack(pack_matrix(matrix), out), values)
         group = 16 if n // 2 % 16 == 0 else n // 2
         gates, ups = values.view(2, -1, group, k)
-        packed_narrow.unpack(pack_matrix(matrix), out, gated=True)
+        packed_narrow.unpack(pack_matrix(matrix, gated=True), out)
         assert torch.equal(out, torch.stack([gates, ups], 1).view(n, k))
 
 
 def multiply_packed_gate_up(x: Tensor, matrices: QuantisedMatrix, *args: Any, **options: Any) -> Tensor:
-    return packed_narrow.multiply_gate_up(x, pack_matrix(matrices), *args, **options)
+    return packed_narrow.multiply_gate_up(x, pack_matrix(matrices, gated=True), *args, **options)
 
 
 def multiply_packed_down(x: Tensor, matrices: QuantisedMatrix, *args: Any, **options: Any) -> Tensor:
@@ -160,7 +161,8 @@ def test_experts_of_many_rows(name: str, tile_rows: int, rows: int, sizes: tuple
     """The inner activations are in the order of sorted rows, and are compared in that of assignments."""
 
     def multiply_gate_up(x: Tensor, matrices: QuantisedMatrix, sorted_rows: SortedRows, **options: Any) -> Tensor:
-        return narrow_wide.multiply_gate_up(x, pack_matrix(matrices), sorted_rows, **options)[find_places(sorted_rows)]
+        w = pack_matrix(matrices, gated=True)
+        return narrow_wide.multiply_gate_up(x, w, sorted_rows, **options)[find_places(sorted_rows)]
 
     def multiply_down(inner: Tensor, matrices: QuantisedMatrix, sorted_rows: SortedRows, **options: Any) -> Tensor:
         placed = inner.new_zeros(len(sorted_rows.order), inner.shape[1])
@@ -189,7 +191,8 @@ def test_mixture(name: str) -> None:
     norm, router = torch.rand(384, device=GPU) + 0.5, torch.randn(6, 384, device=GPU).to(BF16) / 20
     rules, backend = Routing(4, renormalize=True), HopperBackend()
     biases = [torch.randn(6, n, device=GPU) for n in (512, 384)]
-    packed = StackedExperts(*map(backend.pack_quantised_experts, matrices), *biases)
+    gate_up, down = (backend.pack_quantised_experts(m, gated=i == 0) for i, m in enumerate(matrices))
+    packed = StackedExperts(gate_up, down, *biases)
     plain = StackedExperts(*(dequantise(matrix).to(BF16) for matrix in matrices), *biases)
     assert isinstance(packed.down, PackedExperts)
     narrow_mixture, plain_mixture = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -40,17 +41,19 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_forbidden_wording_is_found(script: Any, tmp_path: Path, source: str) -> None:
     file = tmp_path / "module.py"
     file.write_text(source)
-    assert len(list(script.python_findings(file))) == 1
+    assert len(list(script.python_findings(file, defaultdict(list)))) == 1
 
 
 @pytest.mark.parametrize("source", ["def is_closed(): ...", "def embed(): ...", "CONNECT_TIMEOUT_S = 3.0", "whose = 1"])
 def test_plain_wording_is_accepted(script: Any, tmp_path: Path, source: str) -> None:
     file = tmp_path / "module.py"
     file.write_text(source)
-    assert not list(script.python_findings(file))
+    assert not list(script.python_findings(file, defaultdict(list)))
 
 
 def test_class_name_defined_twice_is_found(script: Any, tmp_path: Path) -> None:
+    classes: dict[str, list[tuple[Path, int]]] = defaultdict(list)
     for name in ("one.py", "two.py"):
         (tmp_path / name).write_text("class Plan: ...\nclass _Private: ...")
-    assert len(list(script.class_findings())) == 2
+        assert not list(script.python_findings(tmp_path / name, classes))
+    assert len(list(script.class_findings(classes))) == 2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from emberline.cli.__main__ import COMMANDS, main
+from emberline.engine.engine_child import EngineChild
 
 
 @contextmanager
@@ -82,3 +85,23 @@ def test_port_in_use_is_reported(command: str, capsys: pytest.CaptureFixture[str
 def test_invalid_port_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway", "--port", "99999"]) == 1
     assert "cannot listen on 127.0.0.1:99999: a port must be between 0 and 65535" in capsys.readouterr().err
+
+
+def test_engine_process_ends_if_the_arguments_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spawn, children = EngineChild.spawn, []
+
+    def spawn_and_record() -> EngineChild:
+        children.append(spawn((sys.executable, "-c", "import time; time.sleep(60)")))
+        return children[-1]
+
+    monkeypatch.setattr(EngineChild, "spawn", spawn_and_record)
+    with pytest.raises(SystemExit):
+        main(["serve", "--no-such-option"])
+    assert main(["serve", "--kv-port", "5"]) == 1
+    assert [child.process.returncode for child in children] == [-signal.SIGKILL] * 2
+    assert all(child.connection.fileno() < 0 for child in children) and "--no-such-option" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert len(children) == 2

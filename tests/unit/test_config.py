@@ -143,6 +143,6 @@ def test_invalid_speculation_settings_are_rejected_by_name(settings: dict[str, o
 
 
 def test_nested_configs_are_found_by_type() -> None:
-    names = ["scheduler", "gpu", "speculation", "kv_cache", "tiers", "network"]
+    names = ["scheduler", "gpu", "speculation", "kv_cache", "tiers", "network", "parallel"]
     assert list(nested_config_classes(EngineConfig)) == names
     assert {each.name for each in fields(EngineConfig)} > set(nested_config_classes(EngineConfig))

@@ -173,14 +173,15 @@ def test_heads_that_cannot_be_divided() -> None:
     config = load("qwen3-30b-a3b") | {"num_attention_heads": 30, "num_key_value_heads": 5}
     found = make_plan(config, "4xH100")
     assert found.best.sharing == "data-parallel attention"
-    assert "30 attention heads cannot be divided among 4 GPUs" in found.rejected["tensor parallel"]
+    assert "30 attention heads cannot be divided evenly among 4 ranks" in found.rejected["tensor parallel"]
 
 
 def test_formats_have_their_bits() -> None:
     gpt = make_plan("gpt-oss-20b", "H100")
-    assert weight_gib(gpt, "mxfp4") * GIB == num_weights(gpt, "routed experts") * 4.25 / 8
+    padded_columns = 2944 / 2880  # kernels of an H100 read 128 columns at a time
+    assert weight_gib(gpt, "mxfp4") * GIB == num_weights(gpt, "routed experts") * 4.25 / 8 * padded_columns
     copied_head = 201088 * 2880 * 12.2 / 8 / GIB  # packed, beside the plain one
-    assert weight_gib(gpt) - copied_head == pytest.approx(13.76e9 / GIB, rel=0.01)  # the published files
+    assert weight_gib(gpt) - copied_head == pytest.approx(13.76e9 / GIB, rel=0.02)  # the published files, padded
     assert weight_gib(gpt, "bf16+uw12") == pytest.approx(num_weights(gpt, "head") * 28.2 / 8 / GIB, rel=5e-3)
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     qwen = make_plan(load("qwen3-30b-a3b") | {"quantization_config": fp8}, "H100")
@@ -192,9 +193,10 @@ def test_formats_have_their_bits() -> None:
     int4 = make_plan("qwen3-30b-a3b", "H100", weights="int4")
     assert weight_gib(int4, "int4") * GIB == narrow * (4 + 16 / 128) / 8
     packed = make_plan("qwen3-30b-a3b", "H100", weights="packed")
-    assert weight_gib(packed, "uw12") == pytest.approx(
-        weight_gib(make_plan("qwen3-30b-a3b", "H100")) * 12.2 / 16, rel=5e-3
-    )
+    plain = num_weights(packed, "attention") * 2 / GIB  # small matrices beside experts
+    assert weight_gib(packed, "bf16") == pytest.approx(plain, rel=0.04)  # and the routers
+    whole = weight_gib(make_plan("qwen3-30b-a3b", "H100"))
+    assert weight_gib(packed, "uw12") == pytest.approx((whole - plain) * 12.2 / 16, rel=5e-3)
 
 
 def test_activations_of_a_step() -> None:

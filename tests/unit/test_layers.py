@@ -8,6 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from statements import walk_statements
+
 SRC = Path(__file__).parents[2] / "src"
 PACKAGE = SRC / "emberline"
 
@@ -152,7 +154,7 @@ def modules() -> list[Path]:
 def parse_imports(path: Path) -> tuple[list[str], list[ast.ImportFrom]]:
     """Return what a module imports anywhere, and its `from` imports at module level."""
     found, tree = [], ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    for node in walk_statements(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -146,10 +146,14 @@ def test_experts_are_refused_by_setting(change: str, message: str) -> None:
 
 
 def test_packed_experts_are_planned() -> None:
-    """Routers are never packed, nor experts with biases."""
+    """Routers are never packed, nor experts with biases, nor small matrices of attention beside experts."""
     config = ModelConfig.from_hf(QWEN3_30B_A3B)
     plain, packed = (memory.weight_bytes(config, 2, packed=packed) for packed in (False, True))
-    assert packed == pytest.approx(plain * 12.2 / 16, rel=5e-3)
+    attention = [part for part in list_weight_parts(outline_of(config)) if part.kind == "attention"]
+    assert len(attention) == 2 * 48 and all(part.is_faster_plain for part in attention)
+    unpacked = 2 * sum(part.num_weights for part in attention)
+    assert packed - unpacked == pytest.approx((plain - unpacked) * 12.2 / 16, rel=5e-3)
+    assert not any(part.is_faster_plain for part in list_weight_parts(outline_of(LLAMA_8B)))
     plan = memory.plan_engine_memory(config, gpu_config(weights="packed"), H200, "bfloat16", packed=True)
     assert plan.weights == packed
     parts = {part.kind: part for part in list_weight_parts(outline_of(config))}

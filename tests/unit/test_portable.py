@@ -87,9 +87,9 @@ def test_compiler_without_march_native_builds_kernels(tmp_path: Path, monkeypatc
     made = kernels.build_library(tmp_path / "cache")
     assert made.read_text() == "made\n"
     called = (tools / "called").read_text()
-    assert "-mcpu=native" in called and called.count(" -o ") == 2
+    assert "-mcpu=native" in called and called.count(" -shared ") == 1
     assert kernels.build_library(tmp_path / "cache") == made
-    assert (tools / "called").read_text().count(" -o ") == 2, "it is not tried again at each start"
+    assert (tools / "called").read_text().count(" -o ") == called.count(" -o "), "it is not tried again at each start"
 
 
 def test_shared_memory_without_memfd_and_proc(monkeypatch: pytest.MonkeyPatch) -> None:

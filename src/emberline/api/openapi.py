@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -103,6 +104,7 @@ def is_model_endpoint(method: str, path: str) -> bool:
     return _MODEL_API.fullmatch(f"{'GET' if method == 'HEAD' else method} {path}") is not None
 
 
+@cache
 def build_document(version: str) -> Json:
     types = dict.fromkeys(t for e in ENDPOINTS for t in (e.request, e.reply, e.error) if t is not None)
     refs, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")

@@ -52,8 +52,9 @@ def bench(model: str, settings: CPUBenchSettings, start_rounds: int, peers_dir: 
     _measure_speed(report, environment, settings)
     _measure_memory(report, environment, file)
     _measure_errors(report, environment, file)
-    ready = start.bench(model, start_rounds, peers_dir).results["ready"]
-    report.results["gguf_ready_s"] = ready
+    started = start.bench(model, start_rounds, peers_dir).results
+    report.results["gguf_ready_s"] = started.pop("ready")
+    report.results |= {f"gguf_{name}": result for name, result in started.items()}
     return report
 
 

@@ -211,7 +211,7 @@ def _torch_implementations(x: Tensor, weight: Tensor, copies: int, layout: Weigh
 
     The weights of only one implementation are in memory at a time.
     """
-    if layout is not WeightLayout.AMX:
+    if layout is not WeightLayout.BF16_TILES:
         wide = [weight.float() for _ in range(max(1, copies // 2))] * (2 if copies > 1 else 1)
         yield "torch_fp32", lambda: [linear(x, w) for w in wide[:copies]]
         return

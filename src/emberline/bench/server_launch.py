@@ -30,9 +30,13 @@ class EmberlineServer:
         self.url = f"http://127.0.0.1:{self.port}/v1"
         log_file.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "emberline.cli", "serve", *arguments, "--port", str(self.port)]
+        # An installed package has compiled files; with this variable a source tree would be compiled at each start.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         began = time.perf_counter()
         with log_file.open("w") as errors:
-            self._process = subprocess.Popen(command, stdout=errors, stderr=errors, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, stdout=errors, stderr=errors, start_new_session=True, env=environment
+            )
         while not self._is_ready():
             if self._process.poll() is not None or time.perf_counter() - began > START_TIMEOUT_S:
                 self.stop()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from emberline import __version__
 from emberline.core.environment import is_supervised
 from emberline.core.errors import EmberlineError
 from emberline.core.parent_death import end_with_parent
+from emberline.engine.engine_child import EngineChild
 
 COMMANDS = {
     "serve": "Serve a model over HTTP.",
@@ -27,6 +29,8 @@ COMMANDS = {
     "bench": "Measure this machine, the engine, its peers, or a server.",
     "doctor": "Check this machine: what it supports, what is missing, whether a model fits.",
 }
+
+ENGINE_COMMANDS = ("serve", "worker")  # start with an engine process, before they import and parse their options
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -72,12 +76,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"emberline {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     selected = next((word for word in argv if word in COMMANDS), None)
+    with ExitStack() as stack:
+        child = None
+        if selected in ENGINE_COMMANDS and not {"-h", "--help"} & set(argv):
+            child = EngineChild.spawn()
+            stack.callback(child.end)
+        return _run_command(parser, commands, selected, argv, child)
+
+
+def _run_command(
+    parser: CommandParser,
+    commands: argparse._SubParsersAction[CommandParser],
+    selected: str | None,
+    argv: list[str],
+    child: EngineChild | None,
+) -> int:
     for name, help_ in COMMANDS.items():
         subparser = commands.add_parser(name, help=help_, description=help_)
         if name == selected:
             command = importlib.import_module(f"emberline.cli.{name}")
             command.add_arguments(subparser)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, argparse.Namespace(engine_child=child))
     try:
         return int(command.run(args))
     except EmberlineError as e:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from emberline.models.config import ModelConfig
 
 PROC = Path("/proc")
+MAX_SHOWN_RANKS = 16
 STATUS_MARKS = {True: "ok", None: "--", False: "!!"}
 CPU_FEATURES = (
     "amx_bf16",
@@ -234,6 +235,7 @@ def _check_gpu_transport(gpu: DetectedGPU | None) -> DoctorFinding:
 
 
 def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
+    from emberline.engine.ranks.settings import possible_tensor_ranks
     from emberline.hub.checkpoint import Checkpoint
     from emberline.hub.source import ModelNotPulled, resolve_model
     from emberline.models.config import ModelConfig
@@ -250,6 +252,9 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
         return
     yield DoctorFinding("model", f"{name}: {config.model_type}, {config.layers} layers, context {config.max_context}")
     yield DoctorFinding("  files", f"{sum(t.nbytes for t in checkpoint.tensors.values()) / 1e6:.0f} MB of weights")
+    tensor_ranks = ", ".join(map(str, possible_tensor_ranks(config, MAX_SHOWN_RANKS)))
+    stages = min(config.layers, MAX_SHOWN_RANKS)
+    yield DoctorFinding("  ranks", f"can be divided on a CPU with --tp {tensor_ranks} and --pp 1 to {stages}", None)
     if head := _describe_mtp_head(checkpoint, config):
         yield DoctorFinding("  mtp head", head, None)
     total = args.gpu_memory or (None if gpu is None else gpu.memory_bytes)

@@ -13,7 +13,6 @@ from emberline.cli.options import add_options, given_options
 from emberline.core.config import DEFAULT_MODEL, ServerConfig, WorkerConfig, cluster_key_from_environment
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest
-from emberline.engine.engine_child import EngineChild
 
 PROC = Path("/proc")
 
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         server["embedder"] = None
     engine = EngineConfig.build("", **given_options(args, EngineConfig))
     time_sharing = TimeSharingConfig(**given_options(args, TimeSharingConfig))
-    config, child = ServerConfig(**server), EngineChild.spawn()
+    config, child = ServerConfig(**server), args.engine_child
     from emberline.worker.main import serve  # imported while the engine process starts
 
     return service.run_service(serve(config, engine, time_sharing, started_at, child))

@@ -8,6 +8,7 @@ from typing import Any
 from emberline.core.errors import InvalidRequest
 from emberline.core.gpu_kernels import KERNEL_CHOICES
 from emberline.core.options import COMPUTED_FIELD, option, update_config
+from emberline.core.parallel_config import ParallelConfig
 
 ITL_TAIL = 3.0  # default of itl_tail
 # Ports reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare.
@@ -294,7 +295,7 @@ class EngineConfig:
     device: str = option(
         "auto", "Device that computes; auto: a GPU that can be used, otherwise the CPU.", choices=DEVICES
     )
-    threads: int = option(0, "CPU threads; 0: one per core.")
+    threads: int = option(0, "CPU threads, of each rank; 0: one per core.")
     dtype: str = option(
         "auto",
         "Data type of the weights; auto: that of the checkpoint, but bfloat16 for float16. float16: on a CPU only.",
@@ -306,6 +307,7 @@ class EngineConfig:
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
     tiers: KVTierConfig = field(default_factory=KVTierConfig)
     network: KVNetworkConfig = field(default_factory=KVNetworkConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     transfer: TransferConfig | None = None  # None: no blocks are exchanged with other engines
     # Scheduler settings that get the default of the device or the model.
     unset: frozenset[str] = field(default=frozenset(), metadata=COMPUTED_FIELD)

@@ -13,7 +13,7 @@ class Numerics:
     dtype: str  # of matrix products
     weights: str  # form, such as plain, packed or fp8, whose kernels round differently; with -exact if `exact` is set
     kv_dtype: str
-    device: str  # cpu, cuda, or cuda-portable
+    device: str  # cpu, cuda, or cuda-portable; with -tpN if N ranks add their parts, which rounds differently
 
     def differences(self, other: Numerics) -> str:
         """Return the fields that differ, as in "dtype (bfloat16, float32)"; "" if all are equal."""

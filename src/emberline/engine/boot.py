@@ -22,6 +22,7 @@ from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import can_use_gpu, warn_of_unused_gpu
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.memory_plan import format_gib
+from emberline.engine.rank_summary import RankSummary
 from emberline.engine.runner import TorchRunner, allocate_cache
 from emberline.engine.speculation.draft_cache import make_draft_cache, share_cache_memory
 from emberline.engine.speculation.draft_runner import DraftRunner
@@ -79,6 +80,7 @@ class LoadedEngine:
     numerics: Numerics
     stored_dtype: str  # of the matrices in the checkpoint's files, or their format if they are quantised
     full_context: int  # context of the model in tokens, if the default is shorter; 0: it is not
+    ranks: tuple[RankSummary, ...] = ()  # among which the model is divided; empty: it is not
 
 
 def boot(
@@ -94,6 +96,10 @@ def boot(
         warn_of_unused_gpu(config.gpu.kernels)
     if reader is not None:
         reader.close()
+    if config.parallel.num_ranks > 1:
+        from emberline.engine.ranks.boot import boot_ranks  # imported if needed, to start sooner
+
+        return boot_ranks(config, default_kv_bytes)
     return _boot_on_cpu(config, default_kv_bytes)
 
 
@@ -101,11 +107,19 @@ def runs_on_gpu(config: EngineConfig) -> bool:
     return config.device == "cuda" or (config.device == "auto" and can_use_gpu(config.gpu.kernels))
 
 
+def _check_one_rank(config: EngineConfig) -> None:
+    if config.parallel.num_ranks > 1:
+        name = "tp" if config.parallel.tp > 1 else "pp"
+        message = f"{name} is {getattr(config.parallel, name)}, but an engine on a GPU supports only one rank"
+        raise InvalidRequest(message, param=name, hint=f"drop --{name}, or use --device cpu")
+
+
 def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEngine:
     """Load the model on a GPU. `config`: the result of `EngineConfig.with_gpu_defaults`."""
     from emberline.engine.gpu import ipc
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
+    _check_one_rank(config)
     check_requested_dtype(config.dtype, on_gpu=True)
     check_requested_weights(config.gpu.weights, on_gpu=True)
     _check_host_memory(config)
@@ -125,7 +139,7 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
         config,
         dtype=DTYPES[config.dtype],
         reader=reader,
-        make_compiler=_make_grammar_compiler,
+        make_compiler=make_grammar_compiler,
         build_tiers=make_tiers if config.tiers.has_tiers else None,
         build_endpoint=open_endpoint if config.transfer is not None else None,
     )
@@ -143,18 +157,18 @@ def to_loaded_engine(booted: BootedGPUEngine) -> LoadedEngine:
         kernels=f"{kernels} ({torch.cuda.get_device_name()})",
         seconds=dict(booted.seconds),
         device="cuda",
-        kv_dtype=_dtype_name(booted.runner.cache.shape.dtype),
-        numerics=_numerics_of(
+        kv_dtype=dtype_name(booted.runner.cache.shape.dtype),
+        numerics=numerics_of(
             booted.runner.model, booted.runner.cache, f"{booted.weights}{'-exact' * booted.runner.exact}", device
         ),
         stored_dtype=booted.stored_dtype,
-        full_context=_full_context(booted.runner.model),
+        full_context=full_context(booted.runner.model),
     )
 
 
 def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngine:
     began = time.perf_counter()
-    _check_cpu_settings(config)
+    check_cpu_settings(config)
     _check_host_memory(config)
     threads = config.threads or core_count()
     backend = ops.start_backend(threads=threads)
@@ -175,15 +189,15 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     cache = allocate_cache(
         model,
         groups=groups,
-        dtype=_choose_kv_dtype(config.kv_cache.kv_dtype, model.dtype),
+        dtype=choose_kv_dtype(config.kv_cache.kv_dtype, model.dtype),
         block_size=scheduler.block_size,
         memory_bytes=memory_bytes - (0 if states is None else states.num_bytes),
-        max_tokens=_max_kv_tokens(config, model.context),
+        max_tokens=max_kv_tokens(config, model.context),
         uses_shared_memory=config.transfer is not None,
     )
     eos = frozenset(model.config.eos)
     draft_runner = None if draft_model is None else DraftRunner(draft_model, make_draft_cache(draft_model, cache))
-    make_compiler = partial(_make_grammar_compiler, Path(config.model), model.config)
+    make_compiler = partial(make_grammar_compiler, Path(config.model), model.config)
     runner = TorchRunner(model, cache, eos, make_compiler, draft_runner, groups, states)
     pages, has_tiers = runner.pages_per_slot, config.tiers.has_tiers
     tiers = _make_tiers(config, runner.layout, cache.shape, backend.library, pages) if has_tiers else None
@@ -204,10 +218,10 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         kernels=str(backend),
         seconds={"kernels": kernels - began, "weights": loaded - kernels, "cache": planned - loaded},
         device="cpu",
-        kv_dtype=_dtype_name(cache.shape.dtype),
-        numerics=_numerics_of(model, cache, form, "cpu"),
+        kv_dtype=dtype_name(cache.shape.dtype),
+        numerics=numerics_of(model, cache, form, "cpu"),
         stored_dtype=stored_weight_format(checkpoint),
-        full_context=_full_context(model),
+        full_context=full_context(model),
     )
 
 
@@ -224,17 +238,17 @@ def _load_draft_model(config: EngineConfig, model: DecoderModel) -> DraftModel |
     return load_draft_model(config.speculation, model, Path(config.model), open_weights)
 
 
-def _full_context(model: DecoderModel) -> int:
+def full_context(model: DecoderModel) -> int:
     is_cut = model.config.is_default_context_cut and model.context == model.config.max_context
     return model.config.longest_context if is_cut else 0
 
 
-def _numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str) -> Numerics:
+def numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str) -> Numerics:
     dtype, kv_dtype = (str(each).removeprefix("torch.") for each in (model.dtype, cache.shape.dtype))
     return Numerics(model.fingerprint.partition("-")[0], dtype, weights, kv_dtype, device)
 
 
-def _check_cpu_settings(config: EngineConfig) -> None:
+def check_cpu_settings(config: EngineConfig) -> None:
     """Raise InvalidRequest for settings that an engine on a CPU does not support."""
     for name, value in (("itl_target_ms", config.scheduler.itl_target_ms), ("kv_tokens", config.kv_cache.kv_tokens)):
         if value is not None:
@@ -318,25 +332,25 @@ def _open_transfer_endpoint(
         return None
 
 
-def _make_grammar_compiler(directory: Path, config: ModelConfig) -> GrammarCompiler:
+def make_grammar_compiler(directory: Path, config: ModelConfig) -> GrammarCompiler:
     from emberline.engine.grammar import GrammarCompiler
 
     return GrammarCompiler(directory / "tokenizer.json", config.vocab, sorted(set(config.eos)))
 
 
-def _choose_kv_dtype(requested: str, weight_dtype: torch.dtype) -> torch.dtype:
-    name = default_kv_dtype(_dtype_name(weight_dtype)) if requested == "auto" else requested
+def choose_kv_dtype(requested: str, weight_dtype: torch.dtype) -> torch.dtype:
+    name = default_kv_dtype(dtype_name(weight_dtype)) if requested == "auto" else requested
     if name not in KV_DTYPES:
         choices = ", ".join(("auto", *KV_DTYPES))
         raise InvalidRequest(f"kv_dtype is {name!r}; on a CPU it must be one of {choices}", param="kv_dtype")
     return KV_DTYPES[name]
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _max_kv_tokens(config: EngineConfig, context: int) -> int:
+def max_kv_tokens(config: EngineConfig, context: int) -> int:
     if config.kv_cache.kv_memory is not None:
         return 1 << 40  # kv_memory is set: use all of it
     return min(DEFAULT_KV_CONTEXTS, config.scheduler.max_running) * context

@@ -55,6 +55,13 @@ class PipelinedRunner(Runner, Protocol):
 
 
 @runtime_checkable
+class StagedRunner(PipelinedRunner, Protocol):
+    """A pipelined runner whose stages compute different plans at the same time, of different requests."""
+
+    max_in_flight: int  # plans that are launched before the result of the oldest is read
+
+
+@runtime_checkable
 class GroupedRunner(Runner, Protocol):
     """A runner whose cache may have several groups of layers with block tables of their own."""
 
@@ -83,6 +90,23 @@ class GrammarRunner(Runner, Protocol):
         """Return a future that is done when requests with this grammar can start without waiting.
 
         The compiled grammar stays cached as long as the future exists."""
+        ...
+
+
+@runtime_checkable
+class GroupRunner(Runner, Protocol):
+    """A runner that computes its steps together with other processes."""
+
+    def check_ranks(self) -> None:
+        """Raise EngineFailed if one of them was lost."""
+        ...
+
+    def progress_count(self) -> int:
+        """Return a number that grows while they compute."""
+        ...
+
+    def close(self) -> None:
+        """End them."""
         ...
 
 
@@ -116,8 +140,9 @@ class Engine:
         self.clock = clock or SystemClock()
         self.groups = groups = runner.groups if isinstance(runner, GroupedRunner) else LayerGroups.single(1)
         self._pipelined_runner = runner if isinstance(runner, PipelinedRunner) else None
+        self._max_in_flight = runner.max_in_flight if isinstance(runner, StagedRunner) else 2
         self.max_planned_tokens = max_planned_tokens(
-            config.max_batch_tokens, is_pipelined=self._pipelined_runner is not None
+            config.max_batch_tokens, plans=1 if self._pipelined_runner is None else self._max_in_flight
         )
         self.kv = make_kv_manager(runner, config, groups, self.max_planned_tokens, self.clock, tiers, transfer_endpoint)
         self.transfer_endpoint = transfer_endpoint
@@ -128,6 +153,7 @@ class Engine:
             else None
         )
         self.scheduler = Scheduler(config, self.kv, self.clock, runner.eos, self._publisher, drafter)
+        self.scheduler.plan_share = self._max_in_flight if isinstance(runner, StagedRunner) else 1
         self.max_context = min(
             config.max_context, groups.max_tokens(runner.num_blocks, config.block_size, self.max_planned_tokens)
         )
@@ -135,6 +161,7 @@ class Engine:
             self.max_context, runner.vocab_size, can_publish=transfer_endpoint is not None
         )
         self._preparing_runner = runner if isinstance(runner, PreparingRunner) else None
+        self.group_runner = runner if isinstance(runner, GroupRunner) else None
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         # A plan that is run in the next step: early outputs are returned first.
         self._deferred_plan: StepPlan | None = None
@@ -180,6 +207,8 @@ class Engine:
         self.scheduler.abort(f"{submission_id}#{index}")
 
     def step(self) -> list[Output]:
+        if self.group_runner is not None:
+            self.group_runner.check_ranks()
         self._unblock_requests_with_ready_grammar()
         if self._publisher is not None:
             self._publisher.reclaim_expired_leases()
@@ -213,7 +242,7 @@ class Engine:
         return self._collect_outputs()
 
     def _step_pipelined(self, runner: PipelinedRunner) -> list[Output]:
-        """Plan and launch a step, then wait for the previous step, so that the device is never idle.
+        """Plan and launch a step, then wait for the oldest one if `max_in_flight` steps run, so that no device is idle.
 
         If there is nothing to plan, only wait for the step that is running. If drafts would make the next step better,
         wait before planning, because drafts continue the newest tokens."""
@@ -223,7 +252,7 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is not None:
             self._in_flight.append((plan, runner.launch(plan)))
-        if len(self._in_flight) > (plan is not None):
+        if len(self._in_flight) > (0 if plan is None else self._max_in_flight - 1):
             waited += self._finish_oldest_step()
         self._host_seconds += time.perf_counter() - began - waited
         return self._collect_outputs()
@@ -274,7 +303,7 @@ class Engine:
             self.kv.track_prefix_changes()
 
     def close(self) -> None:
-        """Write pending KV blocks to lower tiers, for a limited time, and disconnect from other engines."""
+        """Write pending KV blocks to lower tiers, for a limited time; disconnect other engines; end other ranks."""
         if self.kv.tiers is not None:
             self.kv.tiers.close()
         if self.kv.pulls is not None:
@@ -283,6 +312,8 @@ class Engine:
             self.pairing.close()
         if self.transfer_endpoint is not None:
             self.transfer_endpoint.close()
+        if self.group_runner is not None:
+            self.group_runner.close()
 
     def stats(self) -> Stats:
         """Return current statistics. `residency` has only the samples taken since the previous call."""

@@ -33,3 +33,10 @@ class EngineChild(NamedTuple):
             except OSError:
                 ours.close()
                 raise
+
+    def end(self) -> None:
+        """Kill the process, unless it has ended already, and close the socket."""
+        self.connection.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()

@@ -124,7 +124,10 @@ def kv_bytes_per_model(configs: Mapping[str, EngineConfig], free_bytes: int) -> 
 
     Raises ModelError if the models do not fit into `free_bytes`."""
     weights = {name: WeightEstimate.from_config(config).weight_bytes for name, config in configs.items()}
-    configured = sum((config.kv_cache.kv_memory or 0) + config.tiers.kv_host_memory for config in configs.values())
+    configured = sum(
+        (config.kv_cache.kv_memory or 0) * config.parallel.num_ranks + config.tiers.kv_host_memory
+        for config in configs.values()
+    )
     left = free_bytes - sum(weights.values()) - configured
     if left < 0:
         raise _out_of_memory_error(

@@ -71,11 +71,13 @@ class FakeRunner:
 
     def _sample_token(self, work: WorkItem, length: int) -> int:
         """Return the token that follows the first `length` tokens of a request."""
-        flat = [t for b in work.blocks[: -(-length // self._block_size)] for t in self._memory[self._slots_of_block(b)]]
-        admission = self._admissions[work.id]
+        admission, size = self._admissions[work.id], self._block_size
         seed = 0 if admission.params.greedy else admission.seed
-        digest = blake2b(f"{seed}:{flat[:length]}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") % self.vocab_size
+        digest = blake2b(f"{seed}:".encode(), digest_size=8)
+        with memoryview(self._memory) as memory:
+            for i, block in enumerate(work.blocks[: -(-length // size)]):
+                digest.update(memory[block * size : block * size + min(size, length - i * size)])
+        return int.from_bytes(digest.digest(), "little") % self.vocab_size
 
     def _logprobs(self, work: WorkItem) -> list[TokenLogprob]:
         tokens = self._admissions[work.id].tokens

@@ -196,7 +196,7 @@ class _WeightPolicy:
 
     def _format_and_bytes(self, part: WeightPart, *, copies_head: bool) -> tuple[str, int]:
         if (quantised := self._find_quantised(part)) is not None:
-            return quantised.name, part.num_matrices * quantised.matrix_bytes(part.rows, part.columns)
+            return quantised.name, part.num_matrices * quantised.kept_bytes(part.rows, part.columns)
         width = memory.DTYPE_BYTES[self.dtype]
         is_head = part.kind == ("embedding" if self.tie_embeddings else "head")
         both = self.setting == "both" and (is_head or part.kind != "embedding")
@@ -204,7 +204,8 @@ class _WeightPolicy:
         size = memory.weight_part_bytes(part, width, packed=self.setting == "packed", both=both)
         if part.kind == "norms":
             return FORMAT_NAMES[memory.F32_BYTES], size
-        can_pack = memory.is_packable(part.rows, part.columns)
+        stays_plain = self.setting == "packed" and part.is_faster_plain
+        can_pack = memory.is_packable(part.rows, part.columns) and not stays_plain
         plain = FORMAT_NAMES[width]
         return ("uw12" if self.setting == "packed" else f"{plain}+uw12" if both else plain) if can_pack else plain, size
 
@@ -230,7 +231,12 @@ def _plan_context(
             f"max_context must be from 1 to {outline.longest_context} for this model, not {context}",
             param="max_context",
         )
-    part = outline.divide(gpus.count, divide_attention=sharing != "data-parallel attention")
+    attention = weights.formats.get("attention")
+    part = outline.divide(
+        gpus.count,
+        divide_attention=sharing != "data-parallel attention",
+        row_unit=1 if attention is None else attention.row_unit,
+    )
     planned = _plan_one(outline, part, groups, gpus, settings, weights, sharing, context)
     held = planned.kv_tokens // planned.caches
     is_fixed = settings.requested_context is not None or settings.kv_cache.kv_memory is not None
@@ -290,7 +296,7 @@ def _plan_one(
     kv_bytes = available if settings.kv_cache.kv_memory is None else needed
     if tables is not None:
         kv_bytes = kv_bytes // block_bytes * block_bytes
-    planned = max_planned_tokens(scheduler.max_batch_tokens, is_pipelined=True)
+    planned = max_planned_tokens(scheduler.max_batch_tokens, plans=2)
     return GPUPlan(sharing, gpus, shares, fixed, local, kv_bytes, step_kv, max_context, tables, planned)
 
 

@@ -18,8 +18,8 @@ def choose_groups(windows: Sequence[int], context: int, state_layers: Sequence[i
     return LayerGroups.for_windows([0 if window >= context else window for window in windows])
 
 
-def max_planned_tokens(max_batch_tokens: int, *, is_pipelined: bool) -> int:
+def max_planned_tokens(max_batch_tokens: int, *, plans: int) -> int:
     """Return how many tokens of a request may be in steps whose results are not known yet.
 
-    These are the tokens of one step, and with a pipelined runner also those of the step that is running."""
-    return max_batch_tokens * (2 if is_pipelined else 1)
+    `plans`: how many of these there are: one, and with a pipelined runner also those that are running."""
+    return max_batch_tokens * plans

@@ -236,7 +236,7 @@ def plan_memory(
         block_size=block_size,
         max_context=max_context,
         groups=groups,
-        max_planned_tokens=max_planned_tokens(max_batch_tokens, is_pipelined=True),
+        max_planned_tokens=max_planned_tokens(max_batch_tokens, plans=2),
         states=states,
         state_slots=slots,
     )
@@ -331,7 +331,9 @@ def weight_part_bytes(part: WeightPart, dtype_bytes: int, *, packed: bool = Fals
         return F32_BYTES * part.num_weights
     if part.is_always_plain:
         return dtype_bytes * part.num_weights
-    size = max_packed_bytes(part.rows, part.columns) if packed else dtype_bytes * part.rows * part.columns
+    size = dtype_bytes * part.rows * part.columns
+    if packed and not part.is_faster_plain:
+        size = max_packed_bytes(part.rows, part.columns)
     if both and is_packable(part.rows, part.columns):
         size += max_packed_bytes(part.rows, part.columns)
     return size * part.num_matrices

@@ -13,6 +13,7 @@ from emberline.core.errors import EmberlineError
 from emberline.core.events import Output, SleepStats, Stats
 from emberline.core.numerics import Numerics
 from emberline.core.request import Submission
+from emberline.engine.rank_summary import RankSummary
 
 
 class StartEngine(msgspec.Struct, tag=True):
@@ -63,6 +64,7 @@ class LoadedModelInfo(msgspec.Struct):
     full_context: int = 0  # context of the model in tokens, if the default is shorter; 0: it is not
     speculates: bool = False  # drafts tokens, for example from the prediction of a request
     kv_groups: int = 1  # groups of layers, each with a block table of its own
+    ranks: tuple[RankSummary, ...] = ()  # among which the model is divided; empty: it is not
     kv_contexts: float = 0.0  # requests of `max_context` tokens that the KV cache holds at the same time
 
 

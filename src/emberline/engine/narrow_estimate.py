@@ -23,9 +23,10 @@ def estimate_narrow_sizes(
     Parts of a matrix whose formats differ are dequantised when they are loaded, but counted here."""
     if dtype != "bfloat16" or settings.gpu.exact or settings.gpu.weights == "plain":
         return []
-    if stored := list_quantised_sizes(checkpoint):
+    outline = outline_of(model)
+    if stored := list_quantised_sizes(checkpoint, has_query_gate=outline.has_query_gate):
         return stored
-    return list_online_sizes(outline_of(model), settings.gpu.online_format) if settings.gpu.online_format else []
+    return list_online_sizes(outline, settings.gpu.online_format) if settings.gpu.online_format else []
 
 
 def describe_narrow_sizes(checkpoint: Checkpoint, settings: EngineConfig, narrow: Sequence[NarrowSize]) -> str:

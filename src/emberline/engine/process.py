@@ -7,13 +7,9 @@ from __future__ import annotations
 import gc
 import sys
 
-from emberline.engine.torch_import import GPU_DRIVER, prepare_torch_import
-
 
 def main() -> int:
     gc.disable()  # until the models are loaded: collections take a tenth of the imports, and free nothing
-    if not GPU_DRIVER.exists():
-        prepare_torch_import()
     from emberline.engine.process_loop import run_engine_process
 
     return run_engine_process(int(sys.argv[1]))

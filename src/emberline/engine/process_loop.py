@@ -40,7 +40,7 @@ from emberline.engine.messages import (
     compact_outputs,
     encode_message,
 )
-from emberline.engine.torch_import import GPU_DRIVER
+from emberline.engine.torch_import import has_gpu_driver, import_torch_for_cpu
 
 if TYPE_CHECKING:
     from emberline.engine.boot import LoadedEngine
@@ -63,8 +63,9 @@ def run_engine_process(connection_fd: int) -> int:
     inbox: queue.SimpleQueue[EngineMessage | None] = queue.SimpleQueue()
     threading.Thread(target=_read_messages, args=(client, inbox, is_booted), daemon=True).start()
     began = time.perf_counter()
-    if not GPU_DRIVER.exists():
+    if not has_gpu_driver():
         preload.skip_unused_torch_imports()
+        import_torch_for_cpu()
         importlib.import_module("emberline.engine.engine_group_boot")  # while the server process prepares
     start = inbox.get()
     if not isinstance(start, StartEngine):
@@ -84,7 +85,7 @@ def run_engine_process(connection_fd: int) -> int:
     gc.freeze()  # objects of the start are permanent
     gc.enable()
     is_booted.set()
-    imports = {"imports": imported - began}
+    imports, status = {"imports": imported - began}, 0
     ready = Ready({name: _loaded_model_info(loaded[name], imports) for name in start.models})
     with contextlib.suppress(ConnectionError):
         client.sendall(b"".join(map(encode_message, [*_run_step(group), ready])))
@@ -92,11 +93,20 @@ def run_engine_process(connection_fd: int) -> int:
             timer = threading.Timer(RECORD_DELAY_S, preload.write_file_record)
             timer.daemon = True
             timer.start()
-        threading.Thread(target=report_progress, args=(client, ops.progress_count), daemon=True).start()
-        serve_client(group, client, inbox)
+
+        def count_progress() -> int:
+            runners = (engine.group_runner for engine in group.engines.values())
+            return ops.progress_count() + sum(runner.progress_count() for runner in runners if runner is not None)
+
+        threading.Thread(target=report_progress, args=(client, count_progress), daemon=True).start()
+        try:
+            serve_client(group, client, inbox)
+        except EmberlineError as e:  # a rank was lost
+            client.sendall(encode_message(Rejection.from_error("", e)))
+            status = 1
     for engine in group.engines.values():
         engine.close()
-    return 0
+    return status
 
 
 class ClientSocket(socket.socket):
@@ -149,13 +159,14 @@ def _loaded_model_info(loaded: LoadedEngine, import_seconds: dict[str, float]) -
         full_context=loaded.full_context,
         speculates=loaded.engine.scheduler.drafter is not None,
         kv_groups=len(loaded.engine.groups.windows),
+        ranks=loaded.ranks,
         kv_contexts=loaded.engine.num_full_contexts,
     )
 
 
 def _start_preload(config: EngineConfig) -> FileReader | None:
     """If a GPU is used, start reading files before torch is imported, since reading takes longest."""
-    if config.device == "cpu" or not GPU_DRIVER.exists():
+    if config.device == "cpu" or not has_gpu_driver():
         return None
     return preload.start_preload(Path(config.model))
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from emberline.core.errors import ModelError
 from emberline.core.plan import StepPlan, StepResult, TokenLogprob, WorkItem
-from emberline.engine.batch import build_forward_batch
 from emberline.engine.kv_shape import make_kv_shape
 from emberline.engine.sampler import Sampler, SamplingStateFactory, split_logit_rows
 from emberline.engine.speculation.draft_runner import DraftRunner
+from emberline.engine.work_executor import StepExecutor, WorkExecutor
 from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.state_pages import StatePages
-from emberline.kv.tiers.copier import HostBlockCopier
 from emberline.kv.transfer.shm import SharedSegment
 from emberline.models.decoder import DecoderModel
 
@@ -36,10 +34,12 @@ class TorchRunner:
         draft_runner: DraftRunner | None = None,
         groups: LayerGroups | None = None,
         states: StateCache | None = None,
+        executor: StepExecutor | None = None,
     ) -> None:
         """`draft_runner`: proposes tokens for speculative decoding; None: there is no draft model.
 
-        `groups`: layers that share block tables; None: all share one. `states`: memory of recurrent layers, if any."""
+        `groups`: layers that share block tables; None: all share one. `states`: memory of recurrent layers, if any.
+        `executor`: computes the steps; None: this process alone does, with the model."""
         self.model = model
         self.cache = cache
         self.num_blocks = cache.num_blocks
@@ -54,7 +54,8 @@ class TorchRunner:
         rows = SamplingStateFactory(eos, make_compiler)
         self.prepare = rows.prepare
         self._sampler = Sampler(self.vocab_size, rows)
-        self._copier = HostBlockCopier(cache, states)
+        local = WorkExecutor(model, cache, self.groups, states)
+        self._copier, self._executor = local.copier, executor or local
         self.pages_per_slot = 0
         if states is not None:
             self.pages_per_slot = StatePages.cut(states.shape.slot_bytes, cache.shape.block_bytes, 0).per_slot
@@ -65,41 +66,37 @@ class TorchRunner:
         began = time.perf_counter()
         self._copier.save(plan.saves)
         self._copier.load(plan.loads)
-        self._copier.clear([block for w in plan.work for block in w.cleared_blocks])
-        for request_id in plan.ended_ids:
+        self._executor.clear([block for w in plan.work for block in w.cleared_blocks])
+        self._forget_requests(plan.ended_ids)
+        work, failed = self._admit_requests(plan)
+        return self._compute_step(plan, work, failed, began)
+
+    def _forget_requests(self, ids: Sequence[str]) -> None:
+        for request_id in ids:
             self._sampler.forget(request_id)
             if self._draft_runner is not None:
                 self._draft_runner.forget(request_id)
+
+    def _admit_requests(self, plan: StepPlan) -> tuple[list[WorkItem], dict[str, str]]:
+        """Return the work of requests that can be sampled, and by id why others cannot."""
         failed = {a.id: why for a in plan.admitted if (why := self._sampler.admit(a)) is not None}
-        work = [w for w in plan.work if w.id not in failed]
+        return [w for w in plan.work if w.id not in failed], failed
+
+    def _compute_step(self, plan: StepPlan, work: list[WorkItem], failed: dict[str, str], began: float) -> StepResult:
+        """Compute and sample the work of a plan. `began`: time on the performance counter, for the result."""
         if not work:
             return StepResult(plan.step, {}, failed=failed)
         draft_runner = self._draft_runner if plan.runs_draft_model else None
         if self._draft_runner is not None:
             self._draft_runner.note_work(work)
         capture = None if draft_runner is None else draft_runner.make_capture(plan)
-        self._load_states(work)
-        self._move_states(work)
-        batch = build_forward_batch(work, self.cache, self.groups, self.states)
-        logits = self.model.forward(replace(batch, capture=capture))
+        logits = self._executor.compute(work, capture)
         prompt_logprobs, logits = self._score_prompts(work, logits)
         sampled, lost = self._sampler.sample([w for w in work if w.samples], logits) if len(logits) else ({}, {})
         forced = self._sampler.forced_tokens(sampled) if plan.reports_forced else {}
         drafted = {} if draft_runner is None else draft_runner.propose(work, sampled, capture, self._sampler.tokens_of)
         seconds = time.perf_counter() - began
         return StepResult(plan.step, sampled, prompt_logprobs, failed | lost, seconds, forced, drafted)
-
-    def _load_states(self, work: list[WorkItem]) -> None:
-        for w in work:
-            if self.states is not None and w.state is not None and w.state.load_from is not None:
-                self.states.copy_slot(w.state.load_from, w.state.slot)
-
-    def _move_states(self, work: list[WorkItem]) -> None:
-        """Copy states that came from another engine to their slots, and states for other engines to blocks."""
-        for w in work:
-            if w.state is not None:
-                self._copier.read_states(w.state.slot, w.arrived_states)
-                self._copier.write_states(w.state.slot, w.published_states)
 
     def _score_prompts(
         self, work: list[WorkItem], logits: torch.Tensor

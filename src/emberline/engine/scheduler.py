@@ -42,6 +42,7 @@ class Scheduler:
     ) -> None:
         self.config, self.kv, self.clock, self.eos = config, kv, clock, eos
         self.publisher, self.drafter = publisher, drafter
+        self.plan_share = 1  # plans among which running requests are divided; above 1, plans in flight do not share any
         self.waiting = WaitingQueue(config.ageing_seconds)
         self.running: list[Request] = []  # in the order of WaitingQueue.sort_key
         self.requests: dict[str, Request] = {}  # all open ones
@@ -64,6 +65,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         assert request.id not in self.requests
         self.requests[request.id] = request
+        request.needs_sync_steps |= self.plan_share > 1
         self.kv.keep_source_lease_alive(request)
         if request.leader is not None and request.leader in self.requests:
             self._followers.setdefault(request.leader, []).append(request)
@@ -111,13 +113,12 @@ class Scheduler:
             self.kv.kept.release_ended()
         for request in list(self._loading.values()):
             self._continue_loading(request)
-        planned: dict[str, int] = {}
-        chunks = []
+        planned, chunks, max_single = dict[str, int](), list[Request](), -(-len(self.running) // self.plan_share)
         for request in self.running[:]:
             remaining = request.num_schedulable
             if remaining > 1:
                 chunks.append(request)
-            elif remaining and request.status is RUNNING:  # not preempted by an earlier one in this loop
+            elif remaining and request.status is RUNNING and len(planned) < max_single:  # and not preempted just now
                 self._plan_tokens(request, 1, planned)
         drafts: Mapping[str, Sequence[int]] = {}
         if self.drafter is not None and (room := self.config.max_batch_tokens - len(planned)) > 0:

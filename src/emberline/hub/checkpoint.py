@@ -17,6 +17,7 @@ from emberline.hub.gguf_tensors import read_index as read_gguf_index
 from emberline.hub.tensorfile import TensorInfo, read_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
+MODELOPT_FILE = "hf_quant_config.json"
 MAX_SHARDS = 4096
 MAX_LISTED_NAMES = 10
 
@@ -46,7 +47,7 @@ class Checkpoint:
             raise ModelFileError(f"{directory} is not a model directory: config.json is missing")
         return Checkpoint(
             directory,
-            read_object(directory / "config.json"),
+            _read_config(directory),
             read_object_if_exists(directory / "generation_config.json"),
             read_object_if_exists(directory / "tokenizer_config.json"),
             _read_all_tensors(directory),
@@ -61,6 +62,19 @@ class Checkpoint:
         except KeyError:
             hint = "check that config.json belongs to this model"
             raise MissingTensor(f"{self.directory} has no tensor {name!r}", hint=hint) from None
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """Return the contents of config.json.
+
+    ModelOpt writes the quantisation into a file of its own, and only some versions also into config.json. Without the
+    latter, quantization_config is an object whose only field has the name and the contents of that file."""
+    config = read_object(directory / "config.json")
+    text = config.get("text_config")
+    parts = [config, text] if isinstance(text, dict) else [config]
+    if not any(part.get("quantization_config") for part in parts) and (directory / MODELOPT_FILE).exists():
+        return {**config, "quantization_config": {MODELOPT_FILE: read_object(directory / MODELOPT_FILE)}}
+    return config
 
 
 def _read_all_tensors(directory: Path) -> dict[str, TensorInfo]:

@@ -41,6 +41,15 @@ class GGUFCheckpoint:
     @staticmethod
     def of(model: GGUFModel) -> GGUFCheckpoint:
         """Return the checkpoint of a GGUF model. Raise ModelFileError or UnsupportedModel if it cannot be one."""
+        try:
+            return GGUFCheckpoint._read(model)
+        except (ModelFileError, UnsupportedModel) as e:
+            if str(model.path) in e.message:
+                raise
+            raise type(e)(f"{model.path}: {e.message}", param=e.param, hint=e.hint) from e
+
+    @staticmethod
+    def _read(model: GGUFModel) -> GGUFCheckpoint:
         tokenizer, tokenizer_config = build_tokenizer_files(model.metadata)
         architecture, fields = select_architecture(model.metadata), GGUFMetadata(model.metadata)
         layers, draft_layers = fields.get_integer("block_count"), fields.get_integer("nextn_predict_layers", 0)
@@ -57,7 +66,7 @@ class GGUFCheckpoint:
         if architecture.has_rotary_pairs:
             permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
         tensors = {
-            name: _make_info(model, tensor, permuted, architecture.norm_offset) for name, tensor in stored.items()
+            name: _make_info(model, name, tensor, permuted, architecture.norm_offset) for name, tensor in stored.items()
         }
         files = {
             "config.json": _format_json(config),
@@ -132,14 +141,19 @@ def _torch_dtype(tensors: dict[str, StoredTensor]) -> str:
     return "bfloat16" if "BF16" in dtypes else "float16" if "F16" in dtypes else "float32"
 
 
-def _make_info(model: GGUFModel, tensor: StoredTensor, permuted: dict[str, int], norm_offset: float) -> GGUFTensorInfo:
+def _make_info(
+    model: GGUFModel, name: str, tensor: StoredTensor, permuted: dict[str, int], norm_offset: float
+) -> GGUFTensorInfo:
     """Return the info of a tensor. `permuted`: the number of heads of tensors that are stored as rotary pairs."""
     first = tensor.keys if isinstance(tensor, JoinedLatents) else tensor
     dtype, file = _checkpoint_dtype(tensor), model.file_of(first).absolute()
     if isinstance(tensor, JoinedLatents):
-        values = _make_info(model, tensor.values, {}, 0.0)
+        values = _make_info(model, name, tensor.values, {}, 0.0)
         return GGUFTensorInfo(
-            dtype, tensor.shape, file, first.start, first.nbytes, block_type=first.type, latent_values=values
+            *(dtype, tensor.shape, file, first.start, first.nbytes),
+            name=name,
+            block_type=first.type,
+            latent_values=values,
         )
     is_offset = bool(norm_offset) and tensor.name.endswith("norm.weight")
     if is_offset and tensor.type.name != "F32":
@@ -155,6 +169,7 @@ def _make_info(model: GGUFModel, tensor: StoredTensor, permuted: dict[str, int],
         file,
         tensor.start,
         tensor.nbytes,
+        name=name,
         block_type=tensor.type,
         rotary_heads=heads,
         added=norm_offset if is_offset else 0.0,

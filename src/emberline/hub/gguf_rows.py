@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from emberline.core.errors import ModelFileError
 from emberline.hub.dequant import Bytes, Floats, dequantise, round_to_bf16
 from emberline.hub.gguf_tensors import PLAIN_TYPES, GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 
+NAN_EXPONENT = 255  # of MXFP4
 CHUNK_BYTES = 8 << 20  # of float32 values dequantised at once
 
 ReadBytes = Callable[[TensorInfo], Bytes]  # returns the bytes of a tensor in its file
@@ -34,7 +36,7 @@ def decode_rows(info: GGUFTensorInfo, rows: Bytes) -> Values:
     Quantised values are returned in float32, and bf16 as 16-bit integers."""
     rows = np.ascontiguousarray(rows)
     if info.block_type.name not in PLAIN_TYPES:
-        return dequantise(rows.data.cast("B"), info.block_type.name, info.block_type.block_bytes)
+        return _dequantise(info, rows)
     values = rows.reshape(-1).view({"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[info.block_type.name])
     return (values - np.float32(info.added)) if info.added else values
 
@@ -67,7 +69,19 @@ def _iter_values(info: GGUFTensorInfo, read: ReadBytes) -> Iterator[Values]:
 
 
 def _read_floats(info: GGUFTensorInfo, read: ReadBytes) -> Floats:
-    return dequantise(read(info).data, info.block_type.name, info.block_type.block_bytes)
+    return _dequantise(info, read(info))
+
+
+def _dequantise(info: GGUFTensorInfo, stored: Bytes) -> Floats:
+    """Return the values of blocks. Raises ModelFileError if a scale is NaN or infinite."""
+    kind = info.block_type
+    with np.errstate(invalid="ignore"):
+        values = dequantise(stored.data.cast("B"), kind.name, kind.block_bytes)
+    is_nan_exponent = kind.name == "MXFP4" and (stored.reshape(-1, kind.block_bytes)[:, 0] == NAN_EXPONENT).any()
+    if is_nan_exponent or (kind.name not in PLAIN_TYPES and not np.isfinite(values).all()):
+        message = f"tensor {info.name!r} in {info.file}: a block of {kind.name} has a scale that is NaN or infinite"
+        raise ModelFileError(message, hint="download the file again")
+    return values
 
 
 def _reorder_rotary_rows(rows: Bytes, heads: int) -> Bytes:

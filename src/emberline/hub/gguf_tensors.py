@@ -30,6 +30,7 @@ class GGUFTensorInfo(TensorInfo):
 
     With `latent_values`, this tensor has the keys of latent attention, and `shape` is that of both joined."""
 
+    name: str = field(kw_only=True)  # in the checkpoint
     block_type: GGUFTensorType = field(kw_only=True)
     rotary_heads: int = field(kw_only=True, default=0)  # heads whose rows are stored as rotary pairs; 0: usual order
     added: float = field(kw_only=True, default=0.0)  # what the file's values have more than the checkpoint's
@@ -74,7 +75,7 @@ def read_index(directory: Path) -> dict[str, GGUFTensorInfo]:
     index = read_object(path)
     try:
         files = [(Path(file["path"]), int(file["bytes"])) for file in index["files"]]
-        tensors = {name: _parse(entry, files) for name, entry in index["tensors"].items()}
+        tensors = {name: _parse(name, entry, files) for name, entry in index["tensors"].items()}
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
         raise ModelFileError(f"{path} is damaged: {e!r}", hint=f"delete {directory} and try again") from e
     for file, size in files:
@@ -102,10 +103,10 @@ def list_index_files(directory: Path) -> list[Path]:
     return sorted({info.file for info in read_index(directory).values()})
 
 
-def _parse(entry: Mapping[str, Any], files: list[tuple[Path, int]]) -> GGUFTensorInfo:
+def _parse(name: str, entry: Mapping[str, Any], files: list[tuple[Path, int]]) -> GGUFTensorInfo:
     kind, shape = TYPES_BY_NAME[entry["type"]], tuple(int(size) for size in entry["shape"])
     (file, file_bytes), offset, nbytes = files[entry["file"]], int(entry["offset"]), int(entry["nbytes"])
-    values = _parse(entry["latent_values"], files) if "latent_values" in entry else None
+    values = _parse(name, entry["latent_values"], files) if "latent_values" in entry else None
     elements = prod(shape) - (0 if values is None else prod(values.shape))
     if offset < 0 or offset + nbytes > file_bytes or elements // kind.block_elements * kind.block_bytes != nbytes:
         raise ValueError(f"a tensor of shape {shape} and {nbytes} bytes of {kind.name} at byte {offset}")
@@ -115,6 +116,7 @@ def _parse(entry: Mapping[str, Any], files: list[tuple[Path, int]]) -> GGUFTenso
         file,
         offset,
         nbytes,
+        name=name,
         block_type=kind,
         rotary_heads=int(entry.get("rotary_heads", 0)),
         added=float(entry.get("added", 0.0)),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,27 @@ PACKED_FORMAT, PACKED_VERSION = "unweight", "1"  # "format" and "version" in the
 
 
 @dataclass(frozen=True)
+class TensorCut:
+    """A part of a stored tensor: byte ranges of each of some consecutive records, which have equal sizes."""
+
+    shape: tuple[int, ...]  # of the stored tensor
+    record_bytes: int
+    first_record: int
+    num_records: int
+    ranges: tuple[tuple[int, int], ...]  # (begin, end) in each record
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_records * sum(end - begin for begin, end in self.ranges)
+
+    def list_spans(self) -> Iterator[tuple[int, int]]:
+        """Yield the byte ranges of the part in the stored tensor, in order."""
+        for record in range(self.first_record, self.first_record + self.num_records):
+            start = record * self.record_bytes
+            yield from ((start + begin, start + end) for begin, end in self.ranges)
+
+
+@dataclass(frozen=True)
 class TensorInfo:
     dtype: str  # a key of DTYPE_BYTES
     shape: tuple[int, ...]
@@ -54,6 +75,12 @@ class TensorInfo:
     offset: int  # in bytes from the start of the file
     nbytes: int  # size in the file
     packing: Mapping[str, Any] | None = None  # metadata of a tensor in a packed file; None: stored plain
+    cut: TensorCut | None = None  # the part of the stored bytes that has this shape; None: all of them
+
+    @property
+    def whole(self) -> TensorInfo:
+        """The stored tensor of which this is a part."""
+        return self if self.cut is None else replace(self, shape=self.cut.shape, cut=None)
 
     @property
     def logical_bytes(self) -> int:

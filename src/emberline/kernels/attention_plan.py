@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import gpu_choice, work_limits, worklist
+from emberline.kernels.cuda.driver import count_sms
 from emberline.kernels.latent_plan import LatentPlan, LatentScratch
 from emberline.kernels.worklist import TILE_KEYS, WorkList
 
@@ -139,7 +140,7 @@ class AttentionPlanner:
             has_kernels = dtype is torch.bfloat16 and not options.portable and gpu_choice.has_hopper_kernels()
             self._has_decode_kernel = has_kernels and decode.supports_shape(*heads, keys.dtype, keys.shape[3])
             self._has_prefill_kernel = has_kernels and prefill.supports_cache(keys[0])
-            self._sms = decode.count_sms(keys.device)
+            self._sms = count_sms(keys.device)
             self._counters = prefill.allocate_counters(keys.device)
             is_float8 = keys.dtype is torch.float8_e4m3fn
             widened = options.max_widened_blocks

@@ -10,6 +10,8 @@ from emberline.kernels.arguments import AttentionLayer, LinearLayer
 from emberline.kernels.cpu.library import NativeLayer
 from emberline.kernels.packed_weight import PackedWeight
 
+MAX_PARTS = 2  # of one matrix
+
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
@@ -21,7 +23,14 @@ class DenseLayer:
 
     @property
     def weights(self) -> tuple[PackedWeight, ...]:
-        return self.qkv.weight, self.o.weight, self.gate_up.weight, self.down.weight
+        """The weights of all products. Those of queries, keys and values may be parts of different layouts."""
+        qkv = self.qkv.weight
+        return *(qkv.parts or (qkv,)), self.o.weight, self.gate_up.weight, self.down.weight
+
+    @property
+    def can_run_natively(self) -> bool:
+        """Whether native kernels exist for all weights. They know at most two parts of one matrix."""
+        return len(self.qkv.weight.parts) <= MAX_PARTS and all(weight.layout >= 0 for weight in self.weights)
 
 
 class DenseStack:
@@ -47,11 +56,15 @@ class DenseStack:
 
 def _to_native_layer(layer: DenseLayer) -> NativeLayer:
     assert layer.gate_up.weight.gated and layer.down.bias is layer.gate_up.bias is None
-    attention = layer.attention
+    attention, qkv = layer.attention, layer.qkv.weight
+    head, tail = qkv.parts or (qkv, None)
+    weights = head, layer.o.weight, layer.gate_up.weight, layer.down.weight
     vectors = layer.qkv.bias, layer.o.bias, layer.qkv.norm, layer.gate_up.norm, attention.q_norm, attention.k_norm
     return NativeLayer(
-        *(ctypes.c_void_p(w.ptr) for w in layer.weights),
+        *(ctypes.c_void_p(w.ptr) for w in weights),
+        None if tail is None else ctypes.c_void_p(tail.ptr),
         *(None if v is None else v.data_ptr() for v in vectors),
-        *(w.layout for w in layer.weights),
+        *(w.layout for w in weights),
         attention.window,
+        *((0, 0) if tail is None else (tail.layout, tail.n)),
     )

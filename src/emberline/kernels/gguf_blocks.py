@@ -15,6 +15,10 @@ class UnsupportedBlocks(ValueError):
     """A matrix of GGUF blocks that has no kernel; the message says why."""
 
 
+class DamagedBlocks(ValueError):
+    """A matrix of GGUF blocks that has a scale that is NaN or infinite."""
+
+
 @dataclass(frozen=True, slots=True)
 class GGUFBlockFormat:
     """One block format: how many weights a block has, its size in the file, and the layout in memory."""

@@ -34,6 +34,11 @@ class Routing:
     group_best: int = 1  # a group's score is the sum of this many of its highest scores: 1 or 2
     scale: float = 1.0  # factor of all weights
     scales_inputs: bool = False  # whether the weights multiply the inputs of experts instead of their outputs
+    own: range | None = None  # experts that this rank has; None: all. Outputs of others are not added
+
+    @property
+    def first_expert(self) -> int:
+        return 0 if self.own is None else self.own.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ class Mixture:
     norm: Tensor
     eps: float
     router: PackedWeight
-    experts: tuple[Expert, ...] | StackedExperts
+    experts: tuple[Expert, ...] | StackedExperts  # all, or consecutive ones that this rank has
     routing: Routing
     shared: SharedExpert | None = None
     clamp: ClampedSwiGLU | None = None  # None: silu(gate) * up; otherwise no matrix is packed as gated
@@ -130,7 +135,7 @@ class Mixture:
             correction=_address(routing.correction),
             router_layout=router.layout,
             shared_gate_layout=0 if gate is None else gate.layout,
-            count=len(experts),
+            count=router.n,
             top_k=routing.experts_per_row,
             renormalize=routing.renormalize,
             sigmoid=routing.scores == "sigmoid",
@@ -139,6 +144,8 @@ class Mixture:
             group_best=routing.group_best,
             scales_inputs=routing.scales_inputs,
             hidden=router.k,
+            first_expert=routing.first_expert,
+            num_experts=len(experts),
             eps=self.eps,
             scale=routing.scale,
             shared_scale=self.shared_scale,

@@ -59,6 +59,10 @@ class OpBackend(ABC):
         """
         return False
 
+    def count_quantised_bytes(self, matrix: QuantisedMatrix) -> int:
+        """Return the device memory of a matrix that is kept quantised. The matrix may be on the meta device."""
+        return matrix.nbytes
+
     def arrange_gate_rows(self, weight: Tensor) -> Tensor:
         """Return a weight, with the rows of gate before those of up, as `pack_linear` with gated=True expects it."""
         return weight
@@ -71,8 +75,11 @@ class OpBackend(ABC):
         values = dequantise_to_bf16(matrix)
         return self.pack_linear(self.arrange_gate_rows(values) if gated else values, gated=gated)
 
-    def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
-        """Return the matrices of all experts of a layer as `run_mixture` reads them."""
+    def pack_quantised_experts(self, matrices: QuantisedMatrix, *, gated: bool = False) -> Tensor | PackedExperts:
+        """Return the matrices of all experts of a layer as `run_mixture` reads them.
+
+        Gated matrices have the rows of gate before those of up.
+        """
         return dequantise_to_bf16(matrices)
 
     def pack_gguf(self, blocks: Tensor, type_name: str, k: int, *, gated: bool = False) -> PackedWeight:
@@ -203,8 +210,8 @@ class OpBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no kernel for gated attention")
 
     @abstractmethod
-    def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
-        """Add the output of the mixture-of-experts network to x in place and return x."""
+    def run_mixture(self, x: Tensor, mixture: Mixture, out: Tensor | None = None) -> Tensor:
+        """Add the output of the mixture-of-experts network for x to `out`, or to x, in place and return that."""
 
     @abstractmethod
     def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ __all__ = [
     "apply_sigmoid_gate",
     "compute_delta_rule",
     "convolve",
+    "count_quantised_bytes",
     "count_tokens",
     "current_backend",
     "edit_logits",
@@ -167,6 +168,11 @@ def keeps_quantised(device: torch.device, matrix: QuantisedMatrix) -> bool:
     return backend_of(torch.empty(0, device=device)).keeps_quantised(matrix)
 
 
+def count_quantised_bytes(device: torch.device, matrix: QuantisedMatrix) -> int:
+    """Return the bytes of such a matrix on a device that keeps it quantised; `matrix` as in `keeps_quantised`."""
+    return backend_of(torch.empty(0, device=device)).count_quantised_bytes(matrix)
+
+
 def empty_quantised_weight(shape: QuantisedMatrix, device: torch.device, *, gated: bool = False) -> PackedWeight:
     """Return a GPU weight without memory, which `fill_quantised_weight` fills later.
 
@@ -193,7 +199,7 @@ def fill_dequantised_weight(weight: PackedWeight, values: Tensor) -> int:
 
 def fill_quantised_experts(experts: PackedExperts, matrices: QuantisedMatrix) -> int:
     """Store the matrices of all experts of a layer, and return the device memory used, in bytes."""
-    packed = backend_of(matrices.codes).pack_quantised_experts(matrices)
+    packed = backend_of(matrices.codes).pack_quantised_experts(matrices, gated=experts.gated)
     if isinstance(packed, Tensor):
         experts.layout, experts.handle, experts.nbytes = WeightLayout.ROWS, packed, packed.nbytes
     else:
@@ -318,9 +324,9 @@ def apply_sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     return backend_of(x).apply_sigmoid_gate(x, gate)
 
 
-def run_mixture(x: Tensor, mixture: Mixture) -> Tensor:
-    """Add the output of the mixture-of-experts network to x in place and return x."""
-    return backend_of(x).run_mixture(x, mixture)
+def run_mixture(x: Tensor, mixture: Mixture, *, add_to: Tensor | None = None) -> Tensor:
+    """Add the output of the mixture-of-experts network for x to `add_to`, or to x, in place and return that."""
+    return backend_of(x).run_mixture(x, mixture, add_to)
 
 
 def sample_with_seed(logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:

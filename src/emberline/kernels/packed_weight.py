@@ -19,7 +19,7 @@ class WeightLayout(IntEnum):
     PLAIN = -1  # for torch: [n, k] float32
     BF16 = 0  # panels of columns in bf16
     F32 = 1  # panels of columns in float32
-    AMX = 2  # bf16 in panels of AMX tiles, k padded to the depth of a tile
+    BF16_TILES = 2  # bf16 in panels, in the order of the CPU's instruction for bf16; k is padded to a multiple of 32
     F16 = 3  # panels of columns in float16
     Q4_0 = 4  # this and the following: panels of columns with the codes and scales of GGUF blocks
     Q4_1 = 5
@@ -75,4 +75,4 @@ class PackedExperts:
     layout: WeightLayout  # UW12, QUANTISED or ROWS
     handle: object  # what the GPU kernels need; ROWS: the tensor
     nbytes: int
-    gated: bool = False  # whether rows of gate and of up alternate in groups of 8, with layout UW12
+    gated: bool = False  # whether rows of gate and of up alternate in groups of 8, if the kernels want that

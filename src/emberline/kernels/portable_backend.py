@@ -30,9 +30,10 @@ from emberline.kernels.arguments import (
     PositionShift,
 )
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
-from emberline.kernels.cuda import cublas, decode, latent, uw12
+from emberline.kernels.cuda import cublas, latent, uw12
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
+from emberline.kernels.cuda.driver import count_sms
 from emberline.kernels.cuda.expert_layer import ExpertLayer
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.mixture import Mixture
@@ -91,9 +92,9 @@ class PortableBackend(OpBackend):
         layout, address = WeightLayout.QUANTISED, matrix.codes.data_ptr()
         return PackedWeight(matrix.codes, matrix.n, matrix.k, torch.bfloat16, layout, gated, address, matrix)
 
-    def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
+    def pack_quantised_experts(self, matrices: QuantisedMatrix, *, gated: bool = False) -> Tensor | PackedExperts:
         if not quantised_linear.supports(matrices):
-            return super().pack_quantised_experts(matrices)
+            return super().pack_quantised_experts(matrices, gated=gated)
         count, layout = len(matrices.codes), WeightLayout.QUANTISED
         return PackedExperts(count, matrices.n, matrices.k, layout, matrices, matrices.nbytes)
 
@@ -199,8 +200,8 @@ class PortableBackend(OpBackend):
     def apply_sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         return output_gate.apply_sigmoid_gate(x, gate, pdl=True)
 
-    def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
-        return self._expert_layer.run(x, mixture)
+    def run_mixture(self, x: Tensor, mixture: Mixture, out: Tensor | None = None) -> Tensor:
+        return self._expert_layer.run(x, mixture, x if out is None else out)
 
     def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
         ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -255,7 +256,7 @@ def run_split_decode(inputs: AttentionInputs, plan: AttentionPlan, out: Tensor) 
     """Compute attention of the plan's decode rows into `out` with the Triton kernel."""
     assert plan.decode_work is not None and plan.decode_scratch is not None
     split_decode.split_decode_attention(
-        inputs, plan.decode_work, plan.decode_scratch, decode.count_sms(out.device), out=out,
+        inputs, plan.decode_work, plan.decode_scratch, count_sms(out.device), out=out,
         max_queries=plan.max_queries, pdl=True,
     )  # fmt: skip
 

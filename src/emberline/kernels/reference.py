@@ -202,23 +202,24 @@ class ReferenceBackend(OpBackend):
             out[:, head] = self.linear(x[:, head].contiguous(), LinearLayer(weight), LinearOutput())
         return out
 
-    def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
+    def run_mixture(self, x: Tensor, mixture: Mixture, out: Tensor | None = None) -> Tensor:
         """Add the output of the shared expert, then that of the experts that each row selects."""
         routing, normed = mixture.routing, rms_norm(x, mixture.norm, mixture.eps)
+        out = x if out is None else out
         logits = self.linear(normed, LinearLayer(mixture.router, routing.bias), LinearOutput())
         weights, chosen = select_experts(logits, routing)
         if mixture.shared is not None:
-            x += self._run_shared_expert(normed, mixture.shared, mixture.clamp)
+            out += self._run_shared_expert(normed, mixture.shared, mixture.clamp)
         experts = mixture.experts.split() if isinstance(mixture.experts, StackedExperts) else mixture.experts
-        for number, expert in enumerate(experts):
+        for number, expert in enumerate(experts, routing.first_expert):
             rows, ranks = (chosen == number).nonzero(as_tuple=True)
             if len(rows):
                 weight, inputs = weights[rows, ranks, None], normed[rows]
                 if routing.scales_inputs:
-                    x[rows] += self._run_expert(inputs * weight, expert, mixture.clamp)
+                    out[rows] += self._run_expert(inputs * weight, expert, mixture.clamp)
                 else:
-                    x[rows] += weight * self._run_expert(inputs, expert, mixture.clamp)
-        return x
+                    out[rows] += weight * self._run_expert(inputs, expert, mixture.clamp)
+        return out
 
     def _run_shared_expert(self, normed: Tensor, shared: SharedExpert, clamp: ClampedSwiGLU | None) -> Tensor:
         y = self._run_expert(normed, shared.expert, clamp) * shared.scale

@@ -126,6 +126,6 @@ def unpack_weight(weight: PackedWeight, out: Tensor) -> Tensor:
     from emberline.kernels.cuda import narrow, narrow_layout, uw12
 
     if isinstance(weight.handle, narrow_layout.NarrowWeight):
-        return narrow.unpack(weight.handle, out, gated=weight.gated)
+        return narrow.unpack(weight.handle, out)
     assert isinstance(weight.handle, uw12.UW12Weight)
     return uw12.unpack(weight.handle, out, pdl=False)

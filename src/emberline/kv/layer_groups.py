@@ -76,6 +76,17 @@ class LayerGroups:
             return 0
         return 1 + (num_blocks - first) // self.num_held_blocks(num_tokens, block_size)
 
+    def of_layers(self, layers: range) -> LayerGroups:
+        """Return the same groups with only these layers, for a rank that has no others."""
+        counts: dict[int, int] = {}
+        places = []
+        for layer in layers:
+            group = self.places[layer][0]
+            places.append((group, counts.get(group, 0)))
+            counts[group] = counts.get(group, 0) + 1
+        counts.pop(STATE_GROUP, None)
+        return LayerGroups(max(counts.values(), default=0), self.windows, tuple(places))
+
     @staticmethod
     def single(layers: int) -> LayerGroups:
         """Return one group of all layers, which keeps every block."""

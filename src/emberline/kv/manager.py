@@ -379,7 +379,7 @@ class KVManager:
         held = Counter(block for table in self._block_tables.values() for block in table) + self.kept.count_holders()
         if self._windows is not None:
             held.update(self._windows.held_blocks())
-        assert all(self._pool.num_holders(block) == held[block] for block in range(self._pool.total))
+        assert self._pool.count_holders() == held
         assert self._pool.num_free + self._pool.num_idle + len(held) == self._pool.total
         for name, table in self._block_tables.items():
             alone = sum(1 for block in table if self._pool.num_holders(block) == 1)

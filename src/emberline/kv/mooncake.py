@@ -6,7 +6,7 @@ tries the import in a child process.
 
 from __future__ import annotations
 
-import importlib.metadata
+import functools
 import os
 import subprocess
 import sys
@@ -33,11 +33,14 @@ sys.exit(0 if engine.read_bytes_from_buffer(target, 5) == b"ember" else "a test 
 """
 
 
+@functools.cache  # reads the file lists of all installed packages
 def installed_distribution() -> str | None:
     """Return the name and version of the installed Mooncake package, or None.
 
     Several packages provide the module `mooncake`.
     """
+    import importlib.metadata  # takes longer than this module: every engine process imports this module
+
     found = importlib.metadata.packages_distributions().get("mooncake", [])
     return f"{found[0]} {importlib.metadata.version(found[0])}" if found else None
 

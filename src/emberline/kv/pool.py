@@ -53,6 +53,10 @@ class BlockPool:
     def num_holders(self, block: int) -> int:
         return self._holders[block]
 
+    def count_holders(self) -> dict[int, int]:
+        """Return the number of holders of every block that has any."""
+        return {block: count for block, count in enumerate(self._holders) if count}
+
     def num_exclusive_blocks(self, holder: int) -> int:
         """Return how many blocks have this holder and no other."""
         return self._exclusive[holder]
@@ -120,7 +124,8 @@ class BlockPool:
     def check_invariants(self) -> None:
         unheld = set(self._free) | set(self._idle)
         assert len(unheld) == len(self._free) + len(self._idle), "a block is both free and idle, or free twice"
-        assert all((count == 0) == (block in unheld) for block, count in enumerate(self._holders))
-        held = zip(self._holders, self._holder_sums, strict=True)
+        assert {block for block, count in enumerate(self._holders) if not count} == unheld
+        sums = zip(self._holders, self._holder_sums, strict=True)
+        held = [(count, holder) for count, holder in sums if count or holder]
+        assert all(count for count, _ in held)
         assert +self._exclusive == Counter(holder for count, holder in held if count == 1)
-        assert all(count or not holder for count, holder in zip(self._holders, self._holder_sums, strict=True))

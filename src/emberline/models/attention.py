@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import ops
+from emberline.kernels.comm.communicator import Communicator
 from emberline.models.config import ModelConfig
 from emberline.models.forward import ForwardBatch
 from emberline.models.layers import OutputScaling, add_output, load_linear
 from emberline.models.ropeconfig import RopeConfig
+from emberline.models.weight_parts import is_attention_faster_plain
 from emberline.models.weights import Weights
 
 
@@ -71,6 +73,7 @@ class ProjectionNorms:
     k: Tensor
     eps: float
     is_layer_norm: bool
+    comm: Communicator | None = None  # of ranks that have parts of the projections
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, at: str) -> ProjectionNorms:
@@ -78,17 +81,32 @@ class ProjectionNorms:
         dim, is_layer_norm = config.head_dim, config.parts.qk_norm_kind == "head_layer"
         sizes = [(config.heads, dim), (config.kv_heads, dim)]
         shapes = sizes if is_layer_norm else [(heads * dim,) for heads, dim in sizes]
+        comm = None if is_layer_norm else weights.comm
         return ProjectionNorms(
-            weights.load_vector(q, *shapes[0]), weights.load_vector(k, *shapes[1]), config.norm_eps, is_layer_norm
+            weights.load_vector(q, *shapes[0]), weights.load_vector(k, *shapes[1]), config.norm_eps, is_layer_norm, comm
         )
 
     def apply(self, qkv: Tensor) -> None:
         """Norm the queries and keys inside `qkv` in place."""
+        if self.comm is not None:
+            self._apply_to_parts(qkv, self.comm)
+            return
         start, norm = 0, ops.layer_norm if self.is_layer_norm else ops.rms_norm
         for weight in (self.q, self.k):
             part = qkv[:, start : start + weight.numel()]
             norm(part, weight, self.eps, part)
             start += weight.numel()
+
+    def _apply_to_parts(self, qkv: Tensor, comm: Communicator) -> None:
+        """Norm this rank's part of the queries and keys by the sums of squares of all ranks.
+
+        A KV head that several ranks have is counted by each of them, in the sum and in the number of elements."""
+        columns = [self.q.numel(), self.k.numel()]
+        parts = qkv[:, : sum(columns)].split(columns, dim=1)
+        squares = comm.all_reduce(torch.stack([part.float().square().sum(1) for part in parts], dim=1))
+        for part, weight, total in zip(parts, (self.q, self.k), squares.unbind(1), strict=True):
+            scale = torch.rsqrt(total / (weight.numel() * comm.size) + self.eps)
+            part.copy_(part.float() * scale[:, None] * weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +137,26 @@ class Attention:
             attention = _with_weightless_norms(attention, config.layer_rope(layer), weights.device)
         if parts.attention.has_sinks:
             attention = replace(attention, sinks=weights.load_vector(f"{at}.self_attn.sinks", config.heads))
+        has_experts = config.experts is not None
         has_own_norms = config.qk_norm and parts.qk_norm_kind != "head"
         return Attention(
             qkv=load_linear(
-                weights, names, config.hidden, bias=config.qkv_bias, norm=norm, eps=eps, norm_offset=offset
+                weights,
+                names,
+                config.hidden,
+                bias=config.qkv_bias,
+                norm=norm,
+                eps=eps,
+                norm_offset=offset,
+                packable=not is_attention_faster_plain((q + 2 * kv) * config.hidden, has_experts=has_experts),
             ),
-            o=load_linear(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q, bias=config.o_bias),
+            o=load_linear(
+                weights,
+                [(f"{at}.self_attn.o_proj", config.hidden)],
+                q,
+                bias=config.o_bias,
+                packable=not is_attention_faster_plain(q * config.hidden, has_experts=has_experts),
+            ),
             layer=attention,
             norms=ProjectionNorms.load(config, weights, at) if has_own_norms else None,
             query_scales=tables.query_scales,

@@ -24,17 +24,8 @@ from pathlib import Path
 
 from emberline.core.errors import ModelError, ModelFileError
 from emberline.core.freememory import free_memory
-from emberline.models.reader import (
-    CHUNK_BYTES,
-    RING_BUFFERS,
-    STALL_TIMEOUT_S,
-    DirectIOFile,
-    FileChunk,
-    FileReader,
-    Memory,
-    ReadBuffer,
-    ReadStats,
-)
+from emberline.models.direct_io import DirectIOFile, FileChunk, Memory, ReadBuffer
+from emberline.models.reader import CHUNK_BYTES, RING_BUFFERS, STALL_TIMEOUT_S, FileReader, ReadStats
 from emberline.models.reader_process import PROBE_BYTES
 
 MIN_CHILD_READ_BYTES = 1 << 30  # smaller models are read by threads of this process

@@ -67,6 +67,8 @@ class ModelConfig:
     # Not part of `repr`, so that KV blocks of Llama models that were stored before this field existed stay valid.
     parts: DecoderParts = field(default=LLAMA_PARTS, repr=False)
     mtp_layers: int = field(default=0, repr=False)  # layers for multi-token prediction in the checkpoint: see mtp.py
+    weight_row_unit: int = field(default=1, repr=False)  # rows of quantised matrices that cannot be divided
+    vocab_rows: int = field(default=0, repr=False)  # of a rank: the rows of the embedding that it has; 0: all
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
         """Return the rotary embedding of a layer; None: it has none."""
@@ -130,6 +132,7 @@ class ModelConfig:
             eos=fields.id_list("eos_token_id"),
             parts=DecoderParts.from_hf(fields, arch, hidden, windows, ropes),
             mtp_layers=_read_mtp_layers(fields, arch),
+            weight_row_unit=_read_weight_row_unit(config),
         )
 
     @staticmethod
@@ -192,6 +195,11 @@ def _read_head_counts(fields: ConfigFields, hidden: int) -> tuple[int, int, int]
 
 def _read_mtp_layers(fields: ConfigFields, arch: Architecture) -> int:
     return fields.size(arch.mtp_layers_field, 0, minimum=0, maximum=MAX_LAYERS) if arch.mtp_layers_field else 0
+
+
+def _read_weight_row_unit(config: Mapping[str, Any]) -> int:
+    found = read_loaded_quantisation(config)
+    return 1 if found is None else max(scheme.format.row_unit for scheme in found.schemes)
 
 
 def _read_latent_heads(fields: ConfigFields, hidden: int) -> tuple[int, int, int]:

@@ -76,7 +76,7 @@ def outline_of(config: ModelConfig) -> ModelOutline:
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         ffn=config.ffn,
-        vocab=config.vocab,
+        vocab=config.vocab_rows or config.vocab,
         tie_embeddings=config.tie_embeddings,
         max_context=config.max_context,
         longest_context=config.longest_context,
@@ -117,4 +117,5 @@ def _expert_sizes(experts: ExpertsConfig) -> ExpertSizes:
         has_shared_gate=options.has_shared_gate,
         has_router_bias=options.has_router_bias or options.has_correction,
         has_biases=options.has_biases,
+        num_own=0 if experts.own is None else len(experts.own),
     )

@@ -25,6 +25,8 @@ from emberline.models.moe import SparseFeedForward
 from emberline.models.rope import make_cos_sin_table, make_query_scales
 from emberline.models.ropeconfig import RopeConfig
 from emberline.models.sleep import iter_instances
+from emberline.models.stage import Stage
+from emberline.models.vocabulary import VocabularyPart
 from emberline.models.weights import Weights
 
 EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
@@ -113,29 +115,28 @@ class DecoderModel:
     fingerprint: str
     embedding_multiplier: float = 1.0
     final_norm: Tensor | None = None  # weight of a layer norm before the head; None: the head has an RMS norm
+    vocabulary: VocabularyPart | None = None  # the rows of embedding and head that this rank has; None: all
 
     @staticmethod
-    def load(config: ModelConfig, weights: Weights, context: int, fingerprint: str) -> DecoderModel:
+    def load(
+        config: ModelConfig, weights: Weights, context: int, fingerprint: str, stage: Stage | None = None
+    ) -> DecoderModel:
+        """Load a model, or one stage of it. Without its first or last stage, the embedding or the head has no rows."""
         tables = _make_position_tables(config, context, weights.device)
+        stage = stage or Stage.of(config)
         layers = tuple(
-            DecoderLayer.load(config, weights, layer, tables[config.layer_rope(layer)])
-            for layer in range(config.layers)
+            DecoderLayer.load(config, weights, layer, tables[config.layer_rope(layer)]) for layer in stage.layers
         )
-        size = config.vocab, config.hidden
-        # A checkpoint may set tie_word_embeddings and still have a head: a copy of the embedding, or a different
-        # matrix, in which case the setting is wrong.
-        tied = config.tie_embeddings and (
-            not weights.has_tensor(HEAD_NAME) or weights.drop_duplicate(HEAD_NAME, EMBEDDING_NAME, *size)
-        )
-        embedding = None if tied else weights.load_embedding_table(EMBEDDING_NAME, *size)
-        head_name = EMBEDDING_NAME if tied else HEAD_NAME
-        head = weights.linear([(head_name, config.vocab)], config.hidden, full_precision=True)
-        norm = weights.load_vector("model.norm.weight", config.hidden, offset=config.parts.norm_offset)
-        is_rms, dtype = config.parts.norm_kind == "rms", layers[0].attention.qkv.weight.dtype
+        embedding, head = _load_vocabulary_matrices(config, weights, stage)
+        dtype = layers[0].attention.qkv.weight.dtype
+        norm = None
+        if stage.is_last:
+            norm = weights.load_vector("model.norm.weight", config.hidden, offset=config.parts.norm_offset)
+        is_rms = config.parts.norm_kind == "rms"
         return DecoderModel(
             config=config,
             context=context,
-            embedding=head if embedding is None else embedding,
+            embedding=embedding,
             layers=layers,
             stack=_make_dense_stack(layers),
             head=ops.LinearLayer(head, norm=norm if is_rms else None, eps=config.norm_eps),
@@ -144,6 +145,7 @@ class DecoderModel:
             fingerprint=fingerprint,
             embedding_multiplier=_round_multiplier(config, dtype),
             final_norm=None if is_rms else norm,
+            vocabulary=VocabularyPart.of(weights, config.vocab),
         )
 
     @property
@@ -155,16 +157,32 @@ class DecoderModel:
 
         Write keys and values of all tokens to the cache.
         """
-        x = ops.embed(batch.tokens, self.embedding)
-        if self.embedding_multiplier != 1.0:
-            x.mul_(self.embedding_multiplier)
+        return self.compute_logits(self.run_layers(self.embed(batch), batch), out)
+
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        """Return the input of the first layer."""
+        if self.vocabulary is None:
+            x = ops.embed(batch.tokens, self.embedding)
+        else:
+            x = self.vocabulary.embed(batch.tokens, self.embedding)
+        return x if self.embedding_multiplier == 1.0 else x.mul_(self.embedding_multiplier)
+
+    def run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return `batch.logit_rows` of the last layer's output; x is overwritten."""
         stack = None if batch.places else self.stack  # the layers of a stack share one block table
-        x = self._run_layers(x, batch) if stack is None else self._run_stack(stack, x, batch)
+        return self._run_layers(x, batch) if stack is None else self._run_stack(stack, x, batch)
+
+    def compute_logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [S, vocab] of rows of the last layer's output."""
         if not len(x):
             return x.new_empty(0, self.config.vocab)
         if self.final_norm is not None:
             x = ops.layer_norm(x, self.final_norm, self.head.eps, torch.empty_like(x))
-        logits, parts = ops.linear(x, self.head, out=out, float32_output=True), self.config.parts
+        if self.vocabulary is None:
+            logits = ops.linear(x, self.head, out=out, float32_output=True)
+        else:
+            logits = self.vocabulary.compute_logits(x, self.head, out)
+        parts = self.config.parts
         if parts.logit_multiplier != 1.0:
             logits.mul_(parts.logit_multiplier)
         return ops.soft_cap(logits, parts.logit_softcap) if parts.logit_softcap else logits
@@ -209,6 +227,28 @@ class DecoderModel:
         return x if batch.logit_rows is None else x[batch.logit_rows]
 
 
+def _load_vocabulary_matrices(
+    config: ModelConfig, weights: Weights, stage: Stage
+) -> tuple[Tensor | ops.PackedWeight, ops.PackedWeight]:
+    """Return the embedding and the head; what other stages have is a matrix without rows."""
+    size, nothing = (config.vocab_rows or config.vocab, config.hidden), torch.empty(0, config.hidden)
+    nothing = nothing.to(weights.device)
+    if not stage.is_last:
+        embedding = weights.load_embedding_table(EMBEDDING_NAME, *size) if stage.is_first else nothing
+        return embedding, ops.empty_weight(0, config.hidden, nothing.dtype, weights.device)
+    # A checkpoint may set tie_word_embeddings and still have a head: a copy of the embedding, or a different
+    # matrix, in which case the setting is wrong.
+    tied = config.tie_embeddings and (
+        not weights.has_tensor(HEAD_NAME) or weights.drop_duplicate(HEAD_NAME, EMBEDDING_NAME, *size)
+    )
+    separate = weights.load_embedding_table(EMBEDDING_NAME, *size) if stage.is_first and not tied else None
+    head_name = EMBEDDING_NAME if tied else HEAD_NAME
+    head = weights.linear([(head_name, size[0])], config.hidden, full_precision=True)
+    if not stage.is_first:
+        return nothing, head
+    return head if separate is None else separate, head
+
+
 def _choose_attention(
     config: ModelConfig, layer: int
 ) -> type[Attention] | type[GatedAttention] | type[LatentAttention] | type[DeltaNet]:
@@ -246,8 +286,7 @@ def _make_dense_stack(layers: tuple[DecoderLayer | ParallelLayer, ...]) -> ops.D
     The result is None if a layer has an unsupported part, rotary embeddings differ, or torch computes the products.
     """
     dense = [dense_layer for layer in layers if (dense_layer := layer.as_dense_layer()) is not None]
-    layouts = {weight.layout for layer in dense for weight in layer.weights}
-    if len(dense) < len(layers) or min(layouts) < 0:
+    if len(dense) < len(layers) or not all(layer.can_run_natively for layer in dense):
         return None
     if any(layer.attention.cos_sin is not dense[0].attention.cos_sin for layer in dense):
         return None

@@ -15,7 +15,7 @@ from emberline.kernels import ops
 from emberline.models.attention import PositionTables
 from emberline.models.config import ModelConfig
 from emberline.models.forward import ForwardBatch
-from emberline.models.layers import add_output, load_linear
+from emberline.models.layers import OutputScaling, add_output, load_linear
 from emberline.models.outline import StateSizes
 from emberline.models.weights import StackPart, Weights
 
@@ -27,6 +27,7 @@ class DeltaNet:
     eps: float
     o: ops.LinearLayer
     layer: ops.DeltaLayer
+    scaling: OutputScaling | None = None
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int, tables: PositionTables) -> DeltaNet:
@@ -55,6 +56,7 @@ class DeltaNet:
                 rates=weights.transform(weights.load_vector(f"{at}.A_log", sizes.value_heads), torch.exp),
                 time_bias=weights.load_vector(f"{at}.dt_bias", sizes.value_heads),
             ),
+            scaling=OutputScaling.load(config, weights),
         )
 
     def __call__(
@@ -80,7 +82,8 @@ class DeltaNet:
             x, mixed, gate = x[rows], mixed[rows], gate[rows]
         if not len(x):
             return x
-        return add_output(ops.norm_and_gate(mixed, gate, self.norm, self.eps), self.o, x, None, batch.unpacker)
+        gated = ops.norm_and_gate(mixed, gate, self.norm, self.eps)
+        return add_output(gated, self.o, x, self.scaling, batch.unpacker)
 
 
 def _load_separate(weights: Weights, at: str, sizes: StateSizes, hidden: int) -> list[ops.PackedWeight]:

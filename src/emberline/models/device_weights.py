@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,14 +26,17 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
+from emberline.kernels.comm.communicator import Communicator
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise_to_bf16, scale_matrix
 from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoad
+from emberline.models.gathered_loads import GatheredLoads
 from emberline.models.kv_scales import read_kv_factors
+from emberline.models.load_times import LoadTimes
 from emberline.models.narrow_plan import NarrowPlanner
 from emberline.models.narrow_weights import PendingExperts, PendingLinear, PendingParts, quantise_rows
 from emberline.models.quantised_load import STORED_DTYPES, ValueChecks
 from emberline.models.quantised_tensors import QuantisedTensorInfo
-from emberline.models.reader import FileReader, ReadStats
+from emberline.models.reader import FileReader
 from emberline.models.shard import Shard
 from emberline.models.tensor_load import (
     MatrixPart,
@@ -41,6 +44,7 @@ from emberline.models.tensor_load import (
     TensorLoad,
     TensorLoadIndex,
     TensorPlacement,
+    list_byte_ranges,
     split_stack,
 )
 from emberline.models.textmodel import select_text_model
@@ -48,27 +52,6 @@ from emberline.models.weight_formats import NarrowSize
 from emberline.models.weight_uploader import WeightUploader
 from emberline.models.weights import StackPart, Weights
 from emberline.unweight.tensor import is_coded
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTimes:
-    read: ReadStats
-    wait_seconds: float  # `finish` waited for the disk
-    copy_seconds: float  # `finish` copied, pinned and decoded
-    pin_seconds: float
-    unread_bytes: int  # not yet read when `finish` began
-    decoded_bytes: int = 0
-    decode_seconds: float = 0.0  # summed over threads
-
-    def __str__(self) -> str:
-        decoded = f", decoded {self.decoded_bytes / 1e9:.2f} GB in {self.decode_seconds:.2f} thread-seconds"
-        return (
-            f"read {self.read.bytes / 1e9:.2f} GB in {self.read.seconds:.2f} s "
-            f"({self.read.gigabytes_per_second:.2f} GB/s, "
-            f"{self.read.direct_bytes / max(1, self.read.bytes):.0%} direct), waited {self.wait_seconds:.2f} s, "
-            f"copied {self.copy_seconds:.2f} s (pinning {self.pin_seconds:.2f} s){decoded * bool(self.decoded_bytes)}; "
-            f"{self.unread_bytes / 1e9:.2f} GB were unread at the start"
-        )
 
 
 class DeviceWeights(Weights):
@@ -88,6 +71,7 @@ class DeviceWeights(Weights):
         keeps_quantised: bool = True,
         kv_scales: bool = False,
         shard: Shard | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         """Prepare to load a checkpoint.
 
@@ -95,19 +79,19 @@ class DeviceWeights(Weights):
         kept in the uw12 format, 12 bits per weight. `online`: the format to which bf16 matrices of layers are
         quantised, of ONLINE_FORMATS; empty: none. Without `keeps_quantised`, quantised matrices become bf16. With
         `kv_scales`, weights of attention are multiplied by the scales for a float8 KV cache (kv_scales.py). With
-        `shard`, only its part of each tensor is loaded, and quantised matrices become bf16.
+        `shard` and `comm`, only a rank's part of each tensor is loaded.
         """
-        super().__init__(checkpoint, dtype, shard=shard)
+        super().__init__(checkpoint, dtype, shard=shard, comm=comm)
         self.device = torch.device(device)
         self.packed = packed
         self.narrow_sizes: list[NarrowSize] = []
-        keeps_quantised = keeps_quantised and self.shard.world_size == 1
         self._narrow = NarrowPlanner(self.checkpoint, self.device, online=online, keeps_quantised=keeps_quantised)
         self._checks = ValueChecks()
         stored = select_text_model(checkpoint).tensors if kv_scales else {}
         self._factors = read_kv_factors(stored, self._unused, self._view_raw_bytes)
         self._reader = reader
         self._loads: list[TensorLoad] = []
+        self._gathered = GatheredLoads()
         self._transforms: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []  # what `finish` replaces in place
         # Tensors of GGUF files, which `finish` dequantises on the host, and what is added to each of their elements.
         self._gguf: list[tuple[str, Tensor | MatrixPart, float]] = []
@@ -146,12 +130,13 @@ class DeviceWeights(Weights):
         return self.packed or bool(self.narrow_sizes)
 
     def linear(
-        self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False, full_precision: bool = False
-    ) -> ops.PackedWeight:
+        self, parts: Sequence[tuple[str, int]], columns: int, *,
+        gated: bool = False, full_precision: bool = False, packable: bool = True,
+    ) -> ops.PackedWeight:  # fmt: skip
         dtype, rows = self.stack_dtype(parts, columns), [count for _, count in parts]
         if not full_precision and (shape := self._narrow.describe_linear(parts, columns, dtype)) is not None:
             return self._queue_narrow(parts, shape, gated=gated)
-        if not self.packed or dtype is not torch.bfloat16:
+        if not self.packed or not packable or dtype is not torch.bfloat16:
             return super().linear(parts, columns, gated=gated)
         weight = ops.empty_weight(sum(rows), columns, dtype, self.device, gated=gated)
 
@@ -199,7 +184,7 @@ class DeviceWeights(Weights):
         dtype = self._final_dtype([part.name for part in parts])
         narrow = None if full_precision else self._narrow.describe_experts(shape, parts, dtype)
         if narrow is not None:
-            return self._queue_narrow_experts(parts, narrow)
+            return self._queue_narrow_experts(parts, narrow, gated=gated)
         if not self.packed or not packable or dtype is not torch.bfloat16:
             return self.stack_experts(shape, parts)
         experts = ops.empty_experts(*shape, gated=gated)
@@ -236,10 +221,11 @@ class DeviceWeights(Weights):
             super().finish(ignorable_pattern)
             self._narrow.log_mixed_parts()
             self._fill_gguf_tensors()
+            self._gathered.fill(self._pool)
             self._files.clear()
-            files = sorted({load.file for load in self._loads})  # a head may be in few of a checkpoint's files
-            self._reader = self._reader or FileReader.start(files, read_ahead_bytes=0)
+            self._reader = self._reader or self._start_reader()
             self.load_times = self._fill_tensors(self._reader)
+            self._add_read_bytes(self.load_times.read.bytes)
             self._checks.finish()
             for tensor, function in self._transforms:
                 tensor.copy_(function(tensor))
@@ -261,7 +247,7 @@ class DeviceWeights(Weights):
             assert not offset
             self._queue_quantised(name, info, partial(self._store_values, name, info, destination))
         else:
-            self._loads.append(self._make_load(name, info, destination, offset))
+            self._add_load(name, info, destination, offset)
 
     def _queue_stack(
         self, parts: Sequence[tuple[str, int]], columns: int, settle: Callable[[Tensor], None], *, gated: bool
@@ -281,7 +267,7 @@ class DeviceWeights(Weights):
     ) -> None:
         pending = PendingParts(name, info, self.device, self._checks, on_complete)
         for index, part in enumerate(pending.parts):
-            self._loads.append(self._make_load(name, info.parts[part], MatrixPart(pending, index, is_stored_form=True)))
+            self._add_load(name, info.parts[part], MatrixPart(pending, index, is_stored_form=True))
 
     def _store_values(
         self, name: str, info: QuantisedTensorInfo, target: Tensor | MatrixPart, matrix: QuantisedMatrix
@@ -289,7 +275,7 @@ class DeviceWeights(Weights):
         """Dequantise a matrix."""
         values = dequantise_to_bf16(matrix)
         values = values.transpose(-1, -2) if info.is_transposed else values
-        values = values[self.shard.tensor_slices(name, info.shape)] * self._factors.get(name, 1.0)
+        values = values * self._factors.get(name, 1.0)
         destination = target if isinstance(target, Tensor) else target.matrix.get_destination(target.index)
         destination.copy_(values.reshape(destination.shape))
         if isinstance(target, MatrixPart):
@@ -299,7 +285,8 @@ class DeviceWeights(Weights):
         self, parts: Sequence[tuple[str, int]], shape: QuantisedMatrix, *, gated: bool
     ) -> ops.PackedWeight:
         weight = ops.empty_quantised_weight(shape, self.device, gated=gated)
-        self.narrow_sizes.append(NarrowSize(shape.n, shape.k, 1, shape.nbytes))
+        size = ops.count_quantised_bytes(self.device, shape)
+        self.narrow_sizes.append(NarrowSize(shape.n, shape.k, 1, size))
 
         def settle(whole: Tensor) -> None:
             self._add_loaded_bytes(ops.fill_quantised_weight(weight, quantise_rows(whole, shape)))
@@ -312,9 +299,12 @@ class DeviceWeights(Weights):
             self._queue_part(name, partial(pending.set_part, index))
         return weight
 
-    def _queue_narrow_experts(self, parts: Sequence[StackPart], shape: QuantisedMatrix) -> ops.PackedExperts:
-        pending = PendingExperts(shape, self.device, len(parts), self._add_loaded_bytes)
-        self.narrow_sizes.append(NarrowSize(shape.n, shape.k, len(shape.codes), shape.nbytes))
+    def _queue_narrow_experts(
+        self, parts: Sequence[StackPart], shape: QuantisedMatrix, *, gated: bool
+    ) -> ops.PackedExperts:
+        pending = PendingExperts(shape, self.device, len(parts), self._add_loaded_bytes, gated=gated)
+        num_bytes = ops.count_quantised_bytes(self.device, shape)
+        self.narrow_sizes.append(NarrowSize(shape.n, shape.k, len(shape.codes), num_bytes))
         if isinstance(self.checkpoint.tensor_info(parts[0].name), QuantisedTensorInfo):
             for name, _, select in parts:
                 self._queue_part(name, partial(pending.set_part, select))
@@ -341,8 +331,7 @@ class DeviceWeights(Weights):
 
     def _fill_gguf_tensors(self) -> None:
         for name, target, offset in self._gguf:
-            shape = self.shard.shard_shape(name, self.checkpoint.tensor_info(name).shape)
-            values = self._view_tensor(name, shape)
+            values = self._view_tensor(name, self.checkpoint.tensor_info(name).shape)
             destination = target if isinstance(target, Tensor) else target.matrix.get_destination(target.index)
             destination.copy_(values.reshape(destination.shape))
             if offset:
@@ -350,14 +339,24 @@ class DeviceWeights(Weights):
             if isinstance(target, MatrixPart):
                 target.matrix.mark_part_complete()
 
+    def _start_reader(self) -> FileReader:
+        """Start to read the files, or on a rank only the bytes that it needs."""
+        ranges = list_byte_ranges(self._loads)  # a head may be in few of a checkpoint's files
+        return FileReader.start(sorted(ranges), read_ahead_bytes=0, ranges=None if self.shard.is_whole else ranges)
+
+    def _add_load(self, name: str, info: TensorInfo, destination: Tensor | MatrixPart, offset: float = 0.0) -> None:
+        if info.cut is None:
+            self._loads.append(self._make_load(name, info, destination, offset))
+        else:
+            part = replace(info, cut=None, packing=None, nbytes=info.cut.num_bytes)
+            self._gathered.add(self._make_load(name, part, destination, offset), partial(self._read_bytes, name, info))
+
     def _make_load(
         self, name: str, info: TensorInfo, destination: Tensor | MatrixPart, offset: float = 0.0
     ) -> TensorLoad:
         is_part = isinstance(destination, MatrixPart) and destination.is_stored_form
-        is_whole = is_part or self.shard.world_size == 1
-        slices = None if is_whole else self.shard.tensor_slices(name, info.shape)
         factor = 1.0 if is_part else self._factors.get(name, 1.0)
-        placement = TensorPlacement(name, info, STORED_DTYPES[info.dtype], destination, slices, offset, factor)
+        placement = TensorPlacement(name, info, STORED_DTYPES[info.dtype], destination, offset, factor)
         if info.packing is None:
             return TensorLoad(placement)
         kind = CodedTensorLoad if is_coded(info) else CheckedTensorLoad

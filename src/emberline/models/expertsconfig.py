@@ -43,6 +43,13 @@ class ExpertsConfig:
     layers: tuple[bool, ...]  # whether each layer has experts; the others are dense
     # Not part of `repr`, so that KV blocks that were stored before this field existed stay valid.
     options: ExpertOptions = field(default=NO_OPTIONS, repr=False)
+    # Of a rank: the experts that it has; None: all.
+    own: range | None = field(default=None, repr=False)
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the experts that this rank has."""
+        return range(self.count) if self.own is None else self.own
 
     @staticmethod
     def from_hf(fields: ConfigFields, spec: ExpertsSpec, layers: int) -> ExpertsConfig:

@@ -72,7 +72,7 @@ class BiasedFeedForward:
             gate_up=load_linear(weights, names, config.hidden, bias=True, norm=norm, eps=config.norm_eps),
             down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn, bias=True),
             activation=config.parts.activation,
-            scaling=OutputScaling.load(config, weights, ""),
+            scaling=OutputScaling.load(config, weights),
         )
 
     def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None) -> Tensor:

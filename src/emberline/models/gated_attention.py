@@ -14,7 +14,7 @@ from emberline.kernels import ops
 from emberline.models.attention import Attention, PositionTables, make_attention_layer
 from emberline.models.config import ModelConfig
 from emberline.models.forward import ForwardBatch
-from emberline.models.layers import add_output, load_linear
+from emberline.models.layers import OutputScaling, add_output, load_linear
 from emberline.models.weights import Weights
 
 
@@ -63,6 +63,7 @@ class GatedAttention:
             qkv=linears[0],
             o=load_linear(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q, bias=config.o_bias),
             layer=replace(make_attention_layer(config, layer, tables.cos_sin), q_norm=q_norm, k_norm=k_norm),
+            scaling=OutputScaling.load(config, weights),
         )
         return GatedAttention(attention, linears[1])
 
@@ -78,4 +79,4 @@ class GatedAttention:
         if not len(x):
             return x
         gated = ops.apply_sigmoid_gate(mixed, ops.linear(x, self.gate, unpacker=batch.unpacker))
-        return add_output(gated, self.attention.o, x, None, batch.unpacker)
+        return add_output(gated, self.attention.o, x, self.attention.scaling, batch.unpacker)

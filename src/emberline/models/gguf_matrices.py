@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emberline.core.errors import ModelFileError
 from emberline.hub.dequant import Bytes
 from emberline.hub.gguf_rows import ReadBytes, Values, decode_rows, join_latents, read_rows
 from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
-from emberline.kernels.gguf_blocks import UnsupportedBlocks
+from emberline.kernels.gguf_blocks import DamagedBlocks, UnsupportedBlocks
 from emberline.kernels.packed_weight import join_rows
 from emberline.kernels.quantise_blocks import BLOCK_COLUMNS, quantise_blocks
 from emberline.models.weight_form import BLOCK_TYPES, WeightForm
@@ -39,7 +40,9 @@ class BlockPacker:
         self._unpacked = Counter[str]()  # matrices of GGUF files that were dequantised, by the reason
 
     def pack_stored(self, parts: Sequence[TensorInfo], read: ReadBytes, *, gated: bool) -> ops.PackedWeight | None:
-        """Return stacked matrices of a GGUF file, packed as they are; None: they must be dequantised."""
+        """Return stacked matrices of a GGUF file, packed as they are; None: they must be dequantised.
+
+        Raises ModelFileError if a scale is NaN or infinite."""
         infos = [info for info in parts if isinstance(info, GGUFTensorInfo) and info.has_blocks]
         if self._form != "gguf" or not infos:
             return None
@@ -55,6 +58,9 @@ class BlockPacker:
         except UnsupportedBlocks as e:
             self._unpacked[str(e)] += len(infos)
             return None
+        except DamagedBlocks as e:
+            names = ", ".join(repr(info.name) for info in infos)
+            raise ModelFileError(f"tensor {names} in {infos[0].file}: {e}", hint="download the file again") from e
         return packed[0] if len(packed) == 1 else join_rows(packed)
 
     def pack_floats(self, name: str, matrix: Tensor, *, gated: bool) -> ops.PackedWeight:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from emberline.kernels import ops
+from emberline.kernels.comm.communicator import Communicator
 from emberline.models.attention import PositionTables, make_attention_layer
 from emberline.models.config import ModelConfig
 from emberline.models.forward import ForwardBatch
@@ -27,13 +28,15 @@ class LatentAttention:
     latent: ops.LatentLayer
     o: ops.LinearLayer
     scaling: OutputScaling | None = None
+    comm: Communicator | None = None  # of ranks that have parts of the compressed queries and of the latent
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int, tables: PositionTables) -> LatentAttention:
         at, sizes, heads = f"model.layers.{layer}.self_attn", config.parts.attention.latent, config.heads
         assert sizes is not None
         q = heads * (sizes.plain_dim + sizes.rotary_dim)
-        first = (f"{at}.q_a_proj", sizes.q_rank) if sizes.q_rank else (f"{at}.q_proj", q)
+        parts = sizes.down_parts
+        first = (f"{at}.q_a_proj", sizes.q_rank // parts) if sizes.q_rank else (f"{at}.q_proj", q)
         q_up = None
         if sizes.q_rank:
             norm = f"{at}.q_a_layernorm"
@@ -43,7 +46,7 @@ class LatentAttention:
         return LatentAttention(
             qkv=load_linear(
                 weights,
-                [first, (f"{at}.kv_a_proj_with_mqa", sizes.cached_dim)],
+                [first, (f"{at}.kv_a_proj_with_mqa", sizes.cached_dim // parts)],
                 config.hidden,
                 norm=f"model.layers.{layer}.input_layernorm",
                 eps=config.norm_eps,
@@ -58,6 +61,8 @@ class LatentAttention:
                 products=weights.pack_latent_products(pairs, heads, sizes.plain_dim),
             ),
             o=load_linear(weights, [(f"{at}.o_proj", config.hidden)], heads * sizes.value_dim),
+            scaling=OutputScaling.load(config, weights),
+            comm=weights.comm if parts > 1 else None,
         )
 
     @property
@@ -77,9 +82,22 @@ class LatentAttention:
 
     def mix(self, x: Tensor, keys: Tensor, batch: ForwardBatch, rows: Tensor | None) -> Tensor:
         """Cache the latents of x, and return the values that each row, or each of `rows`, attends to."""
-        projected = ops.linear(x, self.qkv, unpacker=batch.unpacker)
-        q, kv = projected.tensor_split([projected.shape[1] - self.layer.head_dim], dim=1)
+        q, kv = self._project(x, batch)
         if self.q_up is not None:
             q = ops.linear(q, self.q_up, unpacker=batch.unpacker)
         q = q.unflatten(1, (self.layer.q_heads, -1))
         return ops.latent_attention(ops.LatentInputs(q, kv, self.latent, keys, batch.attention), batch.plan, rows)
+
+    def _project(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Return the queries, which may be compressed, and the latent with the rotated part of the keys."""
+        projected, cached = ops.linear(x, self.qkv, unpacker=batch.unpacker), self.layer.head_dim
+        if self.comm is None:
+            q, kv = projected.tensor_split([projected.shape[1] - cached], dim=1)
+            return q, kv
+        ranks = self.comm.size
+        q, kv = projected.tensor_split([projected.shape[1] - cached // ranks], dim=1)
+        if self.q_up is None:
+            return q, self.comm.all_gather(kv.contiguous())
+        gathered = self.comm.all_gather(projected).unflatten(1, (ranks, -1))
+        q, kv = gathered.tensor_split([q.shape[1]], dim=2)
+        return q.flatten(1), kv.flatten(1)

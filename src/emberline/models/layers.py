@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from emberline.kernels import ops
+from emberline.kernels.comm.communicator import Communicator
 from emberline.models.config import ModelConfig
 from emberline.models.weights import Weights
 
 
 def load_stacked(
-    weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False
+    weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False, packable: bool = True
 ) -> ops.PackedWeight:
     """Load several matrices (name, rows) as one stacked matrix, for one kernel call."""
-    return weights.linear([(f"{name}.weight", rows) for name, rows in names], columns, gated=gated)
+    parts = [(f"{name}.weight", rows) for name, rows in names]
+    return weights.linear(parts, columns, gated=gated, packable=packable)
 
 
 def load_stacked_bias(weights: Weights, names: list[tuple[str, int]]) -> Tensor:
@@ -34,9 +36,10 @@ def load_linear(
     norm: str | None = None,
     eps: float = 0.0,
     norm_offset: float = 0.0,
+    packable: bool = True,
 ) -> ops.LinearLayer:
     return ops.LinearLayer(
-        load_stacked(weights, names, columns),
+        load_stacked(weights, names, columns, packable=packable),
         load_stacked_bias(weights, names) if bias else None,
         None if norm is None else weights.load_vector(f"{norm}.weight", columns, offset=norm_offset),
         eps,
@@ -50,16 +53,17 @@ class OutputScaling:
     norm: Tensor | None  # weight of an RMS norm
     eps: float
     multiplier: float
+    comm: Communicator | None = None  # sums the outputs of ranks, which have parts of the layer's columns
 
     @staticmethod
-    def load(config: ModelConfig, weights: Weights, norm_name: str) -> OutputScaling | None:
+    def load(config: ModelConfig, weights: Weights, norm_name: str = "") -> OutputScaling | None:
         """Return the scaling, or None if outputs are added as they are."""
         parts = config.parts
         has_norm = parts.norms in ("post", "both")
-        if not has_norm and parts.residual_multiplier == 1.0:
+        if not has_norm and parts.residual_multiplier == 1.0 and weights.comm is None:
             return None
         norm = weights.load_vector(norm_name, config.hidden, offset=parts.norm_offset) if has_norm else None
-        return OutputScaling(norm, config.norm_eps, parts.residual_multiplier)
+        return OutputScaling(norm, config.norm_eps, parts.residual_multiplier, weights.comm)
 
 
 def add_output(
@@ -72,7 +76,12 @@ def add_output(
     """Add the product of `inner` and the layer, scaled, to x in place and return x."""
     if scaling is None:
         return ops.linear(inner, layer, add_to=x, unpacker=unpacker)
-    y = ops.linear(inner, layer, unpacker=unpacker)
+    if scaling.comm is None:
+        y = ops.linear(inner, layer, unpacker=unpacker)
+    else:
+        y = scaling.comm.all_reduce(ops.linear(inner, ops.LinearLayer(layer.weight), unpacker=unpacker))
+        if layer.bias is not None:
+            y.add_(layer.bias)
     if scaling.norm is not None:
         ops.rms_norm(y, scaling.norm, scaling.eps, y)
     # A fused multiply-add would round differently in the tails of torch's vectorised loops.

@@ -17,12 +17,15 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
+from emberline.kernels.comm.communicator import Communicator
 from emberline.models.attention_parts import LLAMA_ATTENTION
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.expertsconfig import NO_OPTIONS
 from emberline.models.parts import LLAMA_PARTS
 from emberline.models.rope import compute_inverse_frequencies
+from emberline.models.shard import Shard
+from emberline.models.stage import Stage
 from emberline.models.tensor_names import ignorable_tensors, load_model
 from emberline.models.weight_dtype import choose_weight_dtype
 from emberline.models.weight_form import WeightForm, choose_weight_form
@@ -41,12 +44,19 @@ def load_decoder(directory: Path, dtype: str = "auto", max_context: int | None =
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, dtype: str = "auto", max_context: int | None = None, form: WeightForm | None = None
+    checkpoint: Checkpoint,
+    dtype: str = "auto",
+    max_context: int | None = None,
+    form: WeightForm | None = None,
+    stage: Stage | None = None,
+    shard: Shard | None = None,
+    comm: Communicator | None = None,
 ) -> DecoderModel:
     """Load a model for sequences of up to `max_context` tokens, by default the context of its config.
 
     With dtype `auto` the weights keep the dtype of the file, except that float16 becomes bfloat16. `form`: of the
-    matrices in memory; None: that of the file.
+    matrices in memory; None: that of the file. `stage`: load only the layers of this stage of a pipeline.
+    `shard`: load only this part of each layer; `comm` connects the ranks that have its other parts.
     """
     form = form or choose_weight_form(checkpoint, dtype)
     choose_weight_dtype(checkpoint, dtype, on_gpu=False)
@@ -56,9 +66,10 @@ def load_checkpoint(
         raise InvalidRequest(
             f"max_context is {context}; this model allows 1 to {config.longest_context}", param="max_context"
         )
-    weights = Weights(checkpoint, DTYPES[dtype], form=form)
-    decoder = load_model(config, weights, context)
-    weights.finish(ignorable_tensors(config))
+    weights = Weights(checkpoint, DTYPES[dtype], form=form, shard=shard, comm=comm)
+    own_config = config if shard is None else shard.shard_config(config)
+    decoder = load_model(own_config, weights, context, stage)
+    weights.finish(ignorable_tensors(config, stage))
     used = str(decoder.dtype).removeprefix("torch.")  # not `dtype`, which may be auto: equal weights hash equally
     kept = used if form == "plain" else f"{used} {form}"  # their products round inputs in another way
     return replace(decoder, fingerprint=compute_fingerprint(checkpoint, config, kept, context))

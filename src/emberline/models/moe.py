@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import ops
+from emberline.kernels.comm.communicator import Communicator
 from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert
 from emberline.models.config import ModelConfig
 from emberline.models.experts_spec import ExpertsSpec, ExpertTensors, SharedExpertSpec
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.registry import ARCHITECTURES
-from emberline.models.stacked_experts import load_stacked_experts
+from emberline.models.stacked_experts import keep_down_bias, load_stacked_experts
 from emberline.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
 class SparseFeedForward:
     mixture: Mixture
+    comm: Communicator | None = None  # sums the outputs of ranks, which have parts of the experts
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int) -> SparseFeedForward:
@@ -32,7 +34,7 @@ class SparseFeedForward:
         """Load the network of a layer. `at`: how the names of the layer's tensors begin."""
         experts, hidden, residual = config.experts, config.hidden, config.parts.residual_multiplier
         assert experts is not None and config.parts.norms == "pre"
-        options, tensors = experts.options, _find_tensors(spec, weights, at)
+        options, tensors = experts.options, _find_tensors(spec, experts, weights, at)
         clamped = ClampedSwiGLU(options.swiglu_alpha, options.swiglu_limit) if options.swiglu_limit else None
         norm = weights.load_vector(f"{at}.post_attention_layernorm.weight", hidden, offset=config.parts.norm_offset)
         return SparseFeedForward(
@@ -56,20 +58,25 @@ class SparseFeedForward:
                     group_best=max(1, spec.group_best),
                     scale=options.scale * residual,
                     scales_inputs=spec.scales_inputs,
+                    own=experts.own,
                 ),
                 shared=_load_shared_expert(weights, experts, spec.shared, at, hidden, residual),
                 clamp=clamped,
-            )
+            ),
+            weights.comm,
         )
 
     def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None) -> Tensor:
         """Add the network's output to x in place."""
-        return ops.run_mixture(x, self.mixture)
+        if self.comm is None:
+            return ops.run_mixture(x, self.mixture)
+        return x.add_(self.comm.all_reduce(ops.run_mixture(x, self.mixture, add_to=torch.zeros_like(x))))
 
 
-def _find_tensors(spec: ExpertsSpec, weights: Weights, at: str) -> ExpertTensors:
+def _find_tensors(spec: ExpertsSpec, experts: ExpertsConfig, weights: Weights, at: str) -> ExpertTensors:
     """Return the names that the checkpoint uses; if it has no experts, the first alternative."""
-    found = (names for names in spec.tensors if weights.has_tensor(f"{at}.{names.down.format(0)}"))
+    first = experts.numbers.start
+    found = (names for names in spec.tensors if weights.has_tensor(f"{at}.{names.down.format(first)}"))
     return next(found, spec.tensors[0])
 
 
@@ -91,9 +98,9 @@ def _load_experts(
                 gated=not experts.options.swiglu_limit,
                 has_biases=experts.options.has_biases,
             )
-            for number in range(experts.count)
+            for number in experts.numbers
         )
-    count, ffn, order = experts.count, experts.ffn, tensors.order
+    count, ffn, order = len(experts.numbers), experts.ffn, tensors.order
     gate_up_shape, down_shape = (2 * ffn, hidden), (hidden, ffn)
     if order != "rows":
         gate_up_shape, down_shape = (hidden, 2 * ffn), (ffn, hidden)
@@ -102,6 +109,7 @@ def _load_experts(
         _load_vector(weights, at, tensors.gate_up_bias, count, 2 * ffn),
         _load_vector(weights, at, tensors.down_bias, count, hidden),
     ]
+    biases[1] = keep_down_bias(weights, biases[1])
     gate_up = weights.experts_linear(
         f"{at}.{tensors.gate_up[0]}",
         (count, *gate_up_shape),
@@ -165,4 +173,5 @@ def _load_gated_network(
     if not has_biases:
         return Expert(*matrices)
     biases = [(name.removesuffix("weight") + "bias", rows) for name, rows in [*parts, (down, hidden)]]
-    return Expert(*matrices, weights.stack_vectors(biases[:-1]), weights.stack_vectors(biases[-1:]))
+    down_bias = keep_down_bias(weights, weights.stack_vectors(biases[-1:]))
+    return Expert(*matrices, weights.stack_vectors(biases[:-1]), down_bias)

@@ -81,11 +81,17 @@ class PendingExperts:
     """The matrices of all experts of a layer, whose quantised parts are copied to their rows as they arrive."""
 
     def __init__(
-        self, shape: QuantisedMatrix, device: torch.device, num_parts: int, on_packed: Callable[[int], None]
+        self,
+        shape: QuantisedMatrix,
+        device: torch.device,
+        num_parts: int,
+        on_packed: Callable[[int], None],
+        *,
+        gated: bool = False,
     ) -> None:
         """`shape`: the stacked matrices, on the meta device."""
         count, rows = shape.codes.shape[:2]
-        self.experts = ops.PackedExperts(count, rows, shape.k, WeightLayout.QUANTISED, shape, shape.nbytes)
+        self.experts = ops.PackedExperts(count, rows, shape.k, WeightLayout.QUANTISED, shape, shape.nbytes, gated)
         self._shape, self._device, self._on_packed = shape, device, on_packed
         self._missing_parts = num_parts
         self._matrices: QuantisedMatrix | None = None

@@ -5,13 +5,14 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from emberline.core.errors import UnsupportedModel
 
 AttentionKind = Literal["full", "window", "chunk", "latent", "state"]
-VOCABULARY_ALIGN_ROWS = 64  # the vocabulary is divided among GPUs at multiples of this, as in shard.py
+# The vocabulary is divided among GPUs at multiples of this, as packed weights require. The last part may be smaller.
+VOCABULARY_ALIGN_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class LatentConfig:
     rotary_dim: int  # elements of a head's queries and keys that are rotated; the keys' are shared by all heads
     plain_dim: int  # elements of a head's queries and keys that are not rotated
     value_dim: int  # of a head
+    # Ranks among which the rows of the projections to compressed queries and latents are divided.
+    down_parts: int = field(default=1, repr=False)
 
     @property
     def cached_dim(self) -> int:
@@ -69,6 +72,11 @@ class ExpertSizes:
     has_shared_gate: bool = False
     has_router_bias: bool = False
     has_biases: bool = False  # whether the two matrices of an expert have biases
+    num_own: int = 0  # experts that a rank has; 0: all
+
+    @property
+    def own_count(self) -> int:
+        return self.num_own or self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,6 @@ class ModelOutline:
     has_query_gate: bool = False  # whether the query projection has a second half that gates the output
     state_copies: int = 2  # copies of the hidden state in a step
     latent: LatentConfig | None = None
-    latent_down_parts: int = 1  # GPUs among which the rows of the down projections of latents are divided
     state: StateSizes | None = None
     experts: ExpertSizes | None = None
     has_mtp_head: bool = False  # whether the last layer is that of a head for multi-token prediction
@@ -102,45 +109,70 @@ class ModelOutline:
         layer = replace(last, has_experts=any(layer.has_experts for layer in self.layers))
         return replace(self, layers=(*self.layers, layer), has_mtp_head=True)
 
-    def divide(self, num_gpus: int, *, divide_attention: bool = True) -> ModelOutline:
+    def divide(self, num_gpus: int, *, divide_attention: bool = True, row_unit: int = 1) -> ModelOutline:
         """Return the outline of one GPU's part under tensor parallelism. Raises UnsupportedModel.
 
-        A GPU has at least one KV head. Without `divide_attention`, each GPU has the attention of all heads."""
+        A GPU has at least one KV head. Without `divide_attention`, each GPU has the attention of all heads.
+        `row_unit`: rows of quantised matrices of attention that cannot be divided."""
         if num_gpus == 1:
             return self
-        part = -(-self.vocab // (VOCABULARY_ALIGN_ROWS * num_gpus)) * VOCABULARY_ALIGN_ROWS
         has_dense = not all(layer.has_experts for layer in self.layers)
         divided = replace(
             self,
-            ffn=_divide(self.ffn, num_gpus, "columns of the feed-forward network") if has_dense else self.ffn,
-            vocab=min(self.vocab, part),
+            ffn=divide_evenly(self.ffn, num_gpus, "columns of the feed-forward network") if has_dense else self.ffn,
+            vocab=divide_vocabulary(self.vocab, num_gpus),
             experts=None if self.experts is None else _divide_experts(self.experts, num_gpus),
         )
         if not divide_attention:
             return divided
         return replace(
             divided,
-            heads=_divide(self.heads, num_gpus, "attention heads"),
-            kv_heads=-(-self.kv_heads // num_gpus),
-            latent_down_parts=num_gpus,
-            state=None if self.state is None else _divide_state(self.state, num_gpus),
+            heads=divide_evenly(self.heads, num_gpus, "attention heads"),
+            kv_heads=divide_kv_heads(self.kv_heads, num_gpus),
+            latent=None if self.latent is None else divide_latent(self.latent, num_gpus, row_unit),
+            state=None if self.state is None else divide_state(self.state, num_gpus),
         )
 
 
-def _divide(count: int, parts: int, what: str) -> int:
+def divide_evenly(count: int, parts: int, what: str) -> int:
+    """Return the size of a part. Raises UnsupportedModel, which names `what`, if the parts would differ."""
     if count % parts:
-        raise UnsupportedModel(f"{count} {what} cannot be divided among {parts} GPUs evenly")
+        message = f"{count} {what} cannot be divided evenly among {parts} ranks"
+        raise UnsupportedModel(message, hint="choose another number of ranks")
     return count // parts
 
 
+def divide_vocabulary(vocab: int, parts: int) -> int:
+    """Return the rows of the embedding that each part but the last has. Raises UnsupportedModel if a part has none."""
+    align = VOCABULARY_ALIGN_ROWS
+    while align:
+        rows = -(-vocab // (align * parts)) * align
+        if rows * (parts - 1) < vocab:
+            return rows
+        align //= 2
+    message = f"a vocabulary of {vocab} tokens cannot be divided among {parts} ranks"
+    raise UnsupportedModel(message, hint="choose another number of ranks")
+
+
 def _divide_experts(experts: ExpertSizes, parts: int) -> ExpertSizes:
-    shared = _divide(experts.shared_ffn, parts, "columns of the shared experts")
+    shared = divide_evenly(experts.shared_ffn, parts, "columns of the shared experts")
     if experts.ffn % parts == 0:
         return replace(experts, ffn=experts.ffn // parts, shared_ffn=shared)
-    return replace(experts, count=_divide(experts.count, parts, "experts"), shared_ffn=shared)
+    return replace(experts, num_own=divide_evenly(experts.count, parts, "experts"), shared_ffn=shared)
 
 
-def _divide_state(state: StateSizes, parts: int) -> StateSizes:
-    keys = _divide(state.key_heads, parts, "key heads of the recurrent layers")
-    values = _divide(state.value_heads, parts, "value heads of the recurrent layers")
+def divide_kv_heads(kv_heads: int, parts: int) -> int:
+    """Return the KV heads of a part. If there are fewer than parts, several parts have the same one."""
+    return 1 if parts % kv_heads == 0 else divide_evenly(kv_heads, parts, "KV heads")
+
+
+def divide_latent(latent: LatentConfig, parts: int, row_unit: int = 1) -> LatentConfig:
+    """Return the latents of a part: their projections are divided if each has a multiple of `row_unit` rows."""
+    has_even_parts = not (latent.q_rank % (parts * row_unit) or latent.cached_dim % (parts * row_unit))
+    return replace(latent, down_parts=parts if has_even_parts else 1)
+
+
+def divide_state(state: StateSizes, parts: int) -> StateSizes:
+    keys = divide_evenly(state.key_heads, parts, "key heads of the recurrent layers")
+    values = divide_evenly(state.value_heads, parts, "value heads of the recurrent layers")
     return replace(state, key_heads=keys, value_heads=values)

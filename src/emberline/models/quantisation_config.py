@@ -15,6 +15,8 @@ from functools import lru_cache
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.core.linear_regex import MAX_PATTERN_CHARS, compile_linear_regex
+from emberline.hub.checkpoint import MODELOPT_FILE
+from emberline.kernels.narrow_size import can_pack, count_packed_bytes
 from emberline.models.fields import ConfigFields
 
 MAX_GROUP = 1 << 16  # of weights with one scale; larger sizes are rejected as damaged or malicious
@@ -22,6 +24,7 @@ INT_SCALE_BITS, FP8_SCALE_BITS, FLOAT4_SCALE_BITS = 16, 32, 8  # scales of integ
 ROW_SCALE_BITS = 32  # nvfp4 has one more scale for each row, in float32
 ZERO_BITS = 8  # zero points of int4 are kept in a byte
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
+CODES_PER_WORD = 8  # codes of four bits in an int32
 CLASS_TARGETS = ("Linear", "FusedMoE")  # targets that name classes of modules and stand for all matrices
 COMPRESSED_FORMATS = (
     "pack-quantized",
@@ -36,6 +39,7 @@ METHODS_HINT = (
     "supported: compressed-tensors, fp8, fbgemm_fp8, awq, gptq, mxfp4 and modelopt, with int4, fp8 (e4m3), MXFP4 or"
     " NVFP4 weights"
 )
+KV_HINT = "use --kv-dtype bfloat16, which needs no scales"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,15 @@ class WeightFormat:
     zero_bits: int = 0  # of the zero point of each group
     row_bits: int = 0  # of what each row has besides
 
-    def matrix_bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes of a matrix with its scales."""
+    @property
+    def row_unit(self) -> int:
+        """Rows that share scales, or words of zero points, so that a matrix cannot be divided within them."""
+        return CODES_PER_WORD if self.name == "int4" else max(1, self.group_rows)
+
+    def kept_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of a matrix as an H100 or H200 keeps it, with its scales; other GPUs need no more."""
+        if can_pack(self.name, rows, columns, self.group_columns):
+            return count_packed_bytes(self.name, rows, columns, self.group_columns, has_zeros=self.zero_bits > 0)
         groups = -(-rows // (self.group_rows or rows)) * -(-columns // (self.group_columns or columns))
         bits = groups * (self.scale_bits + self.zero_bits) + rows * self.row_bits
         return -(-rows * columns * self.bits // 8) + -(-bits // 8)
@@ -81,7 +92,6 @@ class QuantisationConfig:
     schemes: tuple[QuantisationScheme, ...]
     ignored: tuple[str, ...] = ()  # modules that are not quantised
     zero_offset: int = 0  # added to stored zero points, as the first format of GPTQ requires
-    has_kv_scales: bool = False  # whether the config describes a float8 KV cache
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,11 +111,10 @@ def read_quantisation(config: Mapping[str, object]) -> QuantisationConfig | None
     """Return what the quantization_config of a language model's config says; None: there is none.
 
     Raises UnsupportedModel, naming the field, for what cannot be loaded."""
-    fields = ConfigFields(config, "config.json")
-    if not fields.has_field("quantization_config"):
+    section = _find_section(config)
+    if section is None:
         return None
-    section = fields.section("quantization_config")
-    method = section.text("quant_method")
+    method = section.text("quant_method", "modelopt" if section.where.startswith(MODELOPT_FILE) else None)
     if method not in METHODS:
         raise UnsupportedModel(
             f"config.json: quantization_config has quant_method {method[:80]!r}, which is not supported",
@@ -114,12 +123,42 @@ def read_quantisation(config: Mapping[str, object]) -> QuantisationConfig | None
     return METHODS[method](section)
 
 
-def require_support(section: ConfigFields, name: str, is_supported: bool) -> None:
+def check_kv_scheme(config: Mapping[str, object]) -> None:
+    """Raise UnsupportedModel if a config says how to quantise keys and values, and not as one float8 scale each.
+
+    Only an engine with a float8 KV cache uses such scales."""
+    section = _find_section(config)
+    if section is None:
+        return
+    kv = section.text("kv_cache_quant_algo", "none").upper()
+    require_support(section, "kv_cache_quant_algo", kv in ("NONE", "FP8"), KV_HINT)
+    if section.has_field("kv_cache_scheme"):
+        scheme = section.section("kv_cache_scheme")
+        require_support(scheme, "num_bits", scheme.size("num_bits", maximum=64) == 8, KV_HINT)
+        require_support(scheme, "type", scheme.text("type", "float") == "float", KV_HINT)
+        require_support(scheme, "strategy", scheme.text("strategy", "tensor") == "tensor", KV_HINT)
+
+
+def _find_section(config: Mapping[str, object]) -> ConfigFields | None:
+    """Return the quantization_config, or what stands in for it (see hub/checkpoint.py); None: there is none."""
+    fields = ConfigFields(config, "config.json")
+    if not fields.has_field("quantization_config"):
+        return None
+    section = fields.section("quantization_config")
+    if not section.has_field(MODELOPT_FILE):
+        return section
+    section = ConfigFields(section.section(MODELOPT_FILE).values, MODELOPT_FILE)
+    if not section.has_field("quantization"):
+        raise section.invalid_error("quantization", "an object")
+    section = section.section("quantization")
+    return section if section.text("quant_algo", "") else None
+
+
+def require_support(section: ConfigFields, name: str, is_supported: bool, hint: str = METHODS_HINT) -> None:
     """Raise UnsupportedModel for the value of a field."""
     if not is_supported:
         raise UnsupportedModel(
-            f"{section.where}: {name} is {str(section.values.get(name))[:80]!r}, which is not supported",
-            hint=METHODS_HINT,
+            f"{section.where}: {name} is {str(section.values.get(name))[:80]!r}, which is not supported", hint=hint
         )
 
 
@@ -188,12 +227,9 @@ def _read_modelopt(section: ConfigFields) -> QuantisationConfig:
         require_support(
             section, "group_size", section.size("group_size", NVFP4_GROUP, maximum=MAX_GROUP) == NVFP4_GROUP
         )
-    kv = section.text("kv_cache_quant_algo", "none").upper()
-    require_support(section, "kv_cache_quant_algo", kv in ("NONE", "FP8"))
-    has_kv_scales = kv == "FP8" or _reads_kv_scheme(section)
     ignored = section.text_list("ignore") + section.text_list("exclude_modules")
     scheme = QuantisationScheme(formats[algorithm])
-    return QuantisationConfig("modelopt", (scheme,), ("lm_head", *ignored), has_kv_scales=has_kv_scales)
+    return QuantisationConfig("modelopt", (scheme,), ("lm_head", *ignored))
 
 
 def _read_compressed(section: ConfigFields) -> QuantisationConfig:
@@ -207,18 +243,7 @@ def _read_compressed(section: ConfigFields) -> QuantisationConfig:
     schemes = tuple(_read_scheme(group) for group in named if group.has_field("weights"))
     if not schemes:
         raise section.invalid_error("config_groups", "an object with a scheme for weights")
-    ignored = section.text_list("ignore")
-    return QuantisationConfig("compressed-tensors", schemes, ignored, has_kv_scales=_reads_kv_scheme(section))
-
-
-def _reads_kv_scheme(section: ConfigFields) -> bool:
-    if not section.has_field("kv_cache_scheme"):
-        return False
-    scheme = section.section("kv_cache_scheme")
-    require_support(scheme, "num_bits", scheme.size("num_bits", maximum=64) == 8)
-    require_support(scheme, "type", scheme.text("type", "float") == "float")
-    require_support(scheme, "strategy", scheme.text("strategy", "tensor") == "tensor")
-    return True
+    return QuantisationConfig("compressed-tensors", schemes, section.text_list("ignore"))
 
 
 def _read_scheme(group: ConfigFields) -> QuantisationScheme:

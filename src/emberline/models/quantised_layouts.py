@@ -24,6 +24,7 @@ from typing import Literal
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.tensorfile import TensorInfo
 from emberline.models.quantisation_config import (
+    CODES_PER_WORD,
     FP8_ROWS,
     FP8_TENSOR,
     METHODS_HINT,
@@ -36,7 +37,6 @@ from emberline.models.quantisation_config import (
 KEPT_DTYPE = "BF16"
 SCALE_DTYPES = ("F32", "BF16", "F16")
 EXPONENT_DTYPES = ("U8", "F8_E8M0")
-CODES_PER_WORD = 8  # codes of four bits in an int32
 MXFP4_BLOCK_BYTES = 16
 ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_scale_ub", "input_global_scale", "input_zero_point")
 KV_SCALES = (
@@ -72,7 +72,7 @@ class QuantisedTensorInfo(TensorInfo):
     def kept_bytes(self) -> int:
         """The bytes of the matrices if they stay quantised."""
         rows, columns = self.shape[-2:][:: -1 if self.is_transposed else 1]
-        return prod(self.shape[:-2]) * self.format.matrix_bytes(rows, columns)
+        return prod(self.shape[:-2]) * self.format.kept_bytes(rows, columns)
 
 
 class TensorJoiner:

@@ -77,7 +77,7 @@ def describe_matrix(info: QuantisedTensorInfo) -> QuantisedMatrix:
 
 
 def _check_scales(name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Tensor], checks: ValueChecks) -> None:
-    """Check that scales are numbers. Only small scales of nvfp4 may have been rounded to 0."""
+    """Check that scales are numbers. A scale of 0 is valid: it belongs to a group of zeros."""
     scales, stored = tensors["scales"], info.parts["scales"]
     where = f"the scales of tensor {name!r} in {stored.file}"
     if info.format.name == "mxfp4":
@@ -86,11 +86,10 @@ def _check_scales(name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, T
     wide = scales.to(torch.float32)
     checks.require(torch.isfinite(wide).all(), ModelFileError(f"{where} have a value that is NaN or infinite"))
     whole = tensors.get("global_scale")
-    if whole is None:
-        checks.require((wide != 0).all(), ModelFileError(f"{where} have a value that is 0"))
-    else:
-        message = f"the global scale of tensor {name!r} in {stored.file} is 0, NaN or infinite"
-        checks.require((torch.isfinite(whole) & (whole != 0)).all(), ModelFileError(message))
+    if whole is not None:
+        message = f"the global scale of tensor {name!r} in {stored.file} is NaN, infinite, or a divisor that is near 0"
+        is_valid = torch.isfinite(whole) & (torch.isfinite(1 / whole) | (not info.divides_by_global_scale))
+        checks.require(is_valid.all(), ModelFileError(message))
 
 
 def _check_shape(name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Tensor], checks: ValueChecks) -> None:

@@ -22,6 +22,7 @@ __all__ = ["QuantisedTensorInfo", "list_quantised_sizes", "read_loaded_quantisat
 
 # Heads, embeddings, and what is multiplied by heads of latents or split before it is packed.
 DEQUANTISED_TENSORS = re.compile(r"^lm_head\.|\.embed_tokens\.|\.kv_b_proj\.|\.linear_attn\.in_proj")
+GATED_QUERY_TENSORS = re.compile(r"\.self_attn\.[qkv]_proj\.")  # whose rows are reordered, if queries have gates
 
 
 def read_loaded_quantisation(config: Mapping[str, Any]) -> QuantisationConfig | None:
@@ -31,11 +32,12 @@ def read_loaded_quantisation(config: Mapping[str, Any]) -> QuantisationConfig | 
     return read_quantisation(config) if config.get("quantization_config") else None
 
 
-def list_quantised_sizes(checkpoint: Checkpoint) -> list[NarrowSize]:
+def list_quantised_sizes(checkpoint: Checkpoint, *, has_query_gate: bool = False) -> list[NarrowSize]:
     """Return the sizes of the matrices that a GPU keeps quantised, from the headers of the files."""
     sizes = []
     for name, info in select_model_tensors(checkpoint).tensors.items():
-        if isinstance(info, QuantisedTensorInfo) and not DEQUANTISED_TENSORS.search(name):
+        is_dequantised = DEQUANTISED_TENSORS.search(name) or (has_query_gate and GATED_QUERY_TENSORS.search(name))
+        if isinstance(info, QuantisedTensorInfo) and not is_dequantised:
             rows, columns = info.shape[-2:][:: -1 if info.is_transposed else 1]
             sizes.append(NarrowSize(rows, columns, prod(info.shape[:-2]), info.kept_bytes))
     return sizes

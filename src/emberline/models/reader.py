@@ -11,14 +11,11 @@ all that, ranges of other files (`prefetch`) can be read into the page cache. Th
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
-import mmap
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,62 +23,25 @@ from emberline.core.errors import ModelError, ModelFileError
 from emberline.core.freememory import free_memory
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.gguf_tensors import GGUFTensorInfo
+from emberline.models.direct_io import (
+    DIRECT_IO_ALIGN_BYTES,
+    HUGE_PAGE_BYTES,
+    ByteRanges,
+    DirectIOFile,
+    FileChunk,
+    ReadBuffer,
+)
 
-DIRECT_IO_ALIGN_BYTES = 4096  # of offsets, lengths and memory
 CHUNK_BYTES = 32 << 20
 NUM_THREADS = 12
 RING_BUFFERS = 24
-HUGE_PAGE_BYTES = 2 << 20
 PREFETCH_CALL_BYTES = 1 << 20
-Memory = mmap.mmap | memoryview
 STALL_TIMEOUT_S = 60.0  # time without a new chunk after which loading fails
 
 
 def weight_file_paths(checkpoint: Checkpoint) -> list[Path]:
     """Return the files of weights that are copied as they are; those of GGUF files are dequantised from a map."""
     return sorted({info.file for info in checkpoint.tensors.values() if not isinstance(info, GGUFTensorInfo)})
-
-
-class ReadBuffer:
-    """A buffer for one chunk. It is reused if its `number` is below the number of ring buffers."""
-
-    def __init__(self, number: int, size: int) -> None:
-        self.number = number
-        self.size = size
-        self.is_faulted_in = False
-        pages = self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError, AttributeError, ValueError):  # a kernel without huge pages is only slower
-            pages.madvise(mmap.MADV_HUGEPAGE)
-
-    @property
-    def memory(self) -> Memory:
-        return self._pages
-
-    def copy_to(self, address: int, length: int) -> None:
-        """Copy the first `length` bytes to the caller's memory, with the GIL released."""
-        ctypes.memmove(address, (ctypes.c_char * 1).from_buffer(self.memory), length)
-
-    def fault_in_pages(self, zero_fd: int) -> None:
-        """Allocate the buffer's pages by reading from /dev/zero into each.
-
-        A read with direct I/O would allocate them under the kernel's lock of the address space, and delay an import in
-        another thread, which needs that lock for each library that it maps.
-        """
-        self.is_faulted_in = True
-        with memoryview(self.memory) as memory, contextlib.ExitStack() as parts:
-            os.readv(
-                zero_fd, [parts.enter_context(memory[at : at + 1]) for at in range(0, len(memory), HUGE_PAGE_BYTES)]
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class FileChunk:
-    """Bytes [offset, offset + length) of a file, in the first bytes of a buffer."""
-
-    file: Path
-    offset: int
-    length: int
-    buffer: ReadBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +75,7 @@ class FileReader:
         self._files = files
         self._chunk_bytes = chunk_bytes
         self._max_buffers = ring + read_ahead_bytes // chunk_bytes  # before the first chunk is taken
-        self._jobs = deque((file, offset) for file in files for offset in range(0, file.size, chunk_bytes))
+        self._jobs = deque((file, *chunk) for file in files for chunk in file.list_chunks(chunk_bytes))
         self._num_untaken = len(self._jobs)
         self._changed = threading.Condition()
         self._filled: deque[FileChunk] = deque()
@@ -144,8 +104,9 @@ class FileReader:
         ring: int = RING_BUFFERS,
         read_ahead_bytes: int | None = None,
         prefetch: Sequence[tuple[str, int, int]] = (),
+        ranges: Mapping[Path, ByteRanges] | None = None,
     ) -> FileReader:
-        """Open the files and start reading them.
+        """Open the files and start reading them, or only these ranges of them.
 
         `read_ahead_bytes` limits what is read before the first chunk is taken, in addition to the `ring` buffers. The
         default is the size of all files, but at most half of the free memory. `prefetch` are ranges (path, begin, end)
@@ -154,7 +115,7 @@ class FileReader:
         files: list[DirectIOFile] = []
         try:
             for path in paths:
-                files.append(DirectIOFile(path))
+                files.append(DirectIOFile(path, ranges=None if ranges is None else ranges.get(path, ())))
         except ModelFileError:
             for file in files:
                 file.close()
@@ -300,11 +261,11 @@ class FileReader:
                 if buffer is None:
                     self._changed.wait()  # until the caller gives a buffer back or closes the reader
                     continue
-                file, offset = self._jobs.popleft()
+                file, offset, length = self._jobs.popleft()
                 if self._in_flight == 0:
                     self._busy_since = time.perf_counter()
                 self._in_flight += 1
-                return file, FileChunk(file.path, offset, min(self._chunk_bytes, file.size - offset), buffer)
+                return file, FileChunk(file.path, offset, length, buffer)
         return None
 
     def _acquire_buffer(self) -> ReadBuffer | None:
@@ -327,74 +288,3 @@ class FileReader:
                 self._busy_seconds += time.perf_counter() - self._busy_since
             self._filled.append(chunk)
             self._changed.notify_all()
-
-
-class DirectIOFile:
-    """A file opened twice: with O_DIRECT if the file system allows it, and normally for unaligned reads."""
-
-    def __init__(self, path: Path, *, size: int | None = None, max_read_bytes: int = 0) -> None:
-        """Open the file. `size` is its size, if known. `max_read_bytes` limits one read call; 0 is no limit."""
-        self.path = path
-        self.max_read_bytes = max_read_bytes
-        self.direct_bytes = 0  # a statistic, updated by several threads without a lock
-        try:
-            plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self.size = os.fstat(plain).st_size if size is None else size
-        except OSError as e:
-            raise ModelFileError(f"cannot read {path}: {e.strerror or e}") from e
-        self._plain: int | None = plain
-        self._direct: int | None = None
-        self._is_direct_refused = False
-        with contextlib.suppress(OSError, AttributeError):
-            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-
-    def close(self) -> None:
-        """Close the file; repeated calls do nothing."""
-        descriptors = [fd for fd in (self._plain, self._direct) if fd is not None]
-        self._plain = self._direct = None
-        for fd in descriptors:
-            os.close(fd)
-
-    def read(self, chunk: FileChunk) -> None:
-        """Read the chunk into its buffer, with direct I/O where possible. Raises ModelFileError on failure."""
-        try:
-            self._read_plain(chunk, self._read_direct(chunk))
-        except OSError as e:
-            raise ModelFileError(f"cannot read {self.path}: {e.strerror or e}") from e
-
-    def _read_direct(self, chunk: FileChunk) -> int:
-        """Read with direct I/O and return how many bytes were read, fewer than the chunk if a read failed."""
-        done, step = 0, self.max_read_bytes or chunk.buffer.size
-        with memoryview(chunk.buffer.memory) as memory:
-            while (
-                done < chunk.length
-                and done % DIRECT_IO_ALIGN_BYTES == 0
-                and self._direct is not None
-                and not self._is_direct_refused
-            ):
-                try:
-                    with memory[done : done + step] as part:
-                        count = os.preadv(self._direct, [part], chunk.offset + done)
-                except OSError as e:
-                    if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                        raise
-                    self._is_direct_refused = True
-                    break
-                if count == 0:
-                    break
-                done = min(done + count, chunk.length)
-        self.direct_bytes += done
-        return done
-
-    def _read_plain(self, chunk: FileChunk, bytes_done: int) -> None:
-        assert self._plain is not None
-        with memoryview(chunk.buffer.memory) as memory:
-            while bytes_done < chunk.length:
-                with memory[bytes_done : chunk.length] as part:
-                    count = os.preadv(self._plain, [part], chunk.offset + bytes_done)
-                if count == 0:
-                    raise ModelFileError(
-                        f"{self.path} ended at byte {chunk.offset + bytes_done} of {self.size} while it was read",
-                        hint="download the file again",
-                    )
-                bytes_done += count

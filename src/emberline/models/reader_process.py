@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from emberline.core.errors import ModelError, ModelFileError
-from emberline.models.reader import DirectIOFile, FileChunk, FileReader
+from emberline.models.direct_io import DirectIOFile, FileChunk
+from emberline.models.reader import FileReader
 
 NO_TIMEOUT_S = 86400.0  # the parent has its own timeouts
 PARENT_CHECK_INTERVAL_S = 1.0

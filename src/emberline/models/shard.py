@@ -1,9 +1,9 @@
-"""Shard: the part of a model that one device holds under tensor parallelism.
+"""Shard: the part of a model that one rank holds under tensor parallelism.
 
-Heads, the inner width of the feed-forward network and the vocabulary are divided among devices. The matrices q, k, v,
-gate, up, embedding and LM head are divided by rows, and their products are concatenated. The matrices o and down are
-divided by columns, and their products are summed. Norms are replicated. Weights are divided before they are compressed,
-so each device compresses its own part.
+Heads, the inner width of feed-forward networks and the vocabulary are divided among ranks. Experts are divided by
+width, or whole experts among `expert_parts` groups of ranks. Fewer KV heads than ranks are replicated: each rank has
+the one that its query heads need. `tensor_cuts.py` says which part of each tensor of a checkpoint a rank loads. Weights
+are divided before they are compressed, so each rank compresses its own part.
 
 This module does not import torch.
 """
@@ -12,68 +12,96 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from emberline.core.errors import InvalidRequest, UnsupportedModel
+from emberline.core.errors import InvalidRequest
 from emberline.models.config import ModelConfig
-from emberline.models.parts import LLAMA_PARTS
-
-ROW_SHARDED, COLUMN_SHARDED = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}, {"o_proj", "down_proj"}
-VOCABULARY_SHARDED = {"embed_tokens", "lm_head"}
-VOCABULARY_ALIGN_ROWS = (
-    64  # the vocabulary is divided at multiples of this, as packed weights require; the last part may be smaller
-)
+from emberline.models.expertsconfig import ExpertsConfig
+from emberline.models.outline import divide_evenly, divide_kv_heads, divide_latent, divide_state, divide_vocabulary
+from emberline.models.parts import DecoderParts
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     rank: int = 0
     world_size: int = 1
+    expert_parts: int = 1  # groups of ranks among which whole experts are divided; a group divides their width
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise InvalidRequest(f"shard rank must be from 0 to {self.world_size - 1}, not {self.rank}")
+        if self.expert_parts < 1 or self.world_size % self.expert_parts:
+            message = f"{self.world_size} ranks cannot be divided into {self.expert_parts} groups of experts"
+            raise InvalidRequest(message, param="ep", hint="set --ep to a divisor of --tp")
+
+    @property
+    def is_whole(self) -> bool:
+        return self.world_size == 1
 
     def shard_config(self, config: ModelConfig) -> ModelConfig:
-        """Return the config of this shard, as if it were a model of its own.
+        """Return the config of this rank, with the sizes of its part. `vocab` stays that of the whole model.
 
-        Raises UnsupportedModel if the model cannot be divided.
-        """
-        for what, count in (("attention heads", config.heads), ("key heads", config.kv_heads), ("ffn", config.ffn)):
-            if count % self.world_size:
-                raise UnsupportedModel(f"{count} {what} cannot be divided into {self.world_size} equal parts")
-        if self.world_size > 1 and config.parts != LLAMA_PARTS:
-            raise UnsupportedModel(f"a {config.model_type} model cannot be divided among devices yet")
-        if self.world_size > 1 and config.experts is not None:
-            raise UnsupportedModel("a mixture of experts cannot be divided among devices yet")
-        if self.world_size > 1 and (config.o_bias or config.mlp_bias):
-            raise UnsupportedModel("biases of the o and down projections cannot be divided among devices")
-        vocabulary = range(config.vocab)[self._vocabulary_slice(config.vocab)]
-        if not vocabulary:
-            raise UnsupportedModel(f"a vocabulary of {config.vocab} cannot be divided into {self.world_size} parts")
-        heads, kv_heads, ffn = (
-            config.heads // self.world_size,
-            config.kv_heads // self.world_size,
-            config.ffn // self.world_size,
+        Raises UnsupportedModel, which names what cannot be divided evenly."""
+        if self.is_whole:
+            return config
+        ranks, experts = self.world_size, config.experts
+        has_dense = experts is None or not all(experts.layers)
+        return replace(
+            config,
+            heads=divide_evenly(config.heads, ranks, "attention heads"),
+            kv_heads=divide_kv_heads(config.kv_heads, ranks),
+            ffn=divide_evenly(config.ffn, ranks, "columns of the feed-forward network") if has_dense else config.ffn,
+            experts=None if experts is None else self._shard_experts(experts),
+            vocab_rows=len(self.vocabulary(config.vocab)),
+            parts=self._shard_parts(config),
         )
-        return replace(config, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=len(vocabulary))
 
-    def tensor_slices(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return, for each dimension of a checkpoint tensor, the slice that this shard holds."""
-        kind, everything = name.split(".")[-2:][0], (slice(None),) * len(shape)
-        if self.world_size == 1 or not shape:
-            return everything
-        if kind in VOCABULARY_SHARDED:
-            return self._vocabulary_slice(shape[0]), *everything[1:]
-        if kind in ROW_SHARDED:
-            return self._equal_slice(shape[0]), *everything[1:]
-        by_columns = kind in COLUMN_SHARDED and len(shape) > 1
-        return (*everything[:-1], self._equal_slice(shape[-1])) if by_columns else everything
+    def vocabulary(self, size: int) -> range:
+        """Return the tokens whose rows of the embedding and the output head this rank has."""
+        part = divide_vocabulary(size, self.world_size)
+        return range(size)[part * self.rank : part * (self.rank + 1)]
 
-    def shard_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(len(range(size)[part]) for size, part in zip(shape, self.tensor_slices(name, shape), strict=True))
+    def experts(self, count: int) -> range:
+        """Return the indexes of the experts of which this rank has all columns or a part of them."""
+        each = divide_evenly(count, self.expert_parts, "experts")
+        first = self.rank // self._expert_ranks * each
+        return range(first, first + each)
 
-    def _equal_slice(self, size: int) -> slice:
-        return slice(size * self.rank // self.world_size, size * (self.rank + 1) // self.world_size)
+    def expert_columns(self, width: int) -> range:
+        """Return this rank's part of the inner width of each of its experts."""
+        each = divide_evenly(width, self._expert_ranks, "columns of an expert")
+        first = self.rank % self._expert_ranks * each
+        return range(first, first + each)
 
-    def _vocabulary_slice(self, size: int) -> slice:
-        part = -(-size // (VOCABULARY_ALIGN_ROWS * self.world_size)) * VOCABULARY_ALIGN_ROWS
-        return slice(min(size, part * self.rank), min(size, part * (self.rank + 1)))
+    @property
+    def has_expert_bias(self) -> bool:
+        """Whether this rank adds the output biases of its experts: one of the ranks with the same experts does."""
+        return self.rank % self._expert_ranks == 0
+
+    def divide(self, count: int) -> range:
+        """Return the indexes of this rank's part of `count` units. If `count` is below the ranks, ranks share units."""
+        parts = min(count, self.world_size)
+        index, each = self.rank * parts // self.world_size, count // parts
+        return range(index * each, (index + 1) * each)
+
+    @property
+    def _expert_ranks(self) -> int:
+        """Ranks that divide the width of the same experts."""
+        return self.world_size // self.expert_parts
+
+    def _shard_experts(self, experts: ExpertsConfig) -> ExpertsConfig:
+        shared = divide_evenly(experts.options.shared_ffn, self.world_size, "columns of the shared experts")
+        return replace(
+            experts,
+            ffn=len(self.expert_columns(experts.ffn)),
+            own=self.experts(experts.count) if self.expert_parts > 1 else None,
+            options=replace(experts.options, shared_ffn=shared),
+        )
+
+    def _shard_parts(self, config: ModelConfig) -> DecoderParts:
+        attention, ranks = config.parts.attention, self.world_size
+        state, latent = attention.state, attention.latent
+        divided = replace(
+            attention,
+            state=None if state is None else divide_state(state, ranks),
+            latent=None if latent is None else divide_latent(latent, ranks, config.weight_row_unit),
+        )
+        return replace(config.parts, attention=divided)

@@ -19,17 +19,17 @@ def load_stacked_experts(
     weights: Weights, experts: ExpertsConfig, tensors: ExpertTensors, at: str, hidden: int
 ) -> StackedExperts:
     """Load the experts of a layer. `at`: how the names of the layer's tensors begin."""
-    count, ffn, order = experts.count, experts.ffn, tensors.order
+    count, ffn, order = len(experts.numbers), experts.ffn, tensors.order
     if "{}" in tensors.down:
         rows = 2 * ffn // len(tensors.gate_up)
         gate_up = [
-            StackPart(f"{at}.{name.format(number)}", (rows, hidden), partial(_select_rows, number, index * rows, rows))
-            for number in range(count)
+            StackPart(f"{at}.{name.format(number)}", (rows, hidden), partial(_select_rows, place, index * rows, rows))
+            for place, number in enumerate(experts.numbers)
             for index, name in enumerate(tensors.gate_up)
         ]
         down = [
-            StackPart(f"{at}.{tensors.down.format(number)}", (hidden, ffn), partial(_select_rows, number, 0, hidden))
-            for number in range(count)
+            StackPart(f"{at}.{tensors.down.format(number)}", (hidden, ffn), partial(_select_rows, place, 0, hidden))
+            for place, number in enumerate(experts.numbers)
         ]
     else:
         in_rows = order == "rows"
@@ -37,7 +37,8 @@ def load_stacked_experts(
         down_shape = (count, hidden, ffn) if in_rows else (count, ffn, hidden)
         gate_up = [StackPart(f"{at}.{tensors.gate_up[0]}", gate_up_shape, _GATE_UP_VIEWS[order])]
         down = [StackPart(f"{at}.{tensors.down}", down_shape, _select_all if in_rows else _transpose)]
-    packable = can_pack_experts(hidden, ffn, has_biases=experts.options.has_biases)
+    # Kernels for packed experts read those of all numbers.
+    packable = experts.own is None and can_pack_experts(hidden, ffn, has_biases=experts.options.has_biases)
     first, second = (count, 2 * ffn, hidden), (count, hidden, ffn)
     load = partial(
         weights.load_experts,
@@ -48,8 +49,13 @@ def load_stacked_experts(
         gate_up=load(first, gate_up, gated=True),
         down=load(second, down),
         gate_up_bias=_load_bias(weights, at, tensors.gate_up_bias, (count, 2 * ffn), order),
-        down_bias=_load_bias(weights, at, tensors.down_bias, (count, hidden), "rows"),
+        down_bias=keep_down_bias(weights, _load_bias(weights, at, tensors.down_bias, (count, hidden), "rows")),
     )
+
+
+def keep_down_bias(weights: Weights, bias: Tensor | None) -> Tensor | None:
+    """Return the bias of experts' outputs, or zeros on ranks that have other columns: the sum has the bias once."""
+    return bias if bias is None or weights.shard.has_expert_bias else weights.transform(bias, torch.zeros_like)
 
 
 def _load_bias(weights: Weights, at: str, name: str, shape: tuple[int, int], order: GateUpOrder) -> Tensor | None:

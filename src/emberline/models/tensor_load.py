@@ -13,9 +13,7 @@ from torch import Tensor
 
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS
-from emberline.models.reader import FileChunk
-
-ShardSlices = tuple[slice, ...]  # the part of a tensor that a shard holds
+from emberline.models.direct_io import FileChunk
 
 
 def split_stack(stacked: Tensor, rows: Sequence[int], gated: bool) -> list[Tensor]:
@@ -77,7 +75,7 @@ class PendingMatrix:
 class MatrixPart:
     matrix: PendingTensors
     index: int
-    is_stored_form: bool = False  # whether it is a part of a quantised matrix, which a shard holds as a whole
+    is_stored_form: bool = False  # whether it is a part of a quantised matrix
 
 
 class TensorPlacement(NamedTuple):
@@ -87,7 +85,6 @@ class TensorPlacement(NamedTuple):
     info: TensorInfo
     dtype: torch.dtype  # dtype of the values in the file
     destination: Tensor | MatrixPart
-    shard_slices: ShardSlices | None = None  # the only part that is copied; None: all
     offset: float = 0.0  # added to each element
     factor: float = 1.0  # by which each element is multiplied after that
 
@@ -105,7 +102,7 @@ class TensorLoad:
         self._target = placement.destination
         self._dtype = placement.dtype
         self._offset, self._factor = placement.offset, placement.factor
-        self._shape, self._shard_slices = info.shape, placement.shard_slices
+        self._shape = info.shape
         self._destination: Tensor | None = None  # set when the first bytes arrive
         self._staging: Tensor | None = None  # flat uint8 view of the destination, or a staging tensor
 
@@ -125,9 +122,7 @@ class TensorLoad:
             )
             self._staging = (
                 torch.empty(self.num_bytes, dtype=torch.uint8, device=self._destination.device)
-                if self._destination.dtype != self._dtype
-                or not self._destination.is_contiguous()
-                or self._shard_slices is not None
+                if self._destination.dtype != self._dtype or not self._destination.is_contiguous()
                 else self._destination.view(-1).view(torch.uint8)
             )
         self._staging[offset : offset + len(source)].copy_(source, non_blocking=True)
@@ -137,10 +132,7 @@ class TensorLoad:
 
     def _convert_staging(self, destination: Tensor, staging: Tensor) -> None:
         if staging.data_ptr() != destination.data_ptr():
-            loaded = staging.view(self._dtype).view(self._shape)
-            destination.copy_(
-                (loaded if self._shard_slices is None else loaded[self._shard_slices]).reshape(destination.shape)
-            )
+            destination.copy_(staging.view(self._dtype).view(self._shape).reshape(destination.shape))
         if self._offset:
             destination.add_(self._offset)
         if self._factor != 1.0:
@@ -183,3 +175,11 @@ def copy_chunk(chunk: FileChunk, loads: Sequence[TensorLoad], memory: Tensor) ->
         offset, part = slice_overlapping_bytes(chunk, load, memory)
         load.verify_part(offset, part)
         load.copy_part(offset, part)
+
+
+def list_byte_ranges(loads: Sequence[TensorLoad]) -> dict[Path, list[tuple[int, int]]]:
+    """Return the byte ranges (begin, end) of each file that these loads need."""
+    ranges: dict[Path, list[tuple[int, int]]] = {}
+    for load in loads:
+        ranges.setdefault(load.file, []).append((load.start, load.end))
+    return ranges

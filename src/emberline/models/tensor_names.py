@@ -14,35 +14,47 @@ from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.registry import ARCHITECTURES
+from emberline.models.stage import Stage
 from emberline.models.weights import Weights
 
 Model = TypeVar("Model")
+MIN_CHECKED_BYTES = 1 << 30  # of a checkpoint whose names and shapes are checked before values are read
 # Of older checkpoints: the rotary frequencies, which are computed from config.json. Of Qwen3-Next and Qwen3.5: the head
 # for multi-token prediction.
 IGNORABLE_TENSORS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq|mtp\..*"
 
 
-def ignorable_tensors(config: ModelConfig) -> str:
-    """Return a pattern of the tensors that the model does not use: also of layers for multi-token prediction."""
+def ignorable_tensors(config: ModelConfig, stage: Stage | None = None) -> str:
+    """Return a pattern of the tensors that the model does not use: also of layers for multi-token prediction.
+
+    `stage`: of a pipeline; None: the model has all layers.
+    """
+    if stage is not None and (foreign := stage.foreign_tensors(config)):
+        return f"{ignorable_tensors(config)}|{foreign}"
     in_layers = config.mtp_layers and not ARCHITECTURES[config.model_type].mtp_module
     layers = "|".join(str(config.layers + index) for index in range(config.mtp_layers)) if in_layers else ""
     return rf"{IGNORABLE_TENSORS}|model\.layers\.(?:{layers})\..*" if layers else IGNORABLE_TENSORS
 
 
-def load_model(config: ModelConfig, weights: Weights, context: int) -> DecoderModel:
-    """Load the decoder, without a fingerprint.
+def load_model(config: ModelConfig, weights: Weights, context: int, stage: Stage | None = None) -> DecoderModel:
+    """Load the decoder, or one stage of it, without a fingerprint.
 
     Raise ModelFileError if the checkpoint lacks tensors; the message lists them, and those that are not used.
     """
     return load_or_list_missing(
-        lambda source: DecoderModel.load(config, source, context, ""), weights, ignorable_tensors(config)
+        lambda source: DecoderModel.load(config, source, context, "", stage), weights, ignorable_tensors(config, stage)
     )
 
 
 def load_or_list_missing(load: Callable[[Weights], Model], weights: Weights, ignorable_pattern: str) -> Model:
     """Return what `load` loads from the weights.
 
-    Raise ModelFileError if the checkpoint lacks tensors; the message lists them, and those that are not used."""
+    Raise ModelFileError if the checkpoint lacks tensors; the message lists them, and those that are not used. In a
+    large checkpoint, all names and shapes are checked before values are read."""
+    if weights.device.type == "cpu" and _count_bytes(weights) >= MIN_CHECKED_BYTES:  # on a GPU, `finish` reads values
+        names = TensorNameScan(weights, ignorable_pattern)
+        load(names)
+        names.check_missing()
     try:
         return load(weights)
     except MissingTensor as first:
@@ -54,15 +66,27 @@ def load_or_list_missing(load: Callable[[Weights], Model], weights: Weights, ign
         raise names.make_error() from first
 
 
+def _count_bytes(weights: Weights) -> int:
+    return sum(info.nbytes for info in weights.checkpoint.tensors.values())
+
+
 class TensorNameScan(Weights):
-    """Collects the names of the tensors that a model loads. All tensors are empty, and no file is read."""
+    """Collects the names of the tensors that a model loads, and checks the shapes of those that are there.
+
+    All tensors are empty, and no file is read."""
 
     device = torch.device("meta")
 
     def __init__(self, weights: Weights, ignorable_pattern: str) -> None:
-        super().__init__(weights.checkpoint, weights.dtype, shard=weights.shard)
+        super().__init__(weights.checkpoint, weights.dtype)
+        self.shard, self.comm = weights.shard, weights.comm
         self._ignorable_pattern = ignorable_pattern
         self._missing: list[str] = []
+
+    def check_missing(self) -> None:
+        """Raise ModelFileError if the checkpoint lacks tensors that were loaded."""
+        if self._missing:
+            raise self.make_error()
 
     def make_error(self) -> ModelFileError:
         unused = self.unused_names(self._ignorable_pattern)
@@ -83,7 +107,13 @@ class TensorNameScan(Weights):
         return torch.cat([self._record(name, rows, columns) for name, rows in parts])
 
     def linear(
-        self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False, full_precision: bool = False
+        self,
+        parts: Sequence[tuple[str, int]],
+        columns: int,
+        *,
+        gated: bool = False,
+        full_precision: bool = False,
+        packable: bool = True,
     ) -> ops.PackedWeight:
         whole = self.stack(parts, columns)
         return ops.empty_weight(len(whole), columns, whole.dtype, self.device, gated=gated)
@@ -106,6 +136,7 @@ class TensorNameScan(Weights):
 
     def _record(self, name: str, *shape: int) -> Tensor:
         if name in self.checkpoint.tensors:
+            self._check_shape(name, shape)
             self._unused.discard(name)
         else:
             self._missing.append(name)

@@ -71,7 +71,7 @@ def list_online_sizes(outline: ModelOutline, name: str) -> list[NarrowSize]:
     for part in list_weight_parts(outline):
         found = choose_online_format(name, part.columns) if is_quantisable(part) else None
         if found is not None:
-            num_bytes = part.num_matrices * found.matrix_bytes(part.rows, part.columns)
+            num_bytes = part.num_matrices * found.kept_bytes(part.rows, part.columns)
             sizes.append(NarrowSize(part.rows, part.columns, part.num_matrices, num_bytes))
     return sizes
 

@@ -16,6 +16,7 @@ WeightKind = Literal[
 ]
 
 MIN_HEAD_SHARE = 0.02  # of all weights, from which on a second, packed copy of the head is worth its memory
+MIN_PACKED_ATTENTION_WEIGHTS = 12 << 20  # of a matrix in a model with experts, measured on an H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class WeightPart:
     columns: int
     num_matrices: int = 1
     is_always_plain: bool = False  # whether a GPU never packs them
+    is_faster_plain: bool = False  # whether a GPU keeps them in bfloat16 where others are packed
     is_never_quantised: bool = False  # whether a GPU keeps them in bfloat16 or packed: their rows are reordered
 
     @property
@@ -56,6 +58,14 @@ def list_weight_parts(outline: ModelOutline) -> list[WeightPart]:
     return parts
 
 
+def is_attention_faster_plain(num_weights: int, *, has_experts: bool) -> bool:
+    """Return whether a GPU does not pack a matrix of attention with so many weights.
+
+    Kernels multiply small matrices faster in bfloat16. Beside experts these matrices are a small share of a model.
+    """
+    return has_experts and num_weights < MIN_PACKED_ATTENTION_WEIGHTS
+
+
 def can_pack_experts(hidden: int, ffn: int, *, has_biases: bool) -> bool:
     """Return whether a GPU can pack the experts' matrices: its kernels multiply 128 of their rows at a time."""
     return not has_biases and hidden % 128 == 0 and ffn % 64 == 0
@@ -68,10 +78,14 @@ def _attention_parts(outline: ModelOutline) -> Iterator[WeightPart]:
     if latent is None:
         q, kv = outline.heads * outline.head_dim, outline.kv_heads * outline.head_dim
         rows, has_gate = q * (1 + outline.has_query_gate) + 2 * kv, outline.has_query_gate
-        yield WeightPart("attention", rows, hidden, is_never_quantised=has_gate)
-        yield WeightPart("attention", hidden, q)
+        plain_qkv, plain_o = (
+            is_attention_faster_plain(count * hidden, has_experts=outline.experts is not None and not has_gate)
+            for count in (rows, q)
+        )
+        yield WeightPart("attention", rows, hidden, is_never_quantised=has_gate, is_faster_plain=plain_qkv)
+        yield WeightPart("attention", hidden, q, is_faster_plain=plain_o)
         return
-    yield WeightPart("attention", -(-(latent.q_rank + latent.cached_dim) // outline.latent_down_parts), hidden)
+    yield WeightPart("attention", (latent.q_rank + latent.cached_dim) // latent.down_parts, hidden)
     yield WeightPart("attention", outline.heads * (latent.plain_dim + latent.rotary_dim), latent.q_rank or hidden)
     both = outline.heads * (latent.plain_dim + latent.value_dim)
     yield WeightPart("attention", both, latent.kv_rank, is_always_plain=True)
@@ -99,12 +113,12 @@ def _ffn_parts(outline: ModelOutline, experts: ExpertSizes | None) -> Iterator[W
         return
     yield WeightPart("router", experts.count, hidden, is_always_plain=True)
     plain = not can_pack_experts(hidden, experts.ffn, has_biases=experts.has_biases)
-    yield WeightPart("routed experts", 2 * experts.ffn, hidden, experts.count, is_always_plain=plain)
-    yield WeightPart("routed experts", hidden, experts.ffn, experts.count, is_always_plain=plain)
+    yield WeightPart("routed experts", 2 * experts.ffn, hidden, experts.own_count, is_always_plain=plain)
+    yield WeightPart("routed experts", hidden, experts.ffn, experts.own_count, is_always_plain=plain)
     if experts.has_router_bias:
         yield WeightPart("norms", experts.count, 1)
     if experts.has_biases:
-        yield WeightPart("norms", 2 * experts.ffn + hidden, 1, experts.count)
+        yield WeightPart("norms", 2 * experts.ffn + hidden, 1, experts.own_count)
     if experts.shared_ffn:
         yield WeightPart("shared experts", 2 * experts.shared_ffn, hidden)
         yield WeightPart("shared experts", hidden, experts.shared_ffn)

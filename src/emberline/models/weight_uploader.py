@@ -19,8 +19,9 @@ from torch import Tensor
 from emberline.core.config import core_count
 from emberline.core.errors import ModelError
 from emberline.models.coded_tensor_load import MAX_RUN_BYTES, CodedRun, CodedTensorLoad
+from emberline.models.direct_io import FileChunk
 from emberline.models.pinned import allocate_host_bytes, pin, unpin
-from emberline.models.reader import STALL_TIMEOUT_S, FileChunk, FileReader
+from emberline.models.reader import STALL_TIMEOUT_S, FileReader
 from emberline.models.tensor_load import TensorLoad, copy_chunk, slice_overlapping_bytes
 
 MOVER_THREADS, STAGING_SLOTS = 6, 8  # threads that copy chunks to pinned memory, and pinned buffers for chunks

@@ -5,14 +5,12 @@ Each tensor is loaded once, by name and shape. `finish` raises an error if the c
 
 from __future__ import annotations
 
-import mmap
 import re
-from collections import deque
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, reduce
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,16 +24,22 @@ from emberline.hub.dequant import Bytes
 from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
+from emberline.kernels.comm.communicator import Communicator
+from emberline.models.cut_bytes import select_bytes
 from emberline.models.dequantise import QuantisedMatrices
 from emberline.models.gguf_matrices import BlockPacker, dequantise_tensor
+from emberline.models.mapped_files import MappedFiles
 from emberline.models.quantised_tensors import QuantisedTensorInfo, select_model_tensors
 from emberline.models.shard import Shard
+from emberline.models.tensor_cuts import cut_checkpoint
 from emberline.models.weight_form import WeightForm
 from emberline.models.weight_formats import NarrowSize
 from emberline.unweight.codec import WeightCodec, select_weight_codec
+from emberline.unweight.ordered_map import map_in_order
 from emberline.unweight.tensor import CodedTensor, check_raw_crc, is_coded
 
 COMPARE_ELEMENTS = 16 << 20  # compared at once, to bound memory
+MAX_DECODED_SPANS = 64  # of a coded tensor, of which only these are decoded; of more, the whole tensor
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -49,6 +53,8 @@ class StackPart(NamedTuple):
 
 class Weights:
     device = torch.device("cpu")
+    shard = Shard()
+    comm: Communicator | None = None  # of the ranks that have the other parts; None: this is the whole model
     stacks_experts = False  # whether the experts of a layer are loaded into few tensors, as GPU kernels read them
     packed = False  # whether matrices are kept in the uw12 format, 12 bits per weight
     narrow_sizes: Sequence[NarrowSize] = ()  # of the matrices that are kept quantised
@@ -65,21 +71,24 @@ class Weights:
         dtype: torch.dtype | None = None,
         *,
         shard: Shard | None = None,
+        comm: Communicator | None = None,
         form: WeightForm = "plain",
     ) -> None:
         """Prepare to load a checkpoint's tensors.
 
-        With `shard`, only the shard's part of each tensor is loaded. `form`: of the matrices of `linear`,
-        `experts_linear` and `load_embedding_table`.
+        With `shard`, only the shard's part of each tensor is loaded; layers then sum their outputs by `comm`, which is
+        required to run the model. `form`: of the matrices of `linear`, `experts_linear` and `load_embedding_table`.
         """
-        self.checkpoint = select_model_tensors(checkpoint)
+        self.shard, self.comm = shard or Shard(), comm
+        self.checkpoint = cut_checkpoint(select_model_tensors(checkpoint), self.shard)
         self._blocks = None if form == "plain" else BlockPacker(form)
-        self.shard = shard or Shard()
         # Of matrices; None: that of the file, but bfloat16 for float16. With float16, matrices of other dtypes stay.
         self.dtype = dtype
         self.loaded_bytes = 0  # in the final dtype
+        self.read_bytes = 0  # of the files
+        self._lock = threading.Lock()  # of read_bytes
         self._unused = set(self.checkpoint.tensor_names())
-        self._files: dict[Path, mmap.mmap] = {}
+        self._files = MappedFiles()
 
     def has_tensor(self, name: str) -> bool:
         return name in self._unused
@@ -132,11 +141,12 @@ class Weights:
         return self.dtype or (torch.float32 if torch.float32 in stored else torch.bfloat16)
 
     def linear(
-        self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False, full_precision: bool = False
-    ) -> ops.PackedWeight:
+        self, parts: Sequence[tuple[str, int]], columns: int, *,
+        gated: bool = False, full_precision: bool = False, packable: bool = True,
+    ) -> ops.PackedWeight:  # fmt: skip
         """Return matrices (name, rows) stacked into one, packed for the kernels of this device.
 
-        Matrices with `full_precision` are never kept quantised: output heads, routers and embeddings.
+        `full_precision`: never quantised, as heads, routers and embeddings. `packable`: uw12 if others are.
         """
         if self._blocks is None:
             return ops.pack_linear(self.stack(parts, columns, gated=gated), gated=gated)
@@ -156,7 +166,7 @@ class Weights:
             self._unused.difference_update(name for name, _ in parts)
         self.loaded_bytes += packed.nbytes
         for info in infos:
-            self._release_pages(info)
+            self._files.release_pages(info)
         return packed
 
     def arranged_linears(
@@ -212,14 +222,9 @@ class Weights:
         return True
 
     def load_experts(
-        self,
-        shape: tuple[int, int, int],
-        parts: Sequence[StackPart],
-        *,
-        gated: bool = False,
-        packable: bool = False,
-        full_precision: bool = False,
-    ) -> Tensor | ops.PackedExperts:
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *,
+        gated: bool = False, packable: bool = False, full_precision: bool = False,
+    ) -> Tensor | ops.PackedExperts:  # fmt: skip
         """Return the matrices [experts, n, k] of a layer, which the parts fill, as the device's kernels read them.
 
         `gated`: whether they are gate and up, the rows of gate before those of up. `packable`: whether kernels read
@@ -295,12 +300,16 @@ class Weights:
         self.loaded_bytes += tensor.nbytes
         return tensor
 
-    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         info = self.checkpoint.tensor_info(name)
-        if self.shard.shard_shape(name, info.shape) != shape:
+        if info.shape != shape:
             raise ModelFileError(
                 f"tensor {name!r} in {info.file} has the shape {info.shape}; config.json requires {shape}"
             )
+
+    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+        self._check_shape(name, shape)
+        info = self.checkpoint.tensor_info(name)
         if info.dtype not in DTYPES:
             hint = f"supported: {' '.join(DTYPES)}"
             raise UnsupportedModel(f"tensor {name!r} in {info.file} has the unsupported dtype {info.dtype}", hint=hint)
@@ -312,53 +321,58 @@ class Weights:
         self._check_tensor(name, shape)
         info = self.checkpoint.tensor_info(name)
         if isinstance(info, QuantisedTensorInfo):
-            return self._open_quantised(name, info).whole()[self.shard.tensor_slices(name, info.shape)]
+            return self._open_quantised(name, info).whole()
         if isinstance(info, GGUFTensorInfo):
             exact = self.dtype is torch.float32 or info.dtype == "F32"
             dtype = torch.float32 if exact else DTYPES[info.dtype]
-            values = dequantise_tensor(info, self._view_file_bytes, dtype, self._pool)
-            return values[self.shard.tensor_slices(name, info.shape)]
+            return dequantise_tensor(info, self._view_file_bytes, dtype, self._pool)
         dtype, flat = DTYPES[info.dtype], self._read_bytes(name, info)
         aligned = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()  # the format allows any offset
-        return aligned.view(dtype).view(info.shape)[self.shard.tensor_slices(name, info.shape)]
+        return aligned.view(dtype).view(info.shape)
 
     def _open_quantised(self, name: str, info: QuantisedTensorInfo) -> QuantisedMatrices:
         return QuantisedMatrices(name, info, lambda part: self._read_bytes(name, part))
 
     def _iter_matrices(self, matrices: QuantisedMatrices) -> Iterator[Tensor]:
         """Yield the matrices in order; a few are dequantised ahead, by other threads."""
-        ahead: deque[Future[Tensor]] = deque()
-        for number in range(len(matrices)):
-            ahead.append(self._pool.submit(matrices.part, number))
-            if len(ahead) > core_count():
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+        return map_in_order(self._pool, matrices.part, range(len(matrices)))
 
     def _read_bytes(self, name: str, info: TensorInfo) -> Tensor:
         return self._decode_bytes(name, info) if is_coded(info) else self._view_raw_bytes(name, info)
 
     def _view_raw_bytes(self, name: str, info: TensorInfo) -> Tensor:
-        flat = torch.frombuffer(self._map_file(info.file), dtype=torch.uint8, offset=info.offset, count=info.nbytes)
+        flat = torch.from_numpy(self._files.view(info))
         if info.packing is not None:
             check_raw_crc(name, info, flat.numpy(), self._codec)
-        return flat
+        self._add_read_bytes(info.nbytes if info.cut is None or info.packing is not None else info.cut.num_bytes)
+        return select_bytes(flat, info.cut)
 
     def _decode_bytes(self, name: str, info: TensorInfo) -> Tensor:
-        stored = self._view_file_bytes(info)
-        out = torch.empty(info.logical_bytes, dtype=torch.uint8)
-        tensor = CodedTensor.open(name, info, lambda begin, end: stored[begin:end], self._codec)
-        tensor.decode_all(stored, out.numpy(), self._pool)
-        return out
+        stored, whole = self._files.view(info), info.whole
+        tensor = CodedTensor.open(name, whole, lambda begin, end: stored[begin:end], self._codec)
+        if info.cut is None:
+            out = torch.empty(whole.logical_bytes, dtype=torch.uint8)
+            tensor.decode_all(stored, out.numpy(), self._pool)
+            self._add_read_bytes(info.nbytes)
+            return out
+
+        def read(begin: int, end: int) -> Bytes:
+            self._add_read_bytes(end - begin)
+            return stored[begin:end]
+
+        # Other threads may decode other tensors meanwhile, so this thread does it alone.
+        if len(spans := list(info.cut.list_spans())) > MAX_DECODED_SPANS:
+            return select_bytes(torch.from_numpy(tensor.read(read, 0, whole.logical_bytes)), info.cut)
+        parts = [tensor.read(read, *span) for span in spans]
+        return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+    def _add_read_bytes(self, num_bytes: int) -> None:
+        with self._lock:
+            self.read_bytes += num_bytes
 
     def _view_file_bytes(self, info: TensorInfo) -> Bytes:
-        return np.frombuffer(self._map_file(info.file), np.uint8, info.nbytes, info.offset)
-
-    def _release_pages(self, info: TensorInfo) -> None:
-        """Drop the mapped pages of a tensor from this process's memory; the page cache may keep them."""
-        begin, end = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE, info.offset + info.nbytes
-        if info.file in self._files and (size := (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE) > 0:
-            self._files[info.file].madvise(mmap.MADV_DONTNEED, begin, size)
+        self._add_read_bytes(info.nbytes if info.cut is None else info.cut.num_bytes)
+        return select_bytes(torch.from_numpy(self._files.view(info)), info.cut).numpy()
 
     @cached_property
     def _codec(self) -> WeightCodec:
@@ -367,13 +381,3 @@ class Weights:
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(core_count(), "decoder")
-
-    def _map_file(self, file: Path) -> mmap.mmap:
-        if file not in self._files:
-            try:
-                with file.open("rb") as f:
-                    # Copy-on-write only because torch requires a writable buffer; nothing is written.
-                    self._files[file] = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-            except (OSError, ValueError) as e:
-                raise ModelFileError(f"cannot read {file}: {e}") from e
-        return self._files[file]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emberline import __version__
+from emberline.api.openapi import build_document
 from emberline.core.config import DEFAULT_EMBEDDER, ServerConfig, core_count
 from emberline.core.errors import DownloadError, UnsupportedModel
 from emberline.core.jsonfile import read_object_if_exists
@@ -17,7 +18,7 @@ from emberline.engine.grammar_guard import GrammarGuard
 from emberline.engine.messages import LoadedModelInfo
 from emberline.hub.source import resolve_model
 from emberline.server.metrics import ModelMetrics
-from emberline.server.pages import load_pages
+from emberline.server.pages import StaticPage, load_pages
 from emberline.server.tracing import RequestTracing
 from emberline.tokens.detokenizer import Detokenizer
 from emberline.tokens.template import ChatTemplate
@@ -37,10 +38,11 @@ log = logging.getLogger("emberline.server")
 
 @dataclass(frozen=True, slots=True)
 class PreloadedResources:
-    """The tokenizers, chat templates and embedding model, which are loaded while the engine starts."""
+    """What a server needs besides the engine. It is loaded while the engine starts."""
 
     models: dict[str, TokenizerAndTemplate]
     embedding_model: EmbeddingModel | None
+    pages: dict[str, StaticPage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ def preload_resources(config: ServerConfig, directories: Mapping[str, Path]) -> 
     }
     for text in models.values():
         Detokenizer(text.tokenizer).push(text.tokenizer.encode("a"))  # the first use takes longer
-    return PreloadedResources(models, _load_embedding_model(config.embedder))
+    build_document(__version__)  # takes 50 ms; EngineApp uses it later
+    return PreloadedResources(models, _load_embedding_model(config.embedder), load_pages())
 
 
 def _load_embedding_model(name: str | None) -> EmbeddingModel | None:
@@ -100,7 +103,7 @@ def assemble_server(
         _assemble_model(config, name, text, engine, engine.model_info[name]) for name, text in preloaded.models.items()
     )
     store = _open_response_store(config)
-    app = EngineApp(config, engine, catalog, preloaded.embedding_model, load_pages(), tracing, store)
+    app = EngineApp(config, engine, catalog, preloaded.embedding_model, preloaded.pages, tracing, store)
     return AssembledServer(app, catalog, preloaded.embedding_model, store)
 
 

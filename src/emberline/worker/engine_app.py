@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
 from emberline import __version__
 from emberline.api import tokenize
@@ -32,6 +33,7 @@ from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.generation_handler import GenerationHandler
 from emberline.worker.prompt_builder import LONG_TEXT_CHARS
 from emberline.worker.protocols import PROTOCOLS, parse_with_result_limit
+from emberline.worker.rank_metrics import build_rank_metrics
 from emberline.worker.request_context import RequestContext
 from emberline.worker.response_store import ResponseStore
 from emberline.worker.stored_responses import RESPONSE_PATH_PREFIX as RESPONSES
@@ -64,7 +66,6 @@ class EngineApp:
         self._embeddings = embedding_model
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.record_step(stats)
         self._start_time = time.time()
-        self._document = build_document(__version__)
         self._tracing = tracing
         traced: Callable[[Handler], Handler] = (lambda handler: handler) if tracing is None else tracing.trace_handler
         routes = {
@@ -164,6 +165,10 @@ class EngineApp:
             models.retrieve_model(self.served_models(), exchange.path.removeprefix("/v1/models/"))
         )
 
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        return build_document(__version__)  # takes 40 ms, too long for the start
+
     async def _report_openapi(self, exchange: Exchange) -> None:
         await exchange.reply_json(self._document)
 
@@ -209,6 +214,7 @@ class EngineApp:
                 "uptime_seconds": time.time() - self._start_time,
                 "kv_usage": s.kv_usage,
                 "open_requests": engine.num_open_submissions,
+                "ranks": {name: info.ranks for name, info in engine.model_info.items() if info.ranks},
                 **{name: getattr(s, name) for name in s.__slots__ if name != "residency"},
             }
         )
@@ -229,6 +235,8 @@ class EngineApp:
             block_size=info.block_size,
             cache=CacheInfo(info.device, info.kv_dtype, info.prefix_cache, info.kv_groups),
         )
+        if info.ranks:
+            yield from build_rank_metrics(model.metrics.labels, info.ranks)
         if (transfer := engine.stats[model.name].transfer) is not None:
             yield from build_transfer_metrics(model.metrics.labels, transfer)
         yield from model.metrics.build_sleep_metrics(engine.sleep_states[model.name].turns, engine.is_awake(model.name))

@@ -253,7 +253,7 @@ def _log_models(info_by_model: Mapping[str, LoadedModelInfo]) -> None:
             log.info("Default context cut: model=%s model_context_tokens=%d (hint: %s)", name, info.full_context, hint)
         log.info(
             "Model loaded: model=%s dtype=%s context_tokens=%d kv_tokens=%d kv_groups=%d full_contexts=%.1f "
-            "weights_mb=%.0f kv_cache_mb=%.0f kernels=%r",
+            "weights_mb=%.0f kv_cache_mb=%.0f ranks=%d kernels=%r",
             name,
             dtype,
             info.max_context,
@@ -262,6 +262,7 @@ def _log_models(info_by_model: Mapping[str, LoadedModelInfo]) -> None:
             info.kv_contexts,
             info.weight_bytes / 1e6,
             info.kv_bytes / 1e6,
+            max(1, len(info.ranks)),
             info.kernels,
         )
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
 from emberline.kernels import work_limits, worklist
-from emberline.kernels.cuda.decode import DecodeScratch, DecodeTensorMaps, DeviceWorkList, count_sms, decode_attention
+from emberline.kernels.cuda.decode import DecodeScratch, DecodeTensorMaps, DeviceWorkList, decode_attention
+from emberline.kernels.cuda.driver import count_sms
 
 BYTES_PER_US = 4.39e6  # read bandwidth of an H200, measured by a plain reduction
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 64

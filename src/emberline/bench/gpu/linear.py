@@ -20,10 +20,10 @@ from torch import Tensor
 from emberline.bench.gpu.timing import bind_arguments, count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
 from emberline.kernels.cuda import nvrtc, wide
+from emberline.kernels.cuda.driver import count_sms
 from emberline.kernels.cuda.linear import (
     FILE,
     MAX_SHARED_BYTES,
-    NUM_SMS,
     WARPS,
     BF16Weight,
     SkinnyPlan,
@@ -113,8 +113,9 @@ def sweep_packed(seconds: float = PACKED_SECONDS) -> None:
 
 
 def _candidate_packed_plans(chosen_plan: SkinnyPlan, n: int, k: int) -> Iterator[SkinnyPlan]:
+    sms = count_sms()
     for (ctas, shared), blocks in product(
-        ((NUM_SMS, MAX_SHARED_BYTES), (NUM_SMS, HALF_SHARED_BYTES), (2 * NUM_SMS, HALF_SHARED_BYTES)), (2, 3, 4, 1)
+        ((sms, MAX_SHARED_BYTES), (sms, HALF_SHARED_BYTES), (2 * sms, HALF_SHARED_BYTES)), (2, 3, 4, 1)
     ):
         deep = make_plan(
             n, k, blocks, chosen_plan.tiles, ctas=ctas, shared_bytes=shared, header_stride=chosen_plan.header_stride
@@ -161,7 +162,7 @@ def _candidate_wide_plans(chosen_plan: wide.WidePlan, n: int, k: int) -> Iterato
     """Yield plans to measure, the shortest estimated time first, because the time may not suffice for all plans."""
     tiles = product(wide.GROUPS, wide.MAX_CLUSTERS)
     deep = [wide.make_plan(chosen_plan.columns, n, k, wide.TileConfig(groups, split)) for groups, split in tiles]
-    deep = sorted((p for p in deep if p.grid <= NUM_SMS), key=lambda plan: wide.estimate_us(plan, n, k))[:9]
+    deep = sorted((p for p in deep if p.grid <= count_sms()), key=lambda plan: wide.estimate_us(plan, n, k))[:9]
     yield from deep
     for plan in deep[:5]:
         half = (MAX_SHARED_BYTES // 2 - 1024) // (
@@ -238,7 +239,7 @@ def _candidate_plans(m: int, n: int, k: int) -> Iterator[SkinnyPlan]:
     rule = choose_plan(m, n, k)
     yield rule
     for blocks, warps, two_ctas in product((1, 2, 3, 4), (WARPS, 2 * WARPS), (False, True)):
-        ctas, shared = (2 * NUM_SMS, MAX_SHARED_BYTES // 2) if two_ctas else (NUM_SMS, MAX_SHARED_BYTES)
+        ctas, shared = (2 * count_sms(), MAX_SHARED_BYTES // 2) if two_ctas else (count_sms(), MAX_SHARED_BYTES)
         deep = make_plan(n, k, blocks, rule.tiles, warps=warps, ctas=ctas, shared_bytes=shared)
         sets = {deep.buffers, 0} if deep.buffers else {0}
         depths = (deep.stages + 1, deep.stages, deep.stages - 1)

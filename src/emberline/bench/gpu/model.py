@@ -107,7 +107,7 @@ class GPURandomWeights(Weights):
         full_precision: bool = False,
     ) -> Tensor | ops.PackedExperts:
         count, n, k = shape
-        narrow = self._describe_narrow(count * n, k, count)
+        narrow = None if full_precision else self._describe_narrow(count * n, k, count)
         drawn, taken = self.stack_experts(shape, parts), self.loaded_bytes
         if narrow is None and self.packed and packable:
             experts = ops.empty_experts(*shape, gated=gated)
@@ -115,8 +115,8 @@ class GPURandomWeights(Weights):
             return experts
         if narrow is None:
             return drawn
-        experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, narrow, narrow.nbytes)
-        self.narrow_sizes.append(NarrowSize(n, k, count, narrow.nbytes))
+        experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, narrow, narrow.nbytes, gated)
+        self.narrow_sizes.append(NarrowSize(n, k, count, ops.count_quantised_bytes(self.device, narrow)))
         matrices = quantise_rows(drawn, narrow)
         self.loaded_bytes = taken - drawn.nbytes + ops.fill_quantised_experts(experts, matrices)
         return experts
@@ -144,17 +144,23 @@ class GPURandomWeights(Weights):
         return self.load_matrix(parts[0][0], sum(rows for _, rows in parts), columns)
 
     def linear(
-        self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False, full_precision: bool = False
+        self,
+        parts: Sequence[tuple[str, int]],
+        columns: int,
+        *,
+        gated: bool = False,
+        full_precision: bool = False,
+        packable: bool = True,
     ) -> ops.PackedWeight:
         rows = sum(count for _, count in parts)
         if not full_precision and (shape := self._describe_narrow(rows, columns)) is not None:
             weight = ops.empty_quantised_weight(shape, self.device, gated=gated)
             drawn, taken = self.stack(parts, columns), self.loaded_bytes
-            self.narrow_sizes.append(NarrowSize(rows, columns, 1, shape.nbytes))
+            self.narrow_sizes.append(NarrowSize(rows, columns, 1, ops.count_quantised_bytes(self.device, shape)))
             matrix = quantise_rows(drawn, shape)
             self.loaded_bytes = taken - drawn.nbytes + ops.fill_quantised_weight(weight, matrix)
             return weight
-        if not self.packed:
+        if not self.packed or not packable:
             return super().linear(parts, columns, gated=gated)
         drawn, taken = self.stack(parts, columns, gated=gated), self.loaded_bytes
         weight = ops.empty_weight(rows, columns, drawn.dtype, drawn.device, gated=gated)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor
 from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
 from emberline.core.config import core_count
-from emberline.kernels.cuda import narrow, narrow_wide
+from emberline.kernels.cuda import narrow, narrow_experts, narrow_wide
 from emberline.kernels.cuda.driver import CudaModule
 from emberline.kernels.cuda.narrow import NarrowPlan
 from emberline.kernels.cuda.narrow_layout import NarrowWeight, pack
@@ -68,9 +68,9 @@ def draw_matrix(
 def measure(report: BenchReport) -> None:
     torch.manual_seed(0)
     for name, (n, k) in DENSE_SHAPES.items():
-        weights = _make_weights(n, k)
+        weights = _make_weights(n, k, gated=name == "gate_up")
         for m in DENSE_ROWS:
-            us = time_graph_replay(_make_dense_calls(weights, m, gated=name == "gate_up"))
+            us = time_graph_replay(_make_dense_calls(weights, m))
             _add(report, f"int4 {name} m={m}", us, weights[0].nbytes)
     for name, shape in EXPERT_SHAPES.items():
         layer = ExpertLayerBench(shape)
@@ -86,23 +86,23 @@ def _add(report: BenchReport, name: str, us: float, weight_bytes: int, peer: flo
     print(f"{name}: {us:.2f} us, limit {limit:.2f}, {100 * limit / us:.0f} % of bandwidth", flush=True)
 
 
-def _make_weights(n: int, k: int) -> list[NarrowWeight]:
+def _make_weights(n: int, k: int, *, gated: bool) -> list[NarrowWeight]:
     count = count_input_sets(n * k // 2)
-    return [_pack(draw_matrix("int4", n, k, 128)) for _ in range(count)]
+    return [_pack(draw_matrix("int4", n, k, 128), gated=gated) for _ in range(count)]
 
 
-def _pack(matrix: QuantisedMatrix) -> NarrowWeight:
-    packed = pack(matrix)
+def _pack(matrix: QuantisedMatrix, *, gated: bool = False) -> NarrowWeight:
+    packed = pack(matrix, gated=gated)
     assert packed is not None, "random scales fit into float16"
     return packed
 
 
 def _make_dense_calls(
-    weights: list[NarrowWeight], m: int, *, gated: bool, plan: NarrowPlan | WideNarrowPlan | None = None
+    weights: list[NarrowWeight], m: int, *, plan: NarrowPlan | WideNarrowPlan | None = None
 ) -> list[Callable[[], object]]:
-    x, n = _draw_inputs(m, weights[0].k), weights[0].n
+    x, n, gated = _draw_inputs(m, weights[0].k), weights[0].n, weights[0].gated
     out = torch.empty(m, n // 2 if gated else n, device="cuda", dtype=torch.bfloat16)
-    is_wide = narrow_wide.supports(m, weights[0], gated=gated) if plan is None else isinstance(plan, WideNarrowPlan)
+    is_wide = narrow_wide.supports(m, weights[0]) if plan is None else isinstance(plan, WideNarrowPlan)
     kernel: Any = narrow_wide.linear if is_wide else narrow.linear
     return [partial(kernel, x, weight, out=out, gated=gated, plan=plan) for weight in weights]
 
@@ -117,7 +117,7 @@ class ExpertLayerBench:
     def __init__(self, shape: ExpertShape) -> None:
         self.shape = shape
         kind, group, hidden, width, count = shape.kind, shape.group, shape.hidden, shape.width, shape.experts
-        self.gate_up = _pack(draw_matrix(kind, 2 * width, hidden, group, count))
+        self.gate_up = _pack(draw_matrix(kind, 2 * width, hidden, group, count), gated=True)
         self.down = _pack(draw_matrix(kind, hidden, width, group, count))
         self._biases = (
             [torch.randn(count, n, device="cuda") for n in (2 * width, hidden)] if shape.biased else [None] * 2
@@ -140,56 +140,64 @@ class ExpertLayerBench:
         logits = torch.randn(sets * batch, shape.experts, device="cuda")
         return list(logits.scatter_add_(1, expert.view(-1, shape.per_row), torch.full_like(logits, 20.0)).split(batch))
 
-    def make_calls(
-        self, batch: int, plans: tuple[NarrowPlan | None, NarrowPlan | None] = (None, None)
-    ) -> list[Callable[[], object]]:
+    def make_calls(self, batch: int) -> list[Callable[[], object]]:
         x = _draw_inputs(batch, self.shape.hidden)
-        return [partial(self._run, x, logits, plans) for logits in self.make_logits(batch)]
+        return [partial(self._run, x, logits) for logits in self.make_logits(batch)]
 
-    def _run(self, x: Tensor, logits: Tensor, plans: tuple[NarrowPlan | None, NarrowPlan | None]) -> None:
-        tile_rows = (
-            8 * plans[0].tiles if plans[0] else narrow.choose_tile_rows(len(x) * self.shape.per_row, self.shape.experts)
+    def choose_kernels(self, batch: int) -> Any:
+        matrices = self.gate_up, self.down
+        return narrow_experts.choose_kernels(batch * self.shape.per_row, self.shape.experts, matrices)
+
+    def _run(self, x: Tensor, logits: Tensor) -> None:
+        kernels = self.choose_kernels(len(x))
+        tile_rows = kernels.choose_tile_rows(len(x) * self.shape.per_row, self.shape.experts)
+        rows = route_rows(logits, self._routing, tile_rows)
+        inner = self.multiply_gate_up(kernels, x, rows)
+        add_expert_outputs(x, self.multiply_down(kernels, inner, rows), self.shape.per_row, pdl=True)
+
+    def multiply_gate_up(self, kernels: Any, x: Tensor, rows: SortedRows, plan: Any = None) -> Tensor:
+        product: Tensor = kernels.multiply_gate_up(
+            x, self.gate_up, rows, bias=self._biases[0], clamp=self._clamp, plan=plan
         )
-        rows = route_rows(logits, self._routing, tile_rows, pdl=True)
-        inner = self.multiply_gate_up(x, rows, plans[0])
-        add_expert_outputs(x, self.multiply_down(inner, rows, plans[1]), self.shape.per_row, pdl=True)
+        return product
 
-    def multiply_gate_up(self, x: Tensor, rows: SortedRows, plan: NarrowPlan | None = None) -> Tensor:
-        return narrow.multiply_gate_up(x, self.gate_up, rows, bias=self._biases[0], clamp=self._clamp, plan=plan)
-
-    def multiply_down(self, inner: Tensor, rows: SortedRows, plan: NarrowPlan | None = None) -> Tensor:
-        return narrow.multiply_down(inner, self.down, rows, bias=self._biases[1], plan=plan)
+    def multiply_down(self, kernels: Any, inner: Tensor, rows: SortedRows, plan: Any = None) -> Tensor:
+        product: Tensor = kernels.multiply_down(inner, self.down, rows, bias=self._biases[1], plan=plan)
+        return product
 
 
-def _candidate_plans(rule: NarrowPlan, x_rows: int, unit_bytes: int) -> Iterator[NarrowPlan]:
-    """Yield the chosen plan and plans that differ from it in blocks, parts of k, CTAs per SM, buffers and stages."""
-    seen = {rule}
-    yield rule
+def _list_plans(x_rows: int, row_tiles: int, w: NarrowWeight) -> list[NarrowPlan | WideNarrowPlan]:
+    """Return the chosen plan and others; `x_rows` of a tile, of `row_tiles`."""
+    rule = narrow.choose_plan(x_rows, row_tiles, w.n, w.units, w.unit_bytes)
+    plans: list[NarrowPlan | WideNarrowPlan] = [rule]
     for (blocks, tiles, warps), parts, ctas in product(narrow.TILE_SIZES, (1, 2, 4, 8, 16), (1, 2, 3, 4)):
         too_many = ctas * warps > narrow.MAX_WARPS_PER_SM or parts > warps or ctas * warps < 8
         if tiles != rule.tiles or too_many or (warps == narrow.MANY_WARPS and parts < 8 and rule.parts > 2):
             continue
-        plan = narrow.make_plan(blocks, tiles, warps, parts, x_rows, unit_bytes, ctas)
-        if plan.ctas_per_sm == ctas and plan not in seen:
-            seen.add(plan)
-            yield plan
+        plan = narrow.make_plan(blocks, tiles, warps, parts, x_rows, w.unit_bytes, ctas)
+        if plan.ctas_per_sm == ctas and plan not in plans:
+            plans.append(plan)
+    return plans
+
+
+def _list_wide_plans(m: int, experts: int, w: NarrowWeight) -> list[NarrowPlan | WideNarrowPlan]:
+    rule = narrow_wide.choose_plan(m, experts, w.n, w.units, w.unit_bytes)
+    parts = [parts for parts in narrow_wide.PARTS if parts <= w.units]
+    others = product(narrow_wide.GROUPS[rule.columns], parts)
+    return [rule, *(narrow_wide.make_plan(groups, rule.columns, parts, w.unit_bytes) for groups, parts in others)]
 
 
 def sweep_plans() -> None:
     """Print the time of several plans for dense products and for both products of experts."""
     _compile_kernels()
     for name, (n, k) in DENSE_SHAPES.items():
-        weights, gated = _make_weights(n, k), name == "gate_up"
-        for m in (1, 8):
-            rule = narrow.choose_plan(m, 1, n, weights[0].units, weights[0].unit_bytes, gated=gated)
-            times = [
-                (time_graph_replay(_make_dense_calls(weights, m, gated=gated, plan=plan), replays=3), plan)
-                for plan in _candidate_plans(rule, m, weights[0].unit_bytes)
-                if plan.blocks > 1 or not gated
-            ]
-            _print_best(f"{name} m={m}", times, weights[0].nbytes)
-        for m in (16, 32, 64):
-            _sweep_wide(name, weights, m, gated=gated)
+        weights = _make_weights(n, k, gated=name == "gate_up")
+        for m in (1, 8, 16, 32, 64):
+            w = weights[0]
+            plans = _list_plans(m, 1, w) if m <= narrow.MAX_TILE_ROWS else []
+            plans += _list_wide_plans(m, 1, w) if m > narrow_wide.COLUMNS[0] // 4 else []
+            times = [(time_graph_replay(_make_dense_calls(weights, m, plan=plan), replays=3), plan) for plan in plans]
+            _print_best(f"{name} m={m}", times, w.nbytes)
     for name, shape in EXPERT_SHAPES.items():
         layer = ExpertLayerBench(shape)
         for batch in shape.batches:
@@ -204,7 +212,8 @@ def _compile_kernels() -> None:
         for name, size in product(formats, narrow.TILE_SIZES)
     ]
     names += [
-        (narrow_wide.FILE, WideNarrowPlan(groups, columns, 1, 1).kernel_name("Int4<1, false>"))
+        (narrow_wide.FILE, WideNarrowPlan(groups, columns, 1, 1).kernel_name(name))
+        for name in formats
         for columns, counts in narrow_wide.GROUPS.items()
         for groups in counts
     ]
@@ -212,51 +221,35 @@ def _compile_kernels() -> None:
         list(pool.map(lambda pair: CudaModule(pair[0], [pair[1]]).compile(), names))
 
 
-def _sweep_wide(name: str, weights: list[NarrowWeight], m: int, *, gated: bool) -> None:
-    w = weights[0]
-    rule = narrow_wide.choose_plan(m, 1, w.n, w.units, w.unit_bytes)
-    plans = [rule] + [
-        narrow_wide.make_plan(groups, rule.columns, parts, w.unit_bytes)
-        for groups, parts in product(narrow_wide.GROUPS[rule.columns], narrow_wide.PARTS)
-    ]
-    times = [
-        (time_graph_replay(_make_dense_calls(weights, m, gated=gated, plan=plan), replays=3), plan) for plan in plans
-    ]
-    limit = w.nbytes / BYTES_PER_US
-    text = ", ".join(
-        f"G{plan.groups} P{plan.parts} S{plan.stages} {us:.2f} ({100 * limit / us:.0f} %)" for us, plan in times
-    )
-    print(f"{name} m={m} wide: rule {text}", flush=True)
-
-
 def _sweep_experts(name: str, layer: ExpertLayerBench, batch: int) -> None:
-    shape, inputs = layer.shape, layer.make_logits(batch)
-    for tile_rows in (8, 16, 32):
-        if tile_rows > 8 and tile_rows >= 4 * batch * shape.per_row / shape.experts:
-            continue
-        sorted_rows = [route_rows(logits, Routing(shape.per_row), tile_rows) for logits in inputs]
-        x, inner = _draw_inputs(batch, shape.hidden), _draw_inputs(batch * shape.per_row, shape.width)
-        for half, w, multiply in (
-            ("gate_up", layer.gate_up, partial(layer.multiply_gate_up, x)),
-            ("down", layer.down, partial(layer.multiply_down, inner)),
-        ):
-            rule = narrow.choose_plan(
-                tile_rows, sorted_rows[0].max_tiles, w.n, w.units, w.unit_bytes, gated=half == "gate_up"
-            )
-            times = [
-                (time_graph_replay([partial(multiply, rows, plan) for rows in sorted_rows], replays=3), plan)
-                for plan in _candidate_plans(rule, tile_rows, w.unit_bytes)
-                if plan.blocks > 1 or half == "down"
-            ]
-            _print_best(f"{name} {half} rows={tile_rows}", times, w.data[0].nbytes * layer.count_experts(batch))
+    shape, inputs, kernels = layer.shape, layer.make_logits(batch), layer.choose_kernels(batch)
+    tile_rows = kernels.choose_tile_rows(batch * shape.per_row, shape.experts)
+    sorted_rows = [route_rows(logits, Routing(shape.per_row), tile_rows) for logits in inputs]
+    is_wide = kernels is narrow_wide
+    places = len(sorted_rows[0].order) if is_wide else batch * shape.per_row
+    x, inner = _draw_inputs(batch, shape.hidden), _draw_inputs(places, shape.width)
+    for half, w, multiply in (
+        ("gate_up", layer.gate_up, partial(layer.multiply_gate_up, kernels, x)),
+        ("down", layer.down, partial(layer.multiply_down, kernels, inner)),
+    ):
+        tiles = sorted_rows[0].max_tiles
+        plans = _list_wide_plans(tile_rows, shape.experts, w) if is_wide else _list_plans(tile_rows, tiles, w)
+        times = [
+            (time_graph_replay([partial(multiply, rows, plan) for rows in sorted_rows], replays=3), plan)
+            for plan in plans
+        ]
+        _print_best(f"{name} {half} rows={tile_rows}", times, w.data[0].nbytes * layer.count_experts(batch))
 
 
-def _print_best(name: str, times: list[tuple[float, NarrowPlan]], weight_bytes: int) -> None:
+def _print_best(name: str, times: list[tuple[float, NarrowPlan | WideNarrowPlan]], weight_bytes: int) -> None:
     limit = weight_bytes / BYTES_PER_US
 
-    def describe(us: float, plan: NarrowPlan) -> str:
-        shape = f"B{plan.blocks} W{plan.warps} P{plan.parts} S{plan.stages} C{plan.ctas_per_sm} buf{plan.buffers}"
-        return f"{us:.2f} ({shape}, {100 * limit / us:.0f} %)"
+    def describe(us: float, plan: NarrowPlan | WideNarrowPlan) -> str:
+        if isinstance(plan, NarrowPlan):
+            first = f"blocks {plan.blocks} warps {plan.warps} x {plan.ctas_per_sm} buffers {plan.buffers}"
+        else:
+            first = f"wide, groups {plan.groups}"
+        return f"{us:.2f} ({first} parts {plan.parts} stages {plan.stages}, {100 * limit / us:.0f} %)"
 
     best = sorted(times, key=lambda pair: pair[0])[:4]
     print(f"{name}: rule {describe(*times[0])}, best {', '.join(describe(*pair) for pair in best)}", flush=True)

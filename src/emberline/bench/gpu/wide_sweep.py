@@ -22,8 +22,8 @@ from emberline.bench.gpu.linear import SHAPES
 from emberline.bench.gpu.timing import bind_arguments, count_input_sets, time_graph_replay
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS
 from emberline.kernels.cuda import nvrtc, wide
-from emberline.kernels.cuda.driver import CudaDriverError
-from emberline.kernels.cuda.linear import NUM_SMS, BF16Weight
+from emberline.kernels.cuda.driver import CudaDriverError, count_sms
+from emberline.kernels.cuda.linear import BF16Weight
 from emberline.kernels.cuda.uw12 import UW12Weight, pack
 from emberline.kernels.triton import activation
 
@@ -148,7 +148,8 @@ def candidate_plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.
             continue
         plan = wide.make_plan(columns, n, k, row, packed=packed)
         fits = (
-            plan.grid <= row.ctas_per_sm * NUM_SMS and plan.shared_bytes <= wide.SHARED_BYTES_BY_CTAS[row.ctas_per_sm]
+            plan.grid <= row.ctas_per_sm * count_sms()
+            and plan.shared_bytes <= wide.SHARED_BYTES_BY_CTAS[row.ctas_per_sm]
         )
         if fits and plan.stages > 1 and (plan.can_exchange_sums or not row.unclustered):
             result[plan] = row

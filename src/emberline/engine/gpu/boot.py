@@ -298,7 +298,7 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
         try:
             # Packed and quantised weights are allocated only when they are loaded.
             runner.model = make_zero_weight_model(model) if late else model
-            return compile_kernels(runner, weights.narrow_sizes) + warm_up(runner)
+            return compile_kernels(runner, weights.narrow_sizes, packed=weights.packed) + warm_up(runner)
         finally:
             runner.model = model
 

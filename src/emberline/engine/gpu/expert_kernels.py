@@ -16,5 +16,5 @@ def launch_expert_kernels(model: DecoderModel, draft_model: DraftModel | None, m
     for structure in (model.layers, draft_model):
         if (mixture := next(iter_instances(Mixture, structure), None)) is None:
             continue
-        for rows in {max_tokens, -(-max_tokens // 4)}:
+        for rows in {-(-max_tokens // part) for part in (1, 2, 4, 8)}:
             ops.run_mixture(torch.zeros(rows, mixture.router.k, dtype=model.dtype, device=mixture.norm.device), mixture)

@@ -14,11 +14,11 @@ from emberline.kernels import ops
 from emberline.models.weight_formats import NarrowSize
 
 
-def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = ()) -> float:
+def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = (), *, packed: bool = False) -> float:
     """Compile all kernels that steps need, unless an earlier start did; return the seconds spent.
 
-    `narrow`: the matrices that are kept quantised. A kernel that is compiled at its first use would delay a request
-    by a second."""
+    `narrow`: the matrices that are kept quantised. `packed`: whether others are packed. A kernel that is compiled at
+    its first use would delay a request by a second."""
     began = time.perf_counter()
     if not runner.cache.keys.is_cuda:
         return 0.0
@@ -27,6 +27,7 @@ def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = ()) -> flo
 
     facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs), *sorted(set(map(repr, narrow)))]
     facts += [nvrtc.digest_sources(driver.device_options()), ops.selected_gpu_kernels().name]
+    facts.append(f"packed: {packed}")
     facts.append(f"drafts of recurrent layers: {runner.states is not None and runner.states.max_draft > 0}")
     limits = runner.shapes, runner.max_batch_tokens, runner.exact, runner.groups.windows, runner.cache.keys.dtype
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join([*facts, str(limits)]).encode()).hexdigest()[:32]}"

@@ -9,7 +9,9 @@ from emberline.core.errors import ModelError
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.device_weights import DeviceWeights
+from emberline.models.quantisation_config import check_kv_scheme
 from emberline.models.reader import FileReader
+from emberline.models.textmodel import select_text_config
 from emberline.models.weights import Weights
 
 
@@ -24,8 +26,11 @@ def open_device_weights(
 ) -> DeviceWeights:
     """Return the weights of a checkpoint, not loaded yet, in the format that the settings choose.
 
-    `reader`: already reads the checkpoint's files. `packed`: whether bf16 matrices are kept in 12 bits."""
-    gpu = settings.gpu
+    `reader`: already reads the checkpoint's files. `packed`: whether bf16 matrices are kept in 12 bits. Raises
+    UnsupportedModel if a float8 KV cache is set and the checkpoint describes another kind of quantised cache."""
+    gpu, uses_kv_scales = settings.gpu, settings.kv_cache.kv_dtype == "float8"
+    if uses_kv_scales:
+        check_kv_scheme(select_text_config(checkpoint.config))
     return DeviceWeights(
         checkpoint,
         dtype,
@@ -34,7 +39,7 @@ def open_device_weights(
         packed=packed,
         online=gpu.online_format,
         keeps_quantised=gpu.weights != "plain" and not gpu.exact,
-        kv_scales=settings.kv_cache.kv_dtype == "float8",
+        kv_scales=uses_kv_scales,
     )
 
 

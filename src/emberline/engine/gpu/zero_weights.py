@@ -54,9 +54,10 @@ class _ZeroWeights:
             return self.experts[size]
         if not isinstance(shape := experts.handle, QuantisedMatrix) or shape.codes.device.type != "meta":
             return experts
-        if (form := _form_of(shape)) not in self.experts:
-            self.experts[form] = self._make_experts(experts, shape)
-        return self.experts[form]
+        key = (*_form_of(shape), experts.gated)
+        if key not in self.experts:
+            self.experts[key] = self._make_experts(experts, shape)
+        return self.experts[key]
 
     def _make_packed(self, n: int, k: int, gated: bool) -> ops.PackedWeight:
         weight = ops.empty_weight(n, k, torch.bfloat16, self.device, gated=gated)
@@ -66,6 +67,7 @@ class _ZeroWeights:
 
     def _make_quantised(self, shape: QuantisedMatrix, gated: bool) -> ops.PackedWeight:
         weight = ops.empty_quantised_weight(shape, self.device, gated=gated)
+        weight.fixed_order = self.fixed_order
         ops.fill_quantised_weight(weight, allocate_like(shape, self.device, zeroed=True))
         return weight
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -63,7 +64,7 @@ class AdminAPI:
             *CloudflareProviderEndpoints(context).endpoints(),
             *DatasetEndpoints(context).endpoints(),
         ]
-        self._openapi = build_openapi_document(self._endpoints, version)
+        self._version = version
 
     @staticmethod
     def handles_path(path: str) -> bool:
@@ -142,6 +143,10 @@ class AdminAPI:
             allowed = ", ".join(dict.fromkeys(methods))
             raise MethodNotAllowed(f"{path[:200]} must be called with {allowed}, not {method[:20]}", allowed=allowed)
         raise NotFound(f"the management API has no path {path[:200]!r}", hint="GET /admin/openapi.json lists all paths")
+
+    @cached_property
+    def _openapi(self) -> dict[str, Any]:
+        return build_openapi_document(self._endpoints, self._version)
 
     async def _build_openapi_document(self, request: AdminRequest) -> dict[str, Any]:
         return self._openapi

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +75,9 @@ class Catalogue:
         models: list[CatalogueModel] = []
         like: dict[str, str] = {}
         for file in (BUILTIN_FILE, *files):
-            try:
-                with file.open("rb") as opened:
-                    found = tomllib.load(opened, parse_float=Decimal)
-            except (OSError, ValueError) as e:
-                raise InvalidRequest(
-                    f"catalogue file {file} cannot be read: {e}", hint="the file must exist and be valid TOML"
-                ) from e
-            for provider, rows in found.items():
-                if isinstance(rows, Mapping) and "like" in rows:
-                    like[provider] = str(rows["like"])
-                models += _read_provider(provider, rows)
+            found, found_like = _read_builtin_file(_file_stamp(file)) if file == BUILTIN_FILE else _read_file(file)
+            models += found
+            like |= found_like
         return Catalogue(models, like)
 
     def model(self, provider: str, name: str) -> CatalogueModel | None:
@@ -139,6 +132,30 @@ class CatalogueFiles:
 
     def _file_stamps(self) -> list[tuple[int, int]]:
         return [_file_stamp(file) for file in (BUILTIN_FILE, *self._files)]
+
+
+@lru_cache(maxsize=1)
+def _read_builtin_file(stamp: tuple[int, int]) -> tuple[list[CatalogueModel], dict[str, str]]:
+    """Return the content of the built-in file as it is at `stamp`; reading it takes 25 ms."""
+    return _read_file(BUILTIN_FILE)
+
+
+def _read_file(file: Path) -> tuple[list[CatalogueModel], dict[str, str]]:
+    """Return the models of a file, and the providers in whose rows those of others are looked up."""
+    try:
+        with file.open("rb") as opened:
+            found = tomllib.load(opened, parse_float=Decimal)
+    except (OSError, ValueError) as e:
+        raise InvalidRequest(
+            f"catalogue file {file} cannot be read: {e}", hint="the file must exist and be valid TOML"
+        ) from e
+    models: list[CatalogueModel] = []
+    like: dict[str, str] = {}
+    for provider, rows in found.items():
+        if isinstance(rows, Mapping) and "like" in rows:
+            like[provider] = str(rows["like"])
+        models += _read_provider(provider, rows)
+    return models, like
 
 
 def _file_stamp(file: Path) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 // Rearranges GGUF's blocks from the order of the file to panels (blocks.h), and reads single rows back as floats.
 #include <algorithm>
+#include <atomic>
 
 #include "blocks.h"
 #include "linear.h"
@@ -133,22 +134,36 @@ inline void for_pieces(Byte* group, int column, ColumnGroup& of_column, Copy cop
     }
 }
 
+// Returns whether the scale and the minimum of a group are finite.
+template <BlockFormat F>
+inline bool has_finite_scales(const ColumnGroup& group) {
+    if (F.scale == kBfloat16) return group.d < 0xfe << 7;  // read_mxfp4() makes that of 255, which stands for NaN
+    constexpr int kExponent = 0x7c00;                      // all bits of a float16's exponent: infinity or NaN
+    return (group.d & kExponent) != kExponent && (!F.minima || (group.m & kExponent) != kExponent);
+}
+
+// Returns whether all scales are finite.
 template <int L>
-void pack(const uint8_t* from, uint8_t* to, long n, long k, bool gated) {
+bool pack(const uint8_t* from, uint8_t* to, long n, long k, bool gated) {
     constexpr BlockFormat F = block_format(L);
     long groups = k / kBlock / F.blocks;
-    parallel((n + kPanel - 1) / kPanel, [=](long begin, long end) {
+    std::atomic<bool> is_finite{true};
+    parallel((n + kPanel - 1) / kPanel, [=, &is_finite](long begin, long end) {
+        bool are_finite = true;
         for (long p = begin; p < end; p++)
             for (int column = 0; column < kPanel; column++) {
                 long row = source_row(p, column, n, gated);
                 for (long g = 0; g < groups; g++) {
                     ColumnGroup group;
                     if (row >= 0) read_group<L>(from + (row * groups + g) * file_bytes(L), group);
+                    are_finite &= has_finite_scales<F>(group);
                     for_pieces<F>(to + p * F.panel_bytes(k) + g * F.group_bytes(), column, group,
                                   [](uint8_t* panel, const uint8_t* piece, int count) { std::memcpy(panel, piece, size_t(count)); });
                 }
             }
+        if (!are_finite) is_finite = false;
     });
+    return is_finite;
 }
 
 template <BlockFormat F>
@@ -205,7 +220,8 @@ long ember_blocks_bytes(int layout, int n, int k) {
     return (n + kPanel - 1) / kPanel * block_format(layout).panel_bytes(k);
 }
 
-void ember_pack_blocks(const void* from, void* to, int layout, int n, int k, int gated) {
-    with_layout(layout, [=](auto l) { pack<l>(static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to), n, k, gated); });
+// Returns 1 if all scales are finite, otherwise 0.
+long ember_pack_blocks(const void* from, void* to, int layout, int n, int k, int gated) {
+    return with_layout(layout, [=](auto l) { return pack<l>(static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to), n, k, gated); });
 }
 }

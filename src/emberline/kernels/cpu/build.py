@@ -8,7 +8,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from emberline.core.config import core_count
 
 SOURCE_DIR = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
@@ -21,7 +24,7 @@ NATIVE_FLAGS = {
     "arm64": ("-mcpu=native",),  # the name that macOS uses for it
     "x86_64": ("-march=native", "-mprefer-vector-width=512"),
 }
-COMPILE_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", *MATH_FLAGS)
+COMPILE_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", *MATH_FLAGS)
 BUILD_TIMEOUT_S = 300
 
 
@@ -58,8 +61,16 @@ def _compile(command: list[str], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = Path(folder) / path.name
-        sources = map(str, sorted(SOURCE_DIR.glob("*.cpp")))
-        _run_compiler([*command, *sources, "-o", str(output)])
+
+        def compile_source(source: Path) -> str:
+            target = str(output.with_name(f"{source.stem}.o"))
+            _run_compiler([*command, "-c", str(source), "-o", target])
+            return target
+
+        sources = sorted(SOURCE_DIR.glob("*.cpp"), key=lambda source: -source.stat().st_size)  # large ones take longest
+        with ThreadPoolExecutor(core_count()) as pool:
+            objects = list(pool.map(compile_source, sources))
+        _run_compiler([*command, "-shared", *objects, "-o", str(output)])
         with output.open("rb") as file:
             os.fsync(file.fileno())
         output.replace(path)  # atomic: another process may build the same, and power may fail

@@ -13,7 +13,7 @@ from emberline.kernels.cpu.library import NativeConvolution, NativeDeltaRule, Na
 from emberline.kernels.cpu.weight_arena import WeightArena
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseStack
-from emberline.kernels.gguf_blocks import find_block_format
+from emberline.kernels.gguf_blocks import DamagedBlocks, find_block_format
 from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.reference import ReferenceBackend
@@ -54,16 +54,16 @@ class CPUBackend(ReferenceBackend):
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
         """Return the weight rearranged into panels of columns, which the kernels read in order.
 
-        A bf16 or float16 weight keeps its dtype. On a CPU with AMX, products with a bf16 weight also round their inputs
-        to bf16.
+        A bf16 or float16 weight keeps its dtype. On a CPU that multiplies bf16 (AMX, AVX512-BF16, bfmmla), products
+        with a bf16 weight also round their inputs to bf16.
         """
         assert not gated or weight.shape[0] % 2 == 0
         layout = PANEL_LAYOUTS.get(weight.dtype, WeightLayout.F32)
-        if layout is WeightLayout.BF16 and self.library.ember_amx():
-            layout = WeightLayout.AMX
+        if layout is WeightLayout.BF16 and self.library.ember_has_bf16():
+            layout = WeightLayout.BF16_TILES
         rows = (weight.float() if layout is WeightLayout.F32 else weight).contiguous()
         (n, k), panel = rows.shape, self.library.ember_panel()
-        depth = -(-k // 32) * 32 if layout is WeightLayout.AMX else k
+        depth = -(-k // 32) * 32 if layout is WeightLayout.BF16_TILES else k
         data = torch.empty(-(-n // panel) * panel * depth, dtype=rows.dtype)
         self.library.ember_pack(rows.data_ptr(), data.data_ptr(), layout, n, k, gated)
         return PackedWeight(data, n, k, weight.dtype, layout, gated, data.data_ptr())
@@ -71,13 +71,14 @@ class CPUBackend(ReferenceBackend):
     def pack_gguf(self, blocks: Tensor, type_name: str, k: int, *, gated: bool = False) -> PackedWeight:
         """Return the codes and scales of the blocks rearranged into panels of columns, about as large as in the file.
 
-        Products with it round each 32 consecutive inputs to int8 with a common scale.
+        Products with it round each 32 consecutive inputs to int8 with a common scale. Raises DamagedBlocks.
         """
         found = find_block_format(blocks, type_name, k)
         rows, n, layout = blocks.contiguous(), len(blocks), found.layout
         assert not gated or n % 2 == 0
         data = self._arena.allocate(self.library.ember_blocks_bytes(layout, n, k))
-        self.library.ember_pack_blocks(rows.data_ptr(), data.data_ptr(), layout, n, k, gated)
+        if not self.library.ember_pack_blocks(rows.data_ptr(), data.data_ptr(), layout, n, k, gated):
+            raise DamagedBlocks(f"a block of {type_name} has a scale that is NaN or infinite")
         return PackedWeight(data, n, k, torch.bfloat16, layout, gated, data.data_ptr())
 
     def linear(self, x: Tensor, layer: LinearLayer, output: LinearOutput) -> Tensor:
@@ -196,7 +197,7 @@ class CPUBackend(ReferenceBackend):
     ) -> Tensor:
         """Run all layers of the stack in one native call, without returning to Python between ops."""
         first, (tokens, hidden), m = stack.layers[0], x.shape, metadata
-        if first.qkv.weight.layout < 0:
+        if first.o.weight.layout < 0:
             return super().run_dense_layers(x, stack, keys, values, metadata, rows)
         assert m.positions.dtype == m.block_tables.dtype == m.query_start.dtype == m.context.dtype == torch.int32
         assert m.slots.dtype == rows.dtype == torch.int64 and x.is_contiguous() and hidden == first.qkv.weight.k
@@ -214,12 +215,13 @@ class CPUBackend(ReferenceBackend):
         self.library.ember_stack(ctypes.byref(step), stack.native, len(stack.layers), x.data_ptr(), y.data_ptr())
         return y
 
-    def run_mixture(self, x: Tensor, mixture: Mixture) -> Tensor:
+    def run_mixture(self, x: Tensor, mixture: Mixture, out: Tensor | None = None) -> Tensor:
         if mixture.router.layout < 0 or isinstance(mixture.experts, StackedExperts):
-            return super().run_mixture(x, mixture)
-        assert x.is_contiguous() and x.shape[1] == mixture.router.k
-        self.library.ember_mixture(ctypes.byref(mixture.native), len(x), x.data_ptr())
-        return x
+            return super().run_mixture(x, mixture, out)
+        out = x if out is None else out
+        assert x.is_contiguous() and out.is_contiguous() and x.shape == out.shape and x.shape[1] == mixture.router.k
+        self.library.ember_mixture(ctypes.byref(mixture.native), len(x), x.data_ptr(), out.data_ptr())
+        return out
 
     def convolve(self, x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:
         assert x.stride(1) == 1 and x.dtype == states.conv.dtype == torch.float32 and states.conv.is_contiguous()

@@ -5,12 +5,13 @@ extern "C" {
 
 enum Mode { kStore, kAdd, kGated, kGatedGelu };
 // The same numbers as packed_weight.py. From kQ4_0 on: codes and scales of GGUF blocks, see blocks.h.
-enum Layout { kBf16, kF32, kAmx, kF16, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kIq4Nl, kMxfp4 };
+enum Layout { kBf16, kF32, kTiles, kF16, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kIq4Nl, kMxfp4 };
 
 struct Layer {
-    const void *qkv, *o, *gate_up, *down;
+    const void *qkv, *o, *gate_up, *down, *qkv_tail;
     const float *qkv_bias, *o_bias, *attention_norm, *ffn_norm, *q_norm, *k_norm;
     int qkv_layout, o_layout, gate_up_layout, down_layout, window;
+    int tail_layout, tail_rows;  // the last rows of qkv, if they have another layout than the first; 0: there are none
 };
 
 struct Expert {
@@ -24,6 +25,7 @@ struct Mixture {
     const void *router, *shared_gate;
     const float *norm, *router_bias, *correction;
     int router_layout, shared_gate_layout, count, top_k, renormalize, sigmoid, groups, top_groups, group_best, scales_inputs, hidden;
+    int first_expert, num_experts;  // of `experts`, which may be a part of all
     float eps, scale, shared_scale, swiglu_alpha, swiglu_limit;  // a limit of 0: the activation is silu
 };
 
@@ -78,6 +80,10 @@ struct DeltaRule {
 
 void ember_linear(const float* x, const void* w, int layout, int m, int n, int k, const float* bias, const float* norm, float eps,
                   float* y, int mode);
+
+// The same into n columns of rows with a stride.
+void ember_linear_columns(const float* x, const void* w, int layout, int m, int n, int k, const float* bias, const float* norm,
+                          float eps, float* y, int mode, long stride);
 
 void ember_rms_norm(const float* x, const float* weight, float eps, int m, int k, float* out);
 

@@ -16,9 +16,10 @@ class NativeLayer(ctypes.Structure):
     """The C struct `Layer` of entries.h, with the fields of a dense_stack.DenseLayer."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, POINTER) for name in ("qkv", "o", "gate_up", "down", "qkv_tail")),
         *((name, POINTER) for name in ("qkv_bias", "o_bias", "attention_norm", "ffn_norm", "q_norm", "k_norm")),
         *((name, INT) for name in ("qkv_layout", "o_layout", "gate_up_layout", "down_layout", "window")),
+        *((name, INT) for name in ("tail_layout", "tail_rows")),
     )
 
 
@@ -51,7 +52,10 @@ class NativeMixture(ctypes.Structure):
         *((name, ctypes.POINTER(NativeExpert)) for name in ("experts", "shared")),
         *((name, POINTER) for name in ("router", "shared_gate", "norm", "router_bias", "correction")),
         *((name, INT) for name in ("router_layout", "shared_gate_layout", "count", "top_k", "renormalize", "sigmoid")),
-        *((name, INT) for name in ("groups", "top_groups", "group_best", "scales_inputs", "hidden")),
+        *(
+            (name, INT)
+            for name in ("groups", "top_groups", "group_best", "scales_inputs", "hidden", "first_expert", "num_experts")
+        ),
         *((name, FLOAT) for name in ("eps", "scale", "shared_scale", "swiglu_alpha", "swiglu_limit")),
     )
 
@@ -94,7 +98,6 @@ ARGUMENT_TYPES = {"p": POINTER, "i": INT, "l": LONG, "f": FLOAT}
 # One letter per argument, in the order of the C++ declarations. Pointers are data_ptr() integers or None.
 VOID_FUNCTIONS = {
     "ember_pack": "ppiiii",
-    "ember_pack_blocks": "ppiiii",
     "ember_linear": "ppiiiippfpi",
     "ember_embed": "pipiiip",
     "ember_norm": "plpfiiiipl",
@@ -102,7 +105,7 @@ VOID_FUNCTIONS = {
     "ember_rope": "pppippfppillpiiiiii",
     "ember_attention": "pppillpippifiiiiiifpip",
     "ember_stack": "ppipp",
-    "ember_mixture": "pip",
+    "ember_mixture": "pipp",
     "ember_convolution": "p",
     "ember_delta_rule": "p",
     "ember_gated_norm": "pplpfiii",
@@ -117,6 +120,7 @@ VOID_FUNCTIONS = {
 }
 LONG_FUNCTIONS = {  # the same for functions that return a long
     "ember_blocks_bytes": "iii",
+    "ember_pack_blocks": "ppiiii",
     "ember_unweight_encode": "plippp",
     "ember_unweight_decode": "plplipip",
     "ember_kv_pack": "plip",
@@ -141,7 +145,7 @@ def load_library(path: Path) -> ctypes.CDLL:
     for name, letters in LONG_FUNCTIONS.items():
         entry = getattr(library, name)
         entry.argtypes, entry.restype = [ARGUMENT_TYPES[letter] for letter in letters], c_long
-    library.ember_panel.restype = library.ember_threads.restype = library.ember_amx.restype = c_int
+    library.ember_panel.restype = library.ember_threads.restype = library.ember_has_bf16.restype = c_int
     library.ember_progress.restype = c_long
     library.ember_isa.restype = ctypes.c_char_p
     library.ember_suffix_new.argtypes, library.ember_suffix_new.restype = [LONG], c_void_p

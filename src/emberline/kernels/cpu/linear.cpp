@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "amx.h"
+#include "bf16_dot.h"
 #include "blocks.h"
 #include "entries.h"
 #include "linear.h"
@@ -120,7 +121,8 @@ extern "C" {
 int ember_panel() { return kPanel; }
 
 void ember_pack(const void* from, void* to, int layout, int n, int k, int gated) {
-    if (layout == kAmx) amx::pack(static_cast<const bf16*>(from), static_cast<bf16*>(to), n, k, gated);
+    auto pack_tiles = amx::available() ? amx::pack : bf16_dot::pack;
+    if (layout == kTiles) pack_tiles(static_cast<const bf16*>(from), static_cast<bf16*>(to), n, k, gated);
     else if (layout == kF32) pack(static_cast<const float*>(from), static_cast<float*>(to), n, k, gated);
     else if (layout == kF16) pack(static_cast<const f16*>(from), static_cast<f16*>(to), n, k, gated);
     else pack(static_cast<const bf16*>(from), static_cast<bf16*>(to), n, k, gated);
@@ -128,17 +130,23 @@ void ember_pack(const void* from, void* to, int layout, int n, int k, int gated)
 
 void ember_linear(const float* x, const void* w, int layout, int m, int n, int k, const float* bias, const float* norm, float eps,
                   float* y, int mode) {
-    Linear op{x, m, n, k, bias, norm, eps, y, Mode(mode)};
+    ember_linear_columns(x, w, layout, m, n, k, bias, norm, eps, y, mode, n);
+}
+
+void ember_linear_columns(const float* x, const void* w, int layout, int m, int n, int k, const float* bias, const float* norm,
+                          float eps, float* y, int mode, long stride) {
+    Linear op{x, m, n, k, bias, norm, eps, y, Mode(mode), stride};
     if (layout >= kQ4_0) run_blocks(op, layout, static_cast<const uint8_t*>(w));
-    else if (layout == kAmx) amx::run(op, static_cast<const bf16*>(w));
+    else if (layout == kTiles) (amx::available() ? amx::run : bf16_dot::run)(op, static_cast<const bf16*>(w));
     else if (layout == kF32) run(op, static_cast<const float*>(w));
     else if (layout == kF16) run(op, static_cast<const f16*>(w));
     else run(op, static_cast<const bf16*>(w));
 }
 
 void ember_embed(const long* ids, int count, const void* table, int layout, int k, int packed, float* out) {
+    auto embed_tiles = amx::available() ? amx::embed : bf16_dot::embed;
     if (layout >= kQ4_0) embed_blocks(ids, count, layout, static_cast<const uint8_t*>(table), k, out);
-    else if (layout == kAmx) amx::embed(ids, count, static_cast<const bf16*>(table), k, out);
+    else if (layout == kTiles) embed_tiles(ids, count, static_cast<const bf16*>(table), k, out);
     else if (layout == kF32) gather(ids, count, static_cast<const float*>(table), k, packed, out);
     else if (layout == kF16) gather(ids, count, static_cast<const f16*>(table), k, packed, out);
     else gather(ids, count, static_cast<const bf16*>(table), k, packed, out);
@@ -180,6 +188,7 @@ void ember_soft_cap(float* x, long count, float cap) {
 void ember_set_threads(int threads) { set_threads(threads); }
 int ember_threads() { return threads(); }
 long ember_progress() { return progress(); }
-int ember_amx() { return amx::available(); }
-const char* ember_isa() { return amx::available() ? amx::kIsa : kIsa; }
+// Whether bf16 weights are packed as kTiles.
+int ember_has_bf16() { return amx::available() || bf16_dot::available(); }
+const char* ember_isa() { return amx::available() ? amx::kIsa : bf16_dot::available() ? bf16_dot::kIsa : kIsa; }
 }

@@ -14,6 +14,7 @@ struct Linear {
     float eps;
     float* y;
     Mode mode;
+    long stride;  // of y; gated products have n / 2
 };
 
 // Returns the row of the weight that column `column` of panel `panel` holds, or -1 where the last panel is padding. A gated
@@ -44,7 +45,7 @@ inline void write_outputs(const Linear& op, long panel, int first, int rows, con
     long first_column = panel * kPanel;
     int columns = int(std::min<long>(kPanel, op.n - first_column));
     for (int r = 0; r < rows; r++, sums += kPanel) {
-        float* y = op.y + (first + r) * long(op.n) + first_column;
+        float* y = op.y + (first + r) * op.stride + first_column;
         for (int j = 0; j < columns; j++) {
             float value = op.bias ? sums[j] + op.bias[first_column + j] : sums[j];
             y[j] = op.mode == kAdd ? y[j] + value : value;

@@ -119,7 +119,7 @@ void compute_expert(const Mixture& mix, const Expert& expert, const float* input
 }
 
 // Runs one expert for all rows that selected it.
-void run_expert(const Mixture& mix, const Assignment* assignments, int count, const float* normed, float* x) {
+void run_expert(const Mixture& mix, const Expert& expert, const Assignment* assignments, int count, const float* normed, float* x) {
     int hidden = mix.hidden;
     float* rows = scratch(kExpertRows, long(count) * hidden);
     for_rows(count, [&](int i) {
@@ -130,7 +130,7 @@ void run_expert(const Mixture& mix, const Assignment* assignments, int count, co
         else
             std::copy_n(from, hidden, to);
     });
-    compute_expert(mix, mix.experts[assignments->expert], rows, count, rows, kStore);
+    compute_expert(mix, expert, rows, count, rows, kStore);
     for_rows(count, [&](int i) {
         const float* from = rows + long(i) * hidden;
         float *to = x + long(assignments[i].row) * hidden, weight = mix.scales_inputs ? 1.0f : assignments[i].weight;
@@ -152,7 +152,7 @@ void run_shared(const Mixture& mix, const float* normed, int m, float* x) {
 
 }  // namespace
 
-extern "C" void ember_mixture(const Mixture* mixture, int m, float* x) {
+extern "C" void ember_mixture(const Mixture* mixture, int m, const float* x, float* out) {
     const Mixture& mix = *mixture;
     float* normed = scratch(kNormed, long(m) * mix.hidden);
     float *logits = scratch(kRouter, 2l * m * mix.count), *choice = logits + long(m) * mix.count;
@@ -163,12 +163,13 @@ extern "C" void ember_mixture(const Mixture* mixture, int m, float* x) {
         long first = long(row) * mix.count;
         select_experts(mix, row, logits + first, choice + first, &assignments[size_t(row) * mix.top_k]);
     });
-    if (mix.shared) run_shared(mix, normed, m, x);
+    if (mix.shared) run_shared(mix, normed, m, out);
     std::stable_sort(assignments.begin(), assignments.end(),
                      [](const Assignment& a, const Assignment& b) { return a.expert < b.expert; });
     for (auto first = assignments.begin(); first != assignments.end();) {
         auto next = std::find_if(first, assignments.end(), [&](const Assignment& other) { return other.expert != first->expert; });
-        run_expert(mix, &*first, int(next - first), normed, x);
+        int local = first->expert - mix.first_expert;  // experts of other ranks are skipped
+        if (local >= 0 && local < mix.num_experts) run_expert(mix, mix.experts[local], &*first, int(next - first), normed, out);
         first = next;
     }
 }

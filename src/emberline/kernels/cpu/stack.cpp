@@ -24,7 +24,11 @@ extern "C" void ember_stack(const Step* step, const Layer* layers, int count, fl
     for (int i = 0; i < count; i++) {
         const Layer& l = layers[i];
         void *keys = s.keys + i * s.key_layer_bytes, *values = s.values + i * s.value_layer_bytes;
-        ember_linear(x, l.qkv, l.qkv_layout, tokens, width, s.hidden, l.qkv_bias, l.attention_norm, s.eps, qkv, kStore);
+        int head = width - l.tail_rows;
+        ember_linear_columns(x, l.qkv, l.qkv_layout, tokens, head, s.hidden, l.qkv_bias, l.attention_norm, s.eps, qkv, kStore, width);
+        if (l.tail_rows)
+            ember_linear_columns(x, l.qkv_tail, l.tail_layout, tokens, l.tail_rows, s.hidden, l.qkv_bias ? l.qkv_bias + head : nullptr,
+                                 l.attention_norm, s.eps, qkv + head, kStore, width);
         ember_rope(qkv, s.positions, s.cos_sin, s.rotary, l.q_norm, l.k_norm, s.eps, keys, values, s.f32, s.key_stride,
                    s.value_stride, s.slots, tokens, s.q_heads, s.kv_heads, s.dim, s.block_size, 0);
         bool last = i == count - 1;

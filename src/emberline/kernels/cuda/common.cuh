@@ -26,6 +26,17 @@ DEVICE u32 pack(float low, float high) {
 }
 DEVICE bf16 to_bf16(float x) { return bf16{u16(pack(x, 0.f))}; }
 
+// x / (1 + exp(-x)), rounded as a division would. A division takes longer and compiles to a call, and setmaxnreg has no
+// effect in a kernel with calls. Numerator and denominator are divided by 4, because the approximate reciprocal of more
+// than 2^126 is 0.
+DEVICE float silu(float x) {
+  const float denominator = fminf(__fmaf_rn(expf(-x), .25f, .25f), 0x1.fffffep127f), numerator = x * .25f;
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(denominator));
+  const float quotient = numerator * reciprocal;
+  return __fmaf_rn(__fmaf_rn(-denominator, quotient, numerator), reciprocal, quotient);
+}
+
 // -- programmatic dependent launch
 // -------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from emberline.kernels import work_limits, worklist
 from emberline.kernels.attention_support import DECODE, HEAD_DIMS, PLAIN_SCORES, ScoreKind, explain_portable_kernels
-from emberline.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, make_tensor_map
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, count_sms, make_tensor_map
 from emberline.kernels.worklist import HEADER_INTS, TILE_KEYS, WorkList
 
 FILE = "decode.cu"
@@ -205,11 +205,6 @@ def _count_teams(row_heads: int) -> int:
 
 def _count_threads(row_heads: int) -> int:
     return 32 * (COMPUTE_WARPS * _count_teams(row_heads) + 1)
-
-
-@cache
-def count_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _make_cache_tensor_map(cache: Tensor, keys_per_copy: int) -> TensorMap:

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ LAUNCH_ATTRIBUTE_PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATIO
 LAUNCH_ATTRIBUTE_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 FUNCTION_ATTRIBUTE_MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 FUNCTION_ATTRIBUTE_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+H200_SMS = 132  # multiprocessors of an H100 or H200
 SWIZZLE_MODES = {0: 0, 32: 1, 64: 2, 128: 3}
+MAX_CACHED_TENSOR_MAPS, MAX_CACHED_LAUNCH_CONFIGS = 8192, 4096
 TENSOR_TYPES = {torch.uint8: 0, torch.float8_e4m3fn: 0, torch.int32: 4, torch.float32: 7, torch.bfloat16: 9}
 
 
@@ -77,6 +79,11 @@ class CudaKernel:
         self._function: ctypes.c_void_p | None = None
         self._shared = shared
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the kernel is loaded; otherwise a launch inside `compile_in_parallel` does nothing."""
+        return self._function is not None
+
     def load(self) -> CudaKernel:
         """Compile and load the kernel now, also inside `compile_in_parallel`, and return it."""
         if self._function is None:
@@ -106,21 +113,27 @@ class CudaKernel:
                 return
             self._function = self._module.load_function(self._name, self._shared)
         values = [_to_c_value(argument) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        attributes = (_LaunchAttribute * 2)()
-        count = 0
-        if pdl and supports_pdl():
-            attributes[count].id, attributes[count].value[0] = LAUNCH_ATTRIBUTE_PDL, 1
-            count += 1
-        if cluster > 1:
-            attributes[count].id = LAUNCH_ATTRIBUTE_CLUSTER
-            attributes[count].value[0:3] = cluster, 1, 1
-            count += 1
-        stream = torch.cuda.current_stream().cuda_stream
-        config = _LaunchConfig(
-            grid, (threads, 1, 1), self._shared if shared_bytes is None else shared_bytes, stream, attributes, count
-        )
-        check_status(driver_library().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        shared = self._shared if shared_bytes is None else shared_bytes
+        config = _make_launch_config(grid, threads, shared, stream, pdl and supports_pdl(), cluster)
+        check_status(driver_library().cuLaunchKernelEx(config, self._function, pointers, None))
+
+
+@lru_cache(MAX_CACHED_LAUNCH_CONFIGS)
+def _make_launch_config(
+    grid: tuple[int, int, int], threads: int, shared: int, stream: int, pdl: bool, cluster: int
+) -> ctypes._Pointer[_LaunchConfig]:
+    attributes = (_LaunchAttribute * 2)()
+    count = 0
+    if pdl:
+        attributes[count].id, attributes[count].value[0] = LAUNCH_ATTRIBUTE_PDL, 1
+        count += 1
+    if cluster > 1:
+        attributes[count].id = LAUNCH_ATTRIBUTE_CLUSTER
+        attributes[count].value[0:3] = cluster, 1, 1
+        count += 1
+    return ctypes.pointer(_LaunchConfig(grid, (threads, 1, 1), shared, stream, attributes, count))
 
 
 class CudaModule:
@@ -190,19 +203,31 @@ def make_tensor_map(tensor: Tensor, box: Sequence[int], *, swizzle: int = 128) -
     `box` has one number per dimension of the tensor. The last dimension must be contiguous. Elements outside the tensor
     are read as zero.
     """
-    dims = tensor.dim()
-    assert tensor.stride(-1) == 1 and len(box) == dims
-    sizes = (ctypes.c_uint64 * dims)(*reversed(tensor.shape))
-    strides = (ctypes.c_uint64 * max(dims - 1, 1))(
-        *(tensor.stride(d) * tensor.element_size() for d in reversed(range(dims - 1)))
-    )
+    strides = tensor.stride()
+    assert strides[-1] == 1 and len(box) == len(strides)
+    return _encode_tensor_map(tensor.data_ptr(), tensor.dtype, tensor.shape, strides, tuple(box), swizzle)
+
+
+# Activations of uncaptured steps are mostly at the same addresses.
+@lru_cache(MAX_CACHED_TENSOR_MAPS)
+def _encode_tensor_map(
+    address: int,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    element_strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+) -> TensorMap:
+    dims = len(shape)
+    sizes = (ctypes.c_uint64 * dims)(*reversed(shape))
+    strides = (ctypes.c_uint64 * max(dims - 1, 1))(*(s * dtype.itemsize for s in reversed(element_strides[:-1])))
     steps = (ctypes.c_uint32 * dims)(*([1] * dims))
     boxes = (ctypes.c_uint32 * dims)(*reversed(box))
     result = TensorMap.allocate()
     promote_256_bytes = 3
     check_status(
         driver_library().cuTensorMapEncodeTiled(
-            ctypes.byref(result), TENSOR_TYPES[tensor.dtype], dims, ctypes.c_void_p(tensor.data_ptr()), sizes, strides,
+            ctypes.byref(result), TENSOR_TYPES[dtype], dims, ctypes.c_void_p(address), sizes, strides,
             boxes, steps, 0, SWIZZLE_MODES[swizzle], promote_256_bytes, 0,
         )
     )  # fmt: skip
@@ -211,12 +236,12 @@ def make_tensor_map(tensor: Tensor, box: Sequence[int], *, swizzle: int = 128) -
 
 def _to_c_value(argument: KernelArgument) -> ctypes._CData:
     match argument:
+        case int():  # also bool
+            return ctypes.c_int(argument)
         case Tensor():
             return ctypes.c_void_p(argument.data_ptr())
         case None:
             return ctypes.c_void_p()
-        case bool() | int():
-            return ctypes.c_int(argument)
         case float():
             return ctypes.c_float(argument)
         case _:
@@ -238,6 +263,14 @@ def device_options() -> tuple[str, ...]:
         return nvrtc.compiler_options()
     major, minor = torch.cuda.get_device_capability()
     return nvrtc.compiler_options(f"sm_{major}{minor}" + "a" * ((major, minor) == HOPPER_CAPABILITY))
+
+
+@cache
+def count_sms(device: torch.device | None = None) -> int:
+    """Return the multiprocessors of a GPU, by default of the current one; without any, plans are made for an H200."""
+    if not torch.cuda.is_available():
+        return H200_SMS
+    return torch.cuda.get_device_properties(device or "cuda").multi_processor_count
 
 
 @cache

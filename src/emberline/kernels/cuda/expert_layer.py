@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.arguments import LinearLayer, LinearOutput
-from emberline.kernels.cuda import narrow_experts, routed_experts
+from emberline.kernels.cuda import narrow_experts, routed_experts, router, wide
 from emberline.kernels.mixture import Mixture, SharedExpert
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import WeightLayout
-from emberline.kernels.triton import experts, norm, router
+from emberline.kernels.triton import experts, linear, norm
+from emberline.kernels.triton import router as triton_router
 from emberline.kernels.triton.grouped import add_expert_outputs
 
 MAX_ROWS_IN_TWO_STREAMS = 64  # with 256 rows of DeepSeek-V2-Lite, one stream is 3 % faster
@@ -29,43 +30,65 @@ class ExpertLayer:
         self._backend, self._uses_hopper = backend, uses_hopper
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # second streams
 
-    def run(self, x: Tensor, mixture: Mixture) -> Tensor:
-        """Add the output of the mixture to x in place."""
+    def run(self, x: Tensor, mixture: Mixture, out: Tensor) -> Tensor:
+        """Add the output of the mixture for x to `out`, which may be x, and return `out`."""
         shared = mixture.shared
         normed, logits = self._norm_and_score(x, mixture)
         if shared is None:
-            if self._uses_hopper and routed_experts.add_selected_experts(x, normed, logits, mixture):
-                return x
-            return self._add_experts(x, normed, logits, mixture)
+            if self._uses_hopper and routed_experts.add_selected_experts(out, normed, logits, mixture):
+                return out
+            return self._add_experts(out, normed, logits, mixture)
         assert mixture.clamp is None, "no shared expert has a clamped activation"
-        gate = None
+        second, gate = self._get_second_stream(x.device), None
         if shared.gate is not None:
             gate = self._backend.linear(normed, LinearLayer(shared.gate), LinearOutput(float32=True))
         if len(x) <= MAX_ROWS_IN_TWO_STREAMS:
-            return self._run_in_two_streams(x, normed, logits, mixture, gate)
+            return self._run_in_two_streams(second, out, normed, logits, mixture, gate)
         inner = self._backend.gate_up_silu(normed, LinearLayer(shared.expert.gate_up))
         adds = gate is None and shared.scale == 1.0
-        outputs = self._backend.linear(inner, LinearLayer(shared.expert.down), LinearOutput(add_to=x if adds else None))
-        return self._add_experts(x, normed, logits, mixture, None if adds else outputs, gate)
+        outputs = self._backend.linear(
+            inner, LinearLayer(shared.expert.down), LinearOutput(add_to=out if adds else None)
+        )
+        return self._add_experts(out, normed, logits, mixture, None if adds else outputs, gate)
 
     def _norm_and_score(self, x: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
         """Return the normed rows, and the router's logits in float32."""
         weight, bias = mixture.router, mixture.routing.bias
-        if len(x) <= router.MAX_ROWS and weight.layout is WeightLayout.ROWS and not weight.fixed_order:
-            return router.norm_and_score(x, mixture.norm, mixture.eps, weight.data, bias, pdl=True)
+        if weight.layout is WeightLayout.ROWS and not weight.fixed_order:
+            if len(x) <= triton_router.MAX_ROWS:
+                return triton_router.norm_and_score(x, mixture.norm, mixture.eps, weight.data, bias, pdl=True)
+            if self._uses_hopper and router.supports(x, weight.data):
+                return router.norm_and_score(x, mixture.norm, mixture.eps, weight.data, bias)
         normed = norm.rms_norm(x, mixture.norm, mixture.eps, pdl=True)
         return normed, self._backend.linear(normed, LinearLayer(weight, bias), LinearOutput(float32=True))
 
+    def _get_second_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream of the shared expert. The first call, of any number of rows, must not be captured.
+
+        Kernels exchange sums in memory of their stream, which must be zeroed before a capture.
+        """
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+            with torch.cuda.stream(self._streams[device]):
+                if self._uses_hopper:
+                    wide.get_exchange_memory(device)
+                linear.arrival_counters(device)
+        return self._streams[device]
+
     def _run_in_two_streams(
-        self, x: Tensor, normed: Tensor, logits: Tensor, mixture: Mixture, gate: Tensor | None
+        self,
+        second: torch.cuda.Stream,
+        x: Tensor,
+        normed: Tensor,
+        logits: Tensor,
+        mixture: Mixture,
+        gate: Tensor | None,
     ) -> Tensor:
         shared = mixture.shared
         assert shared is not None
         # Allocated in the main stream, which waits for the second one before the memory is used again.
         inner, outputs = x.new_empty(len(x), shared.expert.down.k), torch.empty_like(x)
-        main, second = torch.cuda.current_stream(x.device), self._streams.get(x.device)
-        if second is None:
-            second = self._streams[x.device] = torch.cuda.Stream(x.device)
+        main = torch.cuda.current_stream(x.device)
         second.wait_stream(main)
         try:
             with torch.cuda.stream(second):
@@ -74,8 +97,8 @@ class ExpertLayer:
         finally:  # also after an error: a capture cannot end while a stream is not joined, and memory is reused
             main.wait_stream(second)
         return add_expert_outputs(
-            x, routed.outputs, mixture.routing.experts_per_row, sorted_rows=routed.sorted_rows,
-            weighted=routed.weighted, shared=outputs, shared_gate=gate, shared_scale=shared.scale,
+            x, routed.outputs, mixture.routing.experts_per_row, places=routed.places, weights=routed.weights,
+            shared=outputs, shared_gate=gate, shared_scale=shared.scale,
         )  # fmt: skip
 
     def _run_shared(self, normed: Tensor, shared: SharedExpert, inner: Tensor, outputs: Tensor) -> None:
@@ -93,8 +116,8 @@ class ExpertLayer:
     ) -> Tensor:
         routed = self._run_routed(normed, logits, mixture)
         return add_expert_outputs(
-            x, routed.outputs, mixture.routing.experts_per_row, sorted_rows=routed.sorted_rows,
-            weighted=routed.weighted, shared=shared, shared_gate=gate, shared_scale=mixture.shared_scale, pdl=True,
+            x, routed.outputs, mixture.routing.experts_per_row, places=routed.places, weights=routed.weights,
+            shared=shared, shared_gate=gate, shared_scale=mixture.shared_scale, pdl=True,
         )  # fmt: skip
 
     def _run_routed(self, normed: Tensor, logits: Tensor, mixture: Mixture) -> routed_experts.RoutedOutputs:

@@ -11,9 +11,9 @@ from itertools import product
 
 from torch import Tensor
 
-from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument, make_tensor_map
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument, count_sms, make_tensor_map
 from emberline.kernels.cuda.expert_matrices import ExpertMatrices
-from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS, SLOT_K
+from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, SLOT_K
 from emberline.kernels.cuda.routing import EXPERTS_PER_LANE, choose_experts_per_lane
 from emberline.kernels.cuda.uw12 import BLOCK_ROWS
 from emberline.kernels.mixture import Routing
@@ -60,11 +60,11 @@ def multiply_gate_up(
     inner = x.new_empty(MAX_ROWS * used, weight.n // 2)
     sizes = f"{plan.blocks}, {plan.warps}, {choose_experts_per_lane(experts)}"
     _get_kernel(f"multiply_gate_up<{weight.source_name}, {sizes}>")(
-        (plan.ctas_per_sm * NUM_SMS, 1, 1),
+        (plan.ctas_per_sm * count_sms(), 1, 1),
         32 * plan.warps,
         (
             *(weight.make_argument(plan.blocks), make_tensor_map(x, (1, SLOT_K)), inner),
-            *_make_rules(logits, rules),
+            *list_selection_rules(logits, rules),
             *(weight.n, weight.k, plan.stages),
         ),
         pdl=pdl,
@@ -96,7 +96,7 @@ def add_down(
         32 * plan.warps,
         (
             *(weight.make_argument(1), make_tensor_map(inner, (1, SLOT_K)), state),
-            *_make_rules(logits, rules),
+            *list_selection_rules(logits, rules),
             *(weight.n, weight.k, slot, plan.stages),
         ),
         pdl=pdl,
@@ -109,7 +109,7 @@ def _round_up(size: int) -> int:
     return -(-size // 1024) * 1024  # the kernels' rows of x must be aligned
 
 
-def _make_rules(logits: Tensor, rules: Routing) -> tuple[KernelArgument, ...]:
+def list_selection_rules(logits: Tensor, rules: Routing) -> tuple[KernelArgument, ...]:
     rows, experts = logits.shape
     is_sigmoid = rules.scores == "sigmoid"
     return (

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.cuda import gemm, wide
-from emberline.kernels.cuda.linear import NUM_SMS, SLOT_K, BF16Weight
+from emberline.kernels.cuda.driver import count_sms
+from emberline.kernels.cuda.linear import SLOT_K, BF16Weight
 from emberline.kernels.cuda.uw12 import UW12Weight
 from emberline.kernels.cuda.wide import TileConfig, WidePlan
 
@@ -33,7 +34,7 @@ def choose_split(n: int, k: int) -> int:
     The number must not depend on anything else, because it determines the last bits of the result.
     """
     tiles = n // TILE_ROWS
-    split = 4 if 4 * tiles <= NUM_SMS else 2 if tiles <= NUM_SMS else 1
+    split = 4 if 4 * tiles <= count_sms() else 2 if tiles <= count_sms() else 1
     return max(1, min(split, k // SLOT_K // MIN_PART_SLOTS))
 
 

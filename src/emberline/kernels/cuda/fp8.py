@@ -20,7 +20,10 @@ from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.triton import norm
 
-MAX_EXACT_ROWS = skinny.MAX_FP8_ROWS  # rows of x up to which inputs stay bf16
+MAX_EXACT_ROWS = 16  # rows of x up to which inputs stay bf16
+# The same if inputs are not normed: then there is no kernel before the product that could quantise them. Larger weights
+# are faster with float8 inputs.
+MAX_PLAIN_ROWS, MAX_PLAIN_WEIGHTS = skinny.MAX_ROWS, 4096 * 16384
 MAX_WIDE_ROWS = 128  # rows of x up to which fp8_wide is faster than fp8_gemm
 MAX_DEEP_WIDE_ROWS = 256  # the same for weights with more columns than rows, of which fp8_gemm has too few tiles
 
@@ -64,7 +67,7 @@ def _multiply(
     w, m, bias = _weight_of(layer), len(x), None if gated else layer.bias
     if m == 0:
         return out
-    if m <= MAX_EXACT_ROWS:
+    if m <= _max_exact_rows(layer):
         normed = x if layer.norm is None else norm.rms_norm(x, layer.norm, layer.eps, pdl=True)
         return skinny.linear(normed, w, out=out, bias=bias, residual=residual, gated=gated)
     rows = quantise_rows(x, norm=layer.norm, eps=layer.eps, blocks=w.has_blocks)
@@ -76,6 +79,11 @@ def _multiply(
         return _multiply_in_parts(rows, w, out, bias)
     fp8_gemm.linear(rows, w, out=out, residual=residual, gated=gated)
     return out if bias is None else out.add_(bias)
+
+
+def _max_exact_rows(layer: LinearLayer) -> int:
+    is_plain = layer.norm is None and layer.weight.n * layer.weight.k <= MAX_PLAIN_WEIGHTS
+    return MAX_PLAIN_ROWS if is_plain else MAX_EXACT_ROWS
 
 
 def _multiply_in_parts(rows: QuantisedRows, w: FP8Weight, out: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.cuda import gemm
-from emberline.kernels.cuda.driver import CudaKernel, CudaModule, make_tensor_map
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, count_sms, make_tensor_map
 from emberline.kernels.cuda.fp8_weight import UNIT_K, FP8Weight, supports_shape
 from emberline.kernels.cuda.gemm import EPILOGUES, PANEL_SIZE, THREADS, TILE_ROWS, GemmPlan
-from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS, SLOT_K, choose_epilogue
+from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, SLOT_K, choose_epilogue
 from emberline.kernels.cuda.quantise_rows import QuantisedRows
 
 FILE = gemm.FILE
@@ -56,7 +56,7 @@ def linear(
     assert plan.width <= MAX_BLOCK_WIDTH or not w.has_blocks
     outputs = make_tensor_map(out, (PANEL_SIZE, PANEL_SIZE))
     _get_kernel(kernel_name(plan, epilogue, w.has_blocks))(
-        (plan.cluster * min(NUM_SMS // plan.cluster, plan.count_tiles(m, w.n)), 1, 1),
+        (plan.cluster * min(count_sms() // plan.cluster, plan.count_tiles(m, w.n)), 1, 1),
         THREADS,
         (
             make_tensor_map(x.codes, (TILE_ROWS, UNIT_K)),

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.cuda import wide
-from emberline.kernels.cuda.driver import CudaKernel, CudaModule, make_tensor_map
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, count_sms, make_tensor_map
 from emberline.kernels.cuda.fp8_weight import UNIT_K, FP8Weight, supports_shape
-from emberline.kernels.cuda.linear import EPILOGUES, MAX_SHARED_BYTES, NUM_SMS, SLOT_K, choose_epilogue
+from emberline.kernels.cuda.linear import EPILOGUES, MAX_SHARED_BYTES, SLOT_K, choose_epilogue
 from emberline.kernels.cuda.quantise_rows import QuantisedRows
 from emberline.kernels.cuda.wide import TileConfig, WidePlan
 
@@ -130,7 +130,7 @@ def choose_plan(columns: int, n: int, k: int, *, gated: bool = False, has_blocks
 def make_plan(columns: int, n: int, k: int, config: TileConfig) -> WidePlan:
     """Return the plan for a configuration: that of bf16 with half as many columns (k), which are as many bytes."""
     plan = wide.make_plan(columns, n, -(-k // UNIT_K) * SLOT_K, config)
-    assert plan.grid <= config.ctas_per_sm * NUM_SMS or config.split > 1
+    assert plan.grid <= config.ctas_per_sm * count_sms() or config.split > 1
     return replace(plan, stages=max(2, plan.stages))
 
 

@@ -32,7 +32,7 @@
 // + 8] are a gate and its up.
 #include "common.cuh"
 #include "wgmma.cuh"
-#include "wgmma_fp8.cuh"
+#include "wgmma_products.cuh"
 
 enum Epilogue { STORE, ADD, GATED };
 
@@ -105,30 +105,6 @@ template <int CTAS> DEVICE void copy_tile_multicast(u32 to, const TensorMap* map
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
       ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;"
       ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(u16((1 << CTAS) - 1)), "l"(policy) : "memory");
-}
-
-// -- warpgroup products -----------------------------------------------------------------------------------------------
-
-// wgmma's descriptor of rows of 64 k: address, and stride from 8 rows to the next 8, in units of 16 bytes, with the
-// 128-byte swizzle. The next 16 k are 32 bytes further. In a cluster, an address contains the CTA's rank in high bits,
-// which are masked.
-DEVICE u64 matrix_descriptor(u32 address) {
-  return u64((address & 0x3ffff) >> 4) | 1ull << 16 | u64(1024 >> 4) << 32 | 1ull << 62;
-}
-
-
-// d = x w^T over 16 k, or d += x w^T if `accumulate`.
-DEVICE void wgmma(float (&d)[64], u64 x, u64 w, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "l"(x), "l"(w), "r"(accumulate));
-}
-DEVICE void wgmma(float (&d)[128], u64 x, u64 w, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p;\n setp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, %128, %129, p, 1, 1, 0, 0; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96) : "l"(x), "l"(w), "r"(accumulate));
 }
 
 // -- the producer thread ----------------------------------------------------------------------------------------------
@@ -279,15 +255,6 @@ DEVICE void accumulate_parts(float (&d)[S::WIDTH / 2], Ring& ring, int units, in
   for (int i = 0; i < S::WIDTH / 2; i++) d[i] = total[i];
 }
 
-DEVICE float approximate_reciprocal(float x) { asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x)); return x; }
-// x / (1 + exp(-x)), rounded as a division would. A division compiles to a call, and setmaxnreg has no effect in a
-// kernel with calls. Numerator and denominator are divided by 4, because the approximate reciprocal of more than 2^126
-// is 0.
-DEVICE float silu(float x) {
-  const float denominator = fminf(__fmaf_rn(expf(-x), .25f, .25f), 0x1.fffffep127f), numerator = x * .25f;
-  const float reciprocal = approximate_reciprocal(denominator), quotient = numerator * reciprocal;
-  return __fmaf_rn(__fmaf_rn(-denominator, quotient, numerator), reciprocal, quotient);
-}
 DEVICE u32 multiply_pairs(u32 a, u32 b) { asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b)); return a; }
 
 DEVICE void store_matrices(u32 at, const u32 (&r)[4]) {

@@ -13,8 +13,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda.driver import CudaKernel, CudaModule, make_tensor_map
-from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS, SLOT_K, BF16Weight, choose_epilogue
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, count_sms, make_tensor_map
+from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, SLOT_K, BF16Weight, choose_epilogue
 
 FILE = "gemm.cu"
 MIN_ROWS, MAX_ROWS = 129, 32768
@@ -96,7 +96,7 @@ def linear(
     assert plan.band > 0 and plan.lag < STAGES_BY_WIDTH[plan.width], "the warpgroup that is ahead needs free stages"
     outputs = make_tensor_map(out, (PANEL_SIZE, PANEL_SIZE))
     _get_kernel(plan.kernel_name(epilogue))(
-        (plan.cluster * min(NUM_SMS // plan.cluster, plan.count_tiles(m, w.n)), 1, 1),
+        (plan.cluster * min(count_sms() // plan.cluster, plan.count_tiles(m, w.n)), 1, 1),
         THREADS,
         (
             make_tensor_map(x, (TILE_ROWS, SLOT_K)),
@@ -124,7 +124,7 @@ def estimate_us(plan: GemmPlan, m: int, n: int, k: int) -> float:
 
     Reads from device memory are assumed not to be a limit.
     """
-    tiles, clusters = plan.count_tiles(m, n), NUM_SMS // plan.cluster
+    tiles, clusters = plan.count_tiles(m, n), count_sms() // plan.cluster
     busy_ctas = min(tiles, clusters) * plan.cluster
     fetched_bytes = plan.stage_bytes - 128 * plan.width * (plan.cluster - 1) // plan.cluster
     step = max(2 * TILE_ROWS * plan.width * SLOT_K / SM_FLOP_PER_US, busy_ctas * fetched_bytes / L2_BYTES_PER_US)

@@ -5,90 +5,20 @@
 // Items. An item is a tile and 64 GROUPS rows of its expert's matrix, 64 for each warpgroup. A CTA computes item after
 // item while the ring runs on.
 //
-// Few rows of each expert (COLUMNS is 32): reading the weights takes most of the time. The rows of x are fetched one by
-// one, from where they are.
-//
-// Many rows: x was copied into the order of the tiles. The instruction has as many columns as the tile has rows, rounded
-// up to 32. Two CTAs of a cluster may compute different rows of w for the same tile; each fetches half of the rows of x,
-// by multicast. Otherwise the L2 would have to deliver more than it can.
+// Inputs. With tiles of 32 rows, the rows of x may be fetched one by one from where they are. Otherwise x is in the order of
+// the tiles, and 32 rows are fetched at a time. The instruction has as many columns as the tile has rows, rounded up to 32.
+// Two CTAs of a cluster may compute different rows of w for the same tile; each fetches half of the rows of x, by
+// multicast. Otherwise the L2 would have to deliver more than it can.
 //
 // Gates and ups. A block of 16 rows has 8 rows of gate and the 8 matching rows of up, as in few_experts.cu, so that a lane
 // holds both of an output.
 #include "common.cuh"
 #include "wgmma.cuh"
 #include "uw12.cuh"
-#include "wide_products.cuh"
+#include "wgmma_products.cuh"
 #include "wide.cuh"
-
-constexpr int BOX_ROWS = 32;  // rows of x that a copy fetches, with many rows
-
-DEVICE int load_int(const int* at) {
-  int v;
-  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-  return v;
-}
-
-// -- weights ----------------------------------------------------------------------------------------------------------
-
-// An item's rows of w: 64 GROUPS rows `block` of an expert's matrix, which has `blocks` such blocks.
-struct ItemRows {
-  int expert, block, blocks;
-  DEVICE int index() const { return expert * blocks + block; }
-};
-
-struct PlainRows {  // [experts * n, k]
-  static constexpr bool PACKED = false;
-  TensorMap map;
-  DEVICE u32 header_bytes(int) const { return 0; }
-  template <int GROUPS> DEVICE void fetch(u32 to, ItemRows rows, int unit, int, u32 barrier, u64 policy) const {
-    copy_tile(to, &map, 64 * unit, 64 * GROUPS * rows.index(), barrier, policy);
-  }
-  template <int GROUPS> DEVICE void fetch_headers(u32, ItemRows, u32, u64) const {}
-  template <int GROUPS> DEVICE void prefetch(ItemRows, int, int) const {}
-};
-struct PlainPairs {  // [experts, width / 8, 2, 8, k]
-  static constexpr bool PACKED = false;
-  TensorMap map;
-  DEVICE u32 header_bytes(int) const { return 0; }
-  template <int GROUPS> DEVICE void fetch(u32 to, ItemRows rows, int unit, int, u32 barrier, u64 policy) const {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;"
-        ::"r"(to), "l"(&map), "r"(barrier), "r"(64 * unit), "r"(0), "r"(4 * GROUPS * rows.block), "r"(rows.expert),
-          "l"(policy) : "memory");
-  }
-  template <int GROUPS> DEVICE void fetch_headers(u32, ItemRows, u32, u64) const {}
-  template <int GROUPS> DEVICE void prefetch(ItemRows rows, int count, int) const {
-#pragma unroll 1
-    for (int unit = 0; unit < count; unit++)
-      asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %2, %3, %4}];"
-                   ::"l"(&map), "r"(64 * unit), "r"(0), "r"(4 * GROUPS * rows.block), "r"(rows.expert) : "memory");
-  }
-};
-struct PackedUnits {
-  static constexpr bool PACKED = true;
-  const u8 *planes, *headers;
-  u32 stride;  // bytes of a header
-  int total_blocks;
-  DEVICE u32 header_bytes(int groups) const { return 4 * groups * stride; }
-  template <int GROUPS> DEVICE void fetch(u32 to, ItemRows rows, int unit, int units, u32 barrier, u64 policy) const {
-    const u8* const from = planes + unit_offset(4 * GROUPS * rows.index(), unit, units);
-#pragma unroll
-    for (int i = 0; i < GROUPS; i++)
-      copy_bytes(to + i * 4 * UNIT_BYTES, from + i64(i) * units * 4 * UNIT_BYTES, 4 * UNIT_BYTES, barrier, policy);
-  }
-  template <int GROUPS> DEVICE void fetch_headers(u32 to, ItemRows rows, u32 barrier, u64 policy) const {
-    copy_bytes(to, headers + i64(4 * GROUPS) * rows.index() * stride, 4 * GROUPS * stride, barrier, policy);
-  }
-  // Fetches the first `count` units of k into the L2.
-  template <int GROUPS> DEVICE void prefetch(ItemRows rows, int count, int units) const {
-    const u8* const from = planes + unit_offset(4 * GROUPS * rows.index(), 0, units);
-#pragma unroll
-    for (int i = 0; i < GROUPS; i++)
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
-                   ::"l"(from + i64(i) * units * 4 * UNIT_BYTES), "r"(count * 4 * UNIT_BYTES) : "memory");
-  }
-};
+#include "expert_tiles.cuh"
+#include "expert_products.cuh"
 
 // -- items ------------------------------------------------------------------------------------------------------------
 
@@ -113,29 +43,18 @@ struct Items {
 // What the producer needs of an item.
 struct FetchedItem {
   int step, tile, expert, rows;
-  int row;  // of x, of the lane's column
 };
-template <int COLUMNS> DEVICE FetchedItem load_item(const Items& items, int step, int lane) {
-  FetchedItem found{step, items.tile(step), 0, 0, 0};
+DEVICE FetchedItem load_item(const Items& items, int step) {
+  FetchedItem found{step, items.tile(step), 0, 0};
   if (step >= items.count()) return found;
   found.expert = load_int(items.tiles.experts + found.tile), found.rows = load_int(items.tiles.counts + found.tile);
-  found.row = found.tile * COLUMNS + lane;
-  if (COLUMNS <= 32 && items.tiles.divisor && lane < COLUMNS)
-    found.row = load_int(items.tiles.order + found.row) / items.tiles.divisor;
   return found;
 }
-
-// The headers of an item's rows in shared memory, double-buffered; each warp reads one. Barriers: two FULL, two EMPTY.
-struct HeaderBuffers {
-  u32 memory, bytes, barriers;
-  DEVICE u32 at(int i) const { return memory + (i & 1) * bytes; }
-  DEVICE u32 full(int i) const { return barriers + 8 * (i & 1); }
-  DEVICE u32 empty(int i) const { return barriers + 16 + 8 * (i & 1); }
-};
 
 // Fetches item after item into the ring. Called by a warp. `weights_first`: x is not complete before the preceding
 // kernel has ended, but all else is.
 template <class S, class W> struct Producer {
+  static constexpr int BOXES = S::COLUMNS / BOX_ROWS;
   Ring ring;
   const W* weights;
   const TensorMap* x;
@@ -156,29 +75,37 @@ template <class S, class W> struct Producer {
   DEVICE void fetch_weights(const FetchedItem& item, int unit, int stage) const {
     if (lane) return;
     const u32 barrier = ring.full + 8 * stage;
-    const int rows = S::COLUMNS <= 32 ? item.rows : (item.rows + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS;
+    const int rows = gathers() ? item.rows : (item.rows + BOX_ROWS - 1) / BOX_ROWS * BOX_ROWS;
     barrier_expect_bytes(barrier, 128 * rows + S::W_BYTES);
     weights->template fetch<S::GROUPS>(ring.slots + stage * S::SLOT + S::X_BYTES, rows_of(item), unit, units, barrier,
                                        evict_first);
   }
-  DEVICE void fetch_x(const FetchedItem& item, int unit, int stage) const {
-    const u32 at = ring.slots + stage * S::SLOT, barrier = ring.full + 8 * stage;
-    if (S::COLUMNS <= 32) {
-      if (lane < item.rows) copy_tile(at + 128 * lane, x, 64 * unit, item.row, barrier, evict_last);
-      return;
+  // Whether the rows of x are fetched one by one. For more rows this takes longer than the products.
+  DEVICE bool gathers() const { return S::COLUMNS == BOX_ROWS && items->tiles.divisor; }
+  // The rows of a box: of x, if they are fetched one by one.
+  DEVICE void load_rows(int (&rows)[BOXES], const FetchedItem& item) const {
+#pragma unroll
+    for (int i = 0; i < BOXES; i++) {
+      const int row = BOX_ROWS * (i * ring.sharing.ctas + ring.sharing.index) + lane;
+      if (row < item.rows)
+        rows[i] = u32(load_int(items->tiles.order + item.tile * S::COLUMNS + row)) / u32(items->tiles.divisor);
     }
-    if (lane) return;
+  }
+  DEVICE void fetch_x(const FetchedItem& item, const int (&rows)[BOXES], int unit, int stage) const {
     const SharedX sharing = ring.sharing;
-#pragma unroll 1
-    for (int row = BOX_ROWS * sharing.index; row < item.rows; row += BOX_ROWS * sharing.ctas) {
-      const u32 to = at + 128 * row;
-      const int from = item.tile * S::COLUMNS + row;
-      if (sharing.is_shared()) copy_tile_multicast(to, x, 64 * unit, from, barrier, evict_last, sharing);
-      else copy_tile(to, x, 64 * unit, from, barrier, evict_last);
+    const u32 at = ring.slots + stage * S::SLOT, barrier = ring.full + 8 * stage;
+#pragma unroll
+    for (int i = 0; i < BOXES; i++) {
+      const int box = BOX_ROWS * (i * sharing.ctas + sharing.index), row = box + (gathers() ? lane : 0);
+      if (box >= item.rows) break;
+      if (gathers() ? row >= item.rows : lane) continue;
+      const int from = gathers() ? rows[i] : item.tile * S::COLUMNS + row;
+      if (sharing.is_shared()) copy_tile_multicast(at + 128 * row, x, 64 * unit, from, barrier, evict_last, sharing);
+      else copy_tile(at + 128 * row, x, 64 * unit, from, barrier, evict_last);
     }
   }
   DEVICE void run(bool weights_first) {
-    FetchedItem item = load_item<S::COLUMNS>(*items, items->first, lane);
+    FetchedItem item = load_item(*items, items->first);
     int early = 0;  // steps whose weights were fetched before the preceding kernel ended: units of the first item
     if (weights_first) {
       if (item.step < items->count()) early = min(units, ring.stages);
@@ -190,7 +117,9 @@ template <class S, class W> struct Producer {
     }
 #pragma unroll 1
     for (int i = 0; item.step < items->count(); i++) {
-      const FetchedItem next = load_item<S::COLUMNS>(*items, item.step + items->stride, lane);
+      const FetchedItem next = load_item(*items, item.step + items->stride);
+      int rows[BOXES] = {};
+      if (gathers()) load_rows(rows, item);
       if (i || !weights_first) fetch_headers(item, i);
 #pragma unroll 1
       for (int unit = 0; unit < units; unit++) {
@@ -199,126 +128,13 @@ template <class S, class W> struct Producer {
           fetch_weights(item, unit, ring.stage);
         }
         __syncwarp();
-        fetch_x(item, unit, ring.stage);
+        fetch_x(item, rows, unit, ring.stage);
         ring.advance();
       }
       item = next;
     }
   }
 };
-
-// Computes an item's sums for N columns. The last slot is released too.
-template <class S, int N>
-DEVICE void accumulate_plain(float (&all)[S::COLUMNS / 2], Ring& ring, int units, int warp, int lane) {
-  float(&d)[N / 2] = reinterpret_cast<float(&)[N / 2]>(all);
-  int last = 0;
-#pragma unroll 1
-  for (int i = 0; i < units; i++) {
-    barrier_wait_without_trap<S>(ring.full + 8 * ring.stage, ring.parity);
-    const u32 at = ring.slots + ring.stage * S::SLOT;
-    const u64 x = matrix_descriptor(at), w = matrix_descriptor(at + S::X_BYTES + warp / 4 * 8192);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; step++) wgmma(d, w + 2 * step, x + 2 * step, step ? 1 : i);
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (i) ring.release_slot<S>(last, lane);
-    last = ring.stage;
-    ring.advance();
-  }
-  wgmma_wait<0>();
-  order_after_wait(d);
-  ring.release_slot<S>(last, lane);
-}
-// The same for packed weights. A unit is decoded while the products of the previous one run, with two sets of
-// registers. All warps of a warpgroup issue the same products in the same order, whatever escapes each has.
-template <class S, int N>
-DEVICE void accumulate_packed(float (&all)[S::COLUMNS / 2], Ring& ring, u32 header, int units, int warp, int lane) {
-  float(&d)[N / 2] = reinterpret_cast<float(&)[N / 2]>(all);
-  const u32 scale = load_shared_4(header + lane / 4 * 4), scale8 = load_shared_4(header + lane / 4 * 4 + 32);
-  const u32 list = header + escapes_offset(units);
-  u32 sets[2][4][4];
-  int last = 0;
-  Escapes escapes;
-  const auto step = [&](u32 (&a)[4][4], int i) {
-    barrier_wait_without_trap<S>(ring.full + 8 * ring.stage, ring.parity);
-    const u32 at = ring.slots + ring.stage * S::SLOT;
-    Unit unit;
-    unit.load_shared(at + S::X_BYTES + warp * UNIT_BYTES, lane);
-    decode_unit(a, unit, scale, scale8);
-    if (escapes.has(i & 31)) escapes.restore(a, list, i & 31, lane);
-    const u64 x = matrix_descriptor(at);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; step++) wgmma(d, a[step], x + 2 * step, step ? 1 : i);
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (i) ring.release_slot<S>(last, lane);
-    last = ring.stage;
-    ring.advance();
-  };
-#pragma unroll 1
-  for (int i = 0; i < units; i += 2) {
-    if ((i & 31) == 0) escapes.read_ranges(header, i, 1, units, lane);
-    step(sets[0], i);
-    if (i + 1 < units) step(sets[1], i + 1);
-  }
-  wgmma_wait<0>();
-  order_after_wait(d);
-  ring.release_slot<S>(last, lane);
-}
-
-template <class S, int N>
-DEVICE void accumulate(float (&d)[S::COLUMNS / 2], Ring& ring, u32 header, int units, int warp, int lane) {
-  if constexpr (S::PACKED) accumulate_packed<S, N>(d, ring, header, units, warp, lane);
-  else accumulate_plain<S, N>(d, ring, units, warp, lane);
-}
-
-// The same for as many columns as the tile has rows.
-template <class S>
-DEVICE void accumulate_rows(float (&d)[S::COLUMNS / 2], Ring& ring, u32 header, int rows, int units, int warp,
-                            int lane) {
-  if constexpr (S::COLUMNS == 32) return accumulate<S, 32>(d, ring, header, units, warp, lane);
-  const int boxes = (rows + BOX_ROWS - 1) / BOX_ROWS;
-  if (boxes <= 1) return accumulate<S, 32>(d, ring, header, units, warp, lane);
-  if (boxes == 2 || S::COLUMNS == 64) return accumulate<S, 64>(d, ring, header, units, warp, lane);
-  if constexpr (S::COLUMNS > 64)
-    if (boxes == 3) return accumulate<S, 96>(d, ring, header, units, warp, lane);
-  if constexpr (S::COLUMNS == 128) return accumulate<S, 128>(d, ring, header, units, warp, lane);
-  if constexpr (S::COLUMNS == 256) {
-    if (boxes == 4) return accumulate<S, 128>(d, ring, header, units, warp, lane);
-    if (boxes == 5) return accumulate<S, 160>(d, ring, header, units, warp, lane);
-    if (boxes == 6) return accumulate<S, 192>(d, ring, header, units, warp, lane);
-    accumulate<S, 256>(d, ring, header, units, warp, lane);
-  }
-}
-
-// -- outputs ----------------------------------------------------------------------------------------------------------
-
-DEVICE void store_16(bf16* to, const u32 (&x)[4]) {
-  *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
-}
-// silu(gate) * up of a warp's 16 rows of w, for 32 columns. Lanes exchange values until each has 8 outputs of a row.
-DEVICE void store_activations(const float* c, bf16* out, i64 width, int column, int count, int lane) {
-  u32 x[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    x[i] = transpose_8x8(pack(silu(c[4 * i]) * c[4 * i + 2], silu(c[4 * i + 1]) * c[4 * i + 3]));
-  transpose_quad(x);
-  column += lane % 4 * 8 + lane / 4;
-  if (column < count) store_16(out + column * width, x);
-}
-DEVICE void store_products(const float* c, bf16* out, i64 n, int column, int count, int lane) {
-#pragma unroll
-  for (int pair = 0; pair < 2; pair++) {
-    u32 x[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = transpose_8x8(pack(c[8 * pair + 2 * i], c[8 * pair + 2 * i + 1]));
-    transpose_quad(x);
-    const int own = column + 16 * pair + lane % 4 / 2 * 8 + lane / 4;
-    if (own < count) store_16(out + own * n + 8 * (lane % 2), x);
-  }
-}
 
 // Multiplies the sums of each column by its factor, which equals scaled inputs.
 template <int N> DEVICE void scale_columns(float (&d)[N], const Tiles& tiles, int tile, int count, int lane) {
@@ -372,7 +188,7 @@ constexpr int ctas_per_sm(int groups, int columns) { return columns > 64 ? 1 : 4
 // `prefetched`: so many units of k of each CTA's first item are fetched into the L2 before the tables are complete, as
 // if each expert had one tile; 0 if many experts have none.
 //
-// out: [places, n], or [places, n / 2] if GATED. `top`: experts of a row, if x is not sorted. The kernel that wrote the
+// out: [places, n], or [places, n / 2] if GATED. `top`: experts of a row, or 0 if x is sorted. The kernel that wrote the
 // tables must have ended before the preceding kernel let this one start if not GATED. Shared memory: the ring, the
 // headers, the barriers.
 template <class W, bool GATED, int GROUPS, int COLUMNS>

@@ -1,7 +1,6 @@
 """multiply_tiles: products of rows that are sorted by expert with the experts' matrices, bf16 or uw12 weights.
 
-`grouped.cu` has the kernels. With tiles of 32 rows, the rows of x are fetched from where they are. With larger
-tiles, they are copied into the order of the tiles first, by `routing.sort_rows`.
+`grouped.cu` has the kernels.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda.driver import CudaKernel, CudaModule, make_tensor_map
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, count_sms, make_tensor_map
 from emberline.kernels.cuda.expert_matrices import ExpertMatrices
-from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS, SLOT_K
+from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, SLOT_K
 from emberline.kernels.triton.routing import SortedRows
 
 FILE = "grouped.cu"
-BOX_ROWS = 32  # rows of x that a copy fetches; in tiles of so many rows, each row is fetched on its own
+BOX_ROWS = 32  # rows of x that a copy fetches, if they are sorted
 # Units of 64 k of each CTA's first rows that are read while rows are still sorted, with enough rows of each expert.
 PREFETCHED_UNITS, MIN_PREFETCHED_ROWS = 8, 2
 PRODUCER_THREADS = {32: 32, 64: 32, 128: 32, 256: 128}  # by the rows of a tile
@@ -30,6 +29,11 @@ class ExpertTilePlan:
     tile_rows: int
     ctas_per_sm: int = 1
     share: int = 1  # CTAs of a cluster, which share a tile
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the kernel fetches the rows of x one by one, which is too slow for more rows."""
+        return self.tile_rows == BOX_ROWS
 
     def slot_bytes(self, weight: ExpertMatrices) -> int:
         return 128 * self.tile_rows + 4 * self.groups * weight.block_bytes
@@ -63,25 +67,25 @@ def multiply_tiles(
 ) -> Tensor:
     """Return the products of sorted rows, in the order of their places: silu(gate) * up if the matrices are gated.
 
-    `x`: the rows in the order of their places, or in their own if the matrices are gated and a tile has 32 rows.
+    `x`: the rows in the order of their places, or in their own if the matrices are gated and the plan `gathers` rows.
     Places without a row are not written. `scaled`: whether the inputs of gated matrices are multiplied by the weights
     of assignments. With `pdl`, the tables of rows must come from an earlier kernel than the preceding one if the
     matrices are not gated.
     """
     assert plan.supports(weight) and rows.tile_rows == plan.tile_rows
     assert x.dtype is torch.bfloat16 and x.is_contiguous() and x.shape[1] == weight.k
-    places, gathers = rows.max_tiles * plan.tile_rows, weight.gated and plan.tile_rows == BOX_ROWS
+    places, gathers = rows.max_tiles * plan.tile_rows, weight.gated and plan.gathers
     assert len(x) == (len(rows.weights) // rows.experts_per_row if gathers else places)
     out = x.new_empty(places, weight.n // 2 if weight.gated else weight.n)
     stages = plan.count_stages(weight)
     prefetched = PREFETCHED_UNITS if len(rows.weights) >= MIN_PREFETCHED_ROWS * weight.count else 0
     sizes = f"{str(weight.gated).lower()}, {plan.groups}, {plan.tile_rows}"
     _get_kernel(f"multiply_tiles<{weight.source_name}, {sizes}>")(
-        (plan.ctas_per_sm * NUM_SMS, 1, 1),
+        (plan.ctas_per_sm * count_sms(), 1, 1),
         128 * plan.groups + PRODUCER_THREADS[plan.tile_rows],
         (
             weight.make_argument(4 * plan.groups),
-            make_tensor_map(x, (1 if plan.tile_rows == BOX_ROWS else BOX_ROWS, SLOT_K)),
+            make_tensor_map(x, (1 if gathers else BOX_ROWS, SLOT_K)),
             *(out, rows.tile_experts, rows.tile_counts, rows.order, rows.num_tiles),
             rows.weights if scaled else None,
             *(rows.experts_per_row if gathers else 0, weight.n, weight.k, stages, plan.share, weight.count, prefetched),

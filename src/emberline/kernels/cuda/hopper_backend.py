@@ -34,6 +34,7 @@ from emberline.kernels.cuda import (
     fp8_weight,
     gemm,
     narrow_experts,
+    narrow_layout,
     narrow_linear,
     prefill,
     uw12,
@@ -42,6 +43,7 @@ from emberline.kernels.cuda import (
 )
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
+from emberline.kernels.cuda.driver import count_sms
 from emberline.kernels.cuda.expert_layer import ExpertLayer
 from emberline.kernels.cuda.expert_matrices import pack_experts
 from emberline.kernels.cuda.fp8_weight import FP8Weight
@@ -86,13 +88,17 @@ class HopperBackend(PortableBackend):
     def keeps_quantised(self, matrix: QuantisedMatrix) -> bool:
         return fp8_weight.supports(matrix) or narrow.supports(matrix) or super().keeps_quantised(matrix)
 
+    def count_quantised_bytes(self, matrix: QuantisedMatrix) -> int:
+        return narrow_layout.count_bytes(matrix) or super().count_quantised_bytes(matrix)
+
     def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
         if packed := fp8.pack(matrix, gated=gated) or narrow_linear.pack_weight(matrix, gated=gated):
             return packed
         return super().pack_quantised(matrix, gated=gated)
 
-    def pack_quantised_experts(self, matrices: QuantisedMatrix) -> Tensor | PackedExperts:
-        return narrow_experts.pack_experts(matrices) or super().pack_quantised_experts(matrices)
+    def pack_quantised_experts(self, matrices: QuantisedMatrix, *, gated: bool = False) -> Tensor | PackedExperts:
+        packed = narrow_experts.pack_experts(matrices, gated=gated)
+        return packed or super().pack_quantised_experts(matrices, gated=gated)
 
     def fill_experts(self, experts: PackedExperts, values: Tensor) -> int:
         """Store the values in the empty experts and return the device memory used, in bytes.
@@ -224,7 +230,7 @@ def _run_decode_attention(inputs: AttentionInputs, plan: AttentionPlan, out: Ten
     parts = 0
     if layer.window and not plan.fixed_cuts:
         ctas = worklist.ctas_per_sm(layer.q_heads // layer.kv_heads, queries, layer.head_dim)
-        num_ctas = ctas * decode.count_sms(out.device)
+        num_ctas = ctas * count_sms(out.device)
         parts = worklist.count_window_parts(rows_, layer.kv_heads, num_ctas, layer.window)
     # The queries are the first tokens of the step. How many they are is known to the device only, by `query_start`.
     decode.decode_attention(

@@ -16,15 +16,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, make_tensor_map
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, count_sms, make_tensor_map
 from emberline.kernels.cuda.fp8_weight import FP8Weight
 from emberline.kernels.cuda.uw12 import UNIT_BYTES, PackedUnits, UW12Weight
 
 FILE = "linear.cu"
 MAX_ROWS = 32  # with more rows, tiles of x take more of the L2's bandwidth than the weights
-MAX_FP8_ROWS = 16  # the same for float8 weights, which have half as many bytes
 SLOT_K = 64  # columns (k) in a slot of the pipeline: rows of 128 bytes, the widest TMA swizzle
-NUM_SMS = 132  # of an H100 or H200, for which work is divided; other Hopper GPUs compute the same parts in more waves
 MAX_SHARED_BYTES = 227 << 10
 MIN_IN_FLIGHT_BYTES = 96 << 10  # weights that an SM must have requested to keep memory busy
 WARPS = 8  # warps split k, which determines the order of sums: the same for all shapes
@@ -48,6 +46,8 @@ MEASURED_FP8 = {  # the same for float8 weights
     (2, 6144, 4096): (3, 1, 2),
     (1, 4096, 4096): (2, 2, 2),
     (2, 4096, 4096): (3, 1, 2),
+    (4, 4096, 4096): (2, 1, 2),
+    (4, 4096, 14336): (2, 1, 2),
 }
 
 
@@ -134,7 +134,7 @@ def supports(m: int, n: int, k: int) -> bool:
 
 def supports_fp8(m: int, n: int, k: int) -> bool:
     """Return whether `linear` supports this shape of a float8 weight."""
-    return 1 <= m <= MAX_FP8_ROWS and n > 0 and n % 16 == 0 and k > 0 and k % 16 == 0
+    return 1 <= m <= MAX_ROWS and n > 0 and n % 16 == 0 and k > 0 and k % 16 == 0
 
 
 def linear(
@@ -207,7 +207,7 @@ def choose_plan(
             k,
             blocks,
             tiles,
-            ctas=ctas_per_sm * NUM_SMS,
+            ctas=ctas_per_sm * count_sms(),
             shared_bytes=MAX_SHARED_BYTES // ctas_per_sm,
             header_stride=header_stride,
             fp8_source=fp8_source,
@@ -222,7 +222,7 @@ def _choose_plan_by_rows(n: int, k: int, tiles: int, gated: bool, header_stride:
     make = partial(make_plan, n, k, tiles=tiles, header_stride=header_stride, fp8_source=fp8_source)
 
     def sort_key(plan: SkinnyPlan) -> tuple[int, int]:
-        blocks = plan.blocks * -(-n // (16 * plan.blocks * NUM_SMS))
+        blocks = plan.blocks * -(-n // (16 * plan.blocks * count_sms()))
         return (0 if header_stride and tiles == 4 and blocks > 4 else blocks), -plan.blocks
 
     plans = [make(blocks) for blocks in ((2, 4) if gated else (2, 3, 4))]
@@ -239,17 +239,17 @@ def make_plan(
     *,
     header_stride: int = 0,
     warps: int = WARPS,
-    ctas: int = NUM_SMS,
+    ctas: int = 0,
     shared_bytes: int = MAX_SHARED_BYTES,
     fp8_source: str = "",
 ) -> SkinnyPlan:
-    """Return the plan for a tile size, with the work spread evenly over at most `ctas` CTAs.
+    """Return the plan for a tile size, with the work spread evenly over at most `ctas` CTAs, by default one on each SM.
 
     Partial sums get separate buffers in shared memory if enough pipeline stages still fit; otherwise they overwrite
     stages.
     """
     count = -(-n // (16 * blocks))
-    waves = -(-count // ctas)
+    waves = -(-count // (ctas or count_sms()))
     grid = -(-count // waves)
     base = SkinnyPlan(blocks, tiles, warps, 0, 0, grid, header_stride, fp8_source=fp8_source)
     base = replace(base, stages=waves * -(-k // (base.x_tiles * SLOT_K * warps)))  # steps of a warp
@@ -281,7 +281,7 @@ def choose_epilogue(out: Tensor, residual: Tensor | None, gated: bool) -> str:
 
 def _list_kernel_names() -> Sequence[str]:
     shapes = list(product((0, 16), ("",), (1, 2, 3, 4), (1, 2, 4)))
-    shapes += product((0,), ("Fp8Rows", "Fp8Blocks"), (2, 3, 4), (1, 2))
+    shapes += product((0,), ("Fp8Rows", "Fp8Blocks"), (2, 3, 4), (1, 2, 4))
     return [
         SkinnyPlan(blocks, tiles, WARPS, 1, 0, 1, stride, fp8_source=source).kernel_name(epilogue)
         for stride, source, blocks, tiles in shapes

@@ -1,10 +1,9 @@
 // y = x w^T for matrices of 4-bit codes and a few rows of x, or a few rows for each of many matrices (experts). The time
 // is that of reading the codes, each once.
 //
-// Tiles. A CTA computes 16 BLOCKS rows of w in each of WARPS / parts groups of warps, for up to 8 TILES rows of x. If
-// `gated`, half of them are rows of gate and the others their rows of up. Warp p of a group has the units p, p + parts,
-// .. of k, and a ring of slots that only it fills and reads. A slot has a unit of each of its blocks, and the same 128 k
-// of x. An output is the sum over the warps of a group, in order.
+// Tiles. A CTA computes 16 BLOCKS rows of w in each of WARPS / parts groups of warps, for up to 8 TILES rows of x. Warp p
+// of a group has the units p, p + parts, .. of k, and a ring of slots that only it fills and reads. A slot has a unit of
+// each of its blocks, and the same 128 k of x. An output is the sum over the warps of a group, in order.
 //
 // Copies. Codes are fetched by bulk copies, of which an SM starts one in about 60 ns, so they must be few and large. The
 // rows of x are fetched by cp.async. A slot's barrier counts the bytes of the codes, and an arrival of each lane.
@@ -54,7 +53,7 @@ template <class F, int BLOCKS, class W> struct Fetcher {
   int item, items, j, slot;
   int rows, next_rows, next_expert, next_assignment;  // rows: of x in the item
   int row, left;                                      // the lane's row of x; bytes of a row from the next step on
-  const u8 *w, *ups;                                  // the next codes; ups: if gated
+  const u8* w;                                        // the next codes
   bool has_rows;                                      // of w
 
   DEVICE void load_item(int next) {
@@ -66,12 +65,11 @@ template <class F, int BLOCKS, class W> struct Fetcher {
   DEVICE void open_item() {
     if (item >= items) return;
     const int column = item / work.row_tiles * work.tile_columns;
-    const int block = column / 16 + group * (p.gated ? BLOCKS / 2 : BLOCKS);
-    const u8* const codes = p.codes + next_expert * p.expert_bytes + i64(part) * 4 * UNIT<F>;
-    has_rows = 16 * block < p.width, rows = next_rows, left = 2 * (p.k - 128 * part);
+    const int block = column / (p.gated ? 8 : 16) + group * BLOCKS;
+    const u8* const codes = p.codes + next_expert * p.expert_bytes + i64(part) * CELL<F>;
+    has_rows = block < p.blocks, rows = next_rows, left = 2 * (p.k - 128 * part);
     row = lane < rows ? next_assignment / p.divisor : 0;
     w = codes + block_offset<F>(block, units);
-    if (p.gated) ups = codes + block_offset<F>(block + p.width / 16, units);
     load_item(item + gridDim.x);
   }
   // Fetches codes, x, or both, for the next step into its slot, which must be free. Nothing is beyond k.
@@ -81,13 +79,11 @@ template <class F, int BLOCKS, class W> struct Fetcher {
     const u32 w_bytes = has_rows && left > 0 ? BLOCKS * UNIT<F> : 0;
     if (CODES && lane == 0) {
       barrier_expect_bytes(barrier, w_bytes);
-      const u32 first_bytes = p.gated ? w_bytes / 2 : w_bytes;
-      if (w_bytes) copy_bytes(at, w, first_bytes, barrier, evict_first);
-      if (w_bytes && p.gated) copy_bytes(at + first_bytes, ups, first_bytes, barrier, evict_first);
+      if (w_bytes) copy_bytes(at, w, w_bytes, barrier, evict_first);
     }
     if (X) fetch_rows(at + BLOCKS * UNIT<F>, barrier);
     if (++slot == p.stages) slot = 0;
-    w += p.parts * 4 * UNIT<F>, ups += p.parts * 4 * UNIT<F>, left -= 256 * p.parts;
+    w += p.parts * CELL<F>, left -= 256 * p.parts;
     if (++j < own) return;
     j = 0, item += gridDim.x;
     open_item();
@@ -193,21 +189,25 @@ template <int BLOCKS, class W> struct Outputs {
     const int per_group = p.gated ? 4 * BLOCKS : 8 * BLOCKS;  // pairs
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * pairs; i += blockDim.x) {
-      const int row = i / pairs, pair = i % pairs, group = pair / per_group, local = 2 * (pair % per_group);
+      const int row = i / pairs, pair = i % pairs, group = pair / per_group, own = pair % per_group;
       const int place = i == threadIdx.x ? assignment : work.assignment(tile, row);
-      const int column = 2 * (column_tile * pairs + pair);
+      const int column = 2 * (column_tile * pairs + pair), local = p.gated ? own / 4 * 16 + 2 * (own % 4) : 2 * own;
       if (column >= p.width) continue;
-      finish_pair(p, expert, column, place, place,
-                  [&](bool is_up) { return sum(group, row, local + (is_up ? 8 * BLOCKS : 0)); });
+      const float2 first = sum(group, row, local), up = p.gated ? sum(group, row, local + 8) : first;
+      finish_pair(p, expert, column, place, place, first, up);
     }
   }
 };
+
+// Registers of a thread, so that as many CTAs fit on an SM as plans assume. With many warps some are left for the next
+// kernel, which may be a small one that can start and wait there.
+constexpr int max_registers(int tiles, int warps) { return tiles == 4 ? 255 : tiles == 2 ? 168 : warps == 16 ? 96 : 112; }
 
 // Shared memory: the rings of the warps, `buffers` sets of partial sums, and the barriers. With two sets, a warp writes
 // one while slower warps read the other. With none, a warp's partial sums are in the slot that it read last, which is
 // refilled after they have been summed.
 template <class F, int BLOCKS, int TILES, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS, TILES == 4 ? 2 : TILES == 2 ? 3 : 16 / WARPS) narrow(const __grid_constant__ Problem p) {
+__global__ void __maxnreg__(max_registers(TILES, WARPS)) narrow(const __grid_constant__ Problem p) {
   using W = Work<BLOCKS, TILES, WARPS>;
   extern __shared__ __align__(128) u8 memory[];
   constexpr int PARTIAL_PITCH = 16 * BLOCKS + 4;
@@ -297,12 +297,13 @@ __global__ void unpack(const u8* codes, const float* row_scales, const i64* colu
   format.load(at + CODE_BYTES, lane);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    int row = block * 16 + half * 8 + lane / 4;
-    float scale = row_scales ? factor * row_scales[row] : factor;
-    if (row >= n) continue;
+    int row = block * 16 + half * 8 + lane / 4;  // of the rows in order, and then of those that are written
+    if (gate_group) row = half * (n / 2) + block * 8 + lane / 4;
+    if (block * 16 >= n) continue;
+    const float scale = row_scales ? factor * row_scales[row] : factor;
     if (gate_group) {
-      const int is_up = row >= n / 2, pair = row - is_up * (n / 2);
-      row = (2 * (pair / gate_group) + is_up) * gate_group + pair % gate_group;
+      const int pair = block * 8 + lane / 4;
+      row = (2 * (pair / gate_group) + half) * gate_group + pair % gate_group;
     }
 #pragma unroll
     for (int s = 0; s < 8; s++) {

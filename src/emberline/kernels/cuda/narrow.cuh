@@ -2,8 +2,8 @@
 // after common.cuh.
 //
 // Layout of w. A unit has 16 rows and 128 k: the codes, 16 bytes for each lane and 64 k in the order of mma fragments,
-// then the scales of each row. The units of 4 blocks of 16 rows are adjacent, then those of the next 128 k.
-// `cuda/narrow_layout.py` packs matrices.
+// then the scales of each row. The units of 4 blocks of 16 rows, a cell, are adjacent, then those of the next 128 k. In
+// a gated matrix, a block has 8 rows of gate, then their rows of up. `cuda/narrow_layout.py` packs matrices.
 //
 // Values. int4: codes are multiplied without their scale, which multiplies the sum of a group of columns. float4: the
 // scale multiplies the codes, which is exact. All sums are multiplied by `factor`, the power of two that was left out.
@@ -30,9 +30,9 @@ struct Problem {
   float factor, alpha, limit;
 };
 
-DEVICE u32 subtract_pairs(u32 a, u32 b) {
+DEVICE u32 multiply_add_pairs(u32 a, u32 b, u32 c) {
   u32 d;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
 DEVICE u32 multiply_pairs(u32 a, u32 b) {
@@ -61,6 +61,9 @@ DEVICE float load_float(const float* at) {
   asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
   return x;
 }
+DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 // Loads the scales of a row, BYTES of them.
 template <int BYTES> DEVICE void load_scales(u32 (&to)[(BYTES + 3) / 4], u32 at) {
   if constexpr (BYTES == 2) asm volatile("{ .reg .b16 h;\n ld.shared.b16 h, [%1];\n mov.b32 %0, {h, h}; }" : "=r"(to[0]) : "r"(at) : "memory");
@@ -72,7 +75,8 @@ template <int BYTES> DEVICE void load_scales(u32 (&to)[(BYTES + 3) / 4], u32 at)
   }
 }
 
-// int4: GROUPS scales of a row (float16) in a unit; with ZEROS, each is followed by 128 + zero as bf16.
+// int4: GROUPS scales of a row (float16) in a unit; with ZEROS, each is followed by -zero / 64 as bf16. The 8 lowest bits
+// of a bf16 that has no others are a number times 2^-133, so that two codes of a half word need no shift.
 template <int GROUPS, bool ZEROS> struct Int4 {
   static constexpr int GROUP_COUNT = GROUPS, ROW_BYTES = GROUPS * (ZEROS ? 4 : 2);
   static constexpr bool SCALES_SUMS = true;
@@ -87,12 +91,16 @@ template <int GROUPS, bool ZEROS> struct Int4 {
   }
   DEVICE u32 zero(int row, int group) const {
     if constexpr (ZEROS) return __byte_perm(scales[row][group], 0, 0x3232);
-    return 0x43084308u;  // 128 + 8
+    return 0xbe00be00u;  // -8 / 64
   }
+  // Decodes to (code - zero) / 64.
   DEVICE void decode(u32 (&a)[4], u32 word, int group) const {
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      a[i] = subtract_pairs(select_bits(word >> (4 * i), 0x000f000fu, 0x43004300u), zero(i % 2, group));
+    constexpr u32 LOW = 0x7f007f00u, HIGH = 0x7d007d00u;  // 2^127, 2^123
+    const u32 upper = word >> 8;
+    a[0] = multiply_add_pairs(word & 0x000f000fu, LOW, zero(0, group));
+    a[1] = multiply_add_pairs(word & 0x00f000f0u, HIGH, zero(1, group));
+    a[2] = multiply_add_pairs(upper & 0x000f000fu, LOW, zero(0, group));
+    a[3] = multiply_add_pairs(upper & 0x00f000f0u, HIGH, zero(1, group));
   }
 };
 
@@ -123,10 +131,11 @@ template <int GROUPS> struct Float4 {
 };
 
 template <class F> constexpr u32 UNIT = CODE_BYTES + 16 * F::ROW_BYTES;
+template <class F> constexpr u32 CELL = 4 * UNIT<F>;
 
-// Byte offset of block `block`; its unit u is u * 4 units further.
+// Byte offset of block `block`; its unit u is u cells further.
 template <class F> DEVICE i64 block_offset(int block, int units) {
-  return (i64(block / 4) * units * 4 + block % 4) * UNIT<F>;
+  return i64(block / 4) * units * CELL<F> + block % 4 * UNIT<F>;
 }
 
 DEVICE float activate(const Problem& p, float gate, float up) {
@@ -137,35 +146,45 @@ DEVICE float activate(const Problem& p, float gate, float up) {
   return gate / (1.f + __expf(-p.alpha * gate)) * (up + 1.f);
 }
 
-// Applies bias, weight and activation to two columns of out, and stores them. `sum` returns the sums of a row of w and
-// the next. `place`: row of out; `assignment`: that of the weight.
-template <class Sum>
-DEVICE void finish_pair(const Problem& p, int expert, int column, int place, int assignment, Sum sum) {
-  const auto scaled_sum = [&](bool is_up) {
-    float2 total = sum(is_up);
-    total.x *= p.factor, total.y *= p.factor;
-    if (!p.row_scales) return total;
-    const float* scales = p.row_scales + i64(expert) * p.blocks * 16 + (is_up ? p.width : 0) + column;
-    return make_float2(total.x * scales[0], total.y * scales[1]);
-  };
-  float2 y = scaled_sum(false);
-  const float* bias = p.bias ? p.bias + i64(expert) * (p.gated ? 2 * p.width : p.width) + column : nullptr;
-  const float weight = p.weights ? load_float(p.weights + assignment) : 1.f;
-  if (p.gated) {
-    float2 up = scaled_sum(true);
-    y.x *= weight, y.y *= weight, up.x *= weight, up.y *= weight;
-    if (bias) y.x += bias[0], y.y += bias[1], up.x += bias[p.width], up.y += bias[p.width + 1];
-    y = make_float2(activate(p, y.x, up.x), activate(p, y.y, up.y));
-  } else {
-    if (bias) y.x += bias[0], y.y += bias[1];
-    y.x *= weight, y.y *= weight;
+// What is needed to finish the outputs of a column of out.
+struct ColumnTerms {
+  float scale, up_scale, bias, up_bias;
+  DEVICE ColumnTerms(const Problem& p, int expert, int column) {
+    scale = up_scale = p.factor, bias = up_bias = 0.f;
+    if (p.row_scales) {
+      const float* const scales = p.row_scales + i64(expert) * p.blocks * 16 + column;
+      scale *= scales[0];
+      if (p.gated) up_scale *= scales[p.width];
+    }
+    if (p.bias) {
+      const float* const biases = p.bias + i64(expert) * (p.gated ? 2 * p.width : p.width) + column;
+      bias = biases[0];
+      if (p.gated) up_bias = biases[p.width];
+    }
   }
+  // Applies scales, bias, the weight of the assignment, and the activation. `up`: if gated.
+  DEVICE float finish(const Problem& p, float weight, float sum, float up) const {
+    // Not left to the compiler, which might fuse other operations in kernels for other numbers of rows.
+    if (!p.gated) return __fmul_rn(__fmaf_rn(sum, scale, bias), weight);
+    const auto add_bias = [&](float x, float own_scale, float own_bias) {
+      return __fmaf_rn(__fmul_rn(x, own_scale), weight, own_bias);
+    };
+    return activate(p, add_bias(sum, scale, bias), add_bias(up, up_scale, up_bias));
+  }
+};
+
+// Finishes two columns of a row of out, adds the residual, and stores them. `sums`, `ups`: of a row of w and the next.
+// `place`: row of out; `assignment`: that of the weight.
+DEVICE void finish_pair(const Problem& p, int expert, int column, int place, int assignment, float2 sums, float2 ups) {
+  const float weight = p.weights ? load_float(p.weights + assignment) : 1.f;
+  float x = ColumnTerms(p, expert, column).finish(p, weight, sums.x, ups.x);
+  float y = ColumnTerms(p, expert, column + 1).finish(p, weight, sums.y, ups.y);
   const i64 at = i64(place) * p.width + column;
   if (p.residual) {
     u32 added;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(added) : "l"(p.residual + at) : "memory");
-    y = make_float2(y.x + low(added), y.y + high(added));
+    x += low(added), y += high(added);
   }
-  if (p.float32) *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = y;
-  else *reinterpret_cast<u32*>(static_cast<bf16*>(p.out) + at) = pack(y.x, y.y);
+  if (p.float32) *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = make_float2(x, y);
+  else *reinterpret_cast<u32*>(static_cast<bf16*>(p.out) + at) = pack(x, y);
 }

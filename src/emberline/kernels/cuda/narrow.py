@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.attention_plan import GATE_GROUP_ROWS
-from emberline.kernels.cuda.driver import CudaKernel, CudaModule
-from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS
-from emberline.kernels.cuda.narrow_layout import BLOCK_ROWS, NarrowWeight
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, count_sms
+from emberline.kernels.cuda.linear import MAX_SHARED_BYTES
+from emberline.kernels.cuda.narrow_layout import NarrowWeight
 from emberline.kernels.mixture import ClampedSwiGLU
+from emberline.kernels.narrow_size import BLOCK_ROWS
 from emberline.kernels.triton.routing import SortedRows
 
 FILE = "narrow.cu"
@@ -42,7 +43,7 @@ TILE_SIZES = (  # blocks, tiles, warps
 MAX_WARPS_PER_SM, MAX_STAGES = 16, 8
 # Cost of a plan: by the blocks that a bulk copy fetches, since an SM starts one in about 60 ns, and by the warps of an
 # SM, because few hide little latency.
-COPY_COSTS = {0.5: 2.5, 1: 1.9, 2: 1.05, 4: 1.0}
+COPY_COSTS = {1: 1.9, 2: 1.2, 4: 1.0}
 MIN_COST, WARP_COST = 0.5, 8.0  # 1.0 with 16 warps
 
 
@@ -120,16 +121,14 @@ def linear(
 ) -> Tensor:
     """Write x w^T into `out`, which is bf16 or float32, and return it.
 
-    `bias`: float32 [n]. `residual` is added to the product and may be `out` itself. With `gated`, the matrix has the
-    rows of gate before those of up, and the result is silu(gate) * up, or gelu(gate) * up with `gelu`. `fixed_order`:
+    `bias`: float32 [n]. `residual` is added to the product and may be `out` itself. With `gated`, the matrix has
+    gates and ups, and the result is silu(gate) * up, or gelu(gate) * up with `gelu`. `fixed_order`:
     whether sums have the same order for any number of rows. `plan` overrides the chosen plan, for benchmarks.
     """
     if w.columns is not None:
         x = x.index_select(1, w.columns)
     m = len(x)
-    if plan is None:
-        rows, options = min(m, MAX_TILE_ROWS), {"gated": gated, "fixed_order": fixed_order}
-        plan = choose_plan(rows, 1, w.n, w.units, w.unit_bytes, **options)
+    plan = plan or choose_plan(min(m, MAX_TILE_ROWS), 1, w.n, w.units, w.unit_bytes, fixed_order=fixed_order)
     tile_rows = 8 * plan.tiles
     problem = describe_dense(x, w, out, bias, residual, gated=gated, gelu=gelu)
     problem.tile_rows, problem.x_rows = tile_rows, min(m, tile_rows)
@@ -151,11 +150,9 @@ def multiply_gate_up(
     """Return the activations [assignments, width] of the rows' experts, as `triton.grouped.multiply_gate_up` does."""
     assert len(x) == len(rows.weights) // rows.experts_per_row
     out = x.new_empty(len(rows.weights), w.n // 2)
-    plan = plan or choose_plan(rows.tile_rows, rows.max_tiles, w.n, w.units, w.unit_bytes, gated=True)
-    problem = describe_problem(x, w, out, bias)
-    problem.gated, problem.divisor, problem.triggers_late = True, rows.experts_per_row, True
-    if clamp is not None:
-        problem.activation, problem.alpha, problem.limit = ACTIVATIONS.index("clamped"), clamp.alpha, clamp.limit
+    plan = plan or choose_plan(rows.tile_rows, rows.max_tiles, w.n, w.units, w.unit_bytes)
+    problem = describe_gate_up(x, w, out, bias, clamp)
+    problem.divisor = rows.experts_per_row
     _launch_sorted(problem, w, plan, rows, scaled=scaled, pdl=pdl)
     return out
 
@@ -183,15 +180,15 @@ def multiply_down(
     return out
 
 
-def unpack(w: NarrowWeight, out: Tensor, *, gated: bool = False, pdl: bool = False) -> Tensor:
+def unpack(w: NarrowWeight, out: Tensor, *, pdl: bool = False) -> Tensor:
     """Write a matrix as bf16 [n, k] into `out` and return it.
 
-    With `gated`, groups of `GATE_GROUP_ROWS` rows of gate and of up alternate, if the number of gate rows is a multiple
-    of the group.
+    Of a gated matrix, groups of `GATE_GROUP_ROWS` rows of gate and of up alternate, if the number of gate rows is a
+    multiple of the group.
     """
     assert out.shape == (w.n, w.k) and out.dtype is torch.bfloat16 and out.is_contiguous() and len(w.data) == 1
     width = w.n // 2
-    group = (GATE_GROUP_ROWS if width % GATE_GROUP_ROWS == 0 else width) if gated else 0
+    group = (GATE_GROUP_ROWS if width % GATE_GROUP_ROWS == 0 else width) if w.gated else 0
     units = w.blocks * w.units
     _get_kernel(f"unpack<{w.format}>", shared_bytes=0)(
         (-(-units // UNPACKED_UNITS), 1, 1),
@@ -215,7 +212,6 @@ def choose_plan(
     units: int,
     unit_bytes: int,
     *,
-    gated: bool = False,
     fixed_order: bool = False,
 ) -> NarrowPlan:
     """Return the plan with the least cost: the rows of w of the busiest SM, and more with few warps or small tiles.
@@ -223,19 +219,19 @@ def choose_plan(
     `x_rows`: of a tile. `row_tiles`: how many there may be.
     """
     tiles = next(size for size in (1, 2, 4) if 8 * size >= x_rows)
-    allowed = ((2,) if n // 2 % (2 * BLOCK_ROWS) else (2, 4)) if gated else (1, 2, 4)  # halves are gates and ups
     plans = []
     for blocks, size_tiles, warps in TILE_SIZES:
-        if size_tiles != tiles or blocks not in allowed or (fixed_order and warps != FEW_WARPS):
+        if size_tiles != tiles or (fixed_order and warps != FEW_WARPS):
             continue
-        parts = 1 << (min(warps, max(units // 2, 1)).bit_length() - 1)
-        items = row_tiles * -(-n // (BLOCK_ROWS * blocks * warps // parts))
-        busiest = -(-items // NUM_SMS)
-        plan = make_plan(blocks, tiles, warps, parts, x_rows, unit_bytes, min(busiest, MAX_WARPS_PER_SM // warps))
-        active = min(busiest, plan.ctas_per_sm) * warps
-        cost = COPY_COSTS[blocks / 2 if gated else blocks] * (MIN_COST + WARP_COST / active)
-        plans.append((busiest * plan.cta_rows * cost, plan))
-    return min(plans, key=lambda pair: pair[0])[1]
+        most = 1 << (min(warps, max(units // 2, 1)).bit_length() - 1)
+        for parts in (most, most // 2) if most == MANY_WARPS else (most,):
+            items = row_tiles * -(-n // (BLOCK_ROWS * blocks * warps // parts))
+            busiest = -(-items // count_sms())
+            plan = make_plan(blocks, tiles, warps, parts, x_rows, unit_bytes, min(busiest, MAX_WARPS_PER_SM // warps))
+            active = min(busiest, plan.ctas_per_sm) * warps
+            cost = COPY_COSTS[blocks] * (MIN_COST + WARP_COST / active)
+            plans.append((busiest * plan.cta_rows * cost, warps, items, plan))
+    return min(plans, key=lambda found: found[:3])[3]
 
 
 def make_plan(
@@ -285,10 +281,27 @@ def describe_dense(
     m, width = out.shape
     assert m == len(x) >= 1 and w.n == (2 * width if gated else width) and len(w.data) == 1
     assert residual is None or (residual.shape == out.shape and residual.is_contiguous() and out.dtype is x.dtype)
+    assert w.gated == gated, "gates and ups must be packed as such"
     problem = describe_problem(x, w, out, bias)
     problem.rows, problem.early = m, True
     problem.gated, problem.activation = gated, ACTIVATIONS.index("gelu" if gelu else "silu")
     problem.residual = None if residual is None else residual.data_ptr()
+    return problem
+
+
+def describe_gate_up(
+    x: Tensor, w: NarrowWeight, out: Tensor, bias: Tensor | None, clamp: ClampedSwiGLU | None
+) -> NarrowProblem:
+    """Return the problem of the gates and ups of experts, without rows and plan.
+
+    The next kernel, for the down matrices, reads how rows were sorted before it waits. So it must not start before the
+    kernel that sorted them has ended, whichever kernel is between.
+    """
+    assert w.gated, "gates and ups must be packed as such"
+    problem = describe_problem(x, w, out, bias)
+    problem.gated = problem.triggers_late = True
+    if clamp is not None:
+        problem.activation, problem.alpha, problem.limit = ACTIVATIONS.index("clamped"), clamp.alpha, clamp.limit
     return problem
 
 
@@ -310,7 +323,7 @@ def _launch_sorted(
 
 def _launch(problem: NarrowProblem, w: NarrowWeight, plan: NarrowPlan, row_tiles: int, *, pdl: bool) -> None:
     problem.stages, problem.parts, problem.buffers = plan.stages, plan.parts, plan.buffers
-    items, ctas = row_tiles * -(-w.n // plan.cta_rows), plan.ctas_per_sm * NUM_SMS
+    items, ctas = row_tiles * -(-w.n // plan.cta_rows), plan.ctas_per_sm * count_sms()
     waves = -(-items // ctas)
     _get_kernel(plan.kernel_name(w.format))(
         (-(-items // waves), 1, 1),

@@ -11,15 +11,16 @@ from emberline.kernels.cuda.narrow_layout import NarrowWeight, pack
 from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kernels.packed_weight import PackedExperts, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
+from emberline.kernels.triton.routing import clear_other_outputs
 
 MIN_WIDE_ROWS = 16  # rows of an expert on average from which the kernels for many rows are faster
 
 
-def pack_experts(matrices: QuantisedMatrix) -> PackedExperts | None:
+def pack_experts(matrices: QuantisedMatrix, *, gated: bool = False) -> PackedExperts | None:
     """Return the matrices of all experts of a layer as the kernels read them; None if they cannot."""
-    if matrices.columns is not None or (packed := pack(matrices)) is None:
+    if matrices.columns is not None or (packed := pack(matrices, gated=gated)) is None:
         return None
-    return PackedExperts(len(packed.data), packed.n, packed.k, WeightLayout.QUANTISED, packed, packed.nbytes)
+    return PackedExperts(len(packed.data), packed.n, packed.k, WeightLayout.QUANTISED, packed, packed.nbytes, gated)
 
 
 def find_matrices(mixture: Mixture) -> tuple[NarrowWeight, NarrowWeight] | None:
@@ -32,6 +33,12 @@ def find_matrices(mixture: Mixture) -> tuple[NarrowWeight, NarrowWeight] | None:
     return (gate_up, down) if isinstance(gate_up, NarrowWeight) and isinstance(down, NarrowWeight) else None
 
 
+def choose_kernels(assignments: int, count: int, matrices: tuple[NarrowWeight, NarrowWeight]) -> Any:
+    """Return the module whose products are faster for so many pairs of a row and one of `count` experts."""
+    has_many_rows = assignments > MIN_WIDE_ROWS * count
+    return narrow_wide if has_many_rows and all(map(narrow_wide.supports_shape, matrices)) else narrow
+
+
 def run_routed_experts(
     normed: Tensor, logits: Tensor, mixture: Mixture, matrices: tuple[NarrowWeight, NarrowWeight]
 ) -> Tensor:
@@ -39,11 +46,10 @@ def run_routed_experts(
     experts, rules, (gate_up, down) = mixture.experts, mixture.routing, matrices
     assert isinstance(experts, StackedExperts)
     assignments, count, scaled = len(normed) * rules.experts_per_row, logits.shape[1], rules.scales_inputs
-    has_many_rows = assignments > MIN_WIDE_ROWS * count and narrow_wide.supports_shape(gate_up, gated=True)
-    kernels: Any = narrow_wide if has_many_rows else narrow
+    kernels = choose_kernels(assignments, count, matrices)
     rows = routing.route_rows(logits, rules, kernels.choose_tile_rows(assignments, count))
     inner = kernels.multiply_gate_up(
         normed, gate_up, rows, bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled
     )
     outputs: Tensor = kernels.multiply_down(inner, down, rows, bias=experts.down_bias, scaled=not scaled)
-    return outputs
+    return clear_other_outputs(outputs, rows, rules.own)

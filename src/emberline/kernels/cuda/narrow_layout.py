@@ -2,7 +2,7 @@
 
 | format | a scale in a unit | left out of the sums |
 |---|---|---|
-| Int4 | float16, then with zeros 128 + zero as bf16 | the power of two by which scales were multiplied to fit float16 |
+| Int4 | float16, then with zeros -zero / 64 as bf16 | 64, and the power of two that makes scales fit float16 |
 | Float4<4>: mxfp4 | exponent | 2 ** 32 |
 | Float4<8>: nvfp4 | e4m3 | 2 ** 26 and the scale of the row |
 """
@@ -17,15 +17,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from emberline.kernels.narrow_size import (
+    BLOCK_ROWS,
+    CODE_BYTES,
+    GROUP_BLOCKS,
+    UNIT_COLUMNS,
+    can_pack,
+    count_groups_per_unit,
+    count_packed_bytes,
+)
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 
-BLOCK_ROWS, GROUP_BLOCKS, UNIT_COLUMNS = (
-    16,
-    4,
-    128,
-)  # rows of a block, blocks whose units are adjacent, columns of a unit
-CODE_BYTES = 1024  # of a unit
-MAX_MXFP4_SCALE, MXFP4_FACTOR, NVFP4_FACTOR = 160, 2.0**32, 2.0**26
+MAX_MXFP4_SCALE, MXFP4_FACTOR, NVFP4_FACTOR, INT4_FACTOR = 160, 2.0**32, 2.0**26, 64.0
+GATE_ROWS = 8  # rows of gate in a block of a gated matrix
 MAX_PACKED_AT_ONCE = 1 << 25  # weights; more would take gigabytes while they are packed
 
 
@@ -38,8 +42,9 @@ class NarrowWeight:
     n: int
     k: int
     factor: float  # of all sums
-    row_scales: Tensor | None  # nvfp4: float32 [experts, packed rows], with the factor
+    row_scales: Tensor | None  # float32 [experts, packed rows], in the order of `QuantisedMatrix`
     columns: Tensor | None  # see QuantisedMatrix
+    gated: bool = False  # whether each block has rows of gate, then their rows of up
 
     @property
     def blocks(self) -> int:
@@ -58,33 +63,58 @@ class NarrowWeight:
         return sum(part.nbytes for part in (self.data, self.row_scales, self.columns) if part is not None)
 
 
-def pack(matrix: QuantisedMatrix) -> NarrowWeight | None:
-    """Return the matrix in the layout of `narrow.cu`, or None if that cannot represent it exactly."""
-    found = _convert_scales(matrix)
-    if found is None or matrix.n % (2 * BLOCK_ROWS) or matrix.k % BLOCK_ROWS:
+def supports(matrix: QuantisedMatrix) -> bool:
+    """Return whether a matrix can be packed, by its sizes and dtypes: zero weights stand for it before it is loaded."""
+    has_layout = can_pack(matrix.kind, matrix.n, matrix.k, matrix.group_columns)
+    return has_layout and not (matrix.kind == "int4" and matrix.scales.dtype is torch.float32)
+
+
+def count_bytes(matrix: QuantisedMatrix) -> int | None:
+    """Return the bytes that `pack` makes of a matrix, which may be on the meta device; None: it cannot be packed."""
+    if not supports(matrix):
         return None
-    format_name, scales, factor = found
-    codes, row_scale = (
-        part if part is None or matrix.codes.dim() == 3 else part[None] for part in (matrix.codes, matrix.row_scale)
-    )
-    assert codes is not None
+    has_zeros = matrix.zeros is not None
+    size = count_packed_bytes(matrix.kind, matrix.n, matrix.k, matrix.group_columns, has_zeros=has_zeros)
+    order = 0 if matrix.columns is None else matrix.columns.nbytes
+    return math.prod(matrix.codes.shape[:-2]) * size + order
+
+
+def pack(matrix: QuantisedMatrix, *, gated: bool = False) -> NarrowWeight | None:
+    """Return the matrix in the layout of `narrow.cu`, or None if `supports` is false.
+
+    `gated`: whether the first half of the rows are gates of the others.
+    """
+    if not supports(matrix):
+        return None
+    found = _convert_scales(matrix)
+    codes, scales = matrix.codes if matrix.codes.dim() == 3 else matrix.codes[None], found.scales
     units, padding = -(-matrix.k // UNIT_COLUMNS), -matrix.n % (BLOCK_ROWS * GROUP_BLOCKS)
     groups = (matrix.n + padding) // (BLOCK_ROWS * GROUP_BLOCKS)
     data = codes.new_empty(len(codes), groups, units, GROUP_BLOCKS, CODE_BYTES + scales.shape[-1] // units * BLOCK_ROWS)
     step = max(1, MAX_PACKED_AT_ONCE // (units * UNIT_COLUMNS * BLOCK_ROWS * GROUP_BLOCKS))  # groups
     for expert, target in enumerate(data):
         for at in range(0, groups, step):
-            rows, part = slice(at * 64, min((at + step) * 64, matrix.n)), target[at : at + step]
+            first, last, part = at * 64, min((at + step) * 64, matrix.n), target[at : at + step]
             own, own_scales = (
-                pad(values[expert, rows], (0, 0, 0, -(rows.stop - rows.start) % 64)) for values in (codes, scales)
+                pad(_select_rows(values[expert], first, last, gated=gated), (0, 0, 0, (first - last) % 64))
+                for values in (codes, scales)
             )
             part[..., :CODE_BYTES] = pack_codes(own, units, is_float4=matrix.kind != "int4")
             part[..., CODE_BYTES:] = (
                 own_scales.view(-1, 4, 16, units, own_scales.shape[1] // units).permute(0, 3, 1, 2, 4).flatten(3)
             )
-    if row_scale is not None:
-        row_scale = pad(row_scale, (0, padding))
-    return NarrowWeight(data, format_name, matrix.n, matrix.k, factor, row_scale, matrix.columns)
+    row_scales = found.row_factors if matrix.row_scale is None else matrix.row_scale.view(len(codes), -1)
+    if row_scales is not None:
+        row_scales = pad(row_scales, (0, padding))
+    return NarrowWeight(data, found.format, matrix.n, matrix.k, found.factor, row_scales, matrix.columns, gated)
+
+
+def _select_rows(values: Tensor, first: int, last: int, *, gated: bool) -> Tensor:
+    """Return rows in the order in which they are packed."""
+    if not gated:
+        return values[first:last]
+    pairs = values.view(2, -1, GATE_ROWS, values.shape[1])[:, first // BLOCK_ROWS : last // BLOCK_ROWS]
+    return pairs.transpose(0, 1).reshape(last - first, -1)
 
 
 def pack_codes(codes: Tensor, units: int, *, is_float4: bool) -> Tensor:
@@ -120,16 +150,18 @@ def _float4_table(device: torch.device) -> Tensor:
     return torch.tensor([*first, *map(place_last, range(16))], dtype=torch.int32, device=device)
 
 
-def _convert_scales(matrix: QuantisedMatrix) -> tuple[str, Tensor, float] | None:
-    """Return the C++ type, the bytes of the scales of each row [experts, n, units * bytes], and the factor of sums.
+@dataclass(frozen=True, slots=True)
+class _PackedScales:
+    format: str  # C++ type
+    scales: Tensor  # bytes of the scales of each row, [experts, n, units * bytes]
+    factor: float  # of all sums
+    row_factors: Tensor | None = None  # float32 [experts, n], if scales differ too much for one factor
 
-    The result is None if the layout has no such groups, or cannot represent the scales.
-    """
+
+def _convert_scales(matrix: QuantisedMatrix) -> _PackedScales:
     group = min(matrix.group_columns, matrix.k)
-    per_unit = UNIT_COLUMNS // group if UNIT_COLUMNS % group == 0 else 1
-    divides = group == matrix.k or UNIT_COLUMNS % group == 0 or group % UNIT_COLUMNS == 0
-    if not divides or per_unit not in {"int4": (1, 2, 4), "mxfp4": (4,), "nvfp4": (8,)}.get(matrix.kind, ()):
-        return None
+    per_unit = count_groups_per_unit(matrix.kind, matrix.k, group)
+    assert per_unit is not None
     starts = torch.arange(-(-matrix.k // UNIT_COLUMNS) * per_unit, device=matrix.codes.device)
     index = (starts * (UNIT_COLUMNS // per_unit) // group).clamp(max=matrix.scales.shape[-1] - 1)
     scales, zeros = (
@@ -137,17 +169,38 @@ def _convert_scales(matrix: QuantisedMatrix) -> tuple[str, Tensor, float] | None
     )
     assert scales is not None
     if matrix.kind == "nvfp4":
-        return "Float4<8>", scales.view(torch.uint8), NVFP4_FACTOR
+        return _PackedScales("Float4<8>", scales.view(torch.uint8), NVFP4_FACTOR)
     if matrix.kind == "mxfp4":
-        return ("Float4<4>", scales, MXFP4_FACTOR) if int(scales.max()) <= MAX_MXFP4_SCALE else None
-    exponent = _choose_exponent(scales)
-    halves = (scales.float() * 2.0**exponent).half()
-    if not torch.equal(halves.float(), scales.float() * 2.0**exponent):
-        return None
+        return _limit_exponents(scales)
+    halves, factor, row_factors = _convert_to_float16(scales)
     if zeros is not None:
-        halves = torch.stack([halves.view(torch.int16), (zeros.float() + 128).bfloat16().view(torch.int16)], dim=-1)
+        zeros_bits = (zeros.float() / -INT4_FACTOR).bfloat16().view(torch.int16)
+        halves = torch.stack([halves.view(torch.int16), zeros_bits], dim=-1)
     name = f"Int4<{per_unit}, {'false' if zeros is None else 'true'}>"
-    return name, halves.flatten(2).view(torch.uint8), 2.0**-exponent
+    return _PackedScales(name, halves.flatten(2).view(torch.uint8), INT4_FACTOR * factor, row_factors)
+
+
+def _limit_exponents(scales: Tensor) -> _PackedScales:
+    """Return the exponents of mxfp4, at most MAX_MXFP4_SCALE. Larger ones, which no model has, need factors of rows."""
+    if int(scales.max()) <= MAX_MXFP4_SCALE:
+        return _PackedScales("Float4<4>", scales, MXFP4_FACTOR)
+    excess = (scales.amax(-1, keepdim=True).int() - MAX_MXFP4_SCALE).clamp(min=0)
+    kept = (scales.int() - excess).clamp(min=0).to(torch.uint8)
+    return _PackedScales("Float4<4>", kept, MXFP4_FACTOR, torch.exp2(excess[..., 0].float()))
+
+
+def _convert_to_float16(scales: Tensor) -> tuple[Tensor, float, Tensor | None]:
+    """Return bf16 or float16 scales as float16, and the power of two by which they were divided.
+
+    If they differ by more than float16 can represent, each row has its own power of two. What is then rounded is
+    2 ** 30 times smaller than other scales of the row, so that it does not change its sums.
+    """
+    exponent = _choose_exponent(scales)
+    scaled = scales.double() * 2.0**exponent
+    if torch.equal(scaled.half().double(), scaled):
+        return scaled.half(), 2.0**-exponent, None
+    exponents = (14 - torch.frexp(scales.float().abs().amax(-1)).exponent).double()
+    return (scales.double() * torch.exp2(exponents)[..., None]).half(), 1.0, torch.exp2(-exponents).float()
 
 
 def _choose_exponent(scales: Tensor) -> int:

@@ -16,7 +16,7 @@ from emberline.kernels.quantised_matrix import QuantisedMatrix
 
 def pack_weight(matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight | None:
     """Return the matrix as a weight of a model, or None if the kernels cannot read it."""
-    if (packed := pack(matrix)) is None:
+    if (packed := pack(matrix, gated=gated)) is None:
         return None
     layout, pointer = WeightLayout.QUANTISED, packed.data.data_ptr()
     return PackedWeight(packed.data, matrix.n, matrix.k, torch.bfloat16, layout, gated, pointer, packed)
@@ -26,7 +26,7 @@ def unpack(weight: PackedWeight) -> PackedWeight:
     """Return the weight as rows of bf16."""
     assert isinstance(weight.handle, NarrowWeight)
     rows = torch.empty(weight.n, weight.k, dtype=torch.bfloat16, device=weight.data.device)
-    narrow.unpack(weight.handle, rows, gated=weight.gated)
+    narrow.unpack(weight.handle, rows)
     return PackedWeight(rows, weight.n, weight.k, rows.dtype, WeightLayout.ROWS, weight.gated, rows.data_ptr())
 
 
@@ -34,7 +34,7 @@ def find_product(x: Tensor, weight: PackedWeight) -> Callable[..., Tensor] | Non
     """Return a kernel bound to x and the weight; None if the weight should be unpacked, because x has many rows."""
     handle = weight.handle
     assert isinstance(handle, NarrowWeight)
-    if not weight.fixed_order and narrow_wide.supports(len(x), handle, gated=weight.gated):
+    if not weight.fixed_order and narrow_wide.supports(len(x), handle):
         return partial(narrow_wide.linear, x, handle)
     if weight.fixed_order:
         return partial(narrow.linear, x, handle, fixed_order=True)

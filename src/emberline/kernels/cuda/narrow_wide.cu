@@ -1,21 +1,18 @@
 // y = x w^T for matrices of 4-bit codes and dozens of rows of x, by Hopper's wgmma; also for many matrices (experts) with
 // as many rows each, sorted by expert.
 //
-// Tiles. A CTA computes one tile of y^T = w x^T: 64 rows of w in each of GROUPS warpgroups, and COLUMNS rows of x. If
-// `gated`, half of a warpgroup's rows are gates and the others their ups. One warp fetches units of codes and 128 k of x
-// at a time into a ring of slots. Each warp decodes 16 rows of w into registers, which are an operand of wgmma. If there
-// are few tiles, the CTAs of a cluster share one: each sums a part of k, then each finishes some of the outputs.
+// Tiles. A CTA computes one tile of y^T = w x^T: 64 rows of w in each of GROUPS warpgroups, and COLUMNS rows of x. One
+// warp fetches some k of codes and of x at a time into a ring of slots. Each warp decodes 16 rows of w into registers,
+// which are an operand of wgmma. If there are few tiles, the CTAs of a cluster share one: each sums a part of k, then
+// each finishes some of the outputs.
 //
 // Order of sums. An output is the sum over the parts of k, in order, of each part's sum. It depends on n, k and the
 // number of parts, not on other rows of x.
 #include "common.cuh"
 #include "wgmma.cuh"
-#include "wide_products.cuh"
+#include "wgmma_products.cuh"
 #include "narrow.cuh"
 
-DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 DEVICE float2 load_from_cluster(u32 at, u32 cta) {
   float2 x;
   asm volatile("{ .reg .u32 far;\n mapa.shared::cluster.u32 far, %2, %3;\n ld.shared::cluster.v2.f32 {%0, %1}, [far]; }"
@@ -24,13 +21,13 @@ DEVICE float2 load_from_cluster(u32 at, u32 cta) {
 }
 template <int THREADS> DEVICE void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
-// Shared memory: the ring, which the sums overwrite at the end, then barriers. A slot has two tiles of x, 64 k each with
-// the 128-byte swizzle, then the units of the tile's blocks; if gated, those of all gates before those of all ups. An SM
-// starts a copy in about 60 ns, so they must be few.
+// Shared memory: the ring, which the sums overwrite at the end, then barriers. A slot has 128 UNITS k: tiles of x, 64 k
+// each with the 128-byte swizzle, then the cells of each warpgroup. An SM starts a copy in about 60 ns, so they must be
+// few: all x of a slot is one, the cells of a warpgroup another.
 template <class F, int GROUPS_, int WIDTH> struct WideShape {
   static constexpr int GROUPS = GROUPS_, COLUMNS = WIDTH, ROWS = 64 * GROUPS, WARPS = 4 * GROUPS, CONSUMERS = 32 * WARPS;
-  static constexpr u32 HALF_X_BYTES = 128 * COLUMNS, X_BYTES = 2 * HALF_X_BYTES, W_BYTES = WARPS * UNIT<F>;
-  static constexpr u32 SLOT = (X_BYTES + W_BYTES + 1023) & ~1023u;
+  static constexpr int UNITS = WIDTH > 32 ? 1 : 2;
+  static constexpr u32 X_BYTES = UNITS * 256 * COLUMNS, SLOT = (X_BYTES + GROUPS * UNITS * CELL<F> + 1023) & ~1023u;
   static constexpr int PITCH = ROWS + 4;  // floats from a column's sums to the next column's
 };
 
@@ -43,59 +40,55 @@ struct Part {
 template <class F, class S>
 DEVICE void fetch(const Problem& p, const TensorMap* x_map, const Part& part, u32 slots, u32 full, u32 empty) {
   const u64 evict_first = l2_evict_first(), evict_last = l2_evict_last();
-  const u8* const codes = p.codes + part.expert * p.expert_bytes;
-  const int columns = p.gated ? S::ROWS / 2 : S::ROWS, first_block = part.column_tile * columns / 16;
-  // Blocks of a warpgroup beyond the matrix are not fetched.
-  const int groups = min(S::GROUPS, (p.width - part.column_tile * columns + columns / S::GROUPS - 1) / (columns / S::GROUPS));
-  const u32 x_bytes = 128 * p.x_rows;
-  const auto fetch_codes = [&](int i) {
-    const u32 at = slots + i % p.stages * S::SLOT + S::X_BYTES, barrier = full + 8 * (i % p.stages);
-    const i64 unit = i64(part.from + i) * 4 * UNIT<F>;
-    barrier_expect_bytes(barrier, 2 * x_bytes + groups * 4 * UNIT<F>);
-    const auto copy = [&](u32 to, int block, int count) {
-      copy_bytes(to, codes + block_offset<F>(block, part.total_units) + unit, count * UNIT<F>, barrier, evict_first);
-    };
-    if (!p.gated) {
-      for (int g = 0; g < groups; g++) copy(at + g * 4 * UNIT<F>, first_block + 4 * g, 4);
-      return;
-    }
-    // Gates of two warpgroups are adjacent if they are in the same group of 4 blocks.
-    for (int g = 0; g < groups;) {
-      const int gate = first_block + 2 * g, up = gate + p.width / 16;
-      const int count = g + 1 < groups && gate % 4 == 0 && up % 4 == 0 ? 4 : 2;
-      copy(at + 2 * g * UNIT<F>, gate, count);
-      copy(at + (2 * S::GROUPS + 2 * g) * UNIT<F>, up, count);
-      g += count / 2;
-    }
+  const int first_group = part.column_tile * S::GROUPS, groups = min(S::GROUPS, p.blocks / 4 - first_group);
+  const u8* const codes =
+      p.codes + part.expert * p.expert_bytes + (i64(first_group) * part.total_units + part.from) * CELL<F>;
+  const auto fetch_codes = [&](int i, int stage) {
+    const u32 at = slots + stage * S::SLOT + S::X_BYTES, barrier = full + 8 * stage;
+    const u32 bytes = min(S::UNITS, part.units - S::UNITS * i) * CELL<F>;
+    barrier_expect_bytes(barrier, S::UNITS * 256 * p.x_rows + groups * bytes);
+    for (int g = 0; g < groups; g++)
+      copy_bytes(at + g * S::UNITS * CELL<F>, codes + (i64(g) * part.total_units + S::UNITS * i) * CELL<F>, bytes, barrier,
+                 evict_first);
   };
-  const auto fetch_x = [&](int i) {
-    const u32 at = slots + i % p.stages * S::SLOT, barrier = full + 8 * (i % p.stages);
-    const int k = 128 * (part.from + i), row = part.tile * p.tile_rows;
-    copy_tile(at, x_map, k, row, barrier, evict_last);
-    copy_tile(at + S::HALF_X_BYTES, x_map, k + 64, row, barrier, evict_last);
+  const auto fetch_x = [&](int i, int stage) {
+    copy_tile(slots + stage * S::SLOT, x_map, 0, part.tile * p.tile_rows, 2 * (part.from + S::UNITS * i), full + 8 * stage,
+              evict_last);
   };
-  const int prefetched = min(p.stages, part.units);
+  const int steps = (part.units + S::UNITS - 1) / S::UNITS, prefetched = min(p.stages, steps);
 #pragma unroll 1
-  for (int i = 0; i < prefetched; i++) fetch_codes(i);
+  for (int i = 0; i < prefetched; i++) fetch_codes(i, i);
   if (p.early) wait_for_previous_kernel();
 #pragma unroll 1
-  for (int i = 0; i < prefetched; i++) fetch_x(i);
+  for (int i = 0; i < prefetched; i++) fetch_x(i, i);
+  int stage = 0, parity = 0;
 #pragma unroll 1
-  for (int i = prefetched; i < part.units; i++) {
-    barrier_wait(empty + 8 * (i % p.stages), (i / p.stages + 1) & 1);
-    fetch_codes(i);
-    fetch_x(i);
+  for (int i = prefetched; i < steps; i++) {
+    barrier_wait(empty + 8 * stage, parity);
+    fetch_codes(i, stage);
+    fetch_x(i, stage);
+    if (++stage == p.stages) stage = 0, parity ^= 1;
   }
 }
 
-// Multiplies a warp's unit by the slot's x. All warps of a warpgroup issue the same instructions.
-template <class F, class S> DEVICE void multiply_unit(float (&sums)[S::COLUMNS / 2], u32 unit, u32 x, int lane) {
-  constexpr int STEPS = F::SCALES_SUMS ? 8 / F::GROUP_COUNT : 8;
+// A lane's codes and scales of a unit.
+template <class F> struct UnitCodes {
   F format;
-  format.load(unit + CODE_BYTES, lane);
-  const uint4 first = load_shared_16(unit + 16 * lane), second = load_shared_16(unit + 512 + 16 * lane);
-  const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-  const u64 tiles[2] = {matrix_descriptor(x), matrix_descriptor(x + S::HALF_X_BYTES)};
+  u32 words[8];
+  DEVICE void load(u32 unit, int lane) {
+    format.load(unit + CODE_BYTES, lane);
+    const uint4 first = load_shared_16(unit + 16 * lane), second = load_shared_16(unit + 512 + 16 * lane);
+    words[0] = first.x, words[1] = first.y, words[2] = first.z, words[3] = first.w;
+    words[4] = second.x, words[5] = second.y, words[6] = second.z, words[7] = second.w;
+  }
+};
+
+// Multiplies a warp's unit by the slot's x. All warps of a warpgroup issue the same instructions.
+template <class F, class S>
+DEVICE void multiply_unit(float (&sums)[S::COLUMNS / 2], const UnitCodes<F>& codes, u32 x, u32 tile_bytes) {
+  constexpr int STEPS = F::SCALES_SUMS ? 8 / F::GROUP_COUNT : 8;
+  const F& format = codes.format;
+  const u64 tiles[2] = {matrix_descriptor(x), matrix_descriptor(x + tile_bytes)};
 #pragma unroll
   for (int start = 0; start < 8; start += STEPS) {
     float group_sums[S::COLUMNS / 2];
@@ -105,7 +98,7 @@ template <class F, class S> DEVICE void multiply_unit(float (&sums)[S::COLUMNS /
     for (int half = start; half < start + STEPS; half += HALF) {
       u32 a[HALF][4];
 #pragma unroll
-      for (int s = 0; s < HALF; s++) format.decode(a[s], words[half + s], (half + s) * F::GROUP_COUNT / 8);
+      for (int s = 0; s < HALF; s++) format.decode(a[s], codes.words[half + s], (half + s) * F::GROUP_COUNT / 8);
       wgmma_fence();
 #pragma unroll
       for (int s = half; s < half + HALF; s++) {
@@ -135,17 +128,18 @@ template <class S> DEVICE void finish(const Problem& p, const Part& part, u32 pa
   for (int i = threadIdx.x + part.rank * S::CONSUMERS; i < part.rows * pairs; i += S::CONSUMERS * p.parts) {
     const int row = i / pairs, pair = i % pairs, column = 2 * (part.column_tile * pairs + pair);
     if (column >= p.width) continue;
-    const int local = p.gated ? pair / 16 * 64 + 2 * (pair % 16) : 2 * pair, place = part.tile * p.tile_rows + row;
+    const int local = p.gated ? pair / 4 * 16 + 2 * (pair % 4) : 2 * pair, place = part.tile * p.tile_rows + row;
     const int assignment = p.order ? load_int(p.order + place) : place;
-    finish_pair(p, part.expert, column, p.keeps_order ? place : assignment, assignment, [&](bool is_up) {
-      const u32 at = partials + 4 * (row * S::PITCH + local + (is_up ? 32 : 0));
-      float2 total = load_from_cluster(at, 0);
+    const auto sum = [&](int at) {
+      float2 total = load_from_cluster(partials + 4 * (row * S::PITCH + at), 0);
       for (int from = 1; from < p.parts; from++) {
-        const float2 more = load_from_cluster(at, from);
+        const float2 more = load_from_cluster(partials + 4 * (row * S::PITCH + at), from);
         total.x += more.x, total.y += more.y;
       }
       return total;
-    });
+    };
+    const float2 first = sum(local), up = p.gated ? sum(local + 8) : first;
+    finish_pair(p, part.expert, column, p.keeps_order ? place : assignment, assignment, first, up);
   }
 }
 
@@ -172,6 +166,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 32, wide_ctas(GROUPS, COLUMNS))
   if (p.triggers_late) let_next_kernel_start();
   const int item = blockIdx.x / p.parts;
   const int row_tiles = p.order ? load_int(p.num_tiles) : (p.rows + p.tile_rows - 1) / p.tile_rows;
+  if (row_tiles == 0) return wait_for_previous_kernel();  // no row selected an expert of this rank
   Part part{item % row_tiles, item / row_tiles};
   if (part.column_tile * (p.gated ? S::ROWS / 2 : S::ROWS) >= p.width) return;  // the same for the whole cluster
   part.expert = p.order ? load_int(p.tile_experts + part.tile) : 0;
@@ -186,16 +181,22 @@ __global__ void __launch_bounds__(128 * GROUPS + 32, wide_ctas(GROUPS, COLUMNS))
     if (p.parts > 1) cluster_sync(), cluster_sync();
     return;
   }
-  // A warpgroup has two blocks of gates, then two of ups.
-  const int unit = !p.gated ? warp : warp % 4 / 2 * 2 * GROUPS + warp / 4 * 2 + warp % 2;
+  const u32 own = S::X_BYTES + warp / 4 * S::UNITS * CELL<F> + warp % 4 * UNIT<F>, tile_bytes = 128 * p.x_rows;
   float sums[COLUMNS / 2] = {};
+  int stage = 0, parity = 0;
 #pragma unroll 1
-  for (int i = 0; i < part.units; i++) {
-    const int stage = i % p.stages;
-    barrier_wait(full + 8 * stage, i / p.stages & 1);
+  for (int left = part.units; left > 0; left -= S::UNITS) {
+    barrier_wait(full + 8 * stage, parity);
     const u32 at = base + stage * S::SLOT;
-    multiply_unit<F, S>(sums, at + S::X_BYTES + unit * UNIT<F>, at, lane);
+    UnitCodes<F> codes[2];
+    codes[0].load(at + own, lane);
+#pragma unroll
+    for (int u = 0; u < S::UNITS; u++) {
+      if (u + 1 < S::UNITS) codes[(u + 1) % 2].load(at + own + (u + 1) * CELL<F>, lane);  // while u is multiplied
+      if (u < left) multiply_unit<F, S>(sums, codes[u % 2], at + 2 * u * tile_bytes, tile_bytes);
+    }
     if (lane == 0) barrier_arrive(empty + 8 * stage);
+    if (++stage == p.stages) stage = 0, parity ^= 1;
   }
   if (p.early) wait_for_previous_kernel();  // before outputs are written, which that kernel may read
   sync_consumers<S::CONSUMERS>();           // all warps have read the ring, which the sums overwrite

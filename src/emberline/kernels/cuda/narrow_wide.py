@@ -11,22 +11,23 @@ from itertools import product
 
 from torch import Tensor
 
-from emberline.kernels.cuda.driver import CudaKernel, CudaModule, make_tensor_map
-from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, NUM_SMS
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, count_sms, make_tensor_map
+from emberline.kernels.cuda.linear import MAX_SHARED_BYTES
 from emberline.kernels.cuda.narrow import (
-    ACTIVATIONS,
     FORMATS,
     MIN_COST,
     RESERVED_SHARED_BYTES,
     WARP_COST,
     NarrowProblem,
     describe_dense,
+    describe_gate_up,
     describe_problem,
     describe_sorted,
 )
-from emberline.kernels.cuda.narrow_layout import UNIT_COLUMNS, NarrowWeight
+from emberline.kernels.cuda.narrow_layout import NarrowWeight
 from emberline.kernels.cuda.wide import MAX_CLUSTERS
 from emberline.kernels.mixture import ClampedSwiGLU
+from emberline.kernels.narrow_size import UNIT_COLUMNS
 from emberline.kernels.triton.routing import SortedRows
 
 FILE = "narrow_wide.cu"
@@ -34,8 +35,18 @@ MIN_ROWS, MAX_ROWS = 9, 256  # of a dense product
 COLUMNS = (32, 64, 128)  # rows of x in a tile
 GROUPS = {32: (1, 2), 64: (1, 2), 128: (1, 2)}  # warpgroups of a CTA, each with 64 rows of w
 PARTS = (1, 2, 4, 8)  # CTAs that share the k of a tile
-TILE_K = 64  # columns of a copy of x
-# Limits of a plan: bytes per microsecond from memory, from the L2, and into one SM; and the cost of sharing k.
+SLOT_UNITS = {32: 2, 64: 1, 128: 1}  # units of a row in a slot
+TILE_K = 64  # columns of a tile of x
+# Where a sweep on an H200 found better plans: (columns of a tile, n, units): (warpgroups, parts).
+MEASURED = {
+    (32, 6144, 32): (2, 4),
+    (32, 4096, 32): (1, 2),
+    (32, 28672, 32): (2, 1),
+    (32, 4096, 112): (1, 2),
+    (64, 4096, 32): (1, 2),
+    (64, 4096, 112): (1, 8),
+}
+# Limits of a plan: bytes per microsecond from memory, from the L2, and into one SM; and the cost of each part of k.
 MEMORY_BYTES_PER_US, L2_BYTES_PER_US, SM_BYTES_PER_US, SHARING_US = 4.39e6, 7.0e6, 0.07e6, 1.0
 MAX_STAGES = 12
 
@@ -53,7 +64,7 @@ class WideNarrowPlan:
         return f"narrow_wide<{format_name}, {self.groups}, {self.columns}>"
 
     def slot_bytes(self, unit_bytes: int) -> int:
-        return -(-(2 * 128 * self.columns + 4 * self.groups * unit_bytes) // 1024) * 1024
+        return -(-SLOT_UNITS[self.columns] * (256 * self.columns + 4 * self.groups * unit_bytes) // 1024) * 1024
 
     def shared_bytes(self, unit_bytes: int) -> int:
         """Bytes of shared memory: the layout in narrow_wide.cu, with padding for alignment."""
@@ -109,12 +120,10 @@ def multiply_gate_up(
     """Return the activations [places, width] of the rows' experts, in the order of `rows.order`."""
     assert len(x) == len(rows.weights) // rows.experts_per_row
     sources = rows.order.clamp(0, len(rows.weights) - 1) // rows.experts_per_row
-    inputs = x.index_select(0, sources)
+    inputs = x.index_select(0, sources)  # `sort_rows` needs places, which the experts of other ranks do not have
     out = x.new_empty(len(rows.order), w.n // 2)
-    problem = describe_problem(inputs, w, out, bias)
-    problem.gated, problem.keeps_order = True, True
-    if clamp is not None:
-        problem.activation, problem.alpha, problem.limit = ACTIVATIONS.index("clamped"), clamp.alpha, clamp.limit
+    problem = describe_gate_up(inputs, w, out, bias, clamp)
+    problem.keeps_order = True
     _launch_sorted(problem, inputs, w, rows, plan, scaled=scaled, pdl=pdl)
     return out
 
@@ -151,6 +160,8 @@ def choose_plan(m: int, experts: int, n: int, units: int, unit_bytes: int) -> Wi
     """Return the plan with the least estimated time for m rows of x and each of so many matrices."""
     columns = next((size for size in COLUMNS if size >= m), COLUMNS[-1])
     tiles = -(-m // columns) * experts
+    if tiles == 1 and (found := MEASURED.get((columns, n, units))):
+        return make_plan(found[0], columns, found[1], unit_bytes)
     plans = [
         make_plan(groups, columns, parts, unit_bytes)
         for groups, parts in product(GROUPS[columns], PARTS)
@@ -184,13 +195,13 @@ def estimate_us(plan: WideNarrowPlan, row_tiles: int, n: int, units: int, unit_b
     limits = (
         total / MEMORY_BYTES_PER_US,
         ctas * cta_bytes / L2_BYTES_PER_US,
-        -(-ctas // NUM_SMS) * cta_bytes / SM_BYTES_PER_US,
+        -(-ctas // count_sms()) * cta_bytes / SM_BYTES_PER_US,
     )
-    busiest = min(-(-ctas // NUM_SMS), count_ctas(plan.groups, plan.columns))
-    clusters, max_clusters = ctas // plan.parts, MAX_CLUSTERS[plan.parts] * count_ctas(plan.groups, plan.columns)
+    busiest = min(-(-ctas // count_sms()), count_ctas(plan.groups, plan.columns))
+    clusters, max_clusters = ctas // plan.parts, MAX_CLUSTERS[plan.parts] * busiest  # `_launch` allows no more CTAs
     waves = 1 if plan.parts == 1 else -(-clusters // max_clusters)
     latency = MIN_COST + WARP_COST / (4 * plan.groups * busiest)
-    return max(limits) * latency * waves + SHARING_US * (plan.parts > 1)
+    return max(limits) * latency * waves + SHARING_US * plan.parts * (plan.parts > 1)
 
 
 def _launch_sorted(
@@ -212,16 +223,17 @@ def _launch_sorted(
 def _launch(
     problem: NarrowProblem, x: Tensor, w: NarrowWeight, plan: WideNarrowPlan, row_tiles: int, *, pdl: bool
 ) -> None:
-    assert supports_shape(w, gated=bool(problem.gated)), "a warpgroup has 32 gates"
+    assert supports_shape(w), "tiles of x have 64 columns"
+    tiles = x.view(len(x), -1, TILE_K).transpose(0, 1)
     problem.stages, problem.parts = plan.stages, plan.parts
     grid = row_tiles * -(-w.n // (64 * plan.groups)) * plan.parts
     # No more CTAs shall fit on an SM than are needed; otherwise they could start on few SMs while others are idle.
-    ctas = min(-(-grid // NUM_SMS), count_ctas(plan.groups, plan.columns))
+    ctas = min(-(-grid // count_sms()), count_ctas(plan.groups, plan.columns))
     minimum = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // (ctas + 1) + 16
     _get_kernel(plan.kernel_name(w.format))(
         (grid, 1, 1),
         128 * plan.groups + 32,
-        (problem, make_tensor_map(x, (problem.x_rows, TILE_K))),
+        (problem, make_tensor_map(tiles, (2 * SLOT_UNITS[plan.columns], problem.x_rows, TILE_K))),
         pdl=pdl,
         cluster=plan.parts,
         shared_bytes=max(minimum, plan.shared_bytes(w.unit_bytes)),
@@ -234,11 +246,11 @@ def _get_kernel(kernel_name: str) -> CudaKernel:
     return CudaModule(FILE, [kernel_name]).kernel(kernel_name, MAX_SHARED_BYTES)
 
 
-def supports(m: int, w: NarrowWeight, *, gated: bool) -> bool:
+def supports(m: int, w: NarrowWeight) -> bool:
     """Return whether `linear` supports m rows of x and is faster than `cuda.narrow.linear`."""
-    return MIN_ROWS <= m <= MAX_ROWS and supports_shape(w, gated=gated)
+    return MIN_ROWS <= m <= MAX_ROWS and supports_shape(w)
 
 
-def supports_shape(w: NarrowWeight, *, gated: bool) -> bool:
+def supports_shape(w: NarrowWeight) -> bool:
     """Return whether the kernels of this module can read the matrix."""
-    return not (gated and w.n // 2 % 32)
+    return w.k % TILE_K == 0

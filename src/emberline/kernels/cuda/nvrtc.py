@@ -75,8 +75,8 @@ def compiler_version() -> str:
 
 
 def digest_sources(options: Sequence[str]) -> str:
-    """Return a digest of all kernel sources, the compiler options and the compiler's version."""
-    files = [*sorted(SOURCE_DIR.glob("*.cu*")), *sorted(SOURCE_DIR.parent.glob("triton/*.py"))]
+    """Return a digest of all kernel sources, the code that chooses kernels, the compiler's options and its version."""
+    files = [path for pattern in ("cuda/*.cu*", "*/*.py") for path in sorted(SOURCE_DIR.parent.glob(pattern))]
     texts = [path.read_text() for path in files]
     return hashlib.sha256(chr(0).join([*texts, *options, compiler_version()]).encode()).hexdigest()
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from emberline.kernels.attention_support import BLOCK_SIZES, HEAD_DIMS, PLAIN_SCORES, ScoreKind
-from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument, TensorMap, make_tensor_map
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument, TensorMap, count_sms, make_tensor_map
 
 FILE = "prefill.cu"
 # Variants: head size, and whether layers may have chunks, capped scores or sinks.
@@ -115,7 +115,7 @@ def prefill_attention(
         context, block_tables, block_tables.stride(0), q_heads, q_heads // cache_maps.kv_heads, cache_maps.block_size,
         window or NO_WINDOW, factor, _counters(qkv.device) if counters is None else counters, num_sms, kinds,
     ]  # fmt: skip
-    grid = min(_count_sms(qkv.device), items)
+    grid = min(count_sms(qkv.device), items)
     _get_kernel(head_dim, not kind.is_plain)((grid, 1, 1), THREADS, arguments, pdl=pdl)
     return out
 
@@ -150,8 +150,3 @@ def allocate_counters(device: torch.device) -> Tensor:
 
 
 _counters = cache(allocate_counters)
-
-
-@cache
-def _count_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

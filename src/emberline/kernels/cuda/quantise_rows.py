@@ -43,17 +43,18 @@ def quantise_rows(
     assert x.dtype is torch.bfloat16 and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     assert k % ORDER_GROUP == 0 and k <= MAX_K
     assert norm is None or (norm.dtype is torch.float32 and norm.shape == (k,) and norm.is_contiguous())
-    codes = torch.empty(m, k, dtype=torch.uint8, device=x.device)
+    codes = torch.empty_like(x, dtype=torch.uint8, memory_format=torch.contiguous_format)
     pitch = -(-m // SCALE_ROW_GRAIN) * SCALE_ROW_GRAIN
     scales = torch.empty((-(-k // UNIT_K), pitch) if blocks else (m,), device=x.device)
-    kernel = _get_kernel(_kernel_name(k, norm is not None, blocks))
+    kernel = _find_kernel(k, norm is not None, blocks)
     if m:
         kernel((m, 1, 1), THREADS, (x, x.stride(0), norm, float(eps), codes, scales, pitch, k), pdl=pdl)
     return QuantisedRows(codes, scales)
 
 
-def _kernel_name(k: int, norm: bool, blocks: bool) -> str:
-    return _format_name(next(chunks for chunks in CHUNKS if chunks * CHUNK_K >= k), norm, blocks)
+@cache
+def _find_kernel(k: int, norm: bool, blocks: bool) -> CudaKernel:
+    return _get_kernel(_format_name(next(chunks for chunks in CHUNKS if chunks * CHUNK_K >= k), norm, blocks))
 
 
 def _format_name(chunks: int, norm: bool, blocks: bool) -> str:

@@ -12,21 +12,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda import few_experts, grouped, routing
+from emberline.kernels.cuda import few_experts, fused_experts, grouped, routing
 from emberline.kernels.cuda.expert_matrices import ExpertMatrices
 from emberline.kernels.cuda.few_experts import DownPlan, GateUpPlan
 from emberline.kernels.cuda.grouped import ExpertTilePlan
 from emberline.kernels.cuda.uw12 import UW12Weight
-from emberline.kernels.mixture import Mixture, StackedExperts
+from emberline.kernels.mixture import Mixture, Routing, StackedExperts
 from emberline.kernels.packed_weight import PackedExperts
 from emberline.kernels.triton import experts as triton_experts
 from emberline.kernels.triton import routing as triton_routing
-from emberline.kernels.triton.routing import SortedRows
 
 # The fastest plans of some that were measured on an H200 with the experts of Qwen3-30B-A3B.
-MAX_SELECTED_ROWS = 2  # rows of x up to which the kernels select; with 8 plain rows, Triton's steps are faster
+MAX_SELECTED_ROWS = 2  # rows of x up to which the kernels of `few_experts.py` are used
 GATE_UP_PLANS = {False: GateUpPlan(2, 4), True: GateUpPlan(4, 2)}  # for plain and packed experts
 DOWN_PLAN = DownPlan(12, 3)
+MAX_FUSED_ROWS = 0.75  # rows of a packed expert on average up to which one kernel computes both products
 # Pairs (rows of an expert on average, plan of both products). None: the kernels of Triton.
 PACKED_PLANS = (
     (12.0, grouped.TILES_OF_32),
@@ -41,8 +41,8 @@ class RoutedOutputs(NamedTuple):
     """The outputs of each row's experts, as arguments of `add_expert_outputs`."""
 
     outputs: Tensor
-    sorted_rows: SortedRows | None = None  # None: in the order of assignments
-    weighted: bool = False  # whether they are not multiplied by their weights yet
+    places: Tensor | None = None  # None: in the order of assignments
+    weights: Tensor | None = None  # None: they are already multiplied by them
 
 
 def add_selected_experts(x: Tensor, normed: Tensor, logits: Tensor, mixture: Mixture) -> bool:
@@ -76,15 +76,25 @@ def run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture) -> Rout
     gate_up, down = view_matrices(experts.gate_up, gated=True), view_matrices(experts.down)
     plan = None
     if gate_up is not None and down is not None and _is_supported(normed, mixture):
+        if uses_fused_kernel(logits, rules, gate_up, down):
+            return RoutedOutputs(*fused_experts.run_selected(normed, logits, rules, gate_up, down))
         plan = choose_tile_plan(len(normed) * rules.experts_per_row / logits.shape[1], gate_up, down)
     if gate_up is None or down is None or plan is None:
         is_small = len(normed) * rules.experts_per_row <= triton_routing.ASSIGNMENTS_AT_ONCE[-1]
         route = triton_routing.route_rows if is_small else routing.route_rows
         return RoutedOutputs(triton_experts.run_routed_experts(normed, logits, mixture, pdl=True, route=route))
     rows = routing.route_rows(logits, rules, plan.tile_rows)
-    x = normed if plan.tile_rows == grouped.BOX_ROWS else routing.sort_rows(normed, rows)
+    x = normed if plan.gathers else routing.sort_rows(normed, rows)
     inner = grouped.multiply_tiles(x, gate_up, rows, plan, scaled=rules.scales_inputs)
-    return RoutedOutputs(grouped.multiply_tiles(inner, down, rows, plan), rows, not rules.scales_inputs)
+    outputs = grouped.multiply_tiles(inner, down, rows, plan)
+    return RoutedOutputs(outputs, rows.places, None if rules.scales_inputs else rows.weights)
+
+
+def uses_fused_kernel(logits: Tensor, rules: Routing, gate_up: ExpertMatrices, down: ExpertMatrices) -> bool:
+    """Return whether one kernel computes both products: of packed experts with few rows."""
+    rows, experts = logits.shape
+    is_small = rows * rules.experts_per_row <= MAX_FUSED_ROWS * experts and gate_up.is_packed
+    return is_small and routing.supports(experts, rules) and fused_experts.supports(rows, rules, gate_up, down)
 
 
 def choose_tile_plan(average: float, gate_up: ExpertMatrices, down: ExpertMatrices) -> ExpertTilePlan | None:
@@ -111,4 +121,5 @@ def view_matrices(part: Tensor | PackedExperts, *, gated: bool = False) -> Exper
 def _is_supported(normed: Tensor, mixture: Mixture) -> bool:
     experts = mixture.experts
     assert isinstance(experts, StackedExperts)
-    return normed.dtype is torch.bfloat16 and mixture.clamp is None and experts.gate_up_bias is None
+    is_plain = mixture.clamp is None and experts.gate_up_bias is None and mixture.routing.own is None
+    return normed.dtype is torch.bfloat16 and is_plain

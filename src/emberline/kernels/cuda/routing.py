@@ -17,15 +17,18 @@ from emberline.kernels.triton import routing
 from emberline.kernels.triton.routing import SortedRows, max_tile_count
 
 FILE = "routing.cu"
-EXPERTS_PER_LANE = (4, 8)  # of a warp that selects the experts of a row
+EXPERTS_PER_LANE = (4, 8, 16)  # of a warp that selects the experts of a row
 MAX_EXPERTS, MAX_EXPERTS_PER_ROW = 32 * EXPERTS_PER_LANE[-1], 32
 TILE_GRAIN = 32  # the rows of a tile are a multiple, if an expert has several tiles
 SELECT_THREADS, PLACE_THREADS = 256, 1024
+CLUSTER, MAX_CLUSTER_ASSIGNMENTS = 8, 1024  # CTAs of one kernel for few rows, and the assignments of each
 # Pairs (rows of a block, rows): the rows of a CTA, for so many rows at most.
 ROWS_PER_BLOCK = ((8, 1024), (16, 2048), (32, 1 << 30))
 
 
 def supports(experts: int, rules: Routing) -> bool:
+    if rules.own is not None:
+        return False
     return experts <= MAX_EXPERTS and rules.experts_per_row <= MAX_EXPERTS_PER_ROW and rules.groups == 1
 
 
@@ -43,43 +46,29 @@ def route_rows(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = Tr
         return _with_places(routing.route_rows(logits, rules, tile_rows, pdl=pdl))
     assert logits.dtype is torch.float32 and logits.is_contiguous() and rows
     top, per_lane = rules.experts_per_row, choose_experts_per_lane(experts)
-    block_rows = next(size for size, limit in ROWS_PER_BLOCK if rows <= limit)
-    blocks, assignments, tiles = -(-rows // block_rows), rows * top, max_tile_count(rows * top, experts, tile_rows)
-    sizes = [assignments] * 3 + [tiles * tile_rows, tiles, tiles, 1, blocks * 32 * per_lane]
+    assignments, tiles = rows * top, max_tile_count(rows * top, experts, tile_rows)
+    sizes = [assignments] * 2 + [tiles * tile_rows, tiles, tiles, 1]
     integers = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device)
-    chosen, ranks, places, order, tile_experts, tile_counts, num_tiles, counts = integers.split(sizes)
+    chosen, places, order, tile_experts, tile_counts, num_tiles = integers.split(sizes)
     weights = torch.empty(assignments, dtype=torch.float32, device=logits.device)
-    is_sigmoid = rules.scores == "sigmoid"
-    _get_kernel(f"select_rows<{per_lane}>")(
-        (blocks, 1, 1),
-        SELECT_THREADS,
-        (
-            *(logits, rules.correction, rows, experts, top, is_sigmoid, rules.renormalize, float(rules.scale)),
-            *(block_rows, weights, chosen, ranks, counts),
-        ),
-        pdl=pdl,
+    found = SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top, places)
+    is_sigmoid, grain = rules.scores == "sigmoid", min(TILE_GRAIN, tile_rows)
+    selection = logits, rules.correction, rows, experts, top, is_sigmoid, rules.renormalize, float(rules.scale)
+    tables = order, places, tile_experts, tile_counts, num_tiles
+    if -(-rows // CLUSTER) * top <= MAX_CLUSTER_ASSIGNMENTS:
+        routed = *selection, tile_rows, grain, weights, chosen, *tables
+        _get_kernel(f"route_rows<{per_lane}>")((CLUSTER, 1, 1), PLACE_THREADS, routed, pdl=pdl, cluster=CLUSTER)
+        return found
+    block_rows = next(size for size, limit in ROWS_PER_BLOCK if rows <= limit)
+    blocks = -(-rows // block_rows)
+    ranks, counts = torch.empty(assignments + blocks * 32 * per_lane, dtype=torch.int32, device=logits.device).split(
+        [assignments, blocks * 32 * per_lane]
     )
-    _get_kernel(f"place_rows<{per_lane}>")(
-        (blocks, 1, 1),
-        PLACE_THREADS,
-        (
-            chosen,
-            ranks,
-            counts,
-            rows,
-            top,
-            block_rows,
-            tile_rows,
-            min(TILE_GRAIN, tile_rows),
-            order,
-            places,
-            tile_experts,
-            tile_counts,
-            num_tiles,
-        ),
-        pdl=pdl,
-    )
-    return SortedRows(weights, chosen, order, tile_experts, tile_counts, num_tiles, tile_rows, top, places)
+    selected = *selection, block_rows, weights, chosen, ranks, counts
+    _get_kernel(f"select_rows<{per_lane}>")((blocks, 1, 1), SELECT_THREADS, selected, pdl=pdl)
+    placed = chosen, ranks, counts, rows, top, block_rows, tile_rows, grain, *tables
+    _get_kernel(f"place_rows<{per_lane}>")((blocks, 1, 1), PLACE_THREADS, placed, pdl=pdl)
+    return found
 
 
 def _with_places(rows: SortedRows) -> SortedRows:
@@ -88,7 +77,7 @@ def _with_places(rows: SortedRows) -> SortedRows:
     column, tile = torch.arange(rows.tile_rows, device=order.device), torch.arange(len(order), device=order.device)
     is_used = (column < rows.tile_counts[:, None]) & (tile < rows.num_tiles)[:, None]
     target = torch.where(is_used, order, size).flatten().long()
-    places = torch.empty(size + 1, dtype=torch.int32, device=order.device)
+    places = torch.zeros(size + 1, dtype=torch.int32, device=order.device)  # those of other ranks' experts stay 0
     places.scatter_(0, target, torch.arange(len(target), dtype=torch.int32, device=order.device))
     return replace(rows, places=places[:size])
 
@@ -108,7 +97,7 @@ def sort_rows(x: Tensor, rows: SortedRows, *, pdl: bool = True) -> Tensor:
 
 VARIANTS = (
     "sort_rows",
-    *(f"{name}<{count}>" for name in ("select_rows", "place_rows") for count in EXPERTS_PER_LANE),
+    *(f"{name}<{count}>" for name in ("route_rows", "select_rows", "place_rows") for count in EXPERTS_PER_LANE),
 )
 
 

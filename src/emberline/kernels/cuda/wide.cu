@@ -26,8 +26,7 @@
 #include "common.cuh"
 #include "wgmma.cuh"
 #include "uw12.cuh"
-#include "wide_products.cuh"
-#include "wgmma_fp8.cuh"
+#include "wgmma_products.cuh"
 #include "wide.cuh"
 #include "global_exchange.cuh"
 

@@ -92,15 +92,6 @@ DEVICE float load_past_l1(const float* at) {
   return x;
 }
 
-// x / (1 + exp(-x)), rounded as a division would. Numerator and denominator are divided by 4, because the approximate
-// reciprocal of more than 2^126 is 0.
-DEVICE float silu(float x) {
-  const float denominator = fminf(__fmaf_rn(expf(-x), .25f, .25f), 0x1.fffffep127f), numerator = x * .25f;
-  float reciprocal;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(denominator));
-  const float quotient = numerator * reciprocal;
-  return __fmaf_rn(__fmaf_rn(-denominator, quotient, numerator), reciprocal, quotient);
-}
 // silu(gate) * up, rounded as in torch: gate and up to bf16, then silu, then the product.
 template <class S> DEVICE float gated_silu(float gate, float up) {
   gate = to_float(to_bf16(gate));

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument, make_tensor_map
-from emberline.kernels.cuda.linear import EPILOGUES, MAX_SHARED_BYTES, NUM_SMS, SLOT_K, BF16Weight, choose_epilogue
+from emberline.kernels.cuda.driver import H200_SMS, CudaKernel, CudaModule, KernelArgument, count_sms, make_tensor_map
+from emberline.kernels.cuda.linear import EPILOGUES, MAX_SHARED_BYTES, SLOT_K, BF16Weight, choose_epilogue
 from emberline.kernels.cuda.uw12 import UNIT_BYTES, UW12Weight
 
 FILE = "wide.cu"
@@ -38,7 +38,7 @@ SPLITS = (1, 2, 3, 4)
 SHARED_BYTES_BY_CTAS = {1: MAX_SHARED_BYTES, 2: 113 << 10}  # shared memory of a CTA, by the number of CTAs on an SM
 MAX_SIZE_OF_TWO_CTAS = 128  # groups * columns of packed weights up to which registers suffice for two CTAs on an SM
 MAX_CLUSTERS = {
-    1: NUM_SMS,
+    1: H200_SMS,
     2: 66,
     3: 40,
     4: 30,
@@ -57,7 +57,7 @@ LARGE_GROUP_STEP_US, LARGE_TILE_OVERHEAD_US, LARGE_L2_BYTES_PER_US = 0.36, 1.5, 
 CUBLAS_FLOP_PER_US, CUBLAS_CALL_US = 7.0e8, 6.0
 # Unclustered CTAs exchange sums in global memory: floats for the sums of all tiles, a counter word for each fragment,
 # and how often a CTA polls a counter (about 0.4 us each) before it leaves its sums to another CTA.
-MAX_EXCHANGED_SUMS, MAX_EXCHANGED_FRAGMENTS, EXCHANGE_POLLS = NUM_SMS * 256 * 128, NUM_SMS * 32, 256
+EXCHANGED_SUMS_PER_SM, EXCHANGED_FRAGMENTS_PER_SM, EXCHANGE_POLLS = 256 * 128, 32, 256
 
 
 class TileConfig(NamedTuple):
@@ -102,6 +102,8 @@ MEASURED: dict[tuple[int, int, int], TileConfig | None] = {
     (256, 28672, 4096): TileConfig(2, share=2),
     (256, 4096, 14336): None,
     (256, 128256, 4096): None,
+    (64, 5120, 2048): TileConfig(1),  # of Qwen3-30B-A3B, as the next
+    (64, 2048, 4096): TileConfig(1, 3),
 }
 MEASURED_PACKED: dict[tuple[int, int, int], TileConfig] = {
     (64, 6144, 4096): TileConfig(2, 4, ctas_per_sm=2),
@@ -185,7 +187,7 @@ class WidePlan:
         return (
             1 < self.split < 256
             and self.share == 1
-            and self.grid * 64 * self.groups * self.columns <= MAX_EXCHANGED_SUMS
+            and self.grid * 64 * self.groups * self.columns <= max(count_sms(), H200_SMS) * EXCHANGED_SUMS_PER_SM
         )
 
     @property
@@ -299,7 +301,7 @@ def is_large(columns: int) -> bool:
 def choose_plan(columns: int, n: int, k: int, *, packed: bool = False, gated: bool = False) -> WidePlan:
     """Return the measured plan for this shape, or else the plan with the least estimated time.
 
-    The plan depends on nothing but the arguments, because the split of k determines the last bits of the result.
+    The plan depends on nothing but the arguments and the GPU: the split of k determines the last bits of the result.
     """
     row = MEASURED_PACKED.get((columns, n, k)) if packed else MEASURED.get((columns, n, k))
     if row is not None and not (row.unclustered and gated):
@@ -308,8 +310,13 @@ def choose_plan(columns: int, n: int, k: int, *, packed: bool = False, gated: bo
     tiles = product(group_counts, SPLITS, SHARES if is_large(columns) else (1,))
     rows = (TileConfig(groups, split, share=share) for groups, split, share in tiles)
     plans = [make_plan(columns, n, k, row, packed=packed) for row in rows]
-    fitting = [plan for plan in plans if plan.split == 1 or plan.grid <= plan.cluster * MAX_CLUSTERS[plan.cluster]]
+    fitting = [plan for plan in plans if plan.split == 1 or plan.grid <= plan.cluster * count_clusters(plan.cluster)]
     return min((plan for plan in fitting if plan.split <= k // SLOT_K), key=lambda plan: estimate_us(plan, n, k))
+
+
+def count_clusters(size: int) -> int:
+    """Return how many clusters of this size the GPU runs at once, estimated from those of an H200."""
+    return MAX_CLUSTERS[size] * count_sms() // H200_SMS
 
 
 def make_plan(
@@ -321,7 +328,7 @@ def make_plan(
     tile.
     """
     groups, split, ctas_per_sm, share, unclustered = config
-    ctas, shared = ctas_per_sm * NUM_SMS if ctas is None else ctas, SHARED_BYTES_BY_CTAS[ctas_per_sm]
+    ctas, shared = ctas_per_sm * count_sms() if ctas is None else ctas, SHARED_BYTES_BY_CTAS[ctas_per_sm]
     teams = -(-n // (64 * groups * share))  # groups of tiles that share x
     waves = -(-teams // (ctas // share)) if split == 1 else 1
     base = WidePlan(groups, columns, 1, split, split * share * -(-teams // waves), packed, share, unclustered)
@@ -378,8 +385,9 @@ def get_exchange_memory(device: torch.device) -> tuple[Tensor, Tensor]:
 def _get_exchange_memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     """Return device memory in which CTAs without a cluster exchange partial sums, and zeroed counters."""
     assert not torch.cuda.is_current_stream_capturing(), "a captured graph would zero the counters in every replay"
-    return torch.empty(MAX_EXCHANGED_SUMS, device=device), torch.zeros(
-        MAX_EXCHANGED_FRAGMENTS, dtype=torch.int32, device=device
+    sms = max(count_sms(), H200_SMS)  # smaller GPUs use the measured plans too
+    return torch.empty(sms * EXCHANGED_SUMS_PER_SM, device=device), torch.zeros(
+        sms * EXCHANGED_FRAGMENTS_PER_SM, dtype=torch.int32, device=device
     )
 
 

@@ -17,40 +17,99 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
+from triton.language.target_info import cuda_capability_geq
 
 from emberline.kernels import work_limits, worklist
 from emberline.kernels.arguments import AttentionInputs
 from emberline.kernels.triton.attention import add_keys, choose_product_type, first_key
-from emberline.kernels.triton.jit import jit, jit_for_activations, next_power_of_two, pdl_trigger_and_wait
+from emberline.kernels.triton.jit import (
+    jit,
+    jit_for_activations,
+    next_power_of_two,
+    pdl_trigger,
+    pdl_wait,
+    prefetch,
+)
 from emberline.kernels.worklist import TILE_KEYS
 
 if TYPE_CHECKING:
     from emberline.kernels.cuda.decode import DecodeScratch, DeviceWorkList
 
-MERGED_ELEMENTS = 1 << 14  # elements of partial results that a program merges at a time
+PROGRAMS_PER_SM = 4  # which compute one part after the other, so that a small batch needs few launches of programs
+MERGED_ELEMENTS = 1 << 11  # elements of partial results that a warp merges at a time
 
 
-@jit_for_activations("max_parts")
+@jit_for_activations("max_parts", "rows")
 def _split_decode(
     qkv: tensor, k_cache: tensor, v_cache: tensor, tables: tensor, query_start: tensor, context: tensor, sinks: tensor,
     count: tensor, items: tensor, partial_starts: tensor, partials: tensor, max_and_sum: tensor, arrivals: tensor,
     out: tensor, scale: tensor, window: tensor, softcap: tensor, capped_scale: tensor, qkv_stride: tensor,
-    table_stride: tensor, cache_stride: tensor, out_stride: tensor, max_parts: tensor,
+    table_stride: tensor, cache_stride: tensor, out_stride: tensor, max_parts: tensor, rows: tensor,
     KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, DIM_PADDED: constexpr, BLOCK_SIZE: constexpr,
-    SLOT_ROWS: constexpr, ROWS: constexpr, SPAN: constexpr, TILE: constexpr, MERGED: constexpr, WINDOWED: constexpr,
-    CHUNKED: constexpr, CAPPED: constexpr, HAS_SINKS: constexpr, TYPE: constexpr, PDL: constexpr,
+    SLOT_ROWS: constexpr, ROWS: constexpr, SPAN: constexpr, TILE: constexpr, MERGED_ROWS: constexpr, MERGED: constexpr,
+    WINDOWED: constexpr, CHUNKED: constexpr, CAPPED: constexpr, HAS_SINKS: constexpr, TYPE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
-    pdl_trigger_and_wait(PDL)
-    head, item = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
-    if WINDOWED:
-        found = _cut_window(item, query_start, context, window, max_parts, CHUNKED, TILE)
-        request, part, low, high, first, parts = found
-        if part >= parts:
-            return
-    else:
-        if item >= tl.load(count):
-            return
-        request, part, low, high, first, parts = _load_item(item, items, partial_starts)
+    pdl_trigger(PDL)
+    units = rows * max_parts if WINDOWED else tl.load(count)
+    if PDL and cuda_capability_geq(9, 0) and tl.program_id(0) < units * KV_HEADS:
+        head, item = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
+        if WINDOWED:
+            request, part, low, high, _, parts = _cut_window(
+                item, query_start, context, window, max_parts, CHUNKED, TILE
+            )  # fmt: skip
+        else:
+            request, part, low, high, _, parts = _load_item(item, items, partial_starts)
+        high = tl.minimum(high, tl.load(context + request) + 1)
+        if low < high and part < parts:
+            _prefetch_keys(
+                k_cache, v_cache, tables + request.to(tl.int64) * table_stride, cache_stride, head, low, high,
+                HEAD_DIM, BLOCK_SIZE, SPAN,
+            )  # fmt: skip
+    pdl_wait(PDL)
+    for unit in range(tl.program_id(0), units * KV_HEADS, tl.num_programs(0)):
+        head, item = unit % KV_HEADS, unit // KV_HEADS
+        if WINDOWED:
+            request, part, low, high, first, parts = _cut_window(
+                item, query_start, context, window, max_parts, CHUNKED, TILE
+            )
+        else:
+            request, part, low, high, first, parts = _load_item(item, items, partial_starts)
+        if part < parts:
+            _compute_part(
+                qkv, k_cache, v_cache, tables, query_start, context, sinks, partials, max_and_sum, arrivals, out, scale,
+                window, softcap, capped_scale, qkv_stride, table_stride, cache_stride, out_stride,
+                head, request, part, low, high, first, parts, KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, BLOCK_SIZE,
+                SLOT_ROWS, ROWS, SPAN, MERGED_ROWS, MERGED, WINDOWED, CHUNKED, CAPPED, HAS_SINKS, TYPE,
+            )  # fmt: skip
+
+
+@jit
+def _prefetch_keys(
+    k_cache: tensor, v_cache: tensor, table: tensor, cache_stride: tensor, head: tensor, low: tensor, high: tensor,
+    HEAD_DIM: constexpr, BLOCK_SIZE: constexpr, SPAN: constexpr,
+) -> None:  # fmt: skip
+    """Fetch the first span of the keys [low, high) and their values to the L2."""
+    key = tl.minimum(low + tl.arange(0, SPAN), high - 1)
+    rows = tl.load(table + key // BLOCK_SIZE).to(tl.int64) * cache_stride
+    rows += (head * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
+    size: constexpr = HEAD_DIM * k_cache.dtype.element_ty.primitive_bitwidth // 8
+    if size % 16 == 0:
+        prefetch(k_cache + rows, size)
+        prefetch(v_cache + rows, size)
+
+
+@jit
+def _compute_part(
+    qkv: tensor, k_cache: tensor, v_cache: tensor, tables: tensor, query_start: tensor, context: tensor, sinks: tensor,
+    partials: tensor, max_and_sum: tensor, arrivals: tensor, out: tensor, scale: tensor, window: tensor,
+    softcap: tensor, capped_scale: tensor, qkv_stride: tensor, table_stride: tensor, cache_stride: tensor,
+    out_stride: tensor, head: tensor, request: tensor, part: tensor, low: tensor, high: tensor, first: tensor,
+    parts: tensor,
+    KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, DIM_PADDED: constexpr, BLOCK_SIZE: constexpr,
+    SLOT_ROWS: constexpr, ROWS: constexpr, SPAN: constexpr, MERGED_ROWS: constexpr, MERGED: constexpr,
+    WINDOWED: constexpr, CHUNKED: constexpr, CAPPED: constexpr, HAS_SINKS: constexpr, TYPE: constexpr,
+) -> None:  # fmt: skip
+    """Compute the keys [low, high) of a row for the query heads of one KV head: a whole result, or one of `parts`."""
     start, before = tl.load(query_start + request), tl.load(context + request)
     queries = tl.load(query_start + request + 1) - start
     end = before + queries
@@ -83,35 +142,21 @@ def _split_decode(
         window, softcap, capped_scale, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, True, WINDOWED, CHUNKED, CAPPED,
     )  # fmt: skip
 
-    target = out + token * out_stride + column
     if parts == 1:
-        tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), inside)
-        return
-    _store_part(
-        mixed, total, top, partials, max_and_sum, arrivals + request * KV_HEADS + head, target, inside, row, d,
-        query < queries, first, part, parts, head, KV_HEADS, HEAD_DIM, DIM_PADDED, SLOT_ROWS, ROWS, MERGED,
-    )  # fmt: skip
-
-
-@jit
-def _store_part(
-    mixed: tensor, total: tensor, top: tensor, partials: tensor, max_and_sum: tensor, arrival: tensor, target: tensor,
-    inside: tensor, row: tensor, d: tensor, is_query: tensor, first: tensor, part: tensor, parts: tensor, head: tensor,
-    KV_HEADS: constexpr, HEAD_DIM: constexpr, DIM_PADDED: constexpr, SLOT_ROWS: constexpr, ROWS: constexpr,
-    MERGED: constexpr,
-) -> None:  # fmt: skip
-    """Store a partial result, and if it is the last of its row, merge all of them into `target`."""
-    slot = ((first + part).to(tl.int64) * KV_HEADS + head) * SLOT_ROWS + row
-    tl.store(max_and_sum + 2 * slot, top, is_query)
-    tl.store(max_and_sum + 2 * slot + 1, total, is_query)
-    tl.store(partials + slot[:, None] * HEAD_DIM + d[None, :], mixed, inside)
-    tl.debug_barrier()  # all threads have stored before one of them announces it
-    if tl.atomic_add(arrival, 1, sem="acq_rel") == parts - 1:
-        tl.store(arrival, 0)
-        _merge_parts(
-            partials, max_and_sum, target, inside, row, d, is_query, first, parts, head, KV_HEADS, HEAD_DIM,
-            DIM_PADDED, SLOT_ROWS, ROWS, MERGED,
-        )  # fmt: skip
+        tl.store(out + token * out_stride + column, (mixed / total[:, None]).to(out.dtype.element_ty), inside)
+    else:
+        slot = ((first + part).to(tl.int64) * KV_HEADS + head) * SLOT_ROWS + row
+        tl.store(max_and_sum + 2 * slot, top, query < queries)
+        tl.store(max_and_sum + 2 * slot + 1, total, query < queries)
+        tl.store(partials + slot[:, None] * HEAD_DIM + d[None, :], mixed, inside)
+        tl.debug_barrier()  # all threads have stored before one of them announces it
+        arrival = arrivals + request * KV_HEADS + head
+        if tl.atomic_add(arrival, 1, sem="acq_rel") == parts - 1:
+            tl.store(arrival, 0)
+            _merge_parts(
+                partials, max_and_sum, out + start.to(tl.int64) * out_stride, out_stride, queries, first, parts, head,
+                KV_HEADS, GROUP, HEAD_DIM, DIM_PADDED, SLOT_ROWS, MERGED_ROWS, MERGED,
+            )  # fmt: skip
 
 
 @jit
@@ -143,14 +188,16 @@ def _cut_window(
 
 @jit
 def _merge_parts(
-    partials: tensor, max_and_sum: tensor, target: tensor, inside: tensor, row: tensor, d: tensor, is_query: tensor,
-    first: tensor, parts: tensor, head: tensor, KV_HEADS: constexpr, HEAD_DIM: constexpr, DIM_PADDED: constexpr,
-    SLOT_ROWS: constexpr, ROWS: constexpr, MERGED: constexpr,
+    partials: tensor, max_and_sum: tensor, out: tensor, out_stride: tensor, queries: tensor, first: tensor,
+    parts: tensor, head: tensor, KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, DIM_PADDED: constexpr,
+    SLOT_ROWS: constexpr, MERGED_ROWS: constexpr, MERGED: constexpr,
 ) -> None:  # fmt: skip
-    """Merge the partial results [first, first + parts), MERGED at a time, and store the result at `target`."""
-    top = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    """Merge the partial results [first, first + parts), MERGED at a time, into the rows of a request at `out`."""
+    row, d = tl.arange(0, MERGED_ROWS), tl.arange(0, DIM_PADDED)
+    is_query = row // GROUP < queries
+    top = tl.full([MERGED_ROWS], -1e30, tl.float32)
+    total = tl.zeros([MERGED_ROWS], tl.float32)
+    mixed = tl.zeros([MERGED_ROWS, DIM_PADDED], tl.float32)
     for at in range(0, parts, MERGED):
         part = at + tl.arange(0, MERGED)
         slot = (((first + part).to(tl.int64) * KV_HEADS + head) * SLOT_ROWS)[:, None] + row[None, :]
@@ -166,7 +213,10 @@ def _merge_parts(
         total = total * rescale + tl.sum(totals * weight, 0)
         mixed = mixed * rescale[:, None] + tl.sum(values * weight[:, :, None], 0)
         top = new_top
-    tl.store(target, (mixed / total[:, None]).to(target.dtype.element_ty), inside)
+    column = ((head * GROUP + row % GROUP) * HEAD_DIM)[:, None] + d[None, :]
+    target = out + (row // GROUP).to(tl.int64)[:, None] * out_stride + column
+    inside = is_query[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), inside)
 
 
 def split_decode_attention(
@@ -195,23 +245,24 @@ def split_decode_attention(
     rows = max(16, next_power_of_two(max_queries * group))
     exact = torch.float32 in (qkv.dtype, keys.dtype)
     span, warps, stages = launch_shape or _choose_launch_shape(rows, dim, exact)
-    parts = 0
+    parts, merged_rows = 0, next_power_of_two(max_queries * group)
     if window:
         parts = window_parts or worklist.count_window_parts(
             work.rows, kv_heads, work_limits.CTAS_PER_SM * num_sms, window
         )
         assert work.rows * parts <= scratch.capacity or parts == 1
     tables = metadata.block_tables
-    _split_decode[((work.rows * parts if parts else work.capacity) * kv_heads,)](
+    units = (work.rows * parts if parts else work.capacity) * kv_heads
+    _split_decode[(min(units, PROGRAMS_PER_SM * num_sms),)](
         qkv, keys, values, tables, metadata.query_start, metadata.context,
         tables if layer.sinks is None else layer.sinks,
         work.count, work.items, work.partial_starts, scratch.partials, scratch.max_and_sum, scratch.counters[2:], out,
         (1.0 if layer.softcap else layer.scale) * math.log2(math.e), window,
         layer.softcap, layer.scale / layer.softcap if layer.softcap else 0.0,
-        qkv.stride(0), tables.stride(0), keys.stride(0), out.stride(0), parts,
+        qkv.stride(0), tables.stride(0), keys.stride(0), out.stride(0), parts, work.rows,
         kv_heads, group, head_dim, dim, keys.shape[2], max_queries * group, rows, span, TILE_KEYS,
-        max(2, min(16, MERGED_ELEMENTS // (rows * dim))), window > 0, layer.chunked, layer.softcap > 0,
-        layer.sinks is not None, choose_product_type(qkv.dtype, keys.dtype), pdl,
+        merged_rows, max(2, min(16, MERGED_ELEMENTS * warps // (merged_rows * dim))), window > 0, layer.chunked,
+        layer.softcap > 0, layer.sinks is not None, choose_product_type(qkv.dtype, keys.dtype), pdl,
         num_warps=warps, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip
     return out

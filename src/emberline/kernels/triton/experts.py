@@ -64,7 +64,8 @@ def run_routed_experts(
         bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled, pdl=pdl,
     )  # fmt: skip
     multiply = multiply_down if isinstance(down, Tensor) else narrow.multiply_down
-    return multiply(inner, down, rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl)
+    outputs = multiply(inner, down, rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl)
+    return routing.clear_other_outputs(outputs, rows, rules.own)
 
 
 def find_matrices(weights: Tensor | PackedExperts) -> Any:

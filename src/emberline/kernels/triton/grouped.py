@@ -226,8 +226,8 @@ def add_expert_outputs(
     outputs: Tensor,
     experts_per_row: int,
     *,
-    sorted_rows: SortedRows | None = None,
-    weighted: bool = False,
+    places: Tensor | None = None,
+    weights: Tensor | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
     shared_scale: float = 1.0,
@@ -235,21 +235,21 @@ def add_expert_outputs(
 ) -> Tensor:
     """Add the outputs [assignments, n] of each row's experts to x in place, in the order of their ranks.
 
-    `sorted_rows`: the outputs are in this order instead, [places, n]; with `weighted`, they are multiplied by their
-    weights.
+    `places`: int32, the row of `outputs` that each assignment has; None: in the order of assignments. `weights`:
+    float32, of assignments with places, by which their outputs are multiplied; None: they already are.
     `shared`: outputs of a shared expert [rows, n], which are added first, times `shared_scale` and the sigmoid of
     `shared_gate`, float32 [rows, 1].
     """
     rows, columns = x.shape
     assert x.stride(1) == 1 and outputs.is_contiguous() and outputs.shape[1] == columns
-    assert sorted_rows is not None or len(outputs) == rows * experts_per_row
-    places, weights = (x, x) if sorted_rows is None else (sorted_rows.places, sorted_rows.weights)
+    assert len(outputs) == rows * experts_per_row if places is None else len(places) == rows * experts_per_row
+    assert weights is None or places is not None
     assert shared is None or (shared.is_contiguous() and shared.shape == x.shape)
     block = min(MAX_SUM_BLOCK, max(32, next_power_of_two(columns)))
     _add_outputs[(rows, -(-columns // block))](
         x, outputs, x if shared is None else shared, x if shared_gate is None else shared_gate, shared_scale,
-        places, weights, x.stride(0), columns, experts_per_row, block, shared is not None, shared_gate is not None,
-        sorted_rows is not None, weighted, pdl,
+        x if places is None else places, x if weights is None else weights, x.stride(0), columns, experts_per_row,
+        block, shared is not None, shared_gate is not None, places is not None, weights is not None, pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return x

@@ -13,13 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
-from triton.language import constexpr
+from triton.language import constexpr, tensor
 from triton.language.target_info import cuda_capability_geq
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
+MIN_LARGE_SHARED_BYTES = 160 << 10
 MIN_PDL_ARCHITECTURE = MIN_BULK_ARCHITECTURE = 90  # compute capability 9.0
 
 
@@ -85,6 +87,16 @@ def _fit_to_device(kernel: Any, *, waits: bool = True) -> Any:
     return kernel
 
 
+def has_small_shared_memory(device: torch.device) -> bool:
+    """Return whether a program may use less than MIN_LARGE_SHARED_BYTES, as for compute capability 8.6, 8.9 and 12.0.
+
+    It is False for a CPU, where kernels are interpreted."""
+    if device.type != "cuda":
+        return False
+    gpu = driver.active.utils.get_device_properties(driver.active.get_current_device())
+    return bool(gpu["max_shared_mem"] < MIN_LARGE_SHARED_BYTES)
+
+
 def has_bulk_copies() -> bool:
     """Return whether the current GPU copies tiles to shared memory by descriptors (TMA)."""
     return bool(driver.active.get_current_target().arch >= MIN_BULK_ARCHITECTURE)
@@ -93,9 +105,31 @@ def has_bulk_copies() -> bool:
 @jit
 def pdl_trigger_and_wait(PDL: constexpr) -> None:
     """With PDL (programmatic dependent launch), let the next kernel start and wait for the previous one."""
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
+
+
+@jit
+def pdl_trigger(PDL: constexpr) -> None:
     if PDL and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def pdl_wait(PDL: constexpr) -> None:
+    if PDL and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_wait()
+
+
+@jit
+def prefetch(addresses: tensor, size: tensor) -> None:
+    """Fetch `size` bytes at each of these addresses to the L2, with compute capability 9.0 or later.
+
+    Addresses and size must be multiples of 16. A prefetch of a single line would fetch only a sector of it."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [addresses, size], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @jit

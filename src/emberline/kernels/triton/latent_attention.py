@@ -17,10 +17,17 @@ from triton.language import constexpr, tensor
 
 from emberline.kernels.arguments import AttentionMetadata, LatentLayer
 from emberline.kernels.attention_plan import PREFILL_TILE_QUERIES
-from emberline.kernels.triton.jit import LaunchShape, jit, next_power_of_two, pdl_trigger_and_wait
+from emberline.kernels.triton.jit import (
+    LaunchShape,
+    has_small_shared_memory,
+    jit,
+    next_power_of_two,
+    pdl_trigger_and_wait,
+)
 from emberline.kernels.work_limits import MAX_LATENT_PAIRS
 
 FEW_TOKENS = 16
+SMALL_SHAPE = LaunchShape(32, 32, 8, 2)  # needs 76 KB of shared memory for latents of 512 elements
 
 
 @jit
@@ -135,7 +142,9 @@ def decode_latents(
     assert queries.is_contiguous() and partials.dtype is max_and_sum.dtype is torch.float32
     assert keys.stride()[2:] == (rank + rotary, 1) and q.stride()[1:] == (plain + rotary, 1)
     exact = torch.float32 in (q.dtype, keys.dtype)
-    pairs, span, warps, stages = shape or choose_decode_shape(max_queries * heads, len(queries), exact)
+    pairs, span, warps, stages = shape or choose_decode_shape(
+        max_queries * heads, len(queries), exact, is_small=has_small_shared_memory(q.device)
+    )
     tables = metadata.block_tables
     _decode_latents[(programs or capacity, -(-max_queries * heads // pairs))](
         q, queries, keys, tables, metadata.query_start, metadata.context, count, items, partials, max_and_sum,
@@ -146,16 +155,17 @@ def decode_latents(
     )  # fmt: skip
 
 
-def choose_decode_shape(pairs: int, tokens: int, uses_float32: bool) -> LaunchShape:
+def choose_decode_shape(pairs: int, tokens: int, uses_float32: bool, *, is_small: bool = False) -> LaunchShape:
     """Return the launch shape of `decode_latents` for rows of this many pairs (query, head), and tokens of the step.
 
     Few tokens leave SMs without work, so that a program may take the shared memory of two for more loads in flight.
+    `is_small`: whether a program has little shared memory.
     """
     if uses_float32:  # no tensor cores
         return LaunchShape(16, 16, 8, 1)
     padded = min(MAX_LATENT_PAIRS, max(16, next_power_of_two(pairs)))
     if padded > 16:
-        return LaunchShape(padded, 32, 8, 2)
+        return SMALL_SHAPE if is_small else LaunchShape(padded, 32, 8, 2)
     return LaunchShape(16, 32, 4, 4 if tokens <= FEW_TOKENS else 3)
 
 
@@ -224,7 +234,7 @@ def attend_context(
     if not len(tiles):
         return
     exact = torch.float32 in (q.dtype, keys.dtype)
-    pairs, span, warps, stages = shape or choose_context_shape(exact)
+    pairs, span, warps, stages = shape or choose_context_shape(exact, is_small=has_small_shared_memory(q.device))
     parts, tables = -(-PREFILL_TILE_QUERIES * heads // pairs), metadata.block_tables
     _attend_context[(len(tiles) * parts,)](
         q, queries, keys, tables, metadata.query_start, metadata.context, tiles, out, log_sums,
@@ -235,5 +245,8 @@ def attend_context(
     )  # fmt: skip
 
 
-def choose_context_shape(uses_float32: bool) -> LaunchShape:
-    return LaunchShape(16, 16, 8, 1) if uses_float32 else LaunchShape(64, 64, 8, 2)
+def choose_context_shape(uses_float32: bool, *, is_small: bool = False) -> LaunchShape:
+    """Return the launch shape of `attend_context`. `is_small`: whether a program has little shared memory."""
+    if uses_float32:  # no tensor cores
+        return LaunchShape(16, 16, 8, 1)
+    return SMALL_SHAPE if is_small else LaunchShape(64, 64, 8, 2)

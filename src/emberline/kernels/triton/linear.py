@@ -58,9 +58,22 @@ def _multiply_few_rows(
             weights = tl.load(w_at + at, is_column & inside[None, :], 0.0)
             inputs = tl.load(x_at + at, is_row & inside[:, None], 0.0)
         total = tl.dot(weights, inputs, total)
+    finish_part(
+        total, bias, residual, out, partials, arrivals, row, column, tile, part, split, m, n, out_stride,
+        ROWS, COLUMNS, GROUP, HAS_BIAS, ADDS, SPLITS,
+    )  # fmt: skip
+
+
+@jit
+def finish_part(
+    total: tensor, bias: tensor, residual: tensor, out: tensor, partials: tensor, arrivals: tensor, row: tensor,
+    column: tensor, tile: tensor, part: tensor, split: tensor, m: tensor, n: tensor, out_stride: tensor,
+    ROWS: constexpr, COLUMNS: constexpr, GROUP: constexpr, HAS_BIAS: constexpr, ADDS: constexpr, SPLITS: constexpr,
+) -> None:  # fmt: skip
+    """Store the sums [COLUMNS, ROWS] of a part of k. The program that ends last stores the result of all parts."""
     if not SPLITS:
-        finish_tile(
-            total, bias, residual, out, row, column, m, n, out_stride, ROWS, COLUMNS, GROUP, HAS_BIAS, ADDS
+        _finish_tile(
+            total, bias, residual, out, row, column, tile, m, n, out_stride, ROWS, COLUMNS, GROUP, HAS_BIAS, ADDS
         )  # fmt: skip
     else:
         place = tl.arange(0, COLUMNS)[:, None] * ROWS + row[None, :]
@@ -72,15 +85,16 @@ def _multiply_few_rows(
             total = tl.zeros([COLUMNS, ROWS], tl.float32)
             for each in range(split):
                 total += tl.load(first + each * (COLUMNS * ROWS), cache_modifier=".cg")  # other SMs wrote them
-            finish_tile(
-                total, bias, residual, out, row, column, m, n, out_stride, ROWS, COLUMNS, GROUP, HAS_BIAS, ADDS
+            _finish_tile(
+                total, bias, residual, out, row, column, tile, m, n, out_stride, ROWS, COLUMNS, GROUP, HAS_BIAS, ADDS
             )  # fmt: skip
 
 
 @jit
-def finish_tile(
-    total: tensor, bias: tensor, residual: tensor, out: tensor, row: tensor, column: tensor, m: tensor, n: tensor,
-    out_stride: tensor, ROWS: constexpr, COLUMNS: constexpr, GROUP: constexpr, HAS_BIAS: constexpr, ADDS: constexpr,
+def _finish_tile(
+    total: tensor, bias: tensor, residual: tensor, out: tensor, row: tensor, column: tensor, tile: tensor, m: tensor,
+    n: tensor, out_stride: tensor,
+    ROWS: constexpr, COLUMNS: constexpr, GROUP: constexpr, HAS_BIAS: constexpr, ADDS: constexpr,
 ) -> None:  # fmt: skip
     """Store the sums [COLUMNS, ROWS] of a tile, with bias and residual, or as silu(gate) * up."""
     if HAS_BIAS:
@@ -90,7 +104,7 @@ def finish_tile(
         gate, up = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
         gate, up = tl.reshape(gate, [COLUMNS // 2, ROWS]), tl.reshape(up, [COLUMNS // 2, ROWS])
         total = gate / (1.0 + tl.exp(-gate)) * up
-        column = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        column = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
         n = n // 2
     values = tl.trans(total)
     at = row.to(tl.int64)[:, None] * out_stride + column[None, :]
@@ -127,11 +141,7 @@ def linear(
     assert residual is None or residual.stride() == out.stride()
     tile = tile or choose_tile(m, n, k, count_sms(x.device))
     rows, tiles = max(MIN_DOT_ROWS, next_power_of_two(m)), -(-n // tile.columns)
-    partials = counters = out
-    if tile.split > 1:
-        partials = torch.empty(tiles * tile.split * tile.columns * rows, dtype=torch.float32, device=x.device)
-        counters = arrival_counters(x.device)
-        assert tiles <= MAX_TILES
+    partials, counters = allocate_partials(out, tiles, tile, rows)
     _multiply_few_rows[(tiles, tile.split)](
         x, w, out if bias is None else bias, out if residual is None else residual, out, partials, counters, m, n, k,
         tile.split, x.stride(0), out.stride(0), rows, tile.columns, tile.depth, group, bias is not None,
@@ -151,7 +161,7 @@ def choose_tile(m: int, n: int, k: int, num_sms: int) -> SkinnyTile:
     split = max(1, min(MAX_SPLIT, num_sms // tiles, steps // 4))
     if tiles * split > num_sms:  # several programs share a multiprocessor
         return SkinnyTile(columns, depth, split, 4, 4 if m <= 32 else 3)
-    if split == 1 and m <= 32:
+    if m <= 32 and (split == 1 or k % (2 * depth) == 0):
         return SkinnyTile(columns, 2 * depth, split, 4, 3)
     return SkinnyTile(columns, depth, split, 4, 5)
 
@@ -160,6 +170,15 @@ def choose_tile(m: int, n: int, k: int, num_sms: int) -> SkinnyTile:
 def count_sms(device: torch.device) -> int:
     """Return the number of multiprocessors of the device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def allocate_partials(out: Tensor, tiles: int, tile: SkinnyTile, rows: int) -> tuple[Tensor, Tensor]:
+    """Return memory for the sums of the parts of k, and counters; if k is not split, `out` stands for both."""
+    if tile.split == 1:
+        return out, out
+    assert tiles <= MAX_TILES
+    sums = torch.empty(tiles * tile.split * tile.columns * rows, dtype=torch.float32, device=out.device)
+    return sums, arrival_counters(out.device)
 
 
 def arrival_counters(device: torch.device) -> Tensor:

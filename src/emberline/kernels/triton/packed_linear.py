@@ -19,12 +19,11 @@ from emberline.kernels.triton.jit import jit, jit_for_activations, next_power_of
 from emberline.kernels.triton.linear import (
     MAX_ROWS,
     MAX_SPLIT,
-    MAX_TILES,
     MIN_DOT_ROWS,
     SkinnyTile,
-    arrival_counters,
+    allocate_partials,
     count_sms,
-    finish_tile,
+    finish_part,
 )
 
 COLUMNS = constexpr(64)  # rows of w in a tile: four units
@@ -64,21 +63,10 @@ def _multiply_packed(
     total = _add_escapes(
         total, x, words, halves, row, tile, m, first, last, header_words, escape_words, x_stride, ROWS, MAX_UNITS
     )
-    if not SPLITS:
-        finish_tile(total, bias, residual, out, row, column, m, n, out_stride, ROWS, COLUMNS, GROUP, HAS_BIAS, ADDS)
-    else:
-        place = tl.arange(0, COLUMNS)[:, None] * ROWS + row[None, :]
-        begin = partials + tile * split * (COLUMNS * ROWS) + place
-        tl.store(begin + part * (COLUMNS * ROWS), total)
-        tl.debug_barrier()  # all threads have stored before one of them announces it
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == split - 1:
-            tl.store(arrivals + tile, 0)
-            total = tl.zeros([COLUMNS, ROWS], tl.float32)
-            for each in range(split):
-                total += tl.load(begin + each * (COLUMNS * ROWS), cache_modifier=".cg")  # other SMs wrote them
-            finish_tile(
-                total, bias, residual, out, row, column, m, n, out_stride, ROWS, COLUMNS, GROUP, HAS_BIAS, ADDS
-            )  # fmt: skip
+    finish_part(
+        total, bias, residual, out, partials, arrivals, row, column, tile, part, split, m, n, out_stride,
+        ROWS, COLUMNS, GROUP, HAS_BIAS, ADDS, SPLITS,
+    )  # fmt: skip
 
 
 @jit
@@ -170,11 +158,7 @@ def linear(
     tile = tile or choose_tile(m, n, k, count_sms(x.device))
     assert tile.columns == COLUMNS.value and tile.depth % UNIT_K == 0
     rows, tiles, units = max(MIN_DOT_ROWS, next_power_of_two(m)), n // tile.columns, k // UNIT_K
-    partials = counters = out
-    if tile.split > 1:
-        partials = torch.empty(tiles * tile.split * tile.columns * rows, dtype=torch.float32, device=x.device)
-        counters = arrival_counters(x.device)
-        assert tiles <= MAX_TILES
+    partials, counters = allocate_partials(out, tiles, tile, rows)
     headers = w.headers.view(torch.int32)
     _multiply_packed[(tiles, tile.split)](
         x, w.planes.view(torch.int32), headers, w.headers.view(torch.int16), out if bias is None else bias,

@@ -9,7 +9,7 @@ from triton.language import constexpr, tensor
 
 from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
 
-MAX_ROWS = 16  # up to so many rows, one kernel is faster than a norm and a product
+MAX_ROWS = 32  # up to so many rows, one kernel is faster than a norm and a product
 EXPERTS_PER_PROGRAM = 8
 
 

@@ -7,7 +7,7 @@ is synchronised with the host: the launches depend on the number of rows only, s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -301,8 +301,37 @@ def _selection_options(routing: Routing, experts: int, block_rows: int, *, pdl: 
 def route_rows(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = False) -> SortedRows:
     """Return the experts that each row selects, sorted into tiles of `tile_rows` rows.
 
-    `logits`: float32 [rows, experts], with the router's bias. There is at least one row.
+    `logits`: float32 [rows, experts], with the router's bias. There is at least one row. Of a rank that has some of the
+    experts only, the tiles are those of its experts.
     """
+    found = _route_to_all(logits, rules, tile_rows, pdl=pdl)
+    return found if rules.own is None else select_own_tiles(found, rules.own)
+
+
+def select_own_tiles(rows: SortedRows, own: range) -> SortedRows:
+    """Return the rows with the tiles of some consecutive experts only, whose numbers then begin at 0."""
+    tile = torch.arange(rows.max_tiles, device=rows.chosen.device)
+    is_used = tile < rows.num_tiles
+    first = (is_used & (rows.tile_experts < own.start)).sum()  # tiles are sorted by expert
+    count = (is_used & (rows.tile_experts >= own.start) & (rows.tile_experts < own.stop)).sum()
+    at = (tile + first).clamp_(max=rows.max_tiles - 1)
+    return replace(
+        rows,
+        order=rows.order.view(-1, rows.tile_rows)[at].flatten(),
+        tile_experts=(rows.tile_experts[at] - own.start).clamp_(0, len(own) - 1),
+        tile_counts=rows.tile_counts[at],
+        num_tiles=count.to(torch.int32).view(1),
+    )
+
+
+def clear_other_outputs(outputs: Tensor, rows: SortedRows, own: range | None) -> Tensor:
+    """Set the outputs [assignments, n] of other experts than these, which are not computed, to 0; return all."""
+    if own is None:
+        return outputs
+    return outputs.masked_fill_(((rows.chosen < own.start) | (rows.chosen >= own.stop))[:, None], 0)
+
+
+def _route_to_all(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool) -> SortedRows:
     rows, experts = logits.shape
     assert logits.dtype is torch.float32 and logits.is_contiguous() and rows
     top, correction = rules.experts_per_row, rules.correction

@@ -1,0 +1,189 @@
+"""`emberline bench rank-faults`: kills and stops ranks of an engine under load, and counts what goes wrong.
+
+For each fault an engine is started, streams are opened, and one of its processes gets SIGKILL or SIGSTOP. Then every
+open stream must end, the engine must answer again with the same tokens, and all processes of the failed engine must be
+gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import quantiles
+
+from emberline.bench.report import BenchReport
+from emberline.core.engine_config import EngineConfig, TimeSharingConfig
+from emberline.core.errors import EngineFailed, EngineUnavailable
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.engine.async_engine import AsyncEngine
+from emberline.hub.source import resolve_model
+
+MODEL = "model"
+REQUEST_DEADLINE_S = 60.0  # after which a stream counts as hung
+RECOVERY_DEADLINE_S = 120.0
+REAP_DEADLINE_S = 10.0  # for the processes of the engine that failed to be gone
+STALL_TIMEOUT_S = 4.0  # of the engine process, which may be stopped too
+POLL_INTERVAL_S = 0.02
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFaultSettings:
+    model: str
+    tp: int = 2
+    pp: int = 1
+    faults: int = 20
+    streams: int = 4
+    tokens: int = 32  # of each stream
+    rank_timeout: float = 2.0
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class FaultCounts:
+    """What happened in all faults so far."""
+
+    faults: int = 0
+    broken: int = 0  # streams that ended with an error, as they must if they were open
+    hung: int = 0  # streams that did not end, or engines that did not answer again
+    wrong: int = 0  # streams with other tokens than before the faults
+    leaked: int = 0  # processes and file descriptors that were left
+    recovery_s: list[float] = field(default_factory=list)
+
+
+def bench(settings: RankFaultSettings, log: Callable[[str], None]) -> BenchReport:
+    counts = asyncio.run(_run_faults(settings, log))
+    names = "tp", "pp", "streams", "tokens", "rank_timeout", "seed"
+    config = {"model": settings.model, **{name: getattr(settings, name) for name in names}}
+    report = BenchReport("rank-faults", config)
+    for name in ("faults", "hung", "wrong", "leaked"):
+        report.add(name, float(getattr(counts, name)), "count")
+    report.add("broken_streams", float(counts.broken), "count")
+    if len(counts.recovery_s) > 1:
+        report.add("recovery_p50_s", quantiles(counts.recovery_s, n=2)[0], "s")
+        report.add("recovery_p90_s", quantiles(counts.recovery_s, n=10)[8], "s")
+    return report
+
+
+async def _run_faults(settings: RankFaultSettings, log: Callable[[str], None]) -> FaultCounts:
+    counts, pick = FaultCounts(), random.Random(settings.seed)
+    config = EngineConfig.build(
+        str(resolve_model(settings.model)),
+        device="cpu",
+        threads=1,
+        kv_memory=64 << 20,
+        tp=settings.tp,
+        pp=settings.pp,
+        rank_timeout=settings.rank_timeout,
+    )
+    expected: list[list[int]] = []
+    fds: set[str] = set()
+    for index in range(settings.faults):
+        engine = AsyncEngine({MODEL: config}, TimeSharingConfig(), stall_timeout=STALL_TIMEOUT_S)
+        await engine.start()
+        try:
+            if not expected:
+                expected += [await _generate(engine, f"expected-{i}", i, settings) for i in range(settings.streams)]
+            await _inject_fault(engine, index, expected, settings, counts, pick, log)
+        finally:
+            await engine.stop()
+        fds = fds or _open_fds()
+        counts.leaked += max(0, len(_open_fds()) - len(fds))
+    return counts
+
+
+async def _inject_fault(
+    engine: AsyncEngine,
+    index: int,
+    expected: list[list[int]],
+    settings: RankFaultSettings,
+    counts: FaultCounts,
+    pick: random.Random,
+    log: Callable[[str], None],
+) -> None:
+    assert engine.pid is not None
+    pids = [engine.pid, *_find_children(engine.pid)]  # the leader first
+    streams = [
+        asyncio.create_task(_check_stream(engine, f"{index}-{i}", i, expected[i], settings, counts))
+        for i in range(settings.streams)
+    ]
+    await asyncio.sleep(pick.uniform(0.0, 0.3))
+    victim, kind = pids[index % len(pids)], SIGNALS[index // len(pids) % len(SIGNALS)]
+    began = time.monotonic()
+    os.kill(victim, kind)
+    await asyncio.gather(*streams)
+    recovery_s = await _wait_for_recovery(engine, index, expected[0], settings, counts, began)
+    left = await _wait_until_gone(pids)
+    counts.leaked += left
+    counts.faults += 1
+    rank = "leader" if victim == pids[0] else f"follower {index % len(pids)}"
+    log(f"fault {index + 1}: {kind.name} of the {rank}, recovered in {recovery_s:.1f} s, {left} processes left")
+
+
+async def _generate(engine: AsyncEngine, name: str, prompt: int, settings: RankFaultSettings) -> list[int]:
+    params = SamplingParams(max_tokens=settings.tokens, temperature=0.0, ignore_eos=True)
+    submission = Submission(name, [40 + prompt, 50, 60 + prompt], params, model=MODEL)
+    return [token async for output in engine.submit(submission) for token in output.tokens]
+
+
+async def _check_stream(
+    engine: AsyncEngine, name: str, prompt: int, expected: list[int], settings: RankFaultSettings, counts: FaultCounts
+) -> None:
+    """Run a stream, and count whether it breaks, hangs or has wrong tokens."""
+    try:
+        tokens = await asyncio.wait_for(_generate(engine, name, prompt, settings), REQUEST_DEADLINE_S)
+        counts.wrong += tokens != expected
+    except (EngineFailed, EngineUnavailable):
+        counts.broken += 1
+    except TimeoutError:
+        counts.hung += 1
+
+
+async def _wait_for_recovery(
+    engine: AsyncEngine,
+    index: int,
+    expected: list[int],
+    settings: RankFaultSettings,
+    counts: FaultCounts,
+    began: float,
+) -> float:
+    """Send a request until the engine that follows the faulty one answers; return the seconds since the fault."""
+    attempt = 0
+    while (seconds := time.monotonic() - began) < RECOVERY_DEADLINE_S:
+        attempt += 1
+        try:
+            tokens = await asyncio.wait_for(_generate(engine, f"{index}-r{attempt}", 0, settings), REQUEST_DEADLINE_S)
+        except (EngineFailed, EngineUnavailable, TimeoutError):
+            await asyncio.sleep(POLL_INTERVAL_S)
+            continue
+        counts.wrong += tokens != expected
+        if engine.restarts:  # else the fault has not shown yet
+            seconds = time.monotonic() - began
+            counts.recovery_s.append(seconds)
+            return seconds
+    counts.hung += 1
+    return seconds
+
+
+async def _wait_until_gone(pids: list[int]) -> int:
+    """Wait for processes to end, and return how many of them are left after a while."""
+    deadline = time.monotonic() + REAP_DEADLINE_S
+    while (left := sum(Path(f"/proc/{pid}").exists() for pid in pids)) and time.monotonic() < deadline:
+        await asyncio.sleep(POLL_INTERVAL_S)
+    return left
+
+
+def _find_children(pid: int) -> list[int]:
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted(int(child) for file in files for child in file.read_text().split())
+
+
+def _open_fds() -> set[str]:
+    return {entry.name for entry in Path("/proc/self/fd").iterdir()}

@@ -1,0 +1,53 @@
+"""Arguments and runs of `emberline bench parallel` and `emberline bench rank-faults`."""
+
+from __future__ import annotations
+
+import argparse
+
+from emberline.bench import report as reports
+from emberline.cli.bench_options import add_model_argument
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=8, help="Number of ranks that read each plan. (default: 8)")
+    parser.add_argument("--requests", type=int, default=256, help="Requests in each step. (default: 256)")
+    parser.add_argument("--context", type=int, default=4096, help="Tokens of each request. (default: 4096)")
+    parser.add_argument("--steps", type=int, default=300, help="Number of steps. (default: 300)")
+    parser.add_argument("--read-model", metavar="MODEL", help="Also count the bytes that ranks of this model read.")
+    parser.add_argument(
+        "--tp", type=int, nargs="+", default=[2, 3, 4], help="Ranks, for --read-model. (default: 2 3 4)"
+    )
+    reports.add_report_arguments(parser)
+
+
+def add_fault_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    parser.add_argument("--tp", type=int, default=1, help="Ranks of each stage. (default: 1)")
+    parser.add_argument("--pp", type=int, default=2, help="Stages. (default: 2)")
+    parser.add_argument("--faults", type=int, default=20, help="SIGKILLs and SIGSTOPs to send. (default: 20)")
+    parser.add_argument("--streams", type=int, default=4, help="Streams that are open at a fault. (default: 4)")
+    parser.add_argument("--seed", type=int, default=0, help="Random seed. (default: 0)")
+    reports.add_report_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from emberline.bench.parallel import PlanBenchSettings, bench
+
+    settings = PlanBenchSettings(args.ranks, args.requests, args.context, args.steps)
+    report = bench(settings)
+    if args.read_model:
+        from emberline.bench.rank_reads import measure_reads
+
+        measure_reads(report, args.read_model, args.tp)
+    report.print_and_save(args.json, args.commit)
+    return 0
+
+
+def run_faults(args: argparse.Namespace) -> int:
+    from emberline.bench.rank_faults import RankFaultSettings, bench
+
+    names = ("model", "tp", "pp", "faults", "streams", "seed")
+    settings = RankFaultSettings(**{name: getattr(args, name) for name in names})
+    report = bench(settings, lambda line: print(line, flush=True))
+    report.print_and_save(args.json, args.commit)
+    return 1 if any(report.results[name].value for name in ("hung", "wrong", "leaked")) else 0

@@ -1,0 +1,1 @@
+"""An engine on several ranks: processes that each compute a part of the model. The leader also schedules."""

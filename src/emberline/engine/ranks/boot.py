@@ -1,0 +1,168 @@
+"""boot_ranks: builds an Engine whose model is divided among the ranks of a group, on the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+from emberline import __version__
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import EngineFailed, ModelError
+from emberline.core.freememory import free_memory
+from emberline.engine.boot import (
+    LoadedEngine,
+    check_cpu_settings,
+    dtype_name,
+    full_context,
+    make_grammar_compiler,
+    max_kv_tokens,
+    numerics_of,
+)
+from emberline.engine.engine import Engine
+from emberline.engine.rank_summary import RankSummary
+from emberline.engine.ranks.control import (
+    AllocateCaches,
+    ConnectRanks,
+    RankLoaded,
+    RankReady,
+    RankStarted,
+    digest_settings,
+)
+from emberline.engine.ranks.group import RankGroup
+from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.leader import FollowerGroup, LeaderRunner, PipelineLeaderRunner
+from emberline.engine.ranks.rank_part import RankPart
+from emberline.engine.ranks.settings import check_divisible, check_drafts, check_rank_settings
+from emberline.engine.speculation.make_drafter import make_drafter
+from emberline.engine.state_plan import count_state_slots
+from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels import ops
+from emberline.kernels.comm.communicator import RankLost
+from emberline.models.config import ModelConfig
+from emberline.models.weight_dtype import stored_weight_format
+from emberline.models.weight_form import choose_weight_form
+
+
+def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngine:
+    """Start the other ranks and load the model. Raises EmberlineError if settings, model or a rank are not usable.
+
+    `default_kv_bytes`: size of all ranks' KV caches together, if the config sets none; None: half of the free memory.
+    """
+    check_cpu_settings(config)
+    check_rank_settings(config)
+    began = time.perf_counter()
+    layout = Layout.of(config.parallel)
+    model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
+    check_drafts(config, model)
+    check_divisible(layout, model)
+    ops.start_backend(threads=1)  # compiles the kernels of a first start once: the ranks find them
+    group = RankGroup(config, layout)
+    try:
+        check_started(group.wait_for(RankStarted), digest_settings(config, layout), layout)
+        started = time.perf_counter()
+        group.send(ConnectRanks())
+        try:
+            part = RankPart.load(config, layout, layout.leader, group.connect)
+        except RankLost as error:
+            raise group.explain(error) from error
+        parts = {**group.wait_for(RankLoaded), layout.leader: part.describe()}
+        check_same_model(parts, layout)
+        loaded = time.perf_counter()
+        num_blocks, num_slots = plan_caches(config, part, parts.values(), default_kv_bytes)
+        group.send(AllocateCaches(num_blocks, num_slots))
+        part.allocate(num_blocks, num_slots)
+        group.wait_for(RankReady)
+        group.is_ready = True
+        engine = make_engine(config, group, part, num_slots)
+    except BaseException:
+        group.close()
+        raise
+    seconds = {"ranks": started - began, "weights": loaded - started, "cache": time.perf_counter() - loaded}
+    summaries = tuple(_summarise_rank(layout, rank, parts[rank], num_blocks, num_slots) for rank in sorted(parts))
+    return _describe_engine(config, engine, part, summaries, seconds)
+
+
+def check_started(reports: dict[int, RankStarted], settings: str, layout: Layout) -> None:
+    """Raise EngineFailed if a rank has another version or other settings than the leader."""
+    for rank, report in reports.items():
+        for name, theirs, ours in (("version", report.version, __version__), ("settings", report.settings, settings)):
+            if theirs != ours:
+                raise EngineFailed(
+                    f"{layout.describe(rank)} has the {name} {theirs}, and the leader has {ours}",
+                    hint="install the same version of Emberline for all ranks, and give them the same settings",
+                )
+
+
+def check_same_model(parts: dict[int, RankLoaded], layout: Layout) -> None:
+    """Raise ModelError if a rank has loaded a part of another model than the leader."""
+    ours = parts[layout.leader].fingerprint
+    for rank, part in parts.items():
+        if part.fingerprint != ours:
+            raise ModelError(
+                f"{layout.describe(rank)} has a checkpoint with the fingerprint {part.fingerprint}, "
+                f"and the leader one with {ours}",
+                hint="do not change the checkpoint while the ranks start",
+            )
+
+
+def plan_caches(
+    config: EngineConfig, leader: RankPart, parts: Iterable[RankLoaded], default_kv_bytes: int | None
+) -> tuple[int, int]:
+    """Return the number of KV blocks and of slots for recurrent states, which are the same on all ranks.
+
+    `kv_memory` is the memory of each rank. Raises ModelError if it is too small for a rank's part."""
+    parts = list(parts)
+    memory_bytes = config.kv_cache.kv_memory or (default_kv_bytes or free_memory() // 2) // len(parts)
+    num_slots = min(
+        (count_state_slots(p.slot_bytes, memory_bytes, config.scheduler.max_running) for p in parts if p.slot_bytes),
+        default=0,
+    )
+    num_groups, block_size = len(leader.groups.windows), config.scheduler.block_size
+    most = -(-max_kv_tokens(config, leader.model.context) // block_size) * num_groups
+    fitting = min((memory_bytes - num_slots * p.slot_bytes) // p.block_bytes for p in parts if p.block_bytes)
+    if fitting < (least := 2 * num_groups):
+        raise ModelError(
+            f"the KV cache of a rank has {memory_bytes} bytes, enough for {max(0, fitting)} blocks of "
+            f"{max(p.block_bytes for p in parts)} bytes; at least {least} blocks are needed",
+            hint="raise --kv-memory",
+        )
+    return min(fitting, most), num_slots
+
+
+def make_engine(config: EngineConfig, group: FollowerGroup, part: RankPart, num_slots: int) -> Engine:
+    """Return the engine of a group. `part`: the leader's. `num_slots`: for recurrent states, on every rank."""
+    model = part.model.config
+    make_compiler = partial(make_grammar_compiler, Path(config.model), model)
+    runner_class = PipelineLeaderRunner if group.layout.pp > 1 else LeaderRunner
+    runner = runner_class(group, part, frozenset(model.eos), make_compiler, num_slots)
+    drafter = make_drafter(config.speculation, lambda: ops.current_backend().library)
+    return Engine(config.scheduler.for_model(part.model.context), runner, drafter=drafter)
+
+
+def _summarise_rank(layout: Layout, rank: int, part: RankLoaded, num_blocks: int, num_slots: int) -> RankSummary:
+    kv_bytes = num_blocks * part.block_bytes + num_slots * part.slot_bytes
+    return RankSummary(rank, rank // layout.tp, rank % layout.tp, part.layers, part.weight_bytes, kv_bytes)
+
+
+def _describe_engine(
+    config: EngineConfig, engine: Engine, part: RankPart, ranks: tuple[RankSummary, ...], seconds: dict[str, float]
+) -> LoadedEngine:
+    cache, checkpoint = part.cache, Checkpoint.open(Path(config.model))
+    form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
+    return LoadedEngine(
+        engine=engine,
+        max_context=engine.max_context,
+        kv_tokens=cache.num_blocks // len(part.groups.windows) * config.scheduler.block_size,
+        weight_bytes=sum(each.weight_bytes for each in ranks),
+        kv_bytes=sum(each.kv_bytes for each in ranks),
+        kernels=str(ops.current_backend()),
+        seconds=seconds,
+        device="cpu",
+        kv_dtype=dtype_name(cache.shape.dtype),
+        numerics=numerics_of(part.model, cache, form, Layout.of(config.parallel).device_name("cpu")),
+        stored_dtype=stored_weight_format(checkpoint),
+        full_context=full_context(part.model),
+        ranks=ranks,
+    )

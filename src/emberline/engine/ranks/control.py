@@ -1,0 +1,96 @@
+"""Messages between the leader of a group and a rank's process while they start: 4 bytes of length, then MessagePack."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+
+import msgspec
+
+from emberline.core.engine_config import EngineConfig
+from emberline.engine.messages import Rejection
+from emberline.engine.ranks.layout import Layout
+
+
+class StartRank(msgspec.Struct, tag=True):
+    config: EngineConfig
+    layout: Layout
+    rank: int
+
+
+class RankStarted(msgspec.Struct, tag=True):
+    """Reports that a process can connect to the others, and with which settings it would load the model."""
+
+    version: str
+    settings: str  # digest_settings of its config and layout
+
+
+class ConnectRanks(msgspec.Struct, tag=True):
+    """Asks a rank to connect to the others and to load its part of the model. All ranks have started."""
+
+
+class RankLoaded(msgspec.Struct, tag=True):
+    """Reports that a rank has loaded its part of the model."""
+
+    fingerprint: str  # of the whole model
+    layers: int  # that this rank has
+    weight_bytes: int
+    block_bytes: int  # of this rank's part of a KV block
+    slot_bytes: int  # of this rank's part of a request's recurrent states
+
+
+class AllocateCaches(msgspec.Struct, tag=True):
+    num_blocks: int
+    num_slots: int
+
+
+class RankReady(msgspec.Struct, tag=True):
+    """Reports that a rank waits for plans."""
+
+
+RankMessage = StartRank | RankStarted | ConnectRanks | RankLoaded | AllocateCaches | RankReady | Rejection
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(RankMessage)
+
+
+class ControlSocket:
+    """One end of the socket between the leader and a rank."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._received = bytearray()
+
+    def send(self, message: RankMessage) -> None:
+        body = _ENCODER.encode(message)
+        self.connection.sendall(len(body).to_bytes(4, "little") + body)
+
+    def receive(self) -> RankMessage | None:
+        """Wait for the next message and return it; None: the other process has ended."""
+        while (message := self.take_message()) is None:
+            if not self.read_available():
+                return None
+        return message
+
+    def read_available(self) -> bool:
+        """Wait for bytes and keep them for `take_message`; return False if the other process has ended."""
+        try:
+            data = self.connection.recv(1 << 16)
+        except ConnectionError:
+            return False
+        self._received += data
+        return bool(data)
+
+    def take_message(self) -> RankMessage | None:
+        """Return the next message that was received completely; None: there is none yet."""
+        end = 4 + int.from_bytes(self._received[:4], "little")
+        if len(self._received) < max(end, 5):
+            return None
+        message: RankMessage = _DECODER.decode(bytes(self._received[4:end]))
+        del self._received[:end]
+        return message
+
+
+def digest_settings(config: EngineConfig, layout: Layout) -> str:
+    """Return a hash of the settings, which all ranks of a group must have in common."""
+    encoded = msgspec.msgpack.encode((config, layout), order="deterministic")  # the order of a set differs by process
+    return hashlib.sha256(encoded).hexdigest()[:16]

@@ -1,0 +1,280 @@
+"""RankGroup: the processes of an engine's other ranks, and a thread of the leader that watches them.
+
+If a rank dies, hangs or reports an error, all of them are killed. If the leader is waiting in a collective, that fails
+at once, because its connections close."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import EmberlineError, EngineFailed
+from emberline.engine.engine_child import STDERR_FD
+from emberline.engine.messages import Rejection
+from emberline.engine.ranks.control import ControlSocket, RankMessage, StartRank
+from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS, GroupMemory
+from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.plan_ring import PlanWriter
+from emberline.engine.ranks.rank_part import connect_processes
+from emberline.kernels import ops
+from emberline.kernels.comm.communicator import Communicator
+
+RANK_COMMAND = (sys.executable, "-m", "emberline.engine.ranks.process")
+BOOT_TIMEOUT_S = 900.0  # for imports, kernels and weights of a rank; the same as for an engine on one rank
+START_TIMEOUT_S = 60.0  # without a heartbeat while a rank starts: imports may block it for long
+STALL_TIMEOUT_S = 120.0  # without progress of any rank in a step; the same as for an engine on one rank
+REAP_TIMEOUT_S = 5.0  # for killed processes to end
+EXPLAIN_TIMEOUT_S = 2.0  # for finding the rank that was lost after a collective failed
+LOST_PEER_STATUS = 3  # exit status of a rank that lost its connection to another
+
+MessageT = TypeVar("MessageT", bound=RankMessage)
+
+
+@dataclass(slots=True)
+class Follower:
+    """A rank's process, as the leader sees it."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    control: ControlSocket
+    inbox: queue.SimpleQueue[RankMessage]
+    last_beat: int = 0
+    silent_s: float = 0.0  # time without a heartbeat
+
+
+class RankGroup:
+    def __init__(self, config: EngineConfig, layout: Layout, command: tuple[str, ...] = RANK_COMMAND) -> None:
+        """Start the processes. The caller must call `close`."""
+        self.layout = layout
+        self._timeout_s = config.parallel.rank_timeout
+        self.store_fd = os.memfd_create("emberline-rendezvous", os.MFD_CLOEXEC)
+        self._memory = GroupMemory.create(layout.num_ranks)
+        self._followers: dict[int, Follower] = {}
+        self._failure: EmberlineError | None = None
+        self._is_lost, self._is_closing, self._has_spawned = (threading.Event() for _ in range(3))
+        self.is_ready = False  # whether all ranks wait for plans
+        self._notice_fds: dict[int, int] = {}
+        self._lost_peer: str | None = None  # a rank that ended because it lost another
+        self._num_running = 0  # steps that were published and are not finished
+        self._stalled_s, self._last_counts = 0.0, dict[int, int]()  # time without progress in these steps
+        # The operating system kills the processes when the thread that started them ends. So the watching thread starts
+        # them, which runs as long as the group exists.
+        args = command, config
+        self._watcher = threading.Thread(target=self._watch, args=args, name="ranks", daemon=True)
+        self._watcher.start()
+        self._has_spawned.wait()
+        self._writer = PlanWriter(self._memory, self._notice_fds, timeout_s=BOOT_TIMEOUT_S, check=self.check)
+
+    # -- for the leader's thread --------------------------------------------------------------------------------------
+
+    def send(self, message: RankMessage) -> None:
+        """Send a message to all ranks."""
+        for follower in self._followers.values():
+            with contextlib.suppress(OSError):  # it has ended, which the watching thread notices
+                follower.control.send(message)
+        self.check()
+
+    def wait_for(self, kind: type[MessageT], timeout_s: float = BOOT_TIMEOUT_S) -> dict[int, MessageT]:
+        """Return the next message of each rank, by rank. Raises an error if a rank is lost or too slow."""
+        messages: dict[int, MessageT] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(messages) < len(self._followers):
+            for rank in self._followers.keys() - messages.keys():
+                with contextlib.suppress(queue.Empty):
+                    message = self._followers[rank].inbox.get(timeout=0.05)
+                    assert isinstance(message, kind), f"{self.layout.describe(rank)} sent {type(message).__name__}"
+                    messages[rank] = message
+            self.check()
+            if time.monotonic() > deadline:
+                late = self._followers.keys() - messages.keys()
+                self._fail(f"{self.layout.describe(min(late))} did not send {kind.__name__} within {timeout_s:g} s")
+        return messages
+
+    def connect(self, name: str, rank: int, size: int) -> Communicator:
+        """Return the leader's connections to other ranks. Raises an error if a rank is lost meanwhile.
+
+        gloo waits for a rank that has not connected yet even if its process has ended. So a thread waits for gloo."""
+        connected: Future[Communicator] = Future()
+
+        def run() -> None:
+            try:
+                connected.set_result(connect_processes(self.store_fd, name, rank, size))
+            except BaseException as error:
+                connected.set_exception(error)
+
+        threading.Thread(target=run, name="connect", daemon=True).start()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return connected.result(timeout=0.05)
+            self.check()
+
+    def publish(self, plan: bytes) -> None:
+        """Send a plan to all ranks. Raises RankLost. The step lasts until `finish_step`."""
+        self._num_running += 1
+        self._writer.publish(plan)
+
+    def finish_step(self) -> None:
+        self._num_running -= 1
+
+    def check(self) -> None:
+        """Raise an error if a rank is lost."""
+        if self._failure is not None:
+            raise self._failure
+
+    def explain(self, reason: BaseException) -> EmberlineError:
+        """Return the error with which the group ends, because a step of the leader failed for this reason."""
+        self._is_lost.wait(EXPLAIN_TIMEOUT_S)  # the watching thread may find the rank that caused it
+        self._fail(f"a step failed: {type(reason).__name__}: {reason}")
+        assert self._failure is not None
+        return self._failure
+
+    def progress_count(self) -> int:
+        """Return a number that grows while other ranks compute."""
+        return sum(self._memory.get(rank, PROGRESS) for rank in self._followers)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: follower.process.pid for rank, follower in self._followers.items()}
+
+    def close(self) -> None:
+        """End all processes. A second call does nothing."""
+        if self._is_closing.is_set():
+            return
+        self._is_closing.set()
+        self._kill_all()
+        self._watcher.join(REAP_TIMEOUT_S)
+        for follower in self._followers.values():
+            follower.control.connection.close()
+        self._writer.close()
+        self._memory.close()
+        os.close(self.store_fd)
+
+    # -- for the watching thread --------------------------------------------------------------------------------------
+
+    def _watch(self, command: tuple[str, ...], config: EngineConfig) -> None:
+        try:
+            for rank in self.layout.followers:
+                self._followers[rank] = self._spawn(command, rank)
+                with contextlib.suppress(OSError):  # it has ended already
+                    self._followers[rank].control.send(StartRank(config, self.layout, rank))
+        except OSError as error:
+            self._fail(f"a rank's process cannot be started: {error}")
+        finally:
+            self._has_spawned.set()
+        tick, checked, lost_s = min(0.25, self._timeout_s / 4), time.monotonic(), 0.0
+        with selectors.DefaultSelector() as selector:
+            for follower in self._followers.values():
+                selector.register(follower.control.connection, selectors.EVENT_READ, follower)
+            while not self._is_closing.is_set() and self._failure is None:
+                for key, _ in selector.select(tick):
+                    if not self._read_messages(key.data):
+                        selector.unregister(key.fileobj)
+                        self._handle_end(key.data)
+                now = time.monotonic()
+                if self._lost_peer is not None and (lost_s := lost_s + now - checked) > EXPLAIN_TIMEOUT_S:
+                    self._fail(self._lost_peer)
+                self._find_silent_ranks(min(now - checked, tick))
+                self._find_stall(min(now - checked, tick))
+                checked = now
+        self._kill_all()
+        self._is_closing.wait()  # when this thread ends, the operating system kills the processes
+
+    def _spawn(self, command: tuple[str, ...], rank: int) -> Follower:
+        ours, theirs = socket.socketpair()
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        fds = theirs.fileno(), self._memory.fd, read_fd, self.store_fd
+        try:
+            process = subprocess.Popen(
+                [*command, str(self.layout.num_ranks), str(rank), *map(str, fds)],
+                stdin=subprocess.PIPE,  # it ends when this is closed: core/parent_death.py
+                stdout=STDERR_FD,
+                pass_fds=fds,
+            )
+        except OSError:
+            ours.close()
+            os.close(write_fd)
+            raise
+        finally:
+            theirs.close()
+            os.close(read_fd)
+        self._notice_fds[rank] = write_fd
+        return Follower(rank, process, ControlSocket(ours), queue.SimpleQueue())
+
+    def _read_messages(self, follower: Follower) -> bool:
+        """Receive messages of a rank; return False if its process has ended."""
+        is_open = follower.control.read_available()
+        while (message := follower.control.take_message()) is not None:
+            if isinstance(message, Rejection):
+                error = message.to_error()
+                error.message = f"{self.layout.describe(follower.rank)}: {error.message}"
+                self._fail_with(error)
+            else:
+                follower.inbox.put(message)
+        return is_open
+
+    def _handle_end(self, follower: Follower) -> None:
+        """Fail because a process has ended, unless it ended because it lost another one, which is then the cause."""
+        reason = "closed its connection"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = follower.process.wait(1.0)
+            reason = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
+            if status == LOST_PEER_STATUS:
+                self._lost_peer = f"{self.layout.describe(follower.rank)} lost its connection to another rank"
+                return
+        if not self._is_closing.is_set():
+            is_killed = follower.process.returncode == -signal.SIGKILL  # by the kernel, if memory ran out
+            hint = "check whether memory ran out (dmesg), and lower --kv-memory" if is_killed else None
+            self._fail(f"{self.layout.describe(follower.rank)} {reason}", hint)
+
+    def _find_silent_ranks(self, seconds: float) -> None:
+        """Fail if a rank has shown no heartbeat for too long. `seconds`: since the previous call, at most a tick.
+
+        The clock also advances while the machine or this process is stopped, so longer times do not count."""
+        limit = self._timeout_s if self.is_ready else max(START_TIMEOUT_S, self._timeout_s)
+        for follower in self._followers.values():
+            beat = self._memory.get(follower.rank, HEARTBEAT)
+            follower.silent_s = follower.silent_s + seconds if beat == follower.last_beat else 0.0
+            follower.last_beat = beat
+            if follower.silent_s > limit:
+                self._fail(f"{self.layout.describe(follower.rank)} hangs: no heartbeat for {limit:g} s")
+
+    def _find_stall(self, seconds: float) -> None:
+        """Fail if no rank makes progress while a step is running, for example because a kernel hangs."""
+        counts = {rank: self._memory.get(rank, PROGRESS) for rank in self._followers}
+        counts[self.layout.leader] = ops.progress_count()
+        has_moved = counts != self._last_counts or not self._num_running
+        self._stalled_s, self._last_counts = 0.0 if has_moved else self._stalled_s + seconds, counts
+        if self._stalled_s > STALL_TIMEOUT_S:
+            rank = min(counts, key=counts.__getitem__)
+            late = self.layout.describe(rank)
+            self._fail(f"no rank made progress in a step for {STALL_TIMEOUT_S:g} s; {late} is furthest behind")
+
+    def _fail(self, reason: str, hint: str | None = None) -> None:
+        self._fail_with(EngineFailed(reason, hint=hint or "see the server's log"))
+
+    def _fail_with(self, error: EmberlineError) -> None:
+        if self._failure is None:  # the first reason is the cause of the others
+            self._failure = error
+        self._is_lost.set()
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        for follower in self._followers.values():
+            follower.process.kill()
+        for follower in self._followers.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                follower.process.wait(REAP_TIMEOUT_S)
+            if follower.process.stdin is not None:
+                follower.process.stdin.close()

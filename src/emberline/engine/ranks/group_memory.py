@@ -1,0 +1,44 @@
+"""GroupMemory: memory that the ranks of an engine share, for plans and heartbeats.
+
+It is anonymous, so it is freed when the processes end, even by kill -9. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+from numpy.typing import NDArray
+
+PLAN_BYTES = 4 << 20  # capacity for plans that some rank has not read yet
+WORDS_PER_RANK = 16  # two cache lines, so that ranks do not write to the same one
+READ_POSITION, HEARTBEAT, PROGRESS = range(3)  # indexes of a rank's words
+
+
+class GroupMemory:
+    def __init__(self, fd: int, num_ranks: int) -> None:
+        """Map the memory of this file descriptor, which the object owns from now on."""
+        self.fd, header_bytes = fd, 8 * WORDS_PER_RANK * num_ranks
+        self._map = mmap.mmap(fd, header_bytes + PLAN_BYTES)
+        words: NDArray[np.uint64] = np.frombuffer(self._map, np.uint64, WORDS_PER_RANK * num_ranks)
+        self._words = words.reshape(num_ranks, WORDS_PER_RANK)
+        self.plans = memoryview(self._map)[header_bytes:]
+
+    @staticmethod
+    def create(num_ranks: int) -> GroupMemory:
+        fd = os.memfd_create("emberline-ranks", os.MFD_CLOEXEC)
+        os.ftruncate(fd, 8 * WORDS_PER_RANK * num_ranks + PLAN_BYTES)
+        return GroupMemory(fd, num_ranks)
+
+    def get(self, rank: int, word: int) -> int:
+        return int(self._words[rank, word])
+
+    def set(self, rank: int, word: int, value: int) -> None:
+        self._words[rank, word] = value
+
+    def close(self) -> None:
+        """Close the file descriptor. The mapping lasts as long as the object."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

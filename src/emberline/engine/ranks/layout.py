@@ -1,0 +1,56 @@
+"""Layout: how the ranks of an engine divide a model. This module does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emberline.core.parallel_config import ParallelConfig
+from emberline.models.config import ModelConfig
+from emberline.models.shard import Shard
+from emberline.models.stage import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Ranks are numbered stage by stage: rank = stage * tp + rank within the stage."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1  # parts of a stage's ranks among which whole experts are divided
+
+    @staticmethod
+    def of(config: ParallelConfig) -> Layout:
+        return Layout(config.tp, config.pp, config.ep)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def leader(self) -> int:
+        """The rank that runs in the engine process: the first one of the last stage, which has logits to sample."""
+        return (self.pp - 1) * self.tp
+
+    @property
+    def followers(self) -> list[int]:
+        """The ranks that have processes of their own."""
+        return [rank for rank in range(self.num_ranks) if rank != self.leader]
+
+    def stage(self, rank: int, config: ModelConfig) -> Stage:
+        """Return the rank's stage of a model."""
+        return Stage.of(config, rank // self.tp, self.pp)
+
+    def shard(self, rank: int) -> Shard:
+        return Shard(rank % self.tp, self.tp, self.ep)
+
+    def describe(self, rank: int) -> str:
+        """Return the rank's number and place for error messages, such as `rank 1 of 4 (stage 0, tensor rank 1)`."""
+        return f"rank {rank} of {self.num_ranks} (stage {rank // self.tp}, tensor rank {rank % self.tp})"
+
+    def device_name(self, device: str) -> str:
+        """Return the device of this engine for Numerics: stages compute the same bits as one rank, sums do not."""
+        tensor_ranks = f"-tp{self.tp}" if self.tp > 1 else ""
+        return device + tensor_ranks + (f"-ep{self.ep}" if self.ep > 1 else "")
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}-pp{self.pp}" + (f"-ep{self.ep}" if self.ep > 1 else "")

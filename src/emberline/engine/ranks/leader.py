@@ -1,0 +1,192 @@
+"""LeaderRunner, PipelineLeaderRunner: the runners of an engine on several ranks, in the leader's process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from emberline.core.errors import EmberlineError
+from emberline.core.plan import StepPlan, StepResult, WorkItem
+from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.rank_part import RankPart
+from emberline.engine.ranks.work_codec import WorkEncoder
+from emberline.engine.runner import TorchRunner
+from emberline.engine.work_executor import StepExecutor, WorkExecutor
+from emberline.models.forward import HiddenCapture
+
+if TYPE_CHECKING:
+    from emberline.engine.grammar import GrammarCompiler
+
+
+class FollowerGroup(Protocol):
+    """The other ranks of an engine. RankGroup implements this protocol."""
+
+    layout: Layout
+
+    def publish(self, plan: bytes) -> None:
+        """Send a plan to all of them. Raises RankLost."""
+        ...
+
+    def finish_step(self) -> None:
+        """Note that the leader has computed the published plan."""
+        ...
+
+    def check(self) -> None:
+        """Raise EngineFailed if one of them was lost."""
+        ...
+
+    def explain(self, reason: BaseException) -> EmberlineError:
+        """End the group, because a step of the leader failed for this reason, and return the error."""
+        ...
+
+    def progress_count(self) -> int:
+        """Return a number that grows while they compute."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class GroupExecutor:
+    """Computes steps on all ranks: publishes the work, then computes the leader's part."""
+
+    def __init__(self, group: FollowerGroup, own: WorkExecutor) -> None:
+        self._group, self.own = group, own
+        self._encoder = WorkEncoder()
+        self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        self.own.clear(blocks)
+        self._cleared += blocks
+
+    def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
+        """Raises EngineFailed, after which the group cannot be used any more."""
+        assert capture is None, "hidden states are only captured for a draft model"
+        with self._ending_group():
+            self.publish(work)
+            return self.compute_own(work)
+
+    def publish(self, work: Sequence[WorkItem], cleared: Sequence[int] = ()) -> None:
+        """Let the other ranks begin with a step. `cleared`: blocks that they fill with zeros first."""
+        self._group.check()
+        self._cleared += cleared
+        if work:
+            with self._ending_group():
+                self._group.publish(self._encoder.encode(work, self._cleared))
+            self._cleared = []
+
+    def compute_own(self, work: Sequence[WorkItem]) -> Tensor:
+        """Return the logits of a published step. Steps are computed in the order in which they were published."""
+        with self._ending_group():
+            logits = self.own.compute(work)
+        self._group.finish_step()
+        return logits
+
+    @contextmanager
+    def _ending_group(self) -> Iterator[None]:
+        """End the group if the block fails, also by KeyboardInterrupt: the others are in the middle of a step."""
+        try:
+            yield
+        except Exception as error:
+            raise self._group.explain(error) from error
+        except BaseException as error:
+            self._group.explain(error)
+            raise
+
+
+class PublishedExecutor:
+    """Computes the leader's part of steps that were published earlier."""
+
+    def __init__(self, executor: GroupExecutor) -> None:
+        self._executor = executor
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        self._executor.own.clear(blocks)
+
+    def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
+        assert capture is None, "hidden states are only captured for a draft model"
+        return self._executor.compute_own(work)
+
+
+class LeaderRunner(TorchRunner):
+    """The runner of an engine whose ranks compute one step at a time."""
+
+    def __init__(
+        self,
+        group: FollowerGroup,
+        part: RankPart,
+        eos: frozenset[int],
+        make_compiler: Callable[[], GrammarCompiler],
+        num_state_slots: int,
+        executor: StepExecutor | None = None,
+    ) -> None:
+        executor = executor or GroupExecutor(group, part.executor)
+        super().__init__(part.model, part.cache, eos, make_compiler, groups=part.groups, executor=executor)
+        self.num_state_slots = num_state_slots
+        self.layout = f"{self.layout}/{group.layout}"
+        self.ranks, self._part = group, part
+
+    def check_ranks(self) -> None:
+        """Raise EngineFailed if a rank was lost."""
+        self.ranks.check()
+
+    def progress_count(self) -> int:
+        """Return a number that grows while other ranks compute."""
+        return self.ranks.progress_count()
+
+    def close(self) -> None:
+        """End the other ranks and close the connections to them."""
+        self.ranks.close()
+        self._part.close()
+
+
+class PipelineLeaderRunner(LeaderRunner):
+    """The runner of an engine with several stages, which compute different steps at the same time.
+
+    The leader is the last stage. Earlier stages begin with a step as soon as it is launched; the leader computes its
+    part, and samples, when the result is asked for."""
+
+    def __init__(
+        self,
+        group: FollowerGroup,
+        part: RankPart,
+        eos: frozenset[int],
+        make_compiler: Callable[[], GrammarCompiler],
+        num_state_slots: int,
+    ) -> None:
+        self._group_executor = GroupExecutor(group, part.executor)
+        published = PublishedExecutor(self._group_executor)
+        super().__init__(group, part, eos, make_compiler, num_state_slots, published)
+        self.max_in_flight = group.layout.pp
+        self._unfinished: list[StepPlan] = []  # plans that were launched, in order
+        self._refused: set[str] = set()  # requests that cannot be sampled; a plan may have more of their prompt
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan)()
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Publish a plan; return a function that computes the leader's part and returns the result.
+
+        These functions must be called in the order of the plans."""
+        ended = set(plan.ended_ids)
+        sampled_later = ended & {w.id for each in self._unfinished for w in each.work}
+        self._forget_requests(list(ended - sampled_later))
+        self._refused -= ended
+        work, failed = self._admit_requests(plan)
+        self._refused |= failed.keys()
+        work = [w for w in work if w.id not in self._refused]
+        cleared = [block for w in plan.work for block in w.cleared_blocks]
+        self._group_executor.publish(work, cleared)
+        self._unfinished.append(plan)
+
+        def finish() -> StepResult:
+            assert self._unfinished.pop(0) is plan, "plans are finished in the order in which they were launched"
+            began = time.perf_counter()
+            self._executor.clear(cleared)
+            self._forget_requests(list(sampled_later))
+            return self._compute_step(plan, work, failed, began)
+
+        return finish

@@ -1,0 +1,104 @@
+"""RankPart: the part of a model that one rank computes, with its caches and its connections to other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from emberline.core.config import core_count
+from emberline.core.engine_config import EngineConfig
+from emberline.engine.boot import choose_kv_dtype
+from emberline.engine.group_choice import choose_groups
+from emberline.engine.kv_shape import make_kv_shape, make_state_shape
+from emberline.engine.ranks.control import RankLoaded
+from emberline.engine.ranks.layout import Layout
+from emberline.engine.work_executor import ForwardModel, WorkExecutor
+from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels import ops
+from emberline.kernels.comm.communicator import Communicator
+from emberline.kernels.comm.gloo import GlooGroup
+from emberline.kv.cache import KVCache, StateCache
+from emberline.kv.tiers.copier import HostBlockCopier
+from emberline.models.config import ModelConfig
+from emberline.models.decoder import DecoderModel
+from emberline.models.loader import load_checkpoint
+from emberline.models.pipeline import PipelineModel
+from emberline.models.weight_form import choose_weight_form
+
+CONNECT_TIMEOUT_S = 30.0  # between ranks that have all started
+# Of a collective. A long step of a slow rank must not end the group: the leader notices lost ranks earlier.
+COLLECTIVE_TIMEOUT_S = 1800.0
+
+ConnectRanksFunction = Callable[[str, int, int], Communicator]  # from a group's name, a rank in it and its size
+
+
+class RankPart:
+    executor: WorkExecutor  # set by `allocate`
+    cache: KVCache
+
+    def __init__(self, model: DecoderModel, layers: range, config: EngineConfig) -> None:
+        """`model`: loaded for this rank, with these layers."""
+        self.model, parts = model, model.config.parts
+        self.groups = choose_groups(model.config.windows, model.context, parts.attention.state_layers)
+        self._own_groups = self.groups.of_layers(layers)
+        self._kv_shape = make_kv_shape(
+            model.config,
+            config.scheduler.block_size,
+            choose_kv_dtype(config.kv_cache.kv_dtype, model.dtype),
+            self._own_groups,
+        )
+        shape, num_layers = make_state_shape(model.config), len(set(layers) & set(parts.attention.state_layers))
+        self._state_shape = replace(shape, layers=num_layers) if shape is not None and num_layers else None
+        self._forward_model: ForwardModel = model
+        self._connections: list[Communicator] = []
+
+    @staticmethod
+    def load(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> RankPart:
+        """Connect to the other ranks and load this rank's part of the model.
+
+        Raises RankLost if a rank does not connect, EmberlineError if settings or model are not usable."""
+        threads = config.threads or max(1, core_count() // layout.num_ranks)
+        backend = ops.start_backend(threads=threads)
+        torch.set_num_threads(1 if backend.library else threads)
+        checkpoint = Checkpoint.open(Path(config.model))
+        stage, shard = layout.stage(rank, ModelConfig.from_checkpoint(checkpoint)), layout.shard(rank)
+        stages = connect(f"stages-{shard.rank}", stage.index, layout.pp) if layout.pp > 1 else None
+        shards = connect(f"shards-{stage.index}", shard.rank, layout.tp) if layout.tp > 1 else None
+        form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
+        model = load_checkpoint(checkpoint, config.dtype, config.requested_context, form, stage, shard, shards)
+        part = RankPart(model, stage.layers, config)
+        part._connections = [each for each in (stages, shards) if each is not None]
+        if stages is not None:
+            part._forward_model = PipelineModel(model, stage, stages)
+        return part
+
+    def close(self) -> None:
+        """Close the connections to other ranks."""
+        for connection in self._connections:
+            connection.close()
+
+    def describe(self) -> RankLoaded:
+        return RankLoaded(
+            fingerprint=self.model.fingerprint,
+            layers=len(self.model.layers),
+            weight_bytes=self.model.weight_bytes,
+            block_bytes=self._kv_shape.block_bytes,
+            slot_bytes=0 if self._state_shape is None else self._state_shape.slot_bytes,
+        )
+
+    def allocate(self, num_blocks: int, num_slots: int) -> None:
+        """Allocate this rank's part of the KV cache, and of `num_slots` slots for recurrent states."""
+        self.cache = KVCache(self._kv_shape, num_blocks)
+        states = None if self._state_shape is None else StateCache(self._state_shape, num_slots)
+        # With several ranks, states are not copied to tiers or other engines. A rank may have states and no blocks.
+        copier = HostBlockCopier(self.cache)
+        self.executor = WorkExecutor(self._forward_model, self.cache, self._own_groups, states, copier)
+
+
+def connect_processes(store_fd: int, name: str, rank: int, size: int) -> Communicator:
+    """Return the connections of a group of processes. `store_fd`: of a file through which they find each other."""
+    timeouts = {"connect_timeout_s": CONNECT_TIMEOUT_S, "timeout_s": COLLECTIVE_TIMEOUT_S}
+    return GlooGroup(store_fd, name, rank, size, **timeouts)

@@ -1,0 +1,78 @@
+"""Refuses settings and models that do not work on several ranks. This module does not import torch."""
+
+from __future__ import annotations
+
+import sys
+
+from emberline.core.config import core_count
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import InvalidRequest, UnsupportedModel
+from emberline.engine.ranks.layout import Layout
+from emberline.models.config import ModelConfig
+
+
+def check_rank_settings(config: EngineConfig) -> None:
+    """Raise InvalidRequest for settings that an engine on several ranks of a CPU does not support."""
+    parallel = config.parallel
+    field = "tp" if parallel.tp > 1 else "pp"
+    ranks = f"{parallel.num_ranks} ranks (tp {parallel.tp}, pp {parallel.pp})"
+    if sys.platform != "linux":
+        message = f"{field} is {getattr(parallel, field)}, but several ranks need Linux, and this is {sys.platform}"
+        raise InvalidRequest(message, param=field, hint=f"drop --{field}")
+    if not config.threads and parallel.num_ranks > core_count():
+        raise InvalidRequest(
+            f"{ranks} need {parallel.num_ranks} cores, and this process may use {core_count()}",
+            param=field,
+            hint=f"lower --{field}, or set --threads 1 to let ranks share cores",
+        )
+    unsupported = {
+        "kv_host_memory": config.tiers.kv_host_memory > 0,
+        "kv_disk": config.tiers.kv_disk is not None,
+        "kv_store": config.tiers.kv_store is not None,
+        "speculate": config.speculation.uses_draft_model or (parallel.pp > 1 and config.speculation.speculate != "off"),
+        "transfer": config.transfer is not None and config.transfer.required,
+    }
+    for name, is_set in unsupported.items():
+        if is_set:
+            what = "the exchange of KV blocks with other workers" if name == "transfer" else f"the setting {name}"
+            hint = "use --role both" if name == "transfer" else f"drop --{name.replace('_', '-')} or --{field}"
+            raise InvalidRequest(f"{what} does not work with {ranks} yet", param=name, hint=hint)
+
+
+def check_drafts(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise InvalidRequest if drafts are asked for of a model with recurrent layers, whose ranks keep no draft rows."""
+    if config.speculation.speculate != "off" and model.parts.attention.state is not None:
+        message = f"speculate is {config.speculation.speculate}, but a {model.model_type} model has recurrent layers"
+        hint = "drop --speculate, or use one rank"
+        raise InvalidRequest(f"{message}, which several ranks cannot draft for yet", param="speculate", hint=hint)
+
+
+def possible_tensor_ranks(config: ModelConfig, max_ranks: int) -> list[int]:
+    """Return the values of tp, up to `max_ranks`, that can divide a model."""
+    return [tp for tp in range(1, max_ranks + 1) if _can_divide(Layout(tp), config)]
+
+
+def _can_divide(layout: Layout, config: ModelConfig) -> bool:
+    try:
+        check_divisible(layout, config)
+    except InvalidRequest:
+        return False
+    return True
+
+
+def check_divisible(layout: Layout, config: ModelConfig) -> None:
+    """Raise InvalidRequest if the layout's ranks cannot divide the model."""
+    if layout.ep > 1 and config.experts is None:
+        message = f"ep is {layout.ep}, but a {config.model_type} model has no experts"
+        raise InvalidRequest(message, param="ep", hint="drop --ep")
+    if config.experts is not None and config.experts.count % layout.ep:
+        message = f"ep is {layout.ep}, which does not divide the {config.experts.count} experts of the model"
+        raise InvalidRequest(message, param="ep", hint="choose another --ep")
+    layout.stage(0, config)
+    for rank in range(layout.tp):
+        try:
+            layout.shard(rank).shard_config(config)
+        except UnsupportedModel as error:
+            raise InvalidRequest(
+                f"tp is {layout.tp}, but {error.message}", param="tp", hint="choose another --tp, or use --pp"
+            ) from error

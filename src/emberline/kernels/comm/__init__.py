@@ -1,0 +1,1 @@
+"""Collectives: how the ranks of an engine on several devices exchange tensors."""

@@ -1,0 +1,40 @@
+"""Communicator: how the ranks of a group exchange tensors.
+
+A group's ranks make the same calls in the same order. Every call ends within the group's deadline: if a rank does not
+take part, the call raises RankLost on the others.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class RankLost(Exception):
+    """A rank of the group died, hung or made another call. The group cannot be used any more."""
+
+
+class Communicator(Protocol):
+    rank: int  # of this process or thread in its group
+    size: int  # number of ranks
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of the ranks' x, which it may overwrite.
+
+        The sum is computed in float32, in the order of the ranks, and rounded once to the dtype of x: every rank gets
+        the same bits, and the sum of one element does not depend on where in x it is.
+        """
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the ranks' x, which have the same shape, concatenated by their last dimension."""
+        ...
+
+    def send(self, x: Tensor, to: int) -> None: ...
+
+    def receive(self, x: Tensor, source: int) -> None:
+        """Overwrite x with the tensor that `source` sends."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,95 @@
+"""GlooGroup: exchanges tensors between processes through torch's gloo backend, in main memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from emberline.kernels.comm.communicator import RankLost
+
+
+class GlooGroup:
+    """A Communicator over TCP connections between all ranks of a group, on one machine."""
+
+    def __init__(
+        self, store_fd: int, name: str, rank: int, size: int, *, connect_timeout_s: float, timeout_s: float
+    ) -> None:
+        """Connect to the other ranks, and wait for them up to `connect_timeout_s`. Raises RankLost.
+
+        `store_fd`: descriptor of a file that all ranks can write. Groups with different names may share it.
+        `timeout_s`: the deadline of every later call.
+        """
+        self.rank, self.size, self._name = rank, size, name
+        self._group: Any = None
+        # torch opens the file by its path again when the group is freed: if its descriptor were closed before, the path
+        # might name another file. So the group has a descriptor of its own.
+        self._store_fd = os.dup(store_fd)
+        options = distributed.ProcessGroupGloo._Options()
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=connect_timeout_s)
+        options._threads = 1
+        self._timeout, self._gather_options = timedelta(seconds=timeout_s), AllgatherOptions()
+        self._gather_options.timeout = self._timeout
+        try:
+            self._group = self._guard(lambda: self._connect(options))
+        except RankLost:
+            self.close()
+            raise
+
+    def _connect(self, options: Any) -> Any:
+        store = distributed.PrefixStore(self._name, distributed.FileStore(f"/proc/self/fd/{self._store_fd}"))
+        store.set_timeout(options._timeout)
+        try:
+            return distributed.ProcessGroupGloo(store, self.rank, self.size, options)
+        finally:
+            del store  # an error that is raised here must not keep it
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        parts = self._gather(x)
+        total = parts[0].to(torch.float32, copy=True)
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._gather(x), dim=-1)
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._guard(lambda: self._group.send([_as_bytes(x)], to, 0).wait(self._timeout))
+
+    def receive(self, x: Tensor, source: int) -> None:
+        self._guard(lambda: self._group.recv([_as_bytes(x)], source, 0).wait(self._timeout))
+
+    def close(self) -> None:
+        """Close the connections. A second call does nothing."""
+        self._group = None  # frees it
+        if self._store_fd >= 0:
+            os.close(self._store_fd)
+            self._store_fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        outputs, inputs = [[_as_bytes(part) for part in parts]], [_as_bytes(x)]
+        self._guard(lambda: self._group.allgather(outputs, inputs, self._gather_options).wait())
+        return parts
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:  # torch's DistBackendError is one too
+            raise RankLost(f"group {self._name}, rank {self.rank} of {self.size}: {error}") from error
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """Return a view of a contiguous tensor as bytes, because gloo does not know all dtypes."""
+    return x.view(-1).view(torch.uint8)

@@ -1,0 +1,127 @@
+"""ThreadGroup: a group whose ranks are threads of one process. It is for tests, and for several ranks on one GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.comm.communicator import RankLost
+
+Result = TypeVar("Result")
+
+
+class ThreadGroup:
+    def __init__(self, size: int, deadline_s: float = 60.0, *, in_turns: bool = False) -> None:
+        """`deadline_s`: how long a call waits for the other ranks.
+
+        With `in_turns`, only one rank runs at a time in `run`: the others wait for it or in a call. So kernels are not
+        compiled by two threads at once."""
+        self.size, self.deadline_s = size, deadline_s
+        self._running = threading.Semaphore(1 if in_turns else size)  # ranks that run
+        self.communicators = [ThreadCommunicator(self, rank) for rank in range(size)]
+        self._barrier = threading.Barrier(size)
+        # Two sets of slots are used in turn: a rank that is one call ahead does not overwrite what others still read.
+        # A slot has the number of a call, what it is, and its tensor.
+        self._slots: list[list[tuple[int, str, Tensor]]] = [[(0, "", torch.empty(0))] * size for _ in range(2)]
+        self._messages: list[list[SimpleQueue[Tensor]]] = [[SimpleQueue() for _ in range(size)] for _ in range(size)]
+
+    def run(self, function: Callable[[ThreadCommunicator], Result]) -> list[Result]:
+        """Return the results of the function, which runs in a thread for each rank.
+
+        If it raises an error on a rank, the others get RankLost, and the error is raised here."""
+
+        def run_rank(communicator: ThreadCommunicator) -> Result:
+            try:
+                with self._running:
+                    return function(communicator)
+            except BaseException:
+                self.abort()
+                raise
+
+        with ThreadPoolExecutor(self.size, "rank") as pool:
+            futures = [pool.submit(run_rank, communicator) for communicator in self.communicators]
+            wait(futures)
+        raise_first_cause(futures)
+        return [future.result() for future in futures]
+
+    def abort(self) -> None:
+        """End all calls that wait, and all later ones, with RankLost."""
+        self._barrier.abort()
+
+    def exchange(self, rank: int, turn: int, call: str, x: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks. `turn`: the number of this call, the same on all ranks."""
+        if self._barrier.broken:
+            raise RankLost(f"{call} was called after a rank had ended")
+        slots = self._slots[turn % 2]
+        slots[rank] = turn, call, x
+        # After all ranks have reached the barrier, others may end before this one has left it.
+        if not self._wait_for_all() and any(found < turn for found, _, _ in slots):
+            raise RankLost(f"a rank did not take part in {call} within {self.deadline_s} s, or ended")
+        calls = [found for _, found, _ in slots]
+        if set(calls) != {call}:
+            raise RankLost(f"rank {rank} called {call}, but the calls of all ranks are {', '.join(calls)}")
+        return [tensor for _, _, tensor in slots]
+
+    def _wait_for_all(self) -> bool:
+        """Return whether all ranks reached the barrier within the deadline, and none has ended."""
+        self._running.release()
+        try:
+            self._barrier.wait(self.deadline_s)
+            return True
+        except threading.BrokenBarrierError:
+            return False
+        finally:
+            self._running.acquire()
+
+    def send(self, source: int, to: int, x: Tensor) -> None:
+        self._messages[source][to].put(x)
+
+    def receive(self, source: int, to: int) -> Tensor:
+        try:
+            return self._messages[source][to].get(timeout=self.deadline_s)
+        except Empty:
+            raise RankLost(f"rank {source} sent nothing to rank {to} within {self.deadline_s} s") from None
+
+
+class ThreadCommunicator:
+    """A Communicator of a ThreadGroup."""
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.rank, self.size = rank, group.size
+        self._group, self._turn = group, 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        first, *others = self._exchange("all_reduce", x)
+        total = first.to(torch.float32, copy=True)
+        for other in others:
+            total += other
+        return total.to(x.dtype)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._exchange("all_gather", x), dim=-1)
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._group.send(self.rank, to, x.clone())
+
+    def receive(self, x: Tensor, source: int) -> None:
+        x.copy_(self._group.receive(source, self.rank))
+
+    def close(self) -> None:
+        self._group.abort()
+
+    def _exchange(self, call: str, x: Tensor) -> list[Tensor]:
+        self._turn += 1
+        return self._group.exchange(self.rank, self._turn, f"{call} of {tuple(x.shape)} {x.dtype}", x.clone())
+
+
+def raise_first_cause(futures: list[Future[Result]]) -> None:
+    """Raise the error of a rank, if any failed. RankLost is raised only if no rank has another error."""
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, RankLost)):
+        raise error

@@ -1,0 +1,38 @@
+"""PipelineModel: one stage of a model whose layers are divided among the ranks of a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.comm.communicator import Communicator
+from emberline.models.decoder import DecoderModel
+from emberline.models.forward import ForwardBatch
+from emberline.models.stage import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineModel:
+    model: DecoderModel  # loaded for `stage`
+    stage: Stage
+    comm: Communicator  # its ranks are the stages, in order
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Return float32 logits [S, vocab] of `batch.logit_rows`; [0, vocab] if this is not the last stage.
+
+        The input comes from the stage before this one, and the output goes to the stage after it. Raises RankLost.
+        """
+        config = self.model.config
+        if self.stage.is_first:
+            x = self.model.embed(batch)
+        else:
+            x = torch.empty(len(batch.tokens), config.hidden)
+            self.comm.receive(x, self.stage.index - 1)
+        if self.stage.is_last:
+            return self.model.compute_logits(self.model.run_layers(x, batch))
+        # The next stage needs all rows, since their keys and values are cached in its layers too.
+        x = self.model.run_layers(x, replace(batch, logit_rows=None))
+        self.comm.send(x.contiguous(), self.stage.index + 1)
+        return x.new_empty(0, config.vocab)

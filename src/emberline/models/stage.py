@@ -1,0 +1,81 @@
+"""Stage: the part of a model's layers that one device holds under pipeline parallelism.
+
+The first stage also has the embedding, the last one the final norm and the LM head. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from emberline.core.errors import InvalidRequest
+from emberline.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    index: int
+    count: int  # number of stages
+    layers: range
+
+    @staticmethod
+    def of(config: ModelConfig, index: int = 0, count: int = 1) -> Stage:
+        """Return a stage of a whole model. The stages have about equal numbers of weights.
+
+        Raises InvalidRequest if the model has fewer layers than stages."""
+        if config.layers < count:
+            raise InvalidRequest(
+                f"pp is {count}, but the model has {config.layers} layers, and each stage needs one",
+                param="pp",
+                hint=f"set --pp to {config.layers} or less",
+            )
+        return Stage(index, count, split_layers(_layer_costs(config), config.vocab * config.hidden, count)[index])
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    def foreign_tensors(self, config: ModelConfig) -> str:
+        """Return a pattern of the names of tensors that only other stages use; empty: there are none."""
+        others = [layer for layer in range(config.layers) if layer not in self.layers]
+        patterns = [rf"model\.layers\.(?:{'|'.join(map(str, others))})\..*"] if others else []
+        patterns += [] if self.is_last else [r"model\.norm\..*", r"lm_head\..*"]
+        if not (self.is_first or (self.is_last and config.tie_embeddings)):
+            patterns.append(r"model\.embed_tokens\..*")
+        return "|".join(patterns)
+
+
+def split_layers(costs: Sequence[float], head_cost: float, stages: int) -> list[range]:
+    """Split layers with these costs into consecutive stages so that the most expensive stage costs the least.
+
+    `head_cost`: what the last stage computes besides its layers.
+    """
+    sums = [0.0, *accumulate(costs)]
+    # By number of layers in the stages so far: the highest cost of a stage, and where these stages begin.
+    best: list[tuple[float, tuple[int, ...]]] = [(sums[end], (0,)) for end in range(len(sums))]
+    for stage in range(1, stages):
+        extra = head_cost if stage == stages - 1 else 0.0
+        best = [
+            min(
+                (max(best[begin][0], sums[end] - sums[begin] + extra), (*best[begin][1], begin))
+                for begin in range(stage, max(end, stage + 1))
+            )
+            for end in range(len(sums))
+        ]
+    starts = best[-1][1]
+    return [range(begin, end) for begin, end in zip(starts, (*starts[1:], len(costs)), strict=True)]
+
+
+def _layer_costs(config: ModelConfig) -> list[float]:
+    """Return about how many weights each layer has, which a step of many requests reads from memory."""
+    attention = config.hidden * config.head_dim * 2 * (config.heads + config.kv_heads)
+    sparse, dense, experts = 0, 3 * config.hidden * config.ffn, config.experts
+    if experts is not None:
+        sparse = sum(rows * columns for rows, columns in experts.weight_shapes(config.hidden, experts.count)[0])
+    is_sparse = (False,) * config.layers if experts is None else experts.layers
+    return [float(attention + (sparse if each else dense)) for each in is_sparse]

@@ -1,0 +1,194 @@
+"""cut_tensor: a part of a tensor of a checkpoint, as the bytes of the file that it is stored in.
+
+A part that is contiguous in its file becomes a shorter tensor there. Other parts have a TensorCut. Quantised weights
+are cut at the edges of the groups that share a scale, or of the blocks of a GGUF file.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.hub.gguf_tensors import GGUFTensorInfo
+from emberline.hub.tensorfile import DTYPE_BYTES, TensorCut, TensorInfo
+from emberline.models.quantisation_config import CODES_PER_WORD
+from emberline.models.quantised_layouts import MXFP4_BLOCK_BYTES, Part, QuantisedTensorInfo
+
+CODES_PER_BYTE = 2  # of four bits
+
+
+class DimensionCut(NamedTuple):
+    """The part of a tensor's dimension that a rank has."""
+
+    dimension: int
+    size: int  # of the whole dimension
+    ranges: tuple[tuple[int, int], ...]  # (begin, end)
+
+    @property
+    def part(self) -> int:
+        return sum(end - begin for begin, end in self.ranges)
+
+
+class Axis(NamedTuple):
+    """A dimension of a stored tensor: the matrix dimension that it stands for, and the elements per entry."""
+
+    dimension: int
+    unit: int = 1
+
+
+def cut_tensor(name: str, info: TensorInfo, cuts: Sequence[DimensionCut]) -> TensorInfo:
+    """Return a part of a tensor. Raises UnsupportedModel if a group of quantised weights would be divided.
+
+    All cuts but one are of dimension 0, and have one range."""
+    for cut in cuts:
+        if info.shape[cut.dimension] != cut.size:
+            raise ModelFileError(
+                f"tensor {name!r} in {info.file} has the shape {info.shape}; "
+                f"config.json requires {cut.size} in dimension {cut.dimension}"
+            )
+    cuts = [cut for cut in cuts if cut.part < cut.size]
+    if not cuts:
+        return info
+    if isinstance(info, QuantisedTensorInfo):
+        return _cut_quantised(name, info, cuts)
+    if isinstance(info, GGUFTensorInfo):
+        return _cut_gguf(name, info, cuts)
+    return _cut_stored(info, info.shape, cuts, DTYPE_BYTES[info.dtype])
+
+
+def _cut_stored(
+    info: TensorInfo, stored_shape: tuple[int, ...], cuts: Sequence[DimensionCut], element_bytes: int
+) -> TensorInfo:
+    """Return a part of a tensor whose stored elements have this shape and size."""
+    *outer, last = sorted(cuts)
+    inner = prod(stored_shape[last.dimension + 1 :]) * element_bytes
+    record_bytes, num_records, first = last.size * inner, prod(stored_shape[: last.dimension]), 0
+    for whole in outer:
+        assert whole.dimension == 0 and len(whole.ranges) == 1
+        records = num_records // whole.size
+        first, num_records = whole.ranges[0][0] * records, whole.part * records
+    ranges = tuple((begin * inner, end * inner) for begin, end in last.ranges)
+    part = replace(info, shape=_cut_shape(info.shape, cuts))
+    cut = TensorCut(info.shape, record_bytes, first, num_records, ranges)
+    if info.packing is not None:  # its checksums are those of the whole tensor
+        return replace(part, cut=cut)
+    start = info.offset + first * record_bytes
+    if num_records == 1 and len(ranges) == 1:
+        return replace(part, offset=start + ranges[0][0], nbytes=ranges[0][1] - ranges[0][0])
+    return replace(part, offset=start, nbytes=num_records * record_bytes, cut=replace(cut, first_record=0))
+
+
+def _cut_shape(shape: tuple[int, ...], cuts: Sequence[DimensionCut]) -> tuple[int, ...]:
+    parts = {cut.dimension: cut.part for cut in cuts}
+    return tuple(parts.get(dimension, size) for dimension, size in enumerate(shape))
+
+
+def _cut_gguf(name: str, info: GGUFTensorInfo, cuts: Sequence[DimensionCut]) -> GGUFTensorInfo:
+    if info.latent_values is not None:
+        return _cut_latents(info, cuts)
+    last, kind, heads = len(info.shape) - 1, info.block_type, info.rotary_heads
+    units = [cut for cut in cuts if cut.dimension != last]
+    units += [_divide_units(name, cut, kind.block_elements, "block") for cut in cuts if cut.dimension == last]
+    row_units = (*info.shape[:-1], info.shape[-1] // kind.block_elements)
+    part = _cut_stored(info, row_units, units, kind.block_bytes)
+    assert isinstance(part, GGUFTensorInfo)
+    part = replace(part, shape=_cut_shape(info.shape, cuts))
+    rows = next((cut for cut in cuts if cut.dimension == max(0, last - 1)), None)
+    if not heads or rows is None:
+        return part
+    assert len(rows.ranges) == 1, "rows in rotary order are cut by heads"
+    return replace(part, rotary_heads=heads * rows.part // rows.size)
+
+
+def _cut_latents(info: GGUFTensorInfo, cuts: Sequence[DimensionCut]) -> GGUFTensorInfo:
+    """Return some heads of the keys and values of latent attention, which are stored one head after the other."""
+    (cut,), values = cuts, info.latent_values
+    assert values is not None and cut.dimension == 0 and len(cut.ranges) == 1
+    begin, end = (row * values.shape[0] // cut.size for row in cut.ranges[0])
+
+    def select(part: GGUFTensorInfo) -> GGUFTensorInfo:
+        each = part.nbytes // values.shape[0]
+        return replace(part, offset=part.offset + begin * each, nbytes=(end - begin) * each)
+
+    kept = replace(select(values), shape=(end - begin, *values.shape[1:]))
+    return replace(select(info), shape=_cut_shape(info.shape, cuts), latent_values=kept)
+
+
+def _cut_quantised(name: str, info: QuantisedTensorInfo, cuts: Sequence[DimensionCut]) -> QuantisedTensorInfo:
+    parts: dict[Part, TensorInfo] = {}
+    for part, stored in sorted(info.parts.items(), key=lambda item: item[0] != "scales"):  # to name groups in errors
+        if part == "shape":  # that of the whole matrix
+            continue
+        axes = enumerate(_list_axes(info, part))
+        found = [(place, cut, axis.unit) for place, axis in axes for cut in cuts if cut.dimension == axis.dimension]
+        if part == "groups" and found:
+            raise UnsupportedModel(
+                f"tensor {name!r} cannot be divided among ranks by columns: with act order, a "
+                f"group of {info.format.group_columns} columns may be on several ranks",
+                hint="use one rank, or a checkpoint without act order",
+            )
+        divided = [_divide_units(name, cut, unit, "group")._replace(dimension=place) for place, cut, unit in found]
+        parts[part] = _cut_stored(stored, stored.shape, divided, DTYPE_BYTES[stored.dtype]) if divided else stored
+    return replace(info, shape=_cut_shape(info.shape, cuts), parts=parts)
+
+
+def _divide_units(name: str, cut: DimensionCut, unit: int, what: str) -> DimensionCut:
+    """Return a cut in units of several elements. The last unit of a dimension may be smaller."""
+    for begin, end in cut.ranges:
+        if begin % unit or (end % unit and end != cut.size):
+            raise UnsupportedModel(
+                f"tensor {name!r} cannot be divided among ranks: a part from {begin} to {end} of {cut.size} "
+                f"would divide a {what} of {unit} weights",
+                hint="use fewer ranks",
+            )
+    ranges = tuple((begin // unit, -(-end // unit)) for begin, end in cut.ranges)
+    return DimensionCut(cut.dimension, -(-cut.size // unit), ranges)
+
+
+def _list_axes(info: QuantisedTensorInfo, part: Part) -> list[Axis]:
+    """Return the axes of a stored part. Dimension -1 stands for a stored dimension that is never cut."""
+    first, group = len(info.shape) - 2, info.format.group_columns
+    experts = [Axis(dimension) for dimension in range(first)]
+    rows, columns = (first + 1, first) if info.is_transposed else (first, first + 1)
+    by_group = Axis(columns, group) if group else Axis(-1)
+    if info.layout == "fp8":
+        return experts + (_list_fp8_axes(info, part, rows, columns))
+    tables: Mapping[str, Mapping[Part, list[Axis]]] = {
+        "blocks": {
+            "codes": [*experts, Axis(rows), Axis(columns, 2 * MXFP4_BLOCK_BYTES)],
+            "scales": [*experts, Axis(rows), Axis(columns, 2 * MXFP4_BLOCK_BYTES)],
+        },
+        "int4 rows": {
+            "codes": [Axis(rows), Axis(columns, CODES_PER_WORD)],
+            "scales": [Axis(rows), by_group],
+            "zeros": [Axis(rows, CODES_PER_WORD), by_group],
+        },
+        "float4 rows": {"codes": [Axis(rows), Axis(columns, CODES_PER_BYTE)], "scales": [Axis(rows), by_group]},
+        "awq": {
+            "codes": [Axis(columns), Axis(rows, CODES_PER_WORD)],
+            "scales": [by_group, Axis(rows)],
+            "zeros": [by_group, Axis(rows, CODES_PER_WORD)],
+        },
+        "gptq": {
+            "codes": [Axis(columns, CODES_PER_WORD), Axis(rows)],
+            "scales": [by_group, Axis(rows)],
+            "zeros": [by_group, Axis(rows, CODES_PER_WORD)],
+        },
+    }
+    return [Axis(columns)] if part == "groups" else tables[info.layout].get(part, [])
+
+
+def _list_fp8_axes(info: QuantisedTensorInfo, part: Part, rows: int, columns: int) -> list[Axis]:
+    """Return the axes of codes, of scales of blocks, of rows, or of the whole matrix, without those of experts."""
+    if part == "codes":
+        return [Axis(rows), Axis(columns)]
+    found, shape = info.format, info.parts[part].shape[len(info.shape) - 2 :]
+    if found.group_rows and found.group_columns:
+        by_rows, by_columns = Axis(rows, found.group_rows), Axis(columns, found.group_columns)
+        return [by_rows, by_columns] if len(shape) == 2 else [by_rows, Axis(-1), by_columns]
+    return [Axis(rows)] if shape[:1] == (info.shape[rows],) and shape[0] > 1 else []

@@ -1,0 +1,22 @@
+"""Metrics of the ranks among which a model is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from emberline.engine.rank_summary import RankSummary
+from emberline.server.metrics import MetricFamily
+
+
+def build_rank_metrics(model_labels: str, ranks: Sequence[RankSummary]) -> Iterator[MetricFamily]:
+    """Yield the sizes of each rank's part. `model_labels`: the label of the model, for every sample."""
+    labels = [
+        f'{model_labels},rank="{each.rank}",stage="{each.stage}",tensor_rank="{each.tensor_rank}"' for each in ranks
+    ]
+    for name, help_text, values in (
+        ("layers", "Layers of the model that a rank has a part of.", [each.layers for each in ranks]),
+        ("weight_bytes", "Memory of a rank's part of the weights.", [each.weight_bytes for each in ranks]),
+        ("kv_bytes", "Memory of a rank's part of the KV cache.", [each.kv_bytes for each in ranks]),
+    ):
+        samples = list(zip(labels, values, strict=True))
+        yield MetricFamily.from_samples(f"emberline:rank_{name}", help_text, "gauge", samples)

@@ -1,0 +1,135 @@
+"""Plans on their way to other ranks: what is decoded equals what was encoded, and the ring loses nothing."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from emberline.core.plan import StateWork, WorkItem
+from emberline.engine.ranks.group_memory import PLAN_BYTES, GroupMemory
+from emberline.engine.ranks.plan_ring import MAX_PIECE_BYTES, PlanReader, PlanWriter
+from emberline.engine.ranks.work_codec import WorkDecoder, WorkEncoder
+from emberline.kernels.comm.communicator import RankLost
+
+
+def normalise(item: WorkItem) -> tuple[object, ...]:
+    tables = [list(table) for table in item.window_blocks]
+    fields = item.samples, item.prompt_logprobs, item.num_draft, item.state, tables
+    return item.start, list(item.tokens), list(item.blocks), *fields
+
+
+class RandomWork:
+    """Requests that come, continue, are preempted, wait and end, in random steps."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.open: dict[str, WorkItem] = {}
+        self.count = 0
+
+    def next_step(self) -> list[WorkItem]:
+        pick = self.random
+        for _ in range(pick.randrange(3)):
+            self.count += 1
+            self.open[f"r{self.count}"] = WorkItem(f"r{self.count}", 0, (), [], samples=False)
+        for name in list(self.open):
+            if pick.random() < 0.1:
+                del self.open[name]
+        for item in self.open.values():
+            self.advance(item)
+        work = [item for item in self.open.values() if pick.random() < 0.9]
+        return copy.deepcopy(work if pick.random() < 0.8 else work[::-1])
+
+    def advance(self, item: WorkItem) -> None:
+        pick = self.random
+        blocks = list(item.blocks)
+        if pick.random() < 0.1:
+            item.preemptions, blocks = item.preemptions + 1, []
+        item.start += len(item.tokens)
+        item.tokens = [pick.randrange(1 << 17) for _ in range(pick.choice((1, 1, 1, 5)))]
+        item.blocks = [*blocks, *(pick.randrange(1 << 20) for _ in range(pick.randrange(3)))]
+        item.samples, item.prompt_logprobs = pick.random() < 0.8, pick.random() < 0.1
+        item.num_draft = pick.choice((0, 0, 0, 2))
+        item.state = pick.choice((None, StateWork(3, load_from=4, save_to=1, save_end=9)))
+        item.window_blocks = pick.choice(((), ([0, 0, 7], [5]), ([0], [0])))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_decoded_work_equals_encoded_work(seed: int) -> None:
+    source, encoder, decoders = RandomWork(seed), WorkEncoder(), [WorkDecoder(), WorkDecoder()]
+    for _ in range(40):
+        work = source.next_step()
+        message = encoder.encode(work, [1, 2])
+        for decoder in decoders:
+            found, cleared = decoder.decode(message)
+            assert [normalise(item) for item in found] == [normalise(item) for item in work]
+            assert cleared == [1, 2]
+
+
+class Ring:
+    """A writer and two readers in one process."""
+
+    def __init__(self, timeout_s: float = 10.0, check: Callable[[], None] = lambda: None) -> None:
+        self.memory = GroupMemory.create(3)
+        pipes = {rank: os.pipe() for rank in (0, 2)}
+        self.read_fds = {rank: pipe[0] for rank, pipe in pipes.items()}
+        write_fds = {rank: pipe[1] for rank, pipe in pipes.items()}
+        self.writer = PlanWriter(self.memory, write_fds, timeout_s=timeout_s, check=check)
+        self.readers = [PlanReader(self.memory, rank, fd) for rank, fd in self.read_fds.items()]
+
+
+def test_ring_delivers_every_plan_to_every_reader() -> None:
+    """The plans are several times as large as the ring, and some of them larger than a piece."""
+    ring, pick = Ring(), random.Random(1)
+    sizes = [
+        1,
+        100,
+        MAX_PIECE_BYTES,
+        MAX_PIECE_BYTES + 1,
+        PLAN_BYTES + 5,
+        *(pick.randrange(1, 1 << 20) for _ in range(30)),
+    ]
+    plans = [bytes([i]) * size for i, size in enumerate(sizes)]
+    received: list[list[bytes]] = [[], []]
+
+    def read(index: int) -> None:
+        while (plan := ring.readers[index].receive()) is not None:
+            received[index].append(plan)
+
+    threads = [threading.Thread(target=read, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for plan in plans:
+        ring.writer.publish(plan)
+    ring.writer.close()
+    for thread in threads:
+        thread.join()
+    assert received == [plans, plans]
+
+
+def test_full_ring_names_the_reader_that_does_not_read() -> None:
+    ring = Ring(timeout_s=0.01)
+    with pytest.raises(RankLost, match=r"rank 2 has read no plan for 0.01 s"):
+        for _ in range(PLAN_BYTES // 4096 + 1):
+            ring.writer.publish(b"plan")
+            ring.readers[0].receive()
+
+
+def test_full_ring_does_not_wait_for_a_reader_that_ended() -> None:
+    def check() -> None:
+        raise RankLost("rank 2 ended")
+
+    ring = Ring(check=check)
+    with pytest.raises(RankLost, match="rank 2 ended"):
+        ring.writer.publish(bytes(2 * PLAN_BYTES))
+
+
+def test_reader_that_ended_is_named() -> None:
+    ring = Ring()
+    os.close(ring.read_fds[2])
+    with pytest.raises(RankLost, match="rank 2 has closed its pipe and cannot receive plans"):
+        ring.writer.publish(b"plan")
