@@ -13,7 +13,7 @@ import threading
 import time
 
 from emberline import __version__
-from emberline.core.config import core_count
+from emberline.core.config import core_count, kernel_dir
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed, EngineUnavailable, NodeRankTaken
 from emberline.core.freememory import free_memory
@@ -41,6 +41,7 @@ from emberline.engine.ranks.plan_ring import PlanWriter
 from emberline.engine.ranks.rank_processes import RANK_COMMAND, RankChild, RankProcesses
 from emberline.kernels.comm.rank_lost import RankLost
 from emberline.kernels.comm.rendezvous import Rendezvous
+from emberline.kernels.cpu.build import NativeBuildError, build_library
 
 log = logging.getLogger("emberline.ranks")
 
@@ -59,6 +60,9 @@ def run_node(
     `config`: of this node, with the directory of the checkpoint on it. `command`: of a rank's process. The processes
     end with the thread that calls this function. Raises EmberlineError if the node cannot join the group of node 0, or
     if node 0 cannot be reached for `node_timeout`."""
+    if config.device != "cuda":
+        with contextlib.suppress(NativeBuildError):  # the ranks then use torch
+            build_library(kernel_dir())  # once, so that the ranks find it
     while not stop.is_set():
         master = join_master(config, cluster_key, stop)
         if master is None:
@@ -237,8 +241,9 @@ class NodeRun:
             raise RankLost("a rank of this node has ended")
 
     def _send_beats(self) -> None:
-        memory = self._processes.memory
+        memory, ranks, num_sent = self._processes.memory, self._processes.children, 0
         while not self._is_over.wait(BEAT_INTERVAL_S):
-            ranks = self._processes.children
+            num_sent += 1
+            memory.set(self._start.layout.leader, HEARTBEAT, num_sent)  # shows the ranks that this process runs
             counts = {rank: (memory.get(rank, HEARTBEAT), memory.get(rank, PROGRESS)) for rank in ranks}
             self._master.try_send(NodeBeat(counts))
