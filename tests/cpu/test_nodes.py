@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tiny
 import torch
@@ -49,7 +50,7 @@ KEY = "the key of this test"
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "threads": 1, "kv_memory": 1 << 20, "block_size": 8, "max_batch_tokens": 16, "max_running": 3,
 }  # fmt: skip
-PROMPTS = ["one", "a prompt of several blocks"]
+PROMPTS = [[5, 6, 7], list(range(40, 70))]
 PARAMS = [SamplingParams(max_tokens=8, temperature=0.0), SamplingParams(max_tokens=8, temperature=0.9, seed=3)]
 PP2 = Layout(pp=2, nodes=2)
 
@@ -87,7 +88,7 @@ def node_settings(**changed: Any) -> dict[str, Any]:
                 break
             except OSError:
                 continue
-    return {**SETTINGS, "pp": 2, "nodes": 2, "master": f"127.0.0.1:{port}", "rank_timeout": 1.0, **changed}
+    return {**SETTINGS, "pp": 2, "nodes": 2, "master": f"127.0.0.1:{port}", **changed}
 
 
 def build_config(directory: Path | str, settings: dict[str, Any], **changed: Any) -> EngineConfig:
@@ -113,9 +114,8 @@ def wait_until(is_true: Callable[[], bool], timeout_s: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_same_tokens_as_one_rank(directory: Path, expected: list[list[int]], tp: int) -> None:
-    settings = node_settings(tp=tp)
+def test_same_tokens_as_one_rank(directory: Path, expected: list[list[int]]) -> None:
+    settings = node_settings(tp=2)
     with running_node(build_config(directory, settings)) as node:
         with LLM(directory, **settings) as llm:
             assert generate(llm) == expected
@@ -142,7 +142,7 @@ def find_children(pid: int) -> list[int]:
 
 
 async def collect(engine: AsyncEngine, name: str, max_tokens: int) -> list[int]:
-    submission = Submission(name, [5, 6, 7], SamplingParams(max_tokens=max_tokens, temperature=0.0), model="m")
+    submission = Submission(name, PROMPTS[0], SamplingParams(max_tokens=max_tokens, temperature=0.0), model="m")
     return [token async for output in engine.submit(submission) for token in output.tokens]
 
 
@@ -153,15 +153,13 @@ async def try_again(engine: AsyncEngine) -> list[int] | None:
         return None
 
 
-async def kill_node_and_retry(config: EngineConfig) -> None:
-    import msgspec
-
+async def kill_node_and_retry(config: EngineConfig, expected: list[int]) -> None:
     encoded = msgspec.json.encode(config.with_settings(node_rank=1)).decode()
     engine = AsyncEngine({"m": config}, TimeSharingConfig())
     with subprocess.Popen([sys.executable, "-c", NODE_SCRIPT, encoded, KEY]) as agent:
         await engine.start()
         try:
-            tokens = await collect(engine, "first", 8)
+            assert await collect(engine, "first", 8) == expected
             (rank,) = find_children(agent.pid)
             stream = asyncio.create_task(collect(engine, "second", 40))
             await asyncio.sleep(0)
@@ -174,20 +172,20 @@ async def kill_node_and_retry(config: EngineConfig) -> None:
             with running_node(config) as node:
                 while (found := await try_again(engine)) is None:
                     await asyncio.sleep(0.05)
-                assert found == tokens and engine.restarts == 1
+                assert found == expected and engine.restarts == 1
                 await engine.stop()
                 node.result(timeout=5)
         finally:
             await engine.stop()
 
 
-def test_killed_node_restarts_the_engine(directory: Path) -> None:
-    asyncio.run(kill_node_and_retry(build_config(directory, node_settings())))
+def test_killed_node_restarts_the_engine(directory: Path, expected: list[list[int]]) -> None:
+    asyncio.run(kill_node_and_retry(build_config(directory, node_settings()), expected[0]))
 
 
 def test_silent_node_ends_the_group() -> None:
     """The node joins, and then sends nothing, as if its network were cut."""
-    config = build_config("", node_settings())
+    config = build_config("", node_settings(rank_timeout=1.0))
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(join_master, config.with_settings(node_rank=1), KEY, threading.Event())
         group = RankGroup(config, PP2)
@@ -213,7 +211,7 @@ def accept_node(listener: socket.socket) -> NodeSocket:
 
 def test_node_ends_its_ranks_if_node_0_is_silent() -> None:
     """Then it joins again, and ends when it is asked to stop."""
-    settings = node_settings()
+    settings = node_settings(rank_timeout=1.0)
     with (
         node_listener.bind_master("127.0.0.1", int(settings["master"].split(":")[1])) as listener,
         running_node(build_config("", settings), command=("sleep", "100")),
@@ -266,7 +264,10 @@ def test_missing_node_is_named() -> None:
 
 def test_master_that_never_comes() -> None:
     config = build_config("", node_settings(node_timeout=0.3))
-    with running_node(config) as node, pytest.raises(EngineUnavailable, match="node 0 cannot be reached at 127.0.0.1:"):
+    with (
+        running_node(config) as node,
+        pytest.raises(EngineUnavailable, match=r"node 0 cannot be reached at 127.0.0.1:"),
+    ):
         node.result(timeout=5)
 
 
