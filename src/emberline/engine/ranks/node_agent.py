@@ -195,7 +195,7 @@ class NodeRun:
                     while (message := self._master.take_message()) is not None:
                         if isinstance(message, NodeGoodbye):
                             return True
-                        if isinstance(message, MasterBeat) and message.is_ready:
+                        if isinstance(message, NodePlan) or (isinstance(message, MasterBeat) and message.is_ready):
                             limit = self._config.parallel.rank_timeout
                         self._handle_message(message)
                     if not is_open:

@@ -115,11 +115,14 @@ class NodeListener:
     def start_message(self) -> StartNode:
         return StartNode(self._layout, self.rendezvous.store_port)
 
+    def stop(self) -> None:
+        """Stop listening, soon. The links stay open."""
+        self._is_closing.set()
+
     def close(self) -> None:
         """Stop listening. The links stay open."""
-        self._is_closing.set()
+        self.stop()
         self._thread.join()
-        self._listener.close()
         self._store = None  # ends its threads
 
     def _missing_nodes(self) -> list[int]:
@@ -127,6 +130,10 @@ class NodeListener:
 
     def _accept_nodes(self) -> None:
         self._listener.settimeout(ACCEPT_POLL_S)
+        with self._listener:
+            self._accept_until_closed()
+
+    def _accept_until_closed(self) -> None:
         while not self._is_closing.is_set():
             try:
                 connection, address = self._listener.accept()
