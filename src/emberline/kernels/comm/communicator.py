@@ -31,6 +31,10 @@ class Communicator(Protocol):
         """Return the ranks' x, which have the same shape, concatenated by their last dimension."""
         ...
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Overwrite x on all ranks with that of `source`, which has the same shape and dtype, and return it."""
+        ...
+
     def send(self, x: Tensor, to: int) -> None: ...
 
     def receive(self, x: Tensor, source: int) -> None:

@@ -60,6 +60,9 @@ class GlooGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._gather(x), dim=-1)
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x.copy_(self._gather(x)[source])
+
     def send(self, x: Tensor, to: int) -> None:
         self._guard(lambda: self._group.send([_as_bytes(x)], to, 0).wait(self._timeout))
 

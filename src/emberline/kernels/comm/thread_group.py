@@ -106,6 +106,9 @@ class ThreadCommunicator:
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._exchange("all_gather", x), dim=-1)
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x.copy_(self._exchange("broadcast", x)[source])
+
     def send(self, x: Tensor, to: int) -> None:
         self._group.send(self.rank, to, x.clone())
 
