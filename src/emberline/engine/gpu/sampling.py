@@ -28,7 +28,6 @@ from emberline.engine.sampler import SamplingState
 from emberline.engine.token_rules import TokenMasker, fill_masks
 from emberline.kernels import ops
 
-
 # Queues the drafting behind the sampled tokens, if any, and returns a function that reads the drafts.
 LaunchDrafting = Callable[[Tensor | None], Callable[[], dict[str, Sequence[int]]]]
 ShareTokens = Callable[[Tensor], None]  # queues the sending of sampled tokens to other ranks
