@@ -60,7 +60,7 @@ class ThreadRanks:
         return group.communicators[rank]
 
     def _run(self, queue: SimpleQueue[bytes | None], part: RankPart) -> None:
-        decoder = WorkDecoder()
+        decoder = WorkDecoder(self.layout.pp)
         try:
             while (message := queue.get()) is not None:
                 compute_step(part, decoder, message)
