@@ -37,6 +37,10 @@ class Communicator(Protocol):
         Rows have the same shape and dtype on all ranks; counts may be 0."""
         ...
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Overwrite x on all ranks with that of `source`, which has the same shape and dtype, and return it."""
+        ...
+
     def send(self, x: Tensor, to: int) -> None: ...
 
     def receive(self, x: Tensor, source: int) -> None:

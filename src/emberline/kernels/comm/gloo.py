@@ -78,6 +78,9 @@ class GlooGroup:
         self._guard(lambda: call().wait())
         return received
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x.copy_(self._gather(x)[source])
+
     def send(self, x: Tensor, to: int) -> None:
         self._guard(lambda: self._group.send([_as_bytes(x)], to, 0).wait(self._timeout))
 
