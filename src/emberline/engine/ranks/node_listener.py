@@ -137,7 +137,10 @@ class NodeListener:
         while not self._is_closing.is_set():
             try:
                 connection, address = self._listener.accept()
-            except OSError:  # nothing came, or no file descriptor is left
+            except TimeoutError:
+                continue
+            except OSError:  # for example no file descriptor is left
+                self._is_closing.wait(ACCEPT_POLL_S)
                 continue
             if not self._pending.acquire(blocking=False):
                 connection.close()
