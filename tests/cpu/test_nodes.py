@@ -35,10 +35,12 @@ from emberline.core.errors import (
 from emberline.core.freeport import free_port
 from emberline.core.request import Submission
 from emberline.engine.async_engine import AsyncEngine
-from emberline.engine.ranks import node_agent, node_listener
+from emberline.engine.ranks import node_agent
+from emberline.engine.ranks.cluster_key import authenticate_node
 from emberline.engine.ranks.control import RankStarted
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.node_address import bind_master
 from emberline.engine.ranks.node_agent import join_master, run_node
 from emberline.engine.ranks.node_listener import NodeListener
 from emberline.engine.ranks.node_messages import MasterBeat, NodeHello, NodeJoined, NodeSocket, StartNode
@@ -203,7 +205,7 @@ def test_silent_node_ends_the_group() -> None:
 
 def accept_node(listener: socket.socket) -> NodeSocket:
     node = NodeSocket(listener.accept()[0], 1.0)
-    node_listener.authenticate_node(node, KEY)
+    authenticate_node(node, KEY)
     assert node.receive(NodeHello).node_rank == 1
     node.send(NodeJoined())
     return node
@@ -213,7 +215,7 @@ def test_node_ends_its_ranks_if_node_0_is_silent() -> None:
     """Then it joins again, and ends when it is asked to stop."""
     settings = node_settings(rank_timeout=1.0)
     with (
-        node_listener.bind_master("127.0.0.1", int(settings["master"].split(":")[1])) as listener,
+        bind_master("127.0.0.1", int(settings["master"].split(":")[1])) as listener,
         running_node(build_config("", settings), command=("sleep", "100")),
     ):
         first = accept_node(listener)
@@ -338,7 +340,13 @@ def test_addresses_that_cannot_be_used() -> None:
                 NodeListener(config, PP2)
     for wrong in ("192.0.2.1", "no.such.host.invalid"):
         with pytest.raises(InvalidRequest, match=f"cannot listen at {wrong}"):
-            node_listener.bind_master(wrong, port)
+            bind_master(wrong, port)
+    with pytest.raises(InvalidRequest, match=r"master has the address 0.0.0.0, which stands for all interfaces"):
+        bind_master("0.0.0.0", port)
+    for wrong in ("192.0.2.1", "0.0.0.0"):
+        with pytest.raises(InvalidRequest, match="node_address") as error:
+            run_node(config.with_settings(node_rank=1, node_address=wrong), KEY, threading.Event())
+        assert error.value.param == "node_address"
 
 
 def test_no_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from emberline.engine.messages import Rejection
 from emberline.engine.ranks.cluster_key import authenticate_master
 from emberline.engine.ranks.control import StartRank, list_shared_settings
 from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS
+from emberline.engine.ranks.node_address import check_node_address
 from emberline.engine.ranks.node_messages import (
     BEAT_INTERVAL_S,
     FromRank,
@@ -60,6 +61,7 @@ def run_node(
     `config`: of this node, with the directory of the checkpoint on it. `command`: of a rank's process. The processes
     end with the thread that calls this function. Raises EmberlineError if the node cannot join the group of node 0, or
     if node 0 cannot be reached for `node_timeout`."""
+    check_node_address(config.parallel)
     if config.device != "cuda":
         with contextlib.suppress(NativeBuildError):  # the ranks then use torch
             build_library(kernel_dir())  # once, so that the ranks find it
