@@ -56,10 +56,12 @@ class WorkExecutor:
 
     @torch.inference_mode()
     def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
+        return self._model.forward(replace(self._prepare_batch(work), capture=capture))
+
+    def _prepare_batch(self, work: Sequence[WorkItem]) -> ForwardBatch:
         self._load_states(work)
         self._move_states(work)
-        batch = build_forward_batch(work, self._cache, self._groups, self._states)
-        return self._model.forward(replace(batch, capture=capture))
+        return build_forward_batch(work, self._cache, self._groups, self._states)
 
     def _load_states(self, work: Sequence[WorkItem]) -> None:
         for w in work:

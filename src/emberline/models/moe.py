@@ -14,6 +14,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.experts_spec import ExpertsSpec, ExpertTensors, SharedExpertSpec
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.registry import ARCHITECTURES
+from emberline.models.row_exchange import RowExchange
 from emberline.models.stacked_experts import keep_down_bias, load_stacked_experts
 from emberline.models.weights import Weights
 
@@ -66,10 +67,15 @@ class SparseFeedForward:
             weights.comm,
         )
 
-    def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None) -> Tensor:
-        """Add the network's output to x in place."""
+    def __call__(
+        self, x: Tensor, unpacker: ops.WeightUnpacker | None = None, exchange: RowExchange | None = None
+    ) -> Tensor:
+        """Add the network's output to x in place. `exchange`: of ranks that have different rows."""
         if self.comm is None:
             return ops.run_mixture(x, self.mixture)
+        if exchange is not None:
+            rows = exchange.gather(x)
+            return x.add_(exchange.sum_own(ops.run_mixture(rows, self.mixture, add_to=torch.zeros_like(rows))))
         return x.add_(self.comm.all_reduce(ops.run_mixture(x, self.mixture, add_to=torch.zeros_like(x))))
 
 

@@ -39,6 +39,7 @@ class EncodedWork(msgspec.Struct, array_like=True):
     samples: list[bool] | bool  # one value: that of all items
     new_blocks: dict[int, Sequence[int]]  # by item: blocks at the end of its table
     sources: list[int] | None  # by item: its index in the step before, or NEW_REQUEST; None: nothing changed
+    homes: dict[int, int]  # by item, if its request is new: the rank that has its blocks, if that is not 0
     rare: dict[int, RareFields]  # by item, where a field has no default
     cleared: Sequence[int]  # blocks that are filled with zeros before the step
 
@@ -69,6 +70,7 @@ class WorkEncoder:
                 all(samples) or (any(samples) and samples),
                 new_blocks,
                 sources,
+                {i: work[i].home for i, source in enumerate(sources or ()) if source == NEW_REQUEST and work[i].home},
                 _collect_rare_fields(work),
                 cleared,
             )
@@ -106,6 +108,8 @@ class WorkDecoder:
             ]
             self._samples = None
         items = self._items
+        for index, home in step.homes.items():
+            items[index].home = home
         for item, start, tokens in zip(items, _read_integers(step.starts), _split_tokens(step), strict=True):
             item.start, item.tokens = start, tokens
         if step.samples != self._samples:
