@@ -19,4 +19,8 @@ FAMILIES = ["llama-biased", "gemma3", "cohere2", "deepseek_v3", "delta-moe", "gp
 @pytest.mark.parametrize("name", FAMILIES)
 def test_same_tokens_as_on_one_rank(name: str, tmp_path: Path) -> None:
     config = build_config(tmp_path, name)
-    assert run_threads(config, submissions(), tp=2, dp_attention=True) == run_engine(boot(config).engine, submissions())
+    expected = run_engine(boot(config).engine, submissions())
+    assert run_threads(config, submissions(), tp=2, dp_attention=True) == expected
+    if ModelConfig.from_checkpoint(Checkpoint.open(tmp_path)).experts is not None:
+        assert run_threads(config, submissions(), tp=2, ep=2, dp_attention=True) == expected
+        assert run_threads(config, submissions(), tp=4, ep=2, dp_attention=True) == expected
