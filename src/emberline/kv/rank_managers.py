@@ -48,18 +48,20 @@ class RankKVManagers:
 
         Return False if that would leave fewer than `reserved_blocks` blocks available on every rank, or one for each
         request there. Ranks are tried in the order of the tokens that they would have to keep or compute: those of
-        their requests, and those of this one that are not in their prefix cache."""
-        for _, home in sorted((self._count_tokens(home, request), home) for home in range(len(self._managers))):
+        their requests, and those of this one that are not in their prefix cache; of equal ranks, the one with the most
+        free blocks first, so that the prefix caches of all ranks are used."""
+        for home in sorted(range(len(self._managers)), key=lambda home: self._rate_home(home, request)):
             if self._managers[home].admit(request, min(reserved_blocks, self._num_requests[home])):
                 self._homes[request.id] = home
                 self._num_requests[home] += 1
                 return True
         return False
 
-    def _count_tokens(self, home: int, request: Request) -> int:
+    def _rate_home(self, home: int, request: Request) -> tuple[int, int]:
         manager = self._managers[home]
         used = manager.num_blocks - manager.num_free_blocks - manager.num_cached_blocks
-        return used * self.block_size + request.num_known - manager.count_prefix_tokens(request)
+        tokens = used * self.block_size + request.num_known - manager.count_prefix_tokens(request)
+        return tokens, -manager.num_free_blocks
 
     def extend_block_table(self, request: Request, num_tokens: int, reserved_blocks: int = 0) -> bool:
         home = self._homes[request.id]
@@ -153,8 +155,8 @@ class RankKVManagers:
         for rank, (_, stored, removed) in changes:
             for digest, parent in stored:
                 self._parents.setdefault(digest, {})[rank] = parent
-            for digest in removed:
-                self._parents[digest].pop(rank)
+            for digest in removed:  # maybe added and removed since the last call
+                self._parents.setdefault(digest, {}).pop(rank, None)
             changed |= dict.fromkeys([digest for digest, _ in stored] + removed)
         # A parent is marked, which makes it longer, if a rank has no states after the block.
         added = [(digest, min(parents.values(), key=len)) for digest in changed if (parents := self._parents[digest])]
