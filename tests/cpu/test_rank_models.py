@@ -181,6 +181,9 @@ def test_random_weights_of_a_lone_rank(name: str, tmp_path: Path) -> None:
         model = DecoderModel.load(own := shard.shard_config(config), weights, rank_models.CONTEXT, "random")
         assert weights.loaded_bytes == memory.weight_bytes(own, 2)
         assert Cache(model, prompts(5)).step([5]).shape == (5, config.vocab)
+        calls = weights.recorder.calls_of_step(5, vocabulary.divide_vocabulary(config.vocab, shard.world_size))
+        sums = [call["count"] for call in calls if call["name"] == "all_reduce"]
+        assert sums == [1 + 2 * config.layers]  # of the embedding, and of two outputs in each layer
 
 
 def test_bytes_that_ranks_read_are_reported(tmp_path: Path) -> None:
