@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(512)
   const u64 call = next_number(header_of(group, group.rank)->calls);
   uint4* const slot = reinterpret_cast<uint4*>(slot_of(group, group.rank, call));
   for (int row = blockIdx.x; row < rows; row += gridDim.x)
-    for (int i = threadIdx.x; i < packs; i += blockDim.x) slot[row * packs + i] = load_pack(partial, row * packs + i, count).word;
+    for (int i = row * packs + threadIdx.x; i < (row + 1) * packs; i += blockDim.x) slot[i] = load_pack(partial, i, count).word;
   if (!meet(group, call, 0, signature)) return;
   int turn = 0;
   for (int row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
@@ -279,9 +279,9 @@ __global__ void __launch_bounds__(512)
   begin_kernel(group);
   Header* const own = header_of(group, group.rank);
   const u64 message = next_number(own->received[source]);
+  const u64 value = message << SIGNATURE_BITS | signature;
   bool is_here = true;
-  if (threadIdx.x == 0)
-    is_here = wait_for<EXACTLY>(group, &own->arrived[source][message & 1][blockIdx.x], message << SIGNATURE_BITS | signature, source);
+  if (threadIdx.x == 0) is_here = wait_for<EXACTLY>(group, &own->arrived[source][message & 1][blockIdx.x], value, source);
   if (!__syncthreads_and(is_here)) return;
   const uint4* const inbox = reinterpret_cast<const uint4*>(group.buffers[group.rank] + group.own_inboxes[source] +
                                                             (message & 1) * group.message_bytes);

@@ -62,17 +62,17 @@ template <Comparison COMPARISON> DEVICE bool wait_for(const Group& group, const 
   const auto is_reached = [&](u64 found) { return COMPARISON == EXACTLY ? found == value : found >= value; };
   u64 found = load_acquire(flag);
   if (is_reached(found)) return true;
-  const u64 begin = nanoseconds();
+  const u64 begin = nanoseconds(), number = COMPARISON == EXACTLY ? value >> SIGNATURE_BITS : value;
 #pragma unroll 1
   while (true) {
 #pragma unroll 1
     for (int i = 0; i < POLLS_BETWEEN_CHECKS; i++)
       if (is_reached(found = load_acquire(flag))) return true;
-    if (COMPARISON == EXACTLY && found >> SIGNATURE_BITS == value >> SIGNATURE_BITS) return fail(group, OTHER_CALL, peer, value >> SIGNATURE_BITS);
+    if (COMPARISON == EXACTLY && found >> SIGNATURE_BITS == number) return fail(group, OTHER_CALL, peer, number);
     if (const u64 failed = load_relaxed(&header_of(group, group.rank)->failed))
-      return fail(group, ANOTHER_GAVE_UP, int(failed) - 1, value >> SIGNATURE_BITS);
-    if (load_relaxed(group.report + 1)) return fail(group, STOPPED, peer, value >> SIGNATURE_BITS);
-    if (nanoseconds() - begin > group.timeout_ns) return fail(group, TIMED_OUT, peer, value >> SIGNATURE_BITS);
+      return fail(group, ANOTHER_GAVE_UP, int(failed) - 1, number);
+    if (load_relaxed(group.report + 1)) return fail(group, STOPPED, peer, number);
+    if (nanoseconds() - begin > group.timeout_ns) return fail(group, TIMED_OUT, peer, number);
   }
 }
 
