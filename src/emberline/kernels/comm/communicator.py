@@ -16,6 +16,10 @@ from emberline.kernels.backend import backend_of
 from emberline.kernels.comm.rank_lost import RankLost as RankLost
 
 
+class CollectivesUnavailable(Exception):
+    """The GPUs of a group cannot exchange tensors in the way that was asked for. All ranks get this error."""
+
+
 class Communicator(Protocol):
     """Classes inherit the calls that are made of others, and replace those that they have a faster way for."""
 
