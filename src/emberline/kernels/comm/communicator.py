@@ -59,8 +59,8 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Overwrite x with that of `source`, which has the same shape, and return it."""
-        return x.copy_(self.all_gather(x.reshape(1, -1)).view(self.size, *x.shape)[source])
+        """Overwrite x on all ranks with that of `source`, which has the same shape and dtype, and return it."""
+        ...
 
     def send(self, x: Tensor, to: int) -> None: ...
 
