@@ -62,8 +62,10 @@ class WorkExecutor:
         """`columns`: those of `work`, if they are known: see build_forward_batch."""
         self._load_states(work)
         self._move_states(work)
-        batch = build_forward_batch(work, self._cache, self._groups, self._states, columns)
-        return self._model.forward(replace(batch, capture=capture))
+        return self._model.forward(replace(self.build_batch(work, columns), capture=capture))
+
+    def build_batch(self, work: Sequence[WorkItem], columns: StepColumns | None = None) -> ForwardBatch:
+        return build_forward_batch(work, self._cache, self._groups, self._states, columns)
 
     def _load_states(self, work: Sequence[WorkItem]) -> None:
         for w in work:

@@ -17,10 +17,11 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ep: int = 1  # parts of a stage's ranks among which whole experts are divided
+    stage_layers: tuple[int, ...] = ()  # number of layers of each stage; empty: about the same number of weights
 
     @staticmethod
     def of(config: ParallelConfig) -> Layout:
-        return Layout(config.tp, config.pp, config.ep)
+        return Layout(config.tp, config.pp, config.ep, config.stage_layers)
 
     @property
     def num_ranks(self) -> int:
@@ -37,8 +38,8 @@ class Layout:
         return [rank for rank in range(self.num_ranks) if rank != self.leader]
 
     def stage(self, rank: int, config: ModelConfig) -> Stage:
-        """Return the rank's stage of a model."""
-        return Stage.of(config, rank // self.tp, self.pp)
+        """Return the rank's stage of a model. Raises InvalidRequest if the model cannot be divided so."""
+        return Stage.of(config, rank // self.tp, self.pp, self.stage_layers)
 
     def shard(self, rank: int) -> Shard:
         return Shard(rank % self.tp, self.tp, self.ep)

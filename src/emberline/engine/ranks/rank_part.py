@@ -60,9 +60,7 @@ class RankPart:
         """Connect to the other ranks and load this rank's part of the model.
 
         Raises RankLost if a rank does not connect, EmberlineError if settings or model are not usable."""
-        threads = config.threads or max(1, core_count() // layout.num_ranks)
-        backend = ops.start_backend(threads=threads)
-        torch.set_num_threads(1 if backend.library else threads)
+        start_rank_backend(config, layout)
         checkpoint = Checkpoint.open(Path(config.model))
         stage, shard = layout.stage(rank, ModelConfig.from_checkpoint(checkpoint)), layout.shard(rank)
         stages = connect(f"stages-{shard.rank}", stage.index, layout.pp) if layout.pp > 1 else None
@@ -96,6 +94,14 @@ class RankPart:
         # With several ranks, states are not copied to tiers or other engines. A rank may have states and no blocks.
         copier = HostBlockCopier(self.cache)
         self.executor = WorkExecutor(self._forward_model, self.cache, self._own_groups, states, copier)
+
+
+def start_rank_backend(config: EngineConfig, layout: Layout) -> int:
+    """Start the kernels with the number of threads of one rank, and return that number."""
+    threads = config.threads or max(1, core_count() // layout.num_ranks)
+    backend = ops.start_backend(threads=threads)
+    torch.set_num_threads(1 if backend.library else threads)
+    return threads
 
 
 def connect_processes(store_fd: int, name: str, rank: int, size: int) -> Communicator:
