@@ -15,6 +15,7 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.boot import LoadedEngine, boot
 from emberline.engine.engine import Engine
+from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.leader import LeaderRunner
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.source import resolve_model
@@ -64,9 +65,9 @@ def _measure_layout(report: BenchReport, name: str, loaded: LoadedEngine, second
 
 def _read_cpu_seconds(engine: Engine) -> list[float]:
     """Return the CPU time of each rank's process so far."""
-    if not isinstance(engine.runner, LeaderRunner):
+    if not isinstance(engine.runner, LeaderRunner) or not isinstance(group := engine.runner.ranks, RankGroup):
         return [time.process_time()]
-    pids = engine.runner.ranks.pids
+    pids = group.pids
     clocks = {rank: time.clock_gettime((~pid << 3) | CPU_CLOCK_OF_PROCESS) for rank, pid in pids.items()}
     return [clocks.get(rank, time.process_time()) for rank in range(len(pids) + 1)]
 

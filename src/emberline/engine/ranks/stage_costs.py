@@ -53,8 +53,8 @@ class RankMemory:
     num_blocks: int  # KV blocks of the longest request
 
     @staticmethod
-    def of(config: EngineConfig, num_ranks: int, context: int) -> RankMemory:
-        all_bytes = free_memory() // num_ranks
+    def of(config: EngineConfig, ranks_per_node: int, context: int) -> RankMemory:
+        all_bytes = free_memory() // ranks_per_node
         return RankMemory(all_bytes, config.kv_cache.kv_memory or all_bytes, -(-context // config.scheduler.block_size))
 
 
@@ -78,7 +78,7 @@ class ModelCosts:
         return tuple(map(len, ranges))
 
     def shares(self, stage_layers: Sequence[int]) -> list[float]:
-        """Return each stage's share of a step's time, as a mean over STEP_ROWS."""
+        """Return each stage's share of a step's time."""
         costs = list(map(self._mean_share, self.layers))
         found = [sum(costs[sum(stage_layers[:i]) :][:count]) for i, count in enumerate(stage_layers)]
         found[0] += self._mean_share(self.embedding)
@@ -86,8 +86,10 @@ class ModelCosts:
         return found
 
     def _mean_share(self, part: PartCost) -> float:
-        every = zip(*(each.seconds for each in (*self.layers, self.embedding, self.head)), strict=True)
-        return sum(own / sum(all_parts) for own, all_parts in zip(part.seconds, every, strict=True)) / len(STEP_ROWS)
+        """Return a part's share of a step's time, as a mean over STEP_ROWS."""
+        every = [*self.layers, self.embedding, self.head]
+        shares = [own / sum(each.seconds[i] for each in every) for i, own in enumerate(part.seconds)]
+        return sum(shares) / len(shares)
 
 
 def choose_stages(config: EngineConfig, layout: Layout, model: ModelConfig) -> tuple[Layout, list[float]]:
@@ -99,7 +101,7 @@ def choose_stages(config: EngineConfig, layout: Layout, model: ModelConfig) -> t
     layout.stage(0, model)  # raises an error if the model cannot be divided
     costs = measure_costs(config, layout)
     if not layout.stage_layers:
-        memory = RankMemory.of(config, layout.num_ranks, config.requested_context or model.max_context)
+        memory = RankMemory.of(config, layout.ranks_per_node, config.requested_context or model.max_context)
         layout = replace(layout, stage_layers=costs.split(layout.pp, memory))
     return layout, costs.shares(layout.stage_layers)
 
