@@ -203,7 +203,7 @@ def test_kernels_are_compiled_before_ranks_start(directory: Path, monkeypatch: p
     monkeypatch.setattr(ops, "start_backend", lambda **_: calls.append("kernels"))
     monkeypatch.setattr("emberline.engine.ranks.boot.RankGroup", start_ranks)
     with pytest.raises(EngineFailed, match="the test ends here"):
-        boot_ranks(EngineConfig.build(str(directory), **SETTINGS, pp=2), None)
+        boot_ranks(EngineConfig.build(str(directory), **SETTINGS, tp=2), None)
     assert calls == ["kernels", "ranks"]
 
 
