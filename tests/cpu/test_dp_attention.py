@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from engine_runs import run_engine
-from rank_engines import make_thread_engine
+from rank_engines import make_thread_engine, run_threads
 from rank_models import WRITERS
-from test_rank_engine import LENGTHS, PREFIX, build_config, run_threads, score, submissions
+from test_rank_engine import LENGTHS, PREFIX, build_config, score, submissions
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from emberline.core.plan import WorkItem
+from emberline.engine.step_columns import StepColumns
 from emberline.engine.work_executor import ForwardModel, WorkExecutor
 from emberline.kernels.comm.communicator import Communicator
 from emberline.kv.cache import KVCache, StateCache
@@ -31,10 +32,12 @@ class OwnWorkExecutor(WorkExecutor):
         super().__init__(model, cache, groups, states, copier)
         self._comm = comm
 
-    def _prepare_batch(self, work: Sequence[WorkItem]) -> ForwardBatch:
+    def _prepare_batch(self, work: Sequence[WorkItem], columns: StepColumns | None = None) -> ForwardBatch:
         """Return the batch of this rank's requests, with the numbers of rows of the others.
 
         `work`: that of all ranks, sorted by rank."""
+        if columns is not None:
+            columns.fill_items(work)
         homes = [[w for w in work if w.home == rank] for rank in range(self._comm.size)]
         batch = super()._prepare_batch(homes[self._comm.rank])
         rows, logit_rows = ([sum(map(count, own)) for own in homes] for count in (_count_rows, _count_logit_rows))
