@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from emberline.core.events import ExpertStats, Stats
 from emberline.models.expert_load import RECENT_ROWS, ExpertLoad, measure_imbalance
 from emberline.models.expert_placement import (
     EMPTY,
@@ -16,6 +17,8 @@ from emberline.models.expert_placement import (
     place_experts,
     place_in_order,
 )
+from emberline.server.metrics import render_exposition
+from emberline.worker.rank_metrics import build_expert_metrics
 
 
 @st.composite
@@ -82,3 +85,17 @@ def test_load_is_counted_by_expert_and_group() -> None:
     many = np.zeros((RECENT_ROWS, 1), np.int64)
     load.record(many, many)
     assert load.recent[0] == (RECENT_ROWS + 3) // 2 and load.rows_by_group[0] == RECENT_ROWS + 4
+
+
+def test_statistics_and_metrics() -> None:
+    one, two = Stats(experts=ExpertStats([6, 2], 1.5, 1)), Stats(experts=ExpertStats([1, 1, 4], 2.0))
+    assert Stats.total([one, two, Stats()]).experts == ExpertStats([7, 3, 4], 2.0, 1)
+    assert one.experts is not None
+    text = render_exposition(list(build_expert_metrics('model="m"', one.experts)))
+    for line in (
+        'emberline:rank_expert_rows_total{model="m",rank="0"} 6',
+        'emberline:rank_expert_rows_total{model="m",rank="1"} 2',
+        'emberline:expert_imbalance{model="m"} 1.5',
+        'emberline:experts_moved_total{model="m"} 1',
+    ):
+        assert line in text.splitlines()

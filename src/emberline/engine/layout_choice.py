@@ -31,7 +31,7 @@ def choose_layout(plan: GPUSetPlan) -> LayoutChoice | None:
     if own is not None and own.kv_tokens >= MIN_GAIN * divided.kv_tokens:
         times = own.kv_tokens / max(1, divided.kv_tokens)
         reason = f"the KV caches hold {own.kv_tokens} tokens, {times:.1f} times as many as with {_settings(divided)}"
-        return LayoutChoice(_settings(own), f"{reason}, which keeps {_copied(plan)} on every GPU")
+        return LayoutChoice(_settings(own), f"{reason}, which keeps {_name_copies(plan)} on every GPU")
     return LayoutChoice(_settings(divided), _why_divided(plan, divided, own))
 
 
@@ -44,11 +44,11 @@ def _why_divided(plan: GPUSetPlan, divided: GPUPlan, own: GPUPlan | None) -> str
         needs = (
             f"--dp-attention needs the attention of all heads, {attention:.1f} GiB, on every GPU, which does not fit"
         )
-        return f"{needs}; so {_copied(plan)} are kept {divided.gpus.count} times"
+        return f"{needs}; so {_name_copies(plan)} are kept {divided.gpus.count} times"
     return "the GPUs divide the KV heads evenly, so --dp-attention would hold no more tokens"
 
 
-def _copied(plan: GPUSetPlan) -> str:
+def _name_copies(plan: GPUSetPlan) -> str:
     return (
         "the latents of all requests" if any(group.kind == "latent" for group in plan.groups) else "copies of KV heads"
     )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from emberline.core.errors import EmberlineError
@@ -151,7 +152,7 @@ class LeaderRunner(TorchRunner):
         if not self._dispatches:
             return None
         loads = [each.load for each in self._dispatches]
-        by_group = sum(load.rows_by_group for load in loads)
+        by_group = np.sum([load.rows_by_group for load in loads], axis=0)
         ranks_per_group = self.ranks.layout.tp // self.ranks.layout.ep
         return ExpertStats([int(rows) for rows in by_group for _ in range(ranks_per_group)], measure_imbalance(loads))
 
