@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from emberline.bench import report as reports
 from emberline.cli.bench_options import add_model_argument
@@ -16,6 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--read-model", metavar="MODEL", help="Also count the bytes that ranks of this model read.")
     parser.add_argument(
         "--tp", type=int, nargs="+", default=[2, 3, 4], help="Ranks, for --read-model. (default: 2 3 4)"
+    )
+    parser.add_argument(
+        "--rank-results",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="Results of `python -m emberline.bench.gpu.rank`: project steps on several GPUs from them.",
     )
     reports.add_report_arguments(parser)
 
@@ -39,6 +48,10 @@ def run(args: argparse.Namespace) -> int:
         from emberline.bench.rank_reads import measure_reads
 
         measure_reads(report, args.read_model, args.tp)
+    if args.rank_results:
+        from emberline.bench.projection import add_projections
+
+        add_projections(report, args.rank_results)
     report.print_and_save(args.json, args.commit)
     return 0
 
