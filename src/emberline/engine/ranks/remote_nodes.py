@@ -65,6 +65,7 @@ class RemoteNodes:
 
     def end(self, error: EmberlineError | None) -> None:
         """Let the nodes end their ranks, and end the connections. `error`: why; None: the engine is shut down."""
+        self._listener.stop()  # nodes that join again get a connection to the next engine process
         for link in self.links:
             link.socket.try_send(_last_message(error))
             link.socket.end()
