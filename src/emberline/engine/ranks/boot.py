@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngi
     """
     check_cpu_settings(config)
     check_rank_settings(config)
+    if config.parallel.nodes > 1:
+        config = replace(config, transfer=None)  # it is not required, and other nodes share no memory
     began = time.perf_counter()
     layout = Layout.of(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))

@@ -78,7 +78,7 @@ def run_node(
                     log.info("Node ends, because node 0 has shut down: node=%d", config.parallel.node_rank)
                     return
             except ConnectionError as error:
-                log.warning("Node 0 lost, joining again: node=%d reason=%s", config.parallel.node_rank, error)
+                log.warning("Group ended, joining the next one: node=%d reason=%s", config.parallel.node_rank, error)
 
 
 def join_master(config: EngineConfig, cluster_key: str, stop: threading.Event) -> NodeSocket | None:

@@ -143,7 +143,7 @@ class NodeListener:
             except OSError:  # for example no file descriptor is left
                 self._is_closing.wait(ACCEPT_POLL_S)
                 continue
-            if not self._pending.acquire(blocking=False):
+            if self._is_closing.is_set() or not self._pending.acquire(blocking=False):
                 connection.close()
                 continue
             args = NodeSocket(connection, self._config.parallel.rank_timeout), address[0]
