@@ -26,8 +26,10 @@ class ParallelConfig:
         10.0, "Seconds without a heartbeat after which a rank counts as lost, and the engine restarts.", unit="s"
     )
 
+    ranks_per_gpu: int = 1  # that share a GPU, for tests without enough GPUs
+
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "ep"):
+        for name in ("tp", "pp", "ep", "ranks_per_gpu"):
             if not 1 <= (value := getattr(self, name)) <= MAX_RANKS:
                 raise InvalidRequest(f"{name} is {value}; it must be from 1 to {MAX_RANKS}", param=name)
         if self.num_ranks > MAX_RANKS:

@@ -300,7 +300,9 @@ def _add_packed_copies(weights: Weights, runner: GPURunner, within: object) -> f
 
     The kernels that read the copies are loaded too."""
     began = time.perf_counter()
-    weights.loaded_bytes += sum(ops.add_packed_copy(each) for each in iter_instances(ops.PackedWeight, within) if each.n)
+    weights.loaded_bytes += sum(
+        ops.add_packed_copy(each) for each in iter_instances(ops.PackedWeight, within) if each.n
+    )
     warm_up(runner)
     return time.perf_counter() - began
 

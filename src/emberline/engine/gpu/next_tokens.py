@@ -145,7 +145,7 @@ class TokenReceiver:
             staged = self._inputs.new_inputs()
             indexes = staged.put(list_newest_indexes(work, self._rows))
             staged.send()
-            tokens = torch.empty_like(indexes)
+            tokens = torch.zeros_like(indexes)  # ids of tokens also while a rank starts and receives nothing
             self._comm.broadcast(tokens, 0)
             self._rows.newest.index_copy_(0, indexes, tokens)
         end = self._stream.record_event()

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -55,9 +56,16 @@ class Follower:
 
 
 class RankGroup:
-    def __init__(self, config: EngineConfig, layout: Layout, command: tuple[str, ...] = RANK_COMMAND) -> None:
-        """Start the processes. The caller must call `close`."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: Layout,
+        command: tuple[str, ...] = RANK_COMMAND,
+        environments: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> None:
+        """Start the processes. The caller must call `close`. `environments`: by rank; None: all as this process."""
         self.layout = layout
+        self._environments = environments or {}
         self._timeout_s = config.parallel.rank_timeout
         self.store_fd = os.memfd_create("emberline-rendezvous", os.MFD_CLOEXEC)
         self._memory = GroupMemory.create(layout.num_ranks)
@@ -201,6 +209,7 @@ class RankGroup:
                 stdin=subprocess.PIPE,  # it ends when this is closed: core/parent_death.py
                 stdout=STDERR_FD,
                 pass_fds=fds,
+                env=self._environments.get(rank),
             )
         except OSError:
             ours.close()

@@ -19,6 +19,8 @@ class RankLost(Exception):
 class Communicator(Protocol):
     rank: int  # of this process or thread in its group
     size: int  # number of ranks
+    can_capture: bool  # whether calls can be recorded in a CUDA graph
+    nbytes: int  # device memory that this object holds
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of the ranks' x, which it may overwrite.
@@ -47,6 +49,10 @@ class Communicator(Protocol):
 
     def receive(self, x: Tensor, source: int) -> None:
         """Overwrite x with the tensor that `source` sends."""
+        ...
+
+    def check(self) -> None:
+        """Raise RankLost if a call that was queued on a device has failed since."""
         ...
 
     def close(self) -> None: ...

@@ -19,6 +19,8 @@ from emberline.kernels.comm.communicator import RankLost
 class GlooGroup:
     """A Communicator over TCP connections between all ranks of a group, on one machine."""
 
+    can_capture, nbytes = False, 0
+
     def __init__(
         self, store_fd: int, name: str, rank: int, size: int, *, connect_timeout_s: float, timeout_s: float
     ) -> None:
@@ -83,6 +85,9 @@ class GlooGroup:
 
     def receive(self, x: Tensor, source: int) -> None:
         self._guard(lambda: self._group.recv([_as_bytes(x)], source, 0).wait(self._timeout))
+
+    def check(self) -> None:
+        """Calls fail at once."""
 
     def close(self) -> None:
         """Close the connections. A second call does nothing."""

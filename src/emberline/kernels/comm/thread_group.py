@@ -92,6 +92,8 @@ class ThreadGroup:
 class ThreadCommunicator:
     """A Communicator of a ThreadGroup."""
 
+    can_capture, nbytes = False, 0
+
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank, self.size = rank, group.size
         self._group, self._turn = group, 0
@@ -117,13 +119,16 @@ class ThreadCommunicator:
         return torch.cat([each[self.rank] for each in parts])
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        return x.copy_(self._exchange("broadcast", x)[source])
+        return x.copy_(self._exchange(x, f"broadcast of {tuple(x.shape)} {x.dtype}")[source])
 
     def send(self, x: Tensor, to: int) -> None:
         self._group.send(self.rank, to, x.clone())
 
     def receive(self, x: Tensor, source: int) -> None:
         x.copy_(self._group.receive(source, self.rank))
+
+    def check(self) -> None:
+        """Calls fail at once."""
 
     def close(self) -> None:
         self._group.abort()

@@ -1,0 +1,57 @@
+"""Which GPU each rank of an engine uses, and which settings do not work on several GPUs.
+
+This module does not import torch."""
+
+from __future__ import annotations
+
+import os
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.environment import visible_gpus
+from emberline.core.errors import InvalidRequest
+from emberline.engine.ranks.layout import Layout
+
+
+def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
+    """Raise InvalidRequest for settings that an engine on several GPUs does not support, or if there are too few GPUs.
+
+    `num_gpus`: that this process can see."""
+    parallel, field = config.parallel, "tp" if config.parallel.tp > 1 else "pp"
+    ranks = f"{parallel.num_ranks} ranks (tp {parallel.tp}, pp {parallel.pp})"
+    needed = -(-parallel.num_ranks // parallel.ranks_per_gpu)
+    if needed > num_gpus:
+        seen = "CUDA_VISIBLE_DEVICES lets this process see" if visible_gpus() is not None else "this machine has"
+        message = f"{ranks} need {needed} GPUs, and {seen} {num_gpus}"
+        raise InvalidRequest(message, param=field, hint=f"lower --{field}, or use --device cpu")
+    unsupported = {
+        "kv_host_memory": config.tiers.kv_host_memory > 0,
+        "kv_disk": config.tiers.kv_disk is not None,
+        "kv_store": config.tiers.kv_store is not None,
+        "speculate": config.speculation.uses_draft_model or (parallel.pp > 1 and config.speculation.speculate != "off"),
+        "transfer": config.transfer is not None and config.transfer.required,
+        "exact": config.gpu.exact,
+        "overlap": not config.gpu.overlap,
+    }
+    for name, is_set in unsupported.items():
+        if is_set:
+            what = "the exchange of KV blocks with other workers" if name == "transfer" else f"the setting {name}"
+            hint = "use --role both" if name == "transfer" else f"drop --{name.replace('_', '-')} or --{field}"
+            raise InvalidRequest(f"{what} does not work with {ranks} on GPUs yet", param=name, hint=hint)
+
+
+def gpu_of_rank(layout: Layout, rank: int, ranks_per_gpu: int) -> int:
+    """Return the index of a rank's GPU. The leader, whose process has used the first GPU before, has that one."""
+    return (rank - layout.leader) % layout.num_ranks // ranks_per_gpu
+
+
+def list_rank_environments(config: EngineConfig, layout: Layout, num_gpus: int) -> dict[int, dict[str, str]]:
+    """Return the environment of each rank's process, by rank. The process uses the first GPU that it sees.
+
+    It sees the others too, since their memory is read in collectives."""
+    gpus = visible_gpus() or [str(index) for index in range(num_gpus)]
+    environments = {}
+    for rank in layout.followers:
+        own = gpus[gpu_of_rank(layout, rank, config.parallel.ranks_per_gpu)]
+        ordered = [own, *(gpu for gpu in gpus if gpu != own)]
+        environments[rank] = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(ordered)}
+    return environments
