@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import InvalidRequest
 from emberline.engine import kv_shape, memory
 from emberline.engine.gpu.attention_log import log_portable_attention
 from emberline.engine.gpu.device import Device
@@ -53,12 +54,18 @@ class PlannedModel:
         draft: DraftModel | None = None,
         stage: Stage | None = None,
     ) -> PlannedModel:
-        """Plan the memory of a model, or of a rank's part of it. Raises ModelError if it does not fit.
+        """Plan the memory of a model, or of a rank's part of it. Raises ModelError if it does not fit, InvalidRequest
+        if the stage cannot be computed.
 
         `device_memory`: bytes of the GPU's memory, and of these, what others use. `stage`: of a pipeline."""
         attention = model.config.parts.attention
         groups = choose_groups(model.config.windows, model.context, attention.state_layers)
-        config = model.config if stage is None else stage.select_config(model.config)
+        config, own_groups = model.config, groups
+        if stage is not None:
+            config, own_groups = stage.select_config(model.config), groups.of_layers(stage.layers)
+        if stage is not None and not own_groups.block_layers:
+            message = f"stage {stage.index} of {stage.count} has only recurrent layers, and on a GPU it needs another"
+            raise InvalidRequest(message, param="pp", hint="lower --pp")
         plan = memory.plan_engine_memory(
             config,
             settings.with_settings(max_context=model.context),
@@ -68,7 +75,7 @@ class PlannedModel:
             narrow=weights.narrow_sizes,
             draft=measure_draft_model(draft),
             other_bytes=device_memory[1],
-            groups=groups if stage is None else groups.of_layers(stage.layers),
+            groups=own_groups,
         )
         return PlannedModel(model, draft, settings, device, plan, config, groups)
 

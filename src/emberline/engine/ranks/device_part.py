@@ -10,7 +10,6 @@ from typing import cast
 import torch
 
 from emberline.core.engine_config import EngineConfig
-from emberline.core.errors import ModelError
 from emberline.engine import expert_limits, memory
 from emberline.engine.gpu.boot import fill_and_identify, load_codec
 from emberline.engine.gpu.device import CudaDevice, Device, measure_memory
@@ -64,9 +63,6 @@ class DevicePart:
     ) -> None:
         self.planned, self.stage, self.connections = planned, stage, connections
         self._weights, self._fingerprint = weights, fingerprint
-        if not planned.plan.groups.block_layers:
-            message = f"stage {stage.index} of {stage.count} has only recurrent layers, and on a GPU each needs another"
-            raise ModelError(message, hint="lower --pp")
 
     @staticmethod
     def load(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> DevicePart:
