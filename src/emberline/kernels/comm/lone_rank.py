@@ -10,11 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from emberline.kernels.comm.communicator import Communicator
 
-class LoneRank:
+
+class LoneRank(Communicator):
     """A Communicator whose calls return at once."""
 
-    can_capture, nbytes = True, 0
+    can_capture = True
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -26,9 +28,6 @@ class LoneRank:
         """Return as many copies of x as there are ranks, so that the result has its size."""
         return torch.cat([x] * self.size, dim=-1)
 
-    def broadcast(self, x: Tensor, source: int) -> Tensor:
-        return x
-
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """Return rows of x, repeated until there are as many as the other ranks send."""
         count = sum(receive_counts)
@@ -39,9 +38,6 @@ class LoneRank:
 
     def receive(self, x: Tensor, source: int) -> None:
         pass
-
-    def check(self) -> None:
-        """Calls fail at once."""
 
     def close(self) -> None:
         pass
