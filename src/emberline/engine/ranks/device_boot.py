@@ -28,7 +28,7 @@ from emberline.engine.ranks.control import (
 )
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner, PipelineDeviceLeaderRunner
 from emberline.engine.ranks.device_part import DevicePart
-from emberline.engine.ranks.device_settings import check_device_settings, list_rank_environments
+from emberline.engine.ranks.device_settings import check_device_settings
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup
@@ -54,7 +54,7 @@ def boot_device_ranks(config: EngineConfig) -> LoadedEngine:
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
     check_drafts(config, model)
     check_divisible(layout, model)
-    group = RankGroup(config, layout, environments=list_rank_environments(config, layout, torch.cuda.device_count()))
+    group = RankGroup(config, layout)
     try:
         check_started(group.wait_for(RankStarted), digest_settings(config, layout), layout)
         started = time.perf_counter()

@@ -16,9 +16,10 @@ from emberline.engine.messages import Rejection
 from emberline.engine.ranks.control import AllocateCaches, ControlSocket, RankReady, StartRank
 from emberline.engine.ranks.device_follower import DeviceFollower, StepWaiter
 from emberline.engine.ranks.device_part import DevicePart
-from emberline.engine.ranks.group import LOST_PEER_STATUS
+from emberline.engine.ranks.device_settings import order_visible_gpus
 from emberline.engine.ranks.plan_ring import PlanReader
 from emberline.engine.ranks.rank_part import ConnectRanksFunction
+from emberline.engine.ranks.rank_processes import LOST_PEER_STATUS
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.kernels import tuning
 from emberline.kernels.comm.communicator import RankLost
@@ -28,6 +29,8 @@ def run_device_rank(start: StartRank, leader: ControlSocket, connect: ConnectRan
     """Take part in the group until it ends, and return the exit status of the process. All ranks have started.
 
     Raises RankLost, or EmberlineError if the rank cannot go on."""
+    gpus = order_visible_gpus(start.layout, start.rank, start.config.parallel.ranks_per_gpu)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # CUDA reads it at its first use, which comes now
     with naming_gpu():
         part = DevicePart.load(start.config, start.layout, start.rank, connect)
         leader.send(part.describe())

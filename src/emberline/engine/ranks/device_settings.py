@@ -4,8 +4,6 @@ This module does not import torch."""
 
 from __future__ import annotations
 
-import os
-
 from emberline.core.engine_config import EngineConfig
 from emberline.core.environment import visible_gpus
 from emberline.core.errors import InvalidRequest
@@ -18,10 +16,11 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
     `num_gpus`: that this process can see."""
     parallel, field = config.parallel, "tp" if config.parallel.tp > 1 else "pp"
     ranks = f"{parallel.num_ranks} ranks (tp {parallel.tp}, pp {parallel.pp})"
-    needed = -(-parallel.num_ranks // parallel.ranks_per_gpu)
+    needed = -(-parallel.num_ranks // parallel.nodes // parallel.ranks_per_gpu)
     if needed > num_gpus:
         seen = "CUDA_VISIBLE_DEVICES lets this process see" if visible_gpus() is not None else "this machine has"
-        message = f"{ranks} need {needed} GPUs, and {seen} {num_gpus}"
+        place = f" on each of {parallel.nodes} nodes" if parallel.nodes > 1 else ""
+        message = f"{ranks} need {needed} GPUs{place}, and {seen} {num_gpus}"
         raise InvalidRequest(message, param=field, hint=f"lower --{field}, or use --device cpu")
     unsupported = {
         "kv_host_memory": config.tiers.kv_host_memory > 0,
@@ -40,18 +39,17 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
 
 
 def gpu_of_rank(layout: Layout, rank: int, ranks_per_gpu: int) -> int:
-    """Return the index of a rank's GPU. The leader, whose process has used the first GPU before, has that one."""
-    return (rank - layout.leader) % layout.num_ranks // ranks_per_gpu
+    """Return which of its machine's GPUs a rank uses. The leader has the first one, so the last stage has the first."""
+    stage, tensor_rank = divmod(rank, layout.tp)
+    place = (layout.pp - 1 - stage) * layout.tp + tensor_rank
+    return place % layout.ranks_per_node // ranks_per_gpu
 
 
-def list_rank_environments(config: EngineConfig, layout: Layout, num_gpus: int) -> dict[int, dict[str, str]]:
-    """Return the environment of each rank's process, by rank. The process uses the first GPU that it sees.
+def order_visible_gpus(layout: Layout, rank: int, ranks_per_gpu: int) -> list[str]:
+    """Return CUDA_VISIBLE_DEVICES of a rank's process, which uses the first GPU of these.
 
-    It sees the others too, since their memory is read in collectives."""
-    gpus = visible_gpus() or [str(index) for index in range(num_gpus)]
-    environments = {}
-    for rank in layout.followers:
-        own = gpus[gpu_of_rank(layout, rank, config.parallel.ranks_per_gpu)]
-        ordered = [own, *(gpu for gpu in gpus if gpu != own)]
-        environments[rank] = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(ordered)}
-    return environments
+    It sees those of the other ranks too, since their memory is read in collectives."""
+    count = -(-layout.ranks_per_node // ranks_per_gpu)
+    gpus = (visible_gpus() or [str(index) for index in range(count)])[:count]
+    own = gpus[gpu_of_rank(layout, rank, ranks_per_gpu)]
+    return [own, *(gpu for gpu in gpus if gpu != own)]

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import backend_of
-
-
-class RankLost(Exception):
-    """A rank of the group died, hung or made another call. The group cannot be used any more."""
+from emberline.kernels.comm.rank_lost import RankLost as RankLost
 
 
 class Communicator(Protocol):
@@ -79,7 +76,7 @@ class Communicator(Protocol):
         return
 
     def abort(self) -> None:
-        """End kernels that wait for other ranks, from any thread. The group cannot be used any more."""
+        """End all calls that wait, and all later ones, with RankLost. Any thread may call this method."""
         return
 
     def close(self) -> None: ...

@@ -39,5 +39,8 @@ class LoneRank(Communicator):
     def receive(self, x: Tensor, source: int) -> None:
         pass
 
+    def abort(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
