@@ -49,7 +49,7 @@ class DeviceThreadRanks(ThreadRanks):
         self._lock = threading.Lock()
         self._queues: dict[int, SimpleQueue[bytes | None]] = {rank: SimpleQueue() for rank in layout.followers}
         self._pool = ThreadPoolExecutor(layout.num_ranks)
-        parts = list(
+        self.parts = parts = list(
             self._pool.map(lambda rank: load_host_part(config, layout, rank, self._connect), range(layout.num_ranks))
         )
         described = {rank: part.describe() for rank, part in enumerate(parts)}

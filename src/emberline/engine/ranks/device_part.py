@@ -90,6 +90,7 @@ class DevicePart:
             shard=shard,
             comm=comm,
         )
+        weights.reads_ranges = True  # also if the rank has whole tensors of some layers
         model = load_model(shard.shard_config(model_config), weights, context, stage)
         sizes = share_device_memory(device, config.parallel.ranks_per_gpu, connections)
         planned = PlannedModel.of(model, weights, config, device, sizes, stage=stage)
