@@ -76,8 +76,10 @@ class Communicator(Protocol):
         return
 
     def abort(self) -> None:
-        """End all calls that wait, and all later ones, with RankLost. Any thread may call this method."""
-        return
+        """End all calls that wait, and all later ones, with RankLost. Any thread may call this method.
+
+        Kernels that wait for other ranks end too, and `check` raises RankLost."""
+        ...
 
     def close(self) -> None: ...
 

@@ -34,6 +34,7 @@ REASONS = {
     collectives.TIMED_OUT: "did not take part within {timeout_s:g} s",
     collectives.OTHER_CALL: "made another call, or one with another shape or dtype",
     collectives.STOPPED: "was waited for when the group was aborted",
+    collectives.ANOTHER_GAVE_UP: "has given up",
 }
 
 

@@ -81,13 +81,13 @@ template <class T>
 __global__ void __launch_bounds__(512)
     reduce_one_shot(const __grid_constant__ Group group, const T* x, const T* residual, T* out, int count, u32 signature) {
   const int packs = count_packs<T>(count), first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
-  const u64 call = begin_call(group);
-  if (!call) return;
+  begin_kernel(group);
+  const u64 call = next_number(header_of(group, group.rank)->calls);
   uint4* const slot = reinterpret_cast<uint4*>(slot_of(group, group.rank, call));
   for (int i = first; i < packs; i += step) slot[i] = load_pack(x, i, count).word;
   if (!meet(group, call, 0, signature)) return;
   for (int i = first; i < packs; i += step) finish_pack(sum_packs<T>(group, call, i), residual, out, i, count);
-  count_calls(header_of(group, group.rank)->calls, call);
+  store_number(header_of(group, group.rank)->calls, call);
 }
 
 template <class T>
@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(512)
     reduce_two_shot(const __grid_constant__ Group group, const T* x, const T* residual, T* out, int count, u32 signature) {
   const int packs = count_packs<T>(count), first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   const int chunk = (packs + group.size - 1) / group.size;  // packs of a rank
-  const u64 call = begin_call(group);
-  if (!call) return;
+  begin_kernel(group);
+  const u64 call = next_number(header_of(group, group.rank)->calls);
   uint4* const slot = reinterpret_cast<uint4*>(slot_of(group, group.rank, call));
   for (int rank = 0; rank < group.size; rank++)
     for (int i = first; i < chunk; i += step)
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(512)
       if (const int at = rank * chunk + i; at < packs)
         finish_pack(Pack<T>(load_unit(sums + at)), residual, out, at, count);
   }
-  count_calls(header_of(group, group.rank)->calls, call);
+  store_number(header_of(group, group.rank)->calls, call);
 }
 
 // Returns the sum of the lanes' values, by lanes whose numbers differ in the highest bit first.
@@ -133,11 +133,11 @@ __global__ void __launch_bounds__(512)
   constexpr int PER = PER_PACK<T>;
   __shared__ float warp_sums[2][16];
   const int packs = columns / PER, warps = blockDim.x / 32, count = rows * columns;
-  const u64 call = begin_call(group);
-  if (!call) return;
+  begin_kernel(group);
+  const u64 call = next_number(header_of(group, group.rank)->calls);
   uint4* const slot = reinterpret_cast<uint4*>(slot_of(group, group.rank, call));
   for (int row = blockIdx.x; row < rows; row += gridDim.x)
-    for (int i = threadIdx.x; i < packs; i += blockDim.x) slot[row * packs + i] = load_pack(partial, row * packs + i, count).word;
+    for (int i = row * packs + threadIdx.x; i < (row + 1) * packs; i += blockDim.x) slot[i] = load_pack(partial, i, count).word;
   if (!meet(group, call, 0, signature)) return;
   int turn = 0;
   for (int row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(512)
       store_pack(normed, row * packs + i, count, result);
     }
   }
-  count_calls(header_of(group, group.rank)->calls, call);
+  store_number(header_of(group, group.rank)->calls, call);
 }
 
 // out[row] = the rows of all ranks' x, in order. x: [rows, width], out: [rows, ranks, width], of Units of memory.
@@ -185,8 +185,8 @@ template <class Unit>
 __global__ void __launch_bounds__(512)
     gather_rows(const __grid_constant__ Group group, const Unit* x, Unit* out, int rows, int width, u32 signature) {
   const int count = rows * width, first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
-  const u64 call = begin_call(group);
-  if (!call) return;
+  begin_kernel(group);
+  const u64 call = next_number(header_of(group, group.rank)->calls);
   Unit* const slot = reinterpret_cast<Unit*>(slot_of(group, group.rank, call));
   for (int i = first; i < count; i += step) slot[i] = load_unit(x + i);
   if (!meet(group, call, 0, signature)) return;
@@ -196,22 +196,22 @@ __global__ void __launch_bounds__(512)
     for (int i = first; i < count; i += step)
       out[(i64(i / width) * group.size + rank) * width + i % width] = load_unit(from + i);
   }
-  count_calls(header_of(group, group.rank)->calls, call);
+  store_number(header_of(group, group.rank)->calls, call);
 }
 
 // x of `source` replaces x of the other ranks. x: `count` bytes, aligned to 16.
 __global__ void __launch_bounds__(512)
     broadcast(const __grid_constant__ Group group, u8* x, int count, int source, u32 signature) {
   const int packs = count_packs<u8>(count), first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
-  const u64 call = begin_call(group);
-  if (!call) return;
+  begin_kernel(group);
+  const u64 call = next_number(header_of(group, group.rank)->calls);
   uint4* const slot = reinterpret_cast<uint4*>(slot_of(group, source, call));
   if (group.rank == source)
     for (int i = first; i < packs; i += step) slot[i] = load_pack(x, i, count).word;
   if (!meet(group, call, 0, signature)) return;
   if (group.rank != source)
     for (int i = first; i < packs; i += step) store_pack(x, i, count, Pack<u8>(load_unit(slot + i)));
-  count_calls(header_of(group, group.rank)->calls, call);
+  store_number(header_of(group, group.rank)->calls, call);
 }
 
 struct Counts {  // of Units, by rank
@@ -226,8 +226,8 @@ __global__ void __launch_bounds__(512)
                    u32 signature) {
   const int area = int(group.slot_bytes / group.size / 16 * (16 / sizeof(Unit)));
   const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
-  u64 call = begin_call(group);
-  if (!call) return;
+  begin_kernel(group);
+  u64 call = next_number(header_of(group, group.rank)->calls);
   int longest = 1;
   for (int rank = 0; rank < group.size; rank++) longest = max(longest, counts.sent[rank]);
   u64 rounds = (longest + area - 1) / area;
@@ -250,16 +250,16 @@ __global__ void __launch_bounds__(512)
         out[start + begin + i] = load_unit(from + i);
     }
   }
-  count_calls(header_of(group, group.rank)->calls, call - 1);
+  store_number(header_of(group, group.rank)->calls, call - 1);
 }
 
 // Writes x, `count` bytes, into the inbox of rank `to`, which has two places: the message before the last must have been taken.
 __global__ void __launch_bounds__(512)
     send_message(const __grid_constant__ Group group, const u8* x, int count, int to, u32 signature) {
   const int packs = count_packs<u8>(count), first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
-  if (!begin_call(group)) return;
+  begin_kernel(group);
   Header* const own = header_of(group, group.rank);
-  const u64 message = load_relaxed(&own->sent[to][blockIdx.x]) + 1;
+  const u64 message = next_number(own->sent[to]);
   bool is_free = true;
   for (int block = threadIdx.x; message > 2 && block < MAX_BLOCKS; block += blockDim.x)
     is_free = is_free && wait_for<AT_LEAST>(group, &own->taken[to][block], message - 2, to);
@@ -270,18 +270,18 @@ __global__ void __launch_bounds__(512)
   __syncthreads();
   if (threadIdx.x == 0)
     store_release(&header_of(group, to)->arrived[group.rank][message & 1][blockIdx.x], message << SIGNATURE_BITS | signature);
-  count_calls(own->sent[to], message);
+  store_number(own->sent[to], message);
 }
 
 __global__ void __launch_bounds__(512)
     receive_message(const __grid_constant__ Group group, u8* x, int count, int source, u32 signature) {
   const int packs = count_packs<u8>(count), first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
-  if (!begin_call(group)) return;
+  begin_kernel(group);
   Header* const own = header_of(group, group.rank);
-  const u64 message = load_relaxed(&own->received[source][blockIdx.x]) + 1;
+  const u64 message = next_number(own->received[source]);
+  const u64 value = message << SIGNATURE_BITS | signature;
   bool is_here = true;
-  if (threadIdx.x == 0)
-    is_here = wait_for<EXACTLY>(group, &own->arrived[source][message & 1][blockIdx.x], message << SIGNATURE_BITS | signature, source);
+  if (threadIdx.x == 0) is_here = wait_for<EXACTLY>(group, &own->arrived[source][message & 1][blockIdx.x], value, source);
   if (!__syncthreads_and(is_here)) return;
   const uint4* const inbox = reinterpret_cast<const uint4*>(group.buffers[group.rank] + group.own_inboxes[source] +
                                                             (message & 1) * group.message_bytes);
@@ -289,5 +289,5 @@ __global__ void __launch_bounds__(512)
   __syncthreads();
   for (int block = blockIdx.x + threadIdx.x * gridDim.x; block < MAX_BLOCKS; block += blockDim.x * gridDim.x)
     store_release(&header_of(group, source)->taken[group.rank][block], message);
-  count_calls(own->received[source], message);
+  store_number(own->received[source], message);
 }

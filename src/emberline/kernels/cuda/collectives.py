@@ -15,7 +15,8 @@ FILE = "collectives.cu"
 MAX_RANKS, MAX_BLOCKS, MAX_THREADS = 8, 32, 512  # as in meeting.cuh
 HEADER_BYTES = 64 << 10  # at least the size of the kernels' struct Header
 REPORT_WORDS = 2  # 64-bit words in host memory: what a kernel reports, and the host's request to stop
-TIMED_OUT, OTHER_CALL, STOPPED = 1, 2, 3  # what a kernel reports, in the low 8 bits; the rank and the call are above
+# What a kernel reports, in the low 8 bits; the rank because of which it gave up, and the call, are above.
+TIMED_OUT, OTHER_CALL, STOPPED, ANOTHER_GAVE_UP = 1, 2, 3, 4
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "float"}
 UNITS = {16: "uint4", 4: "u32", 1: "u8"}  # types of memory units, by their bytes
