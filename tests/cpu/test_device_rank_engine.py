@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -19,13 +20,16 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed, InvalidRequest
 from emberline.core.events import Output
 from emberline.core.params import GrammarSpec, SamplingParams
+from emberline.core.plan import StepResult
 from emberline.core.request import Submission
 from emberline.engine import memory
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine, GrammarRunner
 from emberline.engine.ranks.control import RankLoaded
 from emberline.engine.ranks.device_boot import check_same_devices, make_device_engine, plan_device_caches
+from emberline.engine.ranks.device_follower import StepWaiter
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
+from emberline.engine.ranks.device_rank import explain_gpu_error
 from emberline.engine.ranks.device_settings import check_device_settings, gpu_of_rank, order_visible_gpus
 from emberline.engine.ranks.layout import Layout
 from emberline.kernels.comm.lone_rank import LoneRank
@@ -171,7 +175,7 @@ def test_all_ranks_capture_the_same_shapes(tmp_path: Path) -> None:
     assert all(len(runner._rows.by_request) <= 2 for runner in runners), "rows of ended requests are not freed"
 
 
-def test_error_of_a_rank_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_rank_ends_the_steps_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = build_config(tmp_path, "llama", tp=2)
     ranks = DeviceThreadRanks(config)
     engine = make_device_engine(config, ranks, ranks.device_leader)
@@ -181,10 +185,26 @@ def test_error_of_a_rank_ends_the_engine(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(ranks.parts[1].runner, "_run_model", fail)
     engine.add(submissions()[0])
-    with pytest.raises(EngineFailed, match="a step failed"):
-        engine.step()
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        ranks.close()
+        engine.step()
+
+
+def test_error_on_the_device_is_reported_without_a_further_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's main thread waits for the next plan then."""
+    reported: SimpleQueue[BaseException] = SimpleQueue()
+    checks: SimpleQueue[bool] = SimpleQueue()
+
+    def fail() -> StepResult:
+        raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be asynchronous")
+
+    waiter = StepWaiter(lambda: checks.put(True), reported.put)
+    waiter.add(lambda: StepResult(1, {}))
+    assert checks.get(timeout=10)
+    waiter.add(fail)
+    error = reported.get(timeout=10)
+    assert isinstance(error, RuntimeError)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0,1,2")
+    assert explain_gpu_error(error).message == "GPU 3 failed: RuntimeError: CUDA error: unspecified launch failure"
 
 
 @pytest.mark.parametrize("name", ["llama-biased", "qwen3-moe", "deepseek_v3", "delta-moe"])

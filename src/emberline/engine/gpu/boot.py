@@ -264,7 +264,7 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
 
     Return the seconds of each of these phases, by name."""
     model, late = runner.model, isinstance(weights, DeviceWeights) and weights.fills_late
-    ignorable = ignorable_tensors(model.config, None if runner.rank is None else runner.rank.stage)
+    ignorable = ignorable_tensors(model.config, runner.rank.stage)
 
     def compile_and_warm_up() -> float:
         try:

@@ -12,6 +12,7 @@ from emberline.engine.gpu.next_tokens import NextTokens, TokenReceiver, TokenSam
 from emberline.engine.gpu.rows import DeviceRows
 from emberline.kernels.comm.communicator import Communicator
 from emberline.kv.layer_groups import LayerGroups
+from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.forward import ForwardBatch
 from emberline.models.pipeline import PipelineModel
@@ -26,6 +27,11 @@ class RankRole:
     stage: Stage
     stages: Communicator | None = None  # between the stages; None: there is only one
     shards: Communicator | None = None  # between the ranks of this stage; None: there is only this one
+
+    @staticmethod
+    def alone(config: ModelConfig, groups: LayerGroups, num_state_slots: int) -> RankRole:
+        """Return the role of the only rank of an engine."""
+        return RankRole(groups, num_state_slots, is_leader=True, stage=Stage.of(config))
 
     @property
     def has_logits(self) -> bool:

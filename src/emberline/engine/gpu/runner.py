@@ -27,11 +27,11 @@ from emberline.engine.gpu.draft_boot import max_row_queries
 from emberline.engine.gpu.drafting import DeviceDrafting
 from emberline.engine.gpu.expert_kernels import launch_expert_kernels
 from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs, max_input_bytes
-from emberline.engine.gpu.next_tokens import ComputedStep, NextTokens, TokenSampler
+from emberline.engine.gpu.next_tokens import ComputedStep
 from emberline.engine.gpu.rank_role import RankRole
 from emberline.engine.gpu.rows import DeviceRows
 from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows, max_step_tokens, order_by_expected_use
-from emberline.engine.gpu.staging import RING_BUFFERS, InputStaging, StagedInputs
+from emberline.engine.gpu.staging import InputStaging, StagedInputs
 from emberline.engine.gpu.state_copies import DeviceStateCopies
 from emberline.engine.gpu.step_batch import build_step_batch
 from emberline.engine.memory import shape_grid_for
@@ -70,12 +70,9 @@ class GPURunner:
         self.cache = cache
         self.num_blocks, self._block_size = cache.num_blocks, cache.shape.block_size
         self.groups = groups or LayerGroups.single(model.config.layers)
-        self.states, self.num_state_slots = states, 0 if states is None else states.num_slots
-        if rank is not None:
-            self.num_state_slots = rank.num_state_slots
-        self.rank, self._own_groups = rank, self.groups if rank is None else rank.groups
+        self.rank = rank or RankRole.alone(model.config, self.groups, 0 if states is None else states.num_slots)
+        self.states, self.num_state_slots = states, self.rank.num_state_slots
         self.vocab_size = model.config.vocab
-        self._has_logits = rank is None or rank.has_logits
         self.eos = eos
         self._make_state, self.prepare = make_state, make_state.prepare
         max_draft = 0 if draft_model is None else settings.speculation.max_draft_tokens
@@ -99,11 +96,9 @@ class GPURunner:
         self.max_batch_tokens = limits.max_batch_tokens
         size = max_input_bytes(limits, self._attention_planner, tables)
         ahead = model.make_unpacker(device.step_stream, device.new_stream())
-        num_buffers = RING_BUFFERS if rank is None else rank.num_plans + 1
-        staging, self._table_inputs = (InputStaging(size, device, num_buffers) for _ in range(2))
+        staging, self._table_inputs = (InputStaging(size, device, self.rank.num_plans + 1) for _ in range(2))
         self._graphs = StepGraphs(device.step_stream, staging, ahead, max_step_rows(running))
-        make_next_tokens = TokenSampler if rank is None else rank.make_next_tokens
-        self._next_tokens: NextTokens = make_next_tokens(self._rows, device, self.vocab_size, size)
+        self._next_tokens = self.rank.make_next_tokens(self._rows, device, self.vocab_size, size)
         self._state_copies = None if states is None else DeviceStateCopies(states, cache)
         self.pages_per_slot = 0 if self._state_copies is None else self._state_copies.pages.per_slot
         self.copier = DeviceCopier(cache, device, self._state_copies) if settings.tiers.has_tiers else None
@@ -244,7 +239,7 @@ class GPURunner:
             step.replay()
         else:
             logits = self._run_model(step.inputs, logits)
-        if not self._has_logits:
+        if not self.rank.has_logits:
             return logits
         return logits[: step.count] if step.used_rows is None else logits.index_select(0, step.used_rows)
 
@@ -289,7 +284,7 @@ class GPURunner:
 
     def _get_logits_buffer(self, shape: StepShape) -> Tensor:
         """Return where a step of this shape writes its logits; a rank of an earlier stage has none."""
-        width = self.vocab_size if self._has_logits else 0
+        width = self.vocab_size if self.rank.has_logits else 0
         return self._graphs.get_logits_buffer(shape.rows, width, self.cache.keys.device)
 
     def _padding_inputs(self, shape: StepShape) -> StepInputs:
@@ -364,5 +359,5 @@ class GPURunner:
 
     def _run_model(self, inputs: StepInputs, out: Tensor | None) -> Tensor:
         capture = None if self._drafting is None else self._drafting.capture
-        batch = build_step_batch(inputs, self._rows, self.cache, self._own_groups, capture, self.states)
-        return self.model.forward(batch, out=out) if self.rank is None else self.rank.run_model(self.model, batch, out)
+        batch = build_step_batch(inputs, self._rows, self.cache, self.rank.groups, capture, self.states)
+        return self.rank.run_model(self.model, batch, out)

@@ -63,7 +63,7 @@ def explain_gpu_error(error: RuntimeError) -> EngineFailed:
     hint = "see the server's log"
     if isinstance(error, torch.OutOfMemoryError):
         hint = "lower --gpu-memory-utilization, or end other processes that use the GPU"
-    return EngineFailed(f"its GPU ({name_own_gpu()}) failed: {type(error).__name__}: {reason}", hint=hint)
+    return EngineFailed(f"GPU {name_own_gpu()} failed: {type(error).__name__}: {reason}", hint=hint)
 
 
 def name_own_gpu() -> str:
