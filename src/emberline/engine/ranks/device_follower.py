@@ -40,12 +40,13 @@ class FollowerPlans:
     The leader does not send ids. A request that has not been in the newest steps has a new id when it comes back."""
 
     def __init__(self, num_plans: int) -> None:
-        self._decoder = WorkDecoder()
+        self._decoder = WorkDecoder(num_plans)
         self._recent: deque[list[WorkItem]] = deque(maxlen=num_plans)
         self._count = self._step = 0
 
     def decode(self, message: bytes) -> StepPlan:
-        work, cleared = self._decoder.decode(message)
+        step = self._decoder.decode(message)
+        work = step.fill_items()
         admitted = []
         for item in work:
             if not item.id:
@@ -61,7 +62,7 @@ class FollowerPlans:
         for item in work:
             item.cleared_blocks = ()
         if work:
-            work[0].cleared_blocks = cleared
+            work[0].cleared_blocks = step.cleared
         self._step += 1
         return StepPlan(self._step, admitted, work, ended)
 

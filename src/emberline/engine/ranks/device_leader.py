@@ -29,7 +29,7 @@ class DeviceLeaderRunner(GPURunner):
     def lead(self, group: FollowerGroup, part: DevicePart) -> None:
         """Compute steps together with these ranks from now on. `part`: the leader's, which has this runner."""
         self._group, self._part = group, part
-        self._encoder, self._num_published = WorkEncoder(), 0
+        self._encoder, self._num_published = WorkEncoder(group.layout.pp), 0
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
 
     @property

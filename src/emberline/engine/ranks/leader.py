@@ -55,7 +55,7 @@ class GroupExecutor:
 
     def __init__(self, group: FollowerGroup, own: WorkExecutor) -> None:
         self._group, self.own = group, own
-        self._encoder = WorkEncoder()
+        self._encoder = WorkEncoder(group.layout.pp)
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
 
     def clear(self, blocks: Sequence[int]) -> None:
