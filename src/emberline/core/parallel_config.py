@@ -9,6 +9,7 @@ from emberline.core.options import option
 
 MAX_RANKS = 64  # of one engine
 MAX_PORT = 65535
+COLLECTIVES = ("auto", "ipc", "nccl", "gloo")
 MIN_RANK_TIMEOUT_S = 1.0  # several intervals between two signs of life of a rank
 
 
@@ -26,7 +27,12 @@ class ParallelConfig:
     rank_timeout: float = option(
         10.0, "Seconds without a heartbeat after which a rank counts as lost, and the engine restarts.", unit="s"
     )
-
+    collectives: str = option(
+        "auto",
+        "How ranks exchange tensors. ipc: GPUs of one machine map each other's memory. nccl: NCCL, which sums in another "
+        "order. gloo: main memory, always on CPUs. auto: ipc, or else NCCL with our order of sums, or else gloo.",
+        choices=COLLECTIVES,
+    )
     nodes: int = option(1, "Number of nodes (machines) that run the ranks, the same number of ranks on each.")
     node_rank: int = option(
         0, "Number of this node, from 0 on. Node 0 has the API and the scheduler; the others only run their ranks."
@@ -58,6 +64,9 @@ class ParallelConfig:
         if not self.rank_timeout >= MIN_RANK_TIMEOUT_S:
             message = f"rank_timeout is {self.rank_timeout:g} s; it must be at least {MIN_RANK_TIMEOUT_S:g} s"
             raise InvalidRequest(message, param="rank_timeout")
+        if self.collectives not in COLLECTIVES:
+            message = f"collectives is {self.collectives!r}; it must be one of {', '.join(COLLECTIVES)}"
+            raise InvalidRequest(message, param="collectives")
         self._check_nodes()
 
     def _check_nodes(self) -> None:

@@ -29,6 +29,9 @@ def check_rank_settings(config: EngineConfig) -> None:
             param=field,
             hint=f"lower --{field}, or set --threads 1 to let ranks share cores",
         )
+    if parallel.collectives not in ("auto", "gloo"):
+        message = f"collectives is {parallel.collectives}, which connects GPUs, but these ranks compute on CPUs"
+        raise InvalidRequest(message, param="collectives", hint="drop --collectives, or use --device cuda")
     unsupported = {
         "kv_host_memory": config.tiers.kv_host_memory > 0,
         "kv_disk": config.tiers.kv_disk is not None,

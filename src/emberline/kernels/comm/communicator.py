@@ -16,6 +16,10 @@ from emberline.kernels.backend import backend_of
 from emberline.kernels.comm.rank_lost import RankLost as RankLost
 
 
+class CollectivesUnavailable(Exception):
+    """The GPUs of a group cannot exchange tensors in the way that was asked for. All ranks get this error."""
+
+
 class Communicator(Protocol):
     """Classes inherit the calls that are made of others, and replace those that they have a faster way for."""
 
@@ -55,8 +59,8 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Overwrite x with that of `source`, which has the same shape, and return it."""
-        return x.copy_(self.all_gather(x.reshape(1, -1)).view(self.size, *x.shape)[source])
+        """Overwrite x on all ranks with that of `source`, which has the same shape and dtype, and return it."""
+        ...
 
     def send(self, x: Tensor, to: int) -> None: ...
 

@@ -42,7 +42,7 @@ class GlooGroup(Communicator):
         self._rendezvous: Rendezvous | None = rendezvous.duplicate()
         options = distributed.ProcessGroupGloo._Options()
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=rendezvous.address)]
-        options._timeout = timedelta(seconds=connect_timeout_s)
+        self._connect_timeout = options._timeout = timedelta(seconds=connect_timeout_s)
         options._threads = 1
         self._timeout = timedelta(seconds=timeout_s)
         self._gather_options, self._exchange_options = AllgatherOptions(), AllToAllOptions()
@@ -60,6 +60,11 @@ class GlooGroup(Communicator):
             return distributed.ProcessGroupGloo(store, self.rank, self.size, options)
         finally:
             del store  # an error that is raised here must not keep it
+
+    def open_store(self, name: str) -> Any:
+        """Return a store of torch that the ranks share while this group is open, to connect them in another way."""
+        assert self._rendezvous is not None
+        return distributed.PrefixStore(f"{self._name}/{name}", self._rendezvous.open_store(self._connect_timeout))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         parts = self._gather(x)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.kernels.comm.communicator import Communicator, RankLost, gather_bytes
+from emberline.kernels.comm.communicator import CollectivesUnavailable, Communicator, RankLost, gather_bytes
 from emberline.kernels.comm.thresholds import prefers_two_shot
 from emberline.kernels.cuda import collectives, ipc
 from emberline.kernels.cuda.driver import CudaDriverError
@@ -38,10 +38,6 @@ REASONS = {
 }
 
 
-class PeerAccessUnavailable(Exception):
-    """The GPUs of a group cannot map each other's memory. All ranks get this error."""
-
-
 class IpcGroup(Communicator):
     can_capture = True
 
@@ -56,7 +52,7 @@ class IpcGroup(Communicator):
         senders: Sequence[int] = (),
         max_blocks: int = collectives.MAX_BLOCKS,
     ) -> None:
-        """Map the memory of the other ranks. Raises PeerAccessUnavailable, or RankLost if a rank does not take part.
+        """Map the memory of the other ranks. Raises CollectivesUnavailable, or RankLost if a rank does not take part.
 
         `host`: connects the same ranks in main memory. It is used here only.
         `timeout_s`: how long a kernel waits for other ranks.
@@ -86,7 +82,7 @@ class IpcGroup(Communicator):
         problem = own["problem"] or self._map_peers(peers)
         problems = [text.decode() for text in gather_bytes(host, problem.encode())]
         if any(problems):
-            raise PeerAccessUnavailable(next(filter(None, problems)))
+            raise CollectivesUnavailable(next(filter(None, problems)))
 
     def _describe(self) -> dict[str, Any]:
         """Allocate this rank's buffer, load the kernels, and return what other ranks need to know."""
