@@ -44,6 +44,7 @@ def load_host_part(config: EngineConfig, layout: Layout, rank: int, connect: Con
 
 class DeviceThreadRanks(ThreadRanks):
     def __init__(self, config: EngineConfig) -> None:
+        self._store_fd = None
         self.layout = layout = Layout.of(config.parallel)
         self._groups: dict[str, ThreadGroup] = {}
         self._lock = threading.Lock()

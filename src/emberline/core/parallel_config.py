@@ -29,8 +29,8 @@ class ParallelConfig:
     )
     collectives: str = option(
         "auto",
-        "How ranks exchange tensors. ipc: GPUs of one machine map each other's memory. nccl: NCCL, which sums in another "
-        "order. gloo: main memory, always on CPUs. auto: ipc, or else NCCL with our order of sums, or else gloo.",
+        "How ranks exchange tensors. ipc: GPUs of one machine map each other's memory. nccl: NCCL, which sums in its "
+        "own order. gloo: main memory, always on CPUs. auto: ipc, or else NCCL with our order of sums, or else gloo.",
         choices=COLLECTIVES,
     )
     nodes: int = option(1, "Number of nodes (machines) that run the ranks, the same number of ranks on each.")

@@ -63,6 +63,8 @@ def boot_device_ranks(config: EngineConfig) -> LoadedEngine:
             part = DevicePart.load(config, layout, layout.leader, group.connect)
         except RankLost as error:
             raise group.explain(error) from error
+        for each in part.connections.all:
+            group.watch(each.group)
         parts = {**group.wait_for(RankLoaded), layout.leader: part.describe()}
         check_same_model(parts, layout)
         check_same_devices(parts, layout)

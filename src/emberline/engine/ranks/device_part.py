@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
 
 from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import InvalidRequest
 from emberline.engine import expert_limits, memory
 from emberline.engine.gpu.boot import fill_and_identify, load_codec
 from emberline.engine.gpu.device import CudaDevice, Device, measure_memory
@@ -17,6 +19,7 @@ from emberline.engine.gpu.planned_model import PlannedModel
 from emberline.engine.gpu.portable_limits import reject_unsupported_settings
 from emberline.engine.gpu.rank_role import RankRole
 from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.gpu.shape import captured_shapes, max_step_tokens
 from emberline.engine.gpu.weight_format import open_device_weights
 from emberline.engine.ranks.control import RankLoaded
 from emberline.engine.ranks.layout import Layout
@@ -24,14 +27,21 @@ from emberline.engine.ranks.rank_part import ConnectRanksFunction
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.state_plan import state_slot_bytes
 from emberline.hub.checkpoint import Checkpoint
-from emberline.kernels.comm.communicator import Communicator
+from emberline.kernels.comm.communicator import CollectivesUnavailable, Communicator
+from emberline.kernels.comm.connect import connect_device_group
 from emberline.kernels.comm.startup import StartupCommunicator
 from emberline.models.config import ModelConfig
 from emberline.models.loader import DTYPES, compute_fingerprint
 from emberline.models.stage import Stage
 from emberline.models.tensor_names import load_model
-from emberline.models.weight_dtype import choose_weight_dtype
+from emberline.models.weight_dtype import DTYPE_BYTES, choose_weight_dtype
 from emberline.models.weights import Weights
+
+# Of a kernel that waits for other ranks: longer than a rank's host may be busy between publishing a step and launching
+# it. The leader notices lost ranks earlier.
+COLLECTIVE_TIMEOUT_S = 60.0
+# From a communicator in main memory, and the ranks of it that send tensors to this one.
+ConnectDevices = Callable[[Communicator, Sequence[int]], Communicator]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +52,19 @@ class DeviceConnections:
     stages: StartupCommunicator | None
 
     @staticmethod
-    def connect(layout: Layout, rank: int, connect: ConnectRanksFunction) -> DeviceConnections:
-        """Connect to the other ranks. Raises RankLost."""
+    def connect(
+        layout: Layout, rank: int, connect: ConnectRanksFunction, to_device: ConnectDevices = lambda host, _: host
+    ) -> DeviceConnections:
+        """Connect to the other ranks. Raises RankLost.
+
+        `to_device`: returns the communicator between GPUs of ranks that are connected in main memory."""
         stage, place = rank // layout.tp, rank % layout.tp
-        stages = StartupCommunicator(connect(f"stages-{place}", stage, layout.pp)) if layout.pp > 1 else None
-        shards = StartupCommunicator(connect(f"shards-{stage}", place, layout.tp)) if layout.tp > 1 else None
+        stages = shards = None
+        if layout.pp > 1:
+            previous = [stage - 1] if stage else []
+            stages = StartupCommunicator(to_device(connect(f"stages-{place}", stage, layout.pp), previous))
+        if layout.tp > 1:
+            shards = StartupCommunicator(to_device(connect(f"shards-{stage}", place, layout.tp), ()))
         return DeviceConnections(shards, stages)
 
     @property
@@ -79,11 +97,13 @@ class DevicePart:
         device = CudaDevice(config.gpu.kernels)
         has_packed_experts = packed and model_config.experts is not None
         reject_unsupported_settings(config, device.torch_device, has_packed_experts=has_packed_experts)
-        connections = DeviceConnections.connect(layout, rank, connect)
+        shard = layout.shard(rank)
+        own_config = shard.shard_config(model_config)
+        to_device = partial(connect_devices, device, config, max_message_bytes(own_config, config, DTYPE_BYTES[dtype]))
+        connections = DeviceConnections.connect(layout, rank, connect, to_device)
         if not all(each.group.can_capture for each in connections.all):
             config = config.with_settings(graphs=False)
-        stage, shard = layout.stage(rank, model_config), layout.shard(rank)
-        comm = cast("Communicator | None", connections.shards)
+        stage, comm = layout.stage(rank, model_config), cast("Communicator | None", connections.shards)
         weights = open_device_weights(
             *(checkpoint, DTYPES[config.dtype], device.torch_device, None, config),
             packed=packed,
@@ -91,7 +111,7 @@ class DevicePart:
             comm=comm,
         )
         weights.reads_ranges = True  # also if the rank has whole tensors of some layers
-        model = load_model(shard.shard_config(model_config), weights, context, stage)
+        model = load_model(own_config, weights, context, stage)
         sizes = share_device_memory(device, config.parallel.ranks_per_gpu, connections)
         planned = PlannedModel.of(model, weights, config, device, sizes, stage=stage)
         fingerprint = compute_fingerprint(checkpoint, model_config, dtype, context)
@@ -143,6 +163,33 @@ class DevicePart:
         """Close the connections to other ranks."""
         for each in self.connections.all:
             each.close()
+
+
+def connect_devices(
+    device: Device, config: EngineConfig, message_bytes: int, host: Communicator, senders: Sequence[int]
+) -> Communicator:
+    """Return the communicator between the GPUs of ranks that are connected in main memory. Raises InvalidRequest."""
+    collectives = config.parallel.collectives
+    try:
+        return connect_device_group(
+            host,
+            device.torch_device,
+            collectives,
+            timeout_s=COLLECTIVE_TIMEOUT_S,
+            message_bytes=message_bytes,
+            senders=senders,
+        )
+    except CollectivesUnavailable as error:
+        message = f"collectives is {collectives}, but the ranks cannot exchange tensors so: {error}"
+        raise InvalidRequest(message, param="collectives", hint="use --collectives auto") from error
+
+
+def max_message_bytes(config: ModelConfig, settings: EngineConfig, dtype_bytes: int) -> int:
+    """Return the bytes of the activations of the largest step, which one stage sends to the next."""
+    limits = settings.scheduler
+    grid = memory.shape_grid_for(config, limits.max_batch_tokens)
+    shapes = captured_shapes(limits.max_running, limits.max_batch_tokens, grid)
+    return max_step_tokens(shapes, grid, limits) * config.hidden * dtype_bytes
 
 
 def share_device_memory(device: Device, ranks_per_gpu: int, connections: DeviceConnections) -> tuple[int, int]:

@@ -88,6 +88,9 @@ class GlooGroup(Communicator):
         self._guard(lambda: call().wait())
         return received.to(x.device)
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x.copy_(self._gather(x)[source])
+
     def send(self, x: Tensor, to: int) -> None:
         sent = _as_bytes(_copy_to_host(x))
         self._guard(lambda: self._group.send([sent], to, 0).wait(self._timeout))

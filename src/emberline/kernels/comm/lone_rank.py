@@ -33,6 +33,9 @@ class LoneRank(Communicator):
         count = sum(receive_counts)
         return x[torch.arange(count, device=x.device) % len(x)] if len(x) else x.new_zeros(count, *x.shape[1:])
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x
+
     def send(self, x: Tensor, to: int) -> None:
         pass
 
