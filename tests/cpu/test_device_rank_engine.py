@@ -113,7 +113,7 @@ def test_preempted_requests_continue(layout: dict[str, int], tmp_path: Path) -> 
     config = build_config(tmp_path, "llama", max_running=4, prefix_cache=False)
     pending = [replace(s, params=replace(s.params, n=1, max_tokens=30, prompt_logprobs=None)) for s in submissions()]
     expected = run_on_one_rank(config, pending)
-    ranks = DeviceThreadRanks(config.with_settings(kv_memory=9 * block_bytes(config, layout), **layout))
+    ranks = DeviceThreadRanks(config.with_settings(kv_memory=6 * block_bytes(config, layout), **layout))
     engine = make_device_engine(config.with_settings(**layout), ranks, ranks.device_leader)
     assert collect(engine, pending) == expected
     engine.close()

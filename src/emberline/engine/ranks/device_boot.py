@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from emberline.core.engine_config import EngineConfig
-from emberline.core.errors import EngineFailed
+from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.engine.boot import LoadedEngine, dtype_name, full_context, make_grammar_compiler, numerics_of
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.boot import capture_first_shapes
@@ -78,6 +78,9 @@ def boot_device_ranks(config: EngineConfig) -> LoadedEngine:
         loaded = time.perf_counter()
         engine = make_device_engine(config, group, part)
         seconds["capture"] = capture_first_shapes(part.runner, config.scheduler.for_model(part.runner.model.context))
+    except EmberlineError as error:
+        group.close(error)
+        raise
     except BaseException:
         group.close()
         raise

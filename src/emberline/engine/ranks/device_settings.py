@@ -28,6 +28,7 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
         "kv_store": config.tiers.kv_store is not None,
         "speculate": config.speculation.uses_draft_model or (parallel.pp > 1 and config.speculation.speculate != "off"),
         "transfer": config.transfer is not None and config.transfer.required,
+        "dp_attention": parallel.dp_attention,
         "exact": config.gpu.exact,
         "overlap": not config.gpu.overlap,
     }
