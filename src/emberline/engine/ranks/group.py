@@ -72,6 +72,7 @@ class RankGroup:
         self._memory = self._processes.memory
         self._followers = {rank: Follower(rank) for rank in layout.followers}
         self._communicators: list[Communicator] = []
+        self._device_communicators: list[Communicator] = []
         self._failure: EmberlineError | None = None
         self._is_lost, self._is_closing, self._has_spawned = (threading.Event() for _ in range(3))
         self.is_ready = False  # whether all ranks wait for plans
@@ -132,6 +133,10 @@ class RankGroup:
                 self._communicators.append(communicator)
                 return communicator
             self.check()
+
+    def watch(self, communicator: Communicator) -> None:
+        """Abort this communicator between GPUs if a rank is lost: no connection is closed when its process ends."""
+        self._device_communicators.append(communicator)
 
     def publish(self, plan: bytes) -> None:
         """Send a plan to all ranks. Raises RankLost. The step lasts until `finish_step`."""
@@ -301,6 +306,8 @@ class RankGroup:
     def _end_all(self) -> None:
         """End all processes. The leader's calls of communicators fail then, at the latest when they are aborted."""
         self._processes.kill_all()
+        for communicator in self._device_communicators:
+            communicator.abort()
         if self._nodes is not None:
             self._nodes.end(self._failure)
             for communicator in self._communicators:
