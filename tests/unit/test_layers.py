@@ -135,6 +135,7 @@ TORCH_FREE = [
 
 # dependency -> its adapter; bench may import anything to compare with
 ONE_IMPORTER = {
+    "yaml": "cli/settings_file.py",
     "huggingface_hub": "hub/huggingface.py",
     "llguidance": "engine/grammar.py",
     "hiredis": "gateway/redis_client.py",
