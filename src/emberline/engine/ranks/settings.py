@@ -16,12 +16,16 @@ def check_rank_settings(config: EngineConfig) -> None:
     parallel = config.parallel
     field = "tp" if parallel.tp > 1 else "pp"
     ranks = f"{parallel.num_ranks} ranks (tp {parallel.tp}, pp {parallel.pp})"
+    if parallel.node_rank:
+        message = f"node_rank is {parallel.node_rank}, but only node 0 has an engine"
+        raise InvalidRequest(message, param="node_rank", hint="run emberline serve on the other nodes")
     if sys.platform != "linux":
         message = f"{field} is {getattr(parallel, field)}, but several ranks need Linux, and this is {sys.platform}"
         raise InvalidRequest(message, param=field, hint=f"drop --{field}")
-    if not config.threads and parallel.num_ranks > core_count():
+    num_local, where = parallel.num_ranks // parallel.nodes, " of each node" if parallel.nodes > 1 else ""
+    if not config.threads and num_local > core_count():
         raise InvalidRequest(
-            f"{ranks} need {parallel.num_ranks} cores, and this process may use {core_count()}",
+            f"{ranks} need {num_local} cores{where}, and this process may use {core_count()}",
             param=field,
             hint=f"lower --{field}, or set --threads 1 to let ranks share cores",
         )

@@ -10,9 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-
-class RankLost(Exception):
-    """A rank of the group died, hung or made another call. The group cannot be used any more."""
+from emberline.kernels.comm.rank_lost import RankLost as RankLost
 
 
 class Communicator(Protocol):
@@ -35,6 +33,10 @@ class Communicator(Protocol):
 
     def receive(self, x: Tensor, source: int) -> None:
         """Overwrite x with the tensor that `source` sends."""
+        ...
+
+    def abort(self) -> None:
+        """End all calls that wait, and all later ones, with RankLost. Any thread may call this method."""
         ...
 
     def close(self) -> None: ...

@@ -28,5 +28,8 @@ class LoneRank:
     def receive(self, x: Tensor, source: int) -> None:
         pass
 
+    def abort(self) -> None:
+        pass
+
     def close(self) -> None:
         pass

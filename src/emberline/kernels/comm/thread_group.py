@@ -112,6 +112,9 @@ class ThreadCommunicator:
     def receive(self, x: Tensor, source: int) -> None:
         x.copy_(self._group.receive(source, self.rank))
 
+    def abort(self) -> None:
+        self._group.abort()
+
     def close(self) -> None:
         self._group.abort()
 
