@@ -141,6 +141,7 @@ ONE_IMPORTER = {
     "hiredis": "gateway/redis_client.py",
     "asyncpg": "gateway/store/postgres.py",
     "mooncake": "kv/mooncake.py",
+    "ray": "engine/ranks/ray_launcher.py",
     "re2": "core/linear_regex.py",
     "gguf": "",
     "transformers": "",
