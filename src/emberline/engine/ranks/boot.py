@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -52,9 +53,12 @@ def boot_on_ray(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEng
 
     check_cpu_settings(config)
     check_divisible(Layout.of(config.parallel), ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model))))
+    began = time.perf_counter()
     launcher = RayLauncher(config)
+    launched = time.perf_counter()
     try:
-        return boot_ranks(launcher.config, default_kv_bytes, launcher)
+        loaded = boot_ranks(launcher.config, default_kv_bytes, launcher)
+        return replace(loaded, seconds={"ray": launched - began, **loaded.seconds})
     except BaseException:
         launcher.close()
         raise

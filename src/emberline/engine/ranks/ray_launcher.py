@@ -233,9 +233,9 @@ def _no_resources(ray: Any, config: EngineConfig, placement: Placement, nodes: l
     parallel, free = config.parallel, ray.available_resources()
     have = ", ".join(node.describe() for node in nodes)
     return EngineUnavailable(
-        f"Ray did not grant {placement.describe()} for {parallel.num_ranks} ranks within {parallel.node_timeout:g} s, "
-        f"the first of them on this node; the cluster has {have}, of which {free.get(placement.kind, 0):g} "
-        f"{placement.kind}s are free",
+        f"Ray did not grant {placement.describe()}, this one and others with the same number of ranks, for "
+        f"{parallel.num_ranks} ranks within {parallel.node_timeout:g} s; the cluster has {have}; "
+        f"{free.get(placement.kind, 0):g} {placement.kind}s are free",
         hint="add nodes with `ray start --address=..`, end other programs, or lower --threads, --tp or --pp",
     )
 
