@@ -24,6 +24,11 @@ class ParallelConfig:
         "Expert parallelism: number of groups into which the --tp ranks are divided, each with experts of its own; "
         "1: each rank has a part of every expert.",
     )
+    dp_attention: bool = option(
+        False,
+        "Data-parallel attention: each request belongs to one of the --tp ranks, which keeps its KV cache and attends "
+        "with all heads. For models whose KV cache tensor parallelism replicates, such as DeepSeek and Kimi.",
+    )
     rank_timeout: float = option(
         10.0, "Seconds without a heartbeat after which a rank counts as lost, and the engine restarts.", unit="s"
     )
@@ -68,6 +73,12 @@ class ParallelConfig:
         if self.tp % self.ep:
             message = f"ep is {self.ep}, which does not divide tp, which is {self.tp}"
             raise InvalidRequest(message, param="ep", hint="set --ep to a divisor of --tp")
+        if self.dp_attention and self.tp == 1:
+            message = "dp_attention is set, but tp is 1: there is one rank, which attends to all requests"
+            raise InvalidRequest(message, param="dp_attention", hint="set --tp, or drop --dp-attention")
+        if self.dp_attention and self.pp > 1:
+            message = f"dp_attention is set and pp is {self.pp}: they do not work together yet"
+            raise InvalidRequest(message, param="dp_attention", hint="drop --pp or --dp-attention")
         if not self.rank_timeout >= MIN_RANK_TIMEOUT_S:
             message = f"rank_timeout is {self.rank_timeout:g} s; it must be at least {MIN_RANK_TIMEOUT_S:g} s"
             raise InvalidRequest(message, param="rank_timeout")

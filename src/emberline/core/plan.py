@@ -71,6 +71,8 @@ class WorkItem:
     # Blocks of its table that had states, which are filled with zeros before the step: as keys and values, these may be
     # NaN, and kernels read positions of a block that are not written yet.
     cleared_blocks: Sequence[int] = ()
+    # With data-parallel attention: the rank that has the request's blocks and states, and computes its rows.
+    home: int = 0
 
     @property
     def saves_states(self) -> bool:
@@ -86,6 +88,7 @@ class BlockCopy:
     block: int  # numbers above those of all blocks stand for pages of state slots: kv/state_pages.py
     digest: bytes  # hash of the block's content: tokens/blockhash.py
     buffer: memoryview
+    group: int = 0  # of layers, whose keys and values the block has: kv/layer_groups.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from emberline.engine.pacing import PromptPacer
 from emberline.engine.preemption import choose_victim
 from emberline.engine.publisher import BlockPublisher
 from emberline.engine.work_items import end_draft, make_run_output, make_work
-from emberline.kv.manager import KVManager
+from emberline.kv.rank_managers import AnyKVManager
 
 if TYPE_CHECKING:  # needs numpy, and the memory plan, which imports this module, is made before that is loaded
     from emberline.engine.speculation.drafter import Drafter
@@ -34,7 +34,7 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        kv: KVManager,
+        kv: AnyKVManager,
         clock: Clock,
         eos: frozenset[int] = frozenset(),
         publisher: BlockPublisher | None = None,

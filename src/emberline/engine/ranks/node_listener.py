@@ -31,7 +31,7 @@ from emberline.kernels.comm.rendezvous import Rendezvous
 log = logging.getLogger("emberline.ranks")
 
 ACCEPT_POLL_S = 0.25
-WAIT_LOG_INTERVAL_S = 30.0
+FIRST_LOG_DELAY_S, WAIT_LOG_INTERVAL_S = 5.0, 30.0
 MAX_PENDING_NODES = 16  # connections that have not joined yet
 STORE_TIMEOUT_S = 30.0
 
@@ -107,7 +107,7 @@ class NodeListener:
     def wait_for_nodes(self) -> list[NodeLink]:
         """Return the links to all other nodes. Raises EmberlineError if one does not come in time or cannot join."""
         timeout_s, address = self._config.parallel.node_timeout, self._config.parallel.master
-        deadline, logged = time.monotonic() + timeout_s, 0.0
+        deadline, next_log = time.monotonic() + timeout_s, time.monotonic() + FIRST_LOG_DELAY_S
         with self._lock:
             while (missing := self._missing_nodes()) and self._error is None:
                 if (left := deadline - time.monotonic()) <= 0:
@@ -117,16 +117,16 @@ class NodeListener:
                     raise EngineFailed(f"{names} did not join at {address} within {timeout_s:g} s{refused}", hint=hint)
                 if self._launcher is not None:
                     self._launcher.check()
-                if time.monotonic() - logged > WAIT_LOG_INTERVAL_S:
-                    logged = time.monotonic()
-                    log.info("Waiting for nodes: address=%s missing=%s timeout_s=%g", address, missing, timeout_s)
+                if time.monotonic() > next_log:
+                    next_log += WAIT_LOG_INTERVAL_S
+                    log.warning("Waiting for nodes: address=%s missing=%s timeout_s=%g", address, missing, timeout_s)
                 self._lock.wait(min(left, 1.0))
             if self._error is not None:
                 raise self._error
             return [self._joined[node] for node in sorted(self._joined)]
 
     @property
-    def joined(self) -> list[NodeLink]:
+    def links(self) -> list[NodeLink]:
         """The nodes that have joined so far."""
         return list(self._joined.values())
 

@@ -49,7 +49,7 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
         gc.freeze()  # objects of the start are permanent
         gc.enable()
         leader.send(RankReady())
-        reader, decoder = PlanReader(memory, start.rank, notice_fd), WorkDecoder()
+        reader, decoder = PlanReader(memory, start.rank, notice_fd), WorkDecoder(start.layout.pp)
         while (message := reader.receive()) is not None:
             compute_step(part, decoder, message)
     except RankLost:
@@ -66,6 +66,6 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
 
 def compute_step(part: RankPart, decoder: WorkDecoder, message: bytes) -> None:
     """Compute this rank's part of a step. `message`: from the leader's WorkEncoder."""
-    work, cleared = decoder.decode(message)
-    part.executor.clear(cleared)
-    part.executor.compute(work)
+    step = decoder.decode(message)
+    part.executor.clear(step.cleared)
+    part.executor.compute(step.requests, columns=step.columns)

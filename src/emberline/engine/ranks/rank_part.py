@@ -15,6 +15,7 @@ from emberline.engine.group_choice import choose_groups
 from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.ranks.control import RankLoaded
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.own_work import OwnWorkExecutor
 from emberline.engine.work_executor import ForwardModel, WorkExecutor
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
@@ -55,6 +56,7 @@ class RankPart:
         self._state_shape = replace(shape, layers=num_layers) if shape is not None and num_layers else None
         self._forward_model: ForwardModel = model
         self._connections: list[Communicator] = []
+        self._attending: Communicator | None = None  # of ranks that attend to different requests
 
     @staticmethod
     def load(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> RankPart:
@@ -72,6 +74,7 @@ class RankPart:
         model = load_checkpoint(checkpoint, config.dtype, config.requested_context, form, stage, shard, shards)
         part = RankPart(model, stage.layers, config)
         part._connections = [each for each in (stages, shards) if each is not None]
+        part._attending = shards if layout.dp_attention else None
         if stages is not None:
             part._forward_model = PipelineModel(model, stage, stages)
         return part
@@ -96,7 +99,8 @@ class RankPart:
         states = None if self._state_shape is None else StateCache(self._state_shape, num_slots)
         # With several ranks, states are not copied to tiers or other engines. A rank may have states and no blocks.
         copier = HostBlockCopier(self.cache)
-        self.executor = WorkExecutor(self._forward_model, self.cache, self._own_groups, states, copier)
+        args = self._forward_model, self.cache, self._own_groups, states, copier
+        self.executor = WorkExecutor(*args) if self._attending is None else OwnWorkExecutor(self._attending, *args)
 
 
 def connect_processes(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Communicator:

@@ -28,11 +28,11 @@ class RemoteNodes:
             for link in self.links:
                 link.send_if_open(self._listener.start_message)
         except EmberlineError as error:
-            self.links = self._listener.joined
+            self.links = self._listener.links
             self.close(error)
             raise
         except BaseException:  # such as KeyboardInterrupt
-            self.links = self._listener.joined
+            self.links = self._listener.links
             self.close(None)
             raise
 
