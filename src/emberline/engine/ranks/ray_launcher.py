@@ -132,7 +132,7 @@ class RayLauncher:
                 reply = ray.get(each)
             except ray.exceptions.RayError as error:
                 hint = "see Ray's log of this node, and `ray status`"
-                raise EngineFailed(f"Ray lost node {node}: {_first_line(error)}", hint=hint) from error
+                raise EngineFailed(f"node {node} was lost by Ray: {_first_line(error)}", hint=hint) from error
             if reply:
                 raise msgspec.msgpack.decode(reply, type=Rejection).to_error()
 
@@ -233,8 +233,8 @@ def _no_resources(ray: Any, config: EngineConfig, placement: Placement, nodes: l
     parallel, free = config.parallel, ray.available_resources()
     have = ", ".join(node.describe() for node in nodes)
     return EngineUnavailable(
-        f"Ray did not grant {placement.describe()}, this one and others with the same number of ranks, for "
-        f"{parallel.num_ranks} ranks within {parallel.node_timeout:g} s; the cluster has {have}; "
+        f"the Ray cluster did not grant {placement.describe()}, this one and others with the same number of ranks, for "
+        f"{parallel.num_ranks} ranks within {parallel.node_timeout:g} s; it has {have}; "
         f"{free.get(placement.kind, 0):g} {placement.kind}s are free",
         hint="add nodes with `ray start --address=..`, end other programs, or lower --threads, --tp or --pp",
     )
