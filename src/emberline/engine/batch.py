@@ -55,11 +55,8 @@ def build_forward_batch(
         if samples[i] or w.prompt_logprobs
     ]
     # A rank without work has no rows, but as many groups of layers as the others.
-    window_blocks = (
-        zip(*(w.window_blocks for w in work), strict=True)
-        if work
-        else [()] * (len(groups.windows) - 1 if groups else 0)
-    )
+    no_blocks: list[tuple[Sequence[int], ...]] = [()] * (len(groups.windows) - 1 if groups else 0)
+    window_blocks = list(zip(*(w.window_blocks for w in work), strict=True)) if work else no_blocks
     saves, drafts = (None, None) if states is None else build_state_changes(work, starts, states)
     return ForwardBatch(
         tokens=torch.from_numpy(columns.tokens.astype(np.int64)),

@@ -31,6 +31,9 @@ def check_rank_settings(config: EngineConfig) -> None:
         )
     if parallel.dp_attention:
         check_dp_attention(config)
+    if parallel.collectives not in ("auto", "gloo"):
+        message = f"collectives is {parallel.collectives}, which connects GPUs, but these ranks compute on CPUs"
+        raise InvalidRequest(message, param="collectives", hint="drop --collectives, or use --device cuda")
     unsupported = {
         "kv_host_memory": config.tiers.kv_host_memory > 0,
         "kv_disk": config.tiers.kv_disk is not None,

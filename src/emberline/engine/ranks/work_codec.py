@@ -88,9 +88,7 @@ class WorkEncoder:
                 all(samples) or (any(samples) and bytes(samples)),
                 {i: tables[i][known[i] :] for i in np.flatnonzero(counts != known).tolist()},
                 None if changed is None else changed.tobytes(),
-                {}
-                if changed is None
-                else {i: home for i in np.flatnonzero(changed < 0).tolist() if (home := work[i].home)},
+                {i: work[i].home for i in begun if work[i].home},
                 _collect_rare_fields(work),
                 cleared,
             )
