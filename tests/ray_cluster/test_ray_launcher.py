@@ -107,9 +107,7 @@ def test_same_tokens_as_one_rank(cluster: Any, directory: Path) -> None:
 
 def test_too_few_resources(cluster: Any, directory: Path) -> None:
     began = time.monotonic()
-    message = (
-        r"did not grant 3 nodes with 1 CPU each, .* for 3 ranks within 1 s.* it has .* \(2 CPUs\), .* \(2 CPUs\)"
-    )
+    message = r"did not grant 3 nodes with 1 CPU each, .* for 3 ranks within 1 s.* it has .* \(2 CPUs\), .* \(2 CPUs\)"
     with pytest.raises(EngineUnavailable, match=message):
         LLM(directory, **SETTINGS, pp=3, launcher="ray", ray_address=cluster.address, node_timeout=1.0)
     assert time.monotonic() - began < 15
