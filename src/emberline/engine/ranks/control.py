@@ -40,15 +40,23 @@ class RankLoaded(msgspec.Struct, tag=True):
     weight_bytes: int
     block_bytes: int  # of this rank's part of a KV block
     slot_bytes: int  # of this rank's part of a request's recurrent states
+    max_blocks: int = 0  # that fit on this rank's GPU, and slots; 0 on a CPU
+    max_slots: int = 0
+    device_name: str = "cpu"
 
 
 class AllocateCaches(msgspec.Struct, tag=True):
     num_blocks: int
     num_slots: int
+    # On GPUs: kernels of matrix products that the leader has measured. All ranks must choose the same ones, because
+    # other kernels round differently: ranks must not choose different experts for a token.
+    products: list[tuple[int, int, int, str, int]] = []
 
 
 class RankReady(msgspec.Struct, tag=True):
     """Reports that a rank waits for plans."""
+
+    weight_bytes: int = 0  # of the weights on its GPU
 
 
 RankMessage = StartRank | RankStarted | ConnectRanks | RankLoaded | AllocateCaches | RankReady | Rejection
@@ -116,7 +124,8 @@ class ControlSocket:
 
 def digest_settings(config: EngineConfig, layout: Layout) -> str:
     """Return a hash of the settings, which all ranks of a group must have in common."""
-    shared = list_shared_settings(config), layout
+    received = msgspec.convert(msgspec.to_builtins(config), EngineConfig)  # as a rank has it: 5 s as 5.0
+    shared = list_shared_settings(received), layout
     encoded = msgspec.msgpack.encode(shared, order="deterministic")  # the order of a set differs by process
     return hashlib.sha256(encoded).hexdigest()[:16]
 

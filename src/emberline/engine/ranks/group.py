@@ -23,7 +23,7 @@ from emberline.engine.ranks.control import RankLoaded, RankMessage, StartRank, d
 from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.node_listener import NodeLink
+from emberline.engine.ranks.node_listener import NodeLauncher, NodeLink
 from emberline.engine.ranks.node_messages import FromRank, NodeBeat, RankEnded
 from emberline.engine.ranks.plan_ring import PlanWriter
 from emberline.engine.ranks.rank_part import connect_processes
@@ -59,19 +59,27 @@ class Follower:
 
 
 class RankGroup:
-    def __init__(self, config: EngineConfig, layout: Layout, command: tuple[str, ...] = RANK_COMMAND) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: Layout,
+        command: tuple[str, ...] = RANK_COMMAND,
+        launcher: NodeLauncher | None = None,
+    ) -> None:
         """Start the processes. The caller must call `close`.
 
-        With several nodes, wait for the others first. Raises EmberlineError if one of them does not join."""
-        self.layout = layout
+        With several nodes, wait for the others first. Raises EmberlineError if one of them does not join. `launcher`:
+        what started them, which `close` closes too."""
+        self.layout, self._launcher = layout, launcher
         self._timeout_s = config.parallel.rank_timeout
-        self._nodes = RemoteNodes(config, layout) if layout.nodes > 1 else None
+        self._nodes = RemoteNodes(config, layout, launcher) if layout.nodes > 1 else None
         self._store_fd = os.memfd_create("emberline-rendezvous", os.MFD_CLOEXEC)
         self.rendezvous = Rendezvous(self._store_fd) if self._nodes is None else self._nodes.rendezvous
         self._processes = RankProcesses(layout.num_ranks, command)
         self._memory = self._processes.memory
         self._followers = {rank: Follower(rank) for rank in layout.followers}
         self._communicators: list[Communicator] = []
+        self._device_communicators: list[Communicator] = []
         self._failure: EmberlineError | None = None
         self._is_lost, self._is_closing, self._has_spawned = (threading.Event() for _ in range(3))
         self.is_ready = False  # whether all ranks wait for plans
@@ -133,6 +141,10 @@ class RankGroup:
                 return communicator
             self.check()
 
+    def watch(self, communicator: Communicator) -> None:
+        """Abort this communicator between GPUs if a rank is lost: no connection is closed when its process ends."""
+        self._device_communicators.append(communicator)
+
     def publish(self, plan: bytes) -> None:
         """Send a plan to all ranks. Raises RankLost. The step lasts until `finish_step`."""
         self._num_running += 1
@@ -185,6 +197,8 @@ class RankGroup:
         os.close(self._store_fd)
         if self._nodes is not None:
             self._nodes.close(error or self._failure)
+        if self._launcher is not None:
+            self._launcher.close()
 
     # -- for the watching thread --------------------------------------------------------------------------------------
 
@@ -301,6 +315,8 @@ class RankGroup:
     def _end_all(self) -> None:
         """End all processes. The leader's calls of communicators fail then, at the latest when they are aborted."""
         self._processes.kill_all()
+        for communicator in self._device_communicators:
+            communicator.abort()
         if self._nodes is not None:
             self._nodes.end(self._failure)
             for communicator in self._communicators:

@@ -42,7 +42,12 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
         leader.send(RankStarted(__version__, digest_settings(start.config, start.layout)))
         if not isinstance(leader.receive(), ConnectRanks):
             return 1
-        part = RankPart.load(start.config, start.layout, start.rank, partial(connect_processes, start.rendezvous))
+        connect, reader = partial(connect_processes, start.rendezvous), PlanReader(memory, start.rank, notice_fd)
+        if start.config.device == "cuda":
+            from emberline.engine.ranks.device_rank import run_device_rank  # imported if needed, to start sooner
+
+            return run_device_rank(start, leader, connect, reader)
+        part = RankPart.load(start.config, start.layout, start.rank, connect)
         leader.send(part.describe())
         if not isinstance(sizes := leader.receive(), AllocateCaches):
             return 1
@@ -50,7 +55,7 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
         gc.freeze()  # objects of the start are permanent
         gc.enable()
         leader.send(RankReady())
-        reader, decoder = PlanReader(memory, start.rank, notice_fd), WorkDecoder(start.layout.pp)
+        decoder = WorkDecoder(start.layout.pp)
         while (message := reader.receive()) is not None:
             compute_step(part, decoder, message)
     except RankLost:
