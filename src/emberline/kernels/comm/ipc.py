@@ -40,6 +40,7 @@ REASONS = {
 
 class IpcGroup(Communicator):
     can_capture = True
+    fuses_norm = True
 
     def __init__(
         self,
