@@ -81,7 +81,7 @@ class SparseFeedForward:
         if exchange is not None:
             rows = exchange.gather(x)
             return x.add_(exchange.sum_own(ops.run_mixture(rows, self.mixture, add_to=torch.zeros_like(rows))))
-        return x.add_(self.comm.all_reduce(ops.run_mixture(x, self.mixture, add_to=torch.zeros_like(x))))
+        return self.comm.all_reduce_add(x, ops.run_mixture(x, self.mixture, add_to=torch.zeros_like(x)))
 
 
 def _find_tensors(spec: ExpertsSpec, experts: ExpertsConfig, weights: Weights, at: str) -> ExpertTensors:
