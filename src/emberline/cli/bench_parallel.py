@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Results of `python -m emberline.bench.gpu.rank`: project steps on several GPUs from them.",
     )
+    parser.add_argument("--stages", metavar="MODEL", help="Also measure how busy the stages of this model are.")
+    parser.add_argument("--pp", type=int, default=2, help="Stages, for --stages. (default: 2)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="Time of each run, for --stages. (default: 20)")
     reports.add_report_arguments(parser)
 
 
@@ -52,6 +55,10 @@ def run(args: argparse.Namespace) -> int:
         from emberline.bench.projection import add_projections
 
         add_projections(report, args.rank_results)
+    if args.stages:
+        from emberline.bench.pipeline_stages import measure_stages
+
+        measure_stages(report, args.stages, args.pp, args.seconds)
     report.print_and_save(args.json, args.commit)
     return 0
 

@@ -29,6 +29,12 @@ class ParallelConfig:
         "Data-parallel attention: each request belongs to one of the --tp ranks, which keeps its KV cache and attends "
         "with all heads. For models whose KV cache tensor parallelism replicates, such as DeepSeek and Kimi.",
     )
+    pp_layers: str | None = option(
+        None,
+        "Number of layers of each --pp stage, from the first to the last, for example 14,16.",
+        default_text="chosen from measured times of the layers on a CPU, from their weights on a GPU",
+        metavar="N,N",
+    )
     rank_timeout: float = option(
         10.0, "Seconds without a heartbeat after which a rank counts as lost, and the engine restarts.", unit="s"
     )
@@ -71,6 +77,8 @@ class ParallelConfig:
         if self.dp_attention and self.pp > 1:
             message = f"dp_attention is set and pp is {self.pp}: they do not work together yet"
             raise InvalidRequest(message, param="dp_attention", hint="drop --pp or --dp-attention")
+        if self.pp_layers is not None:
+            self._check_stages(self.pp_layers)
         if not self.rank_timeout >= MIN_RANK_TIMEOUT_S:
             message = f"rank_timeout is {self.rank_timeout:g} s; it must be at least {MIN_RANK_TIMEOUT_S:g} s"
             raise InvalidRequest(message, param="rank_timeout")
@@ -116,3 +124,14 @@ class ParallelConfig:
     @property
     def num_ranks(self) -> int:
         return self.tp * self.pp
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """The number of layers of each stage; empty: not set."""
+        return () if self.pp_layers is None else tuple(map(int, self.pp_layers.split(",")))
+
+    def _check_stages(self, pp_layers: str) -> None:
+        parts = pp_layers.split(",")
+        if len(parts) != self.pp or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+            message = f"pp_layers is {pp_layers!r}; it must have {self.pp} numbers from 1 on, one for each stage of pp"
+            raise InvalidRequest(message, param="pp_layers", hint="for example --pp 2 --pp-layers 14,16")

@@ -17,7 +17,7 @@ from emberline.core.plan import Admission, SampledToken, StepPlan, StepResult, T
 from emberline.core.request import FinishReason, Request, RequestStatus
 from emberline.engine.admission import WaitingQueue
 from emberline.engine.endings import append_run, ends_with_stop_token, finish_reason, make_last_output, make_timing
-from emberline.engine.pacing import PromptPacer
+from emberline.engine.pacing import PromptPacer, max_prompt_tokens
 from emberline.engine.preemption import choose_victim
 from emberline.engine.publisher import BlockPublisher
 from emberline.engine.work_items import end_draft, make_run_output, make_work
@@ -281,7 +281,7 @@ class Scheduler:
 
     def _chunk_budget(self, planned: int, chunks: list[Request]) -> int:
         """Return how many prompt tokens may be planned in addition to `planned` tokens of decoding requests."""
-        left = self.config.max_batch_tokens - planned
+        left = max_prompt_tokens(self.config.max_batch_tokens, planned, self.plan_share)
         if self._prompt_pacer is None:
             return left
         first = chunks[0] if chunks else self.waiting.first_unblocked()

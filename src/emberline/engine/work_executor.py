@@ -65,6 +65,9 @@ class WorkExecutor:
     def _prepare_batch(self, work: Sequence[WorkItem], columns: StepColumns | None = None) -> ForwardBatch:
         self._load_states(work)
         self._move_states(work)
+        return self.build_batch(work, columns)
+
+    def build_batch(self, work: Sequence[WorkItem], columns: StepColumns | None = None) -> ForwardBatch:
         return build_forward_batch(work, self._cache, self._groups, self._states, columns)
 
     def _load_states(self, work: Sequence[WorkItem]) -> None:

@@ -19,10 +19,11 @@ class Layout:
     ep: int = 1  # parts of a stage's ranks among which whole experts are divided
     nodes: int = 1  # machines
     dp_attention: bool = False  # whether ranks attend to different requests, with all heads
+    stage_layers: tuple[int, ...] = ()  # number of layers of each stage; empty: about the same number of weights
 
     @staticmethod
     def of(config: ParallelConfig) -> Layout:
-        return Layout(config.tp, config.pp, config.ep, config.nodes, config.dp_attention)
+        return Layout(config.tp, config.pp, config.ep, config.nodes, config.dp_attention, config.stage_layers)
 
     @property
     def num_ranks(self) -> int:
@@ -51,8 +52,8 @@ class Layout:
         return self.num_ranks // self.nodes
 
     def stage(self, rank: int, config: ModelConfig) -> Stage:
-        """Return the rank's stage of a model."""
-        return Stage.of(config, rank // self.tp, self.pp)
+        """Return the rank's stage of a model. Raises InvalidRequest if the model cannot be divided so."""
+        return Stage.of(config, rank // self.tp, self.pp, self.stage_layers)
 
     def shard(self, rank: int) -> Shard:
         return Shard(rank % self.tp, self.tp, self.ep, divides_attention=not self.dp_attention)

@@ -63,9 +63,7 @@ class RankPart:
         """Connect to the other ranks and load this rank's part of the model.
 
         Raises RankLost if a rank does not connect, EmberlineError if settings or model are not usable."""
-        threads = config.threads or max(1, core_count() // layout.ranks_per_node)
-        backend = ops.start_backend(threads=threads)
-        torch.set_num_threads(1 if backend.library else threads)
+        start_rank_backend(config, layout)
         checkpoint = Checkpoint.open(Path(config.model))
         stage, shard = layout.stage(rank, ModelConfig.from_checkpoint(checkpoint)), layout.shard(rank)
         stages = connect(f"stages-{shard.rank}", stage.index, layout.pp) if layout.pp > 1 else None
@@ -101,6 +99,14 @@ class RankPart:
         copier = HostBlockCopier(self.cache)
         args = self._forward_model, self.cache, self._own_groups, states, copier
         self.executor = WorkExecutor(*args) if self._attending is None else OwnWorkExecutor(self._attending, *args)
+
+
+def start_rank_backend(config: EngineConfig, layout: Layout) -> int:
+    """Start the kernels with the number of threads of one rank, and return that number."""
+    threads = config.threads or max(1, core_count() // layout.ranks_per_node)
+    backend = ops.start_backend(threads=threads)
+    torch.set_num_threads(1 if backend.library else threads)
+    return threads
 
 
 def connect_processes(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Communicator:
