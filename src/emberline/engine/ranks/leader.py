@@ -69,7 +69,7 @@ class GroupExecutor:
     def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
         """Raises EngineFailed, after which the group cannot be used any more."""
         assert capture is None, "hidden states are only captured for a draft model"
-        with self._ending_group():
+        with ending_group(self._group):
             self.publish(work)
             return self.compute_own(work)
 
@@ -78,13 +78,13 @@ class GroupExecutor:
         self._group.check()
         self._cleared += cleared
         if work:
-            with self._ending_group():
+            with ending_group(self._group):
                 self._group.publish(self._encoder.encode(work, self._cleared))
             self._cleared = []
 
     def compute_own(self, work: Sequence[WorkItem]) -> Tensor:
         """Return the logits of a published step. Steps are computed in the order in which they were published."""
-        with self._ending_group():
+        with ending_group(self._group):
             logits = self.own.compute(work)
         self._group.finish_step()
         return logits
@@ -92,22 +92,23 @@ class GroupExecutor:
     def run_on_all(self, message: bytes, run_own: Callable[[], bool]) -> bool:
         """Send a message to the other ranks, and return the result of the leader's part."""
         self._group.check()
-        with self._ending_group():
+        with ending_group(self._group):
             self._group.publish(message)
             result = run_own()
         self._group.finish_step()
         return result
 
-    @contextmanager
-    def _ending_group(self) -> Iterator[None]:
-        """End the group if the block fails, also by KeyboardInterrupt: the others are in the middle of a step."""
-        try:
-            yield
-        except Exception as error:
-            raise self._group.explain(error) from error
-        except BaseException as error:
-            self._group.explain(error)
-            raise
+
+@contextmanager
+def ending_group(group: FollowerGroup) -> Iterator[None]:
+    """End the group if the block fails, also by KeyboardInterrupt: the others are in the middle of a step."""
+    try:
+        yield
+    except Exception as error:
+        raise group.explain(error) from error
+    except BaseException as error:
+        group.explain(error)
+        raise
 
 
 class PublishedExecutor:
