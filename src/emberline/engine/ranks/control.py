@@ -132,10 +132,11 @@ def digest_settings(config: EngineConfig, layout: Layout) -> str:
 def list_shared_settings(config: EngineConfig) -> dict[str, Any]:
     """Return the settings that all ranks of a group must have in common, by name.
 
-    Other machines may have the checkpoint in another directory, and another number of cores."""
+    Other nodes may have the checkpoint in another directory and another number of cores, and reach node 0 at another
+    address."""
     settings: dict[str, Any] = {}
     for name, value in msgspec.to_builtins(config, order="deterministic").items():
         if name not in ("model", "threads", "transfer", "unset"):
             settings |= value if isinstance(value, dict) else {name: value}
-    del settings["node_rank"], settings["node_address"]
-    return settings | dict.fromkeys(sorted(config.unset), "default")
+    settings |= dict.fromkeys(sorted(config.unset), "default")
+    return {name: value for name, value in settings.items() if name not in ("node_rank", "node_address", "master")}

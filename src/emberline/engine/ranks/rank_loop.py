@@ -22,10 +22,9 @@ from emberline.engine.ranks.control import (
     digest_settings,
 )
 from emberline.engine.ranks.group_memory import GroupMemory
-from emberline.engine.ranks.heartbeat import HeartbeatThread
+from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS, HeartbeatThread
 from emberline.engine.ranks.plan_ring import PlanReader
 from emberline.engine.ranks.rank_part import RankPart, connect_processes
-from emberline.engine.ranks.rank_processes import LOST_PEER_STATUS
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
@@ -38,6 +37,8 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
     try:
         if not isinstance(start := leader.receive(), StartRank):
             return 1
+        if start.layout.node_of(start.rank):
+            heartbeat.end_with_supervisor(start.layout.leader, start.config.parallel.rank_timeout)
         leader.send(RankStarted(__version__, digest_settings(start.config, start.layout)))
         if not isinstance(leader.receive(), ConnectRanks):
             return 1
