@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from queue import SimpleQueue
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.engine.engine import Engine
-from emberline.engine.ranks.boot import check_same_model, make_engine, plan_caches
+from emberline.engine.ranks.boot import check_same_model, make_engine, plan_caches, share_caches
+from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.rank_loop import compute_step
 from emberline.engine.ranks.rank_part import RankPart
 from emberline.engine.ranks.work_codec import WorkDecoder
+from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.comm.thread_group import ThreadCommunicator, ThreadGroup
+from emberline.models.config import ModelConfig
 
 
 class ThreadRanks:
@@ -32,8 +36,11 @@ class ThreadRanks:
         check_same_model(described, self.layout)
         self.leader = parts[self.layout.leader]
         self.sizes = plan_caches(config, self.leader, described.values(), None)
-        for part in parts:
-            part.allocate(*self.sizes)
+        model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
+        self.memory = GroupMemory.create(self.layout.num_ranks)
+        self.caches = share_caches(config, self.memory, self.layout, model, self.leader, self.sizes[0])
+        for rank, part in enumerate(parts):
+            part.allocate(*self.sizes, None if self.caches is None else self.caches.regions[rank])
         self._runs: list[Future[None]] = [
             self._pool.submit(self._run, queue, parts[rank]) for rank, queue in self._queues.items()
         ]
@@ -77,8 +84,9 @@ class ThreadRanks:
         for run in self._runs:
             run.result()
         self._pool.shutdown()
+        self.memory.close()
 
 
 def make_thread_engine(config: EngineConfig) -> Engine:
     ranks = ThreadRanks(config)
-    return make_engine(config, ranks, ranks.leader, ranks.sizes[1])
+    return make_engine(config, ranks, ranks.leader, ranks.sizes[1], ranks.caches)

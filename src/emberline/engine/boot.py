@@ -132,7 +132,7 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
 
     def open_endpoint(region: DeviceRegion) -> TransferEndpoint | None:
         assert config.transfer is not None
-        return _open_transfer_endpoint(config, config.transfer, region, ipc.make_ipc_transport(region), load_library())
+        return open_transfer_endpoint(config, config.transfer, region, ipc.make_ipc_transport(region), load_library())
 
     return boot_from_checkpoint(
         Path(config.model),
@@ -203,7 +203,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     tiers = _make_tiers(config, runner.layout, cache.shape, backend.library, pages) if has_tiers else None
     endpoint = None
     if config.transfer is not None and (segment := cache.segment) is not None:
-        endpoint = _open_transfer_endpoint(
+        endpoint = open_transfer_endpoint(
             config, config.transfer, segment.region, SameHostAccess.via_shared_memory(segment), backend.library
         )
     drafter = make_drafter(config.speculation, lambda: backend.library)
@@ -306,7 +306,7 @@ def _make_tiers(
     return TierStack(host, below, snapshot_blocks=snapshot_blocks)
 
 
-def _open_transfer_endpoint(
+def open_transfer_endpoint(
     config: EngineConfig,
     transfer: TransferConfig,
     region: Region,

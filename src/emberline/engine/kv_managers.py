@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from emberline.core.clock import Clock
@@ -52,7 +53,9 @@ def make_kv_manager(
     if transfer_endpoint is not None:
         receiver, timeout_s = transfer_endpoint.receiver, transfer_endpoint.config.peer_timeout
         pulls = PullManager(receiver, stall_timeout_s=timeout_s, clock=clock)
-    on_allocate = transfer_endpoint.receiver.region.bump_generation if transfer_endpoint else lambda block: None
+    on_allocate: Callable[[int, int], None] = lambda block, group: None
+    if transfer_endpoint is not None:
+        on_allocate = transfer_endpoint.receiver.region.bump_generation
     if isinstance(runner, StatefulRunner) and runner.num_state_slots:
         assert len(groups.windows) == 1, "no model has recurrent layers and layers with a window"
         return StateKVManager(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from emberline.engine.boot import (
     make_grammar_compiler,
     max_kv_tokens,
     numerics_of,
+    open_transfer_endpoint,
 )
 from emberline.engine.engine import Engine
 from emberline.engine.rank_summary import RankSummary
@@ -31,15 +33,23 @@ from emberline.engine.ranks.control import (
     digest_settings,
 )
 from emberline.engine.ranks.group import RankGroup
+from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup, LeaderRunner, PipelineLeaderRunner
 from emberline.engine.ranks.rank_part import RankPart
-from emberline.engine.ranks.settings import check_divisible, check_drafts, check_rank_settings
+from emberline.engine.ranks.settings import (
+    check_divisible,
+    check_drafts,
+    check_rank_settings,
+    check_transfer,
+)
+from emberline.engine.ranks.shared_caches import SharedCaches
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.engine.state_plan import count_state_slots
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
+from emberline.kv.transfer.group_region import StepCounter
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import stored_weight_format
 from emberline.models.weight_form import choose_weight_form
@@ -56,6 +66,7 @@ def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngi
     layout = Layout.of(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
     check_drafts(config, model)
+    check_transfer(config, model)
     check_divisible(layout, model)
     ops.start_backend(threads=1)  # compiles the kernels of a first start once: the ranks find them
     group = RankGroup(config, layout)
@@ -71,11 +82,12 @@ def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngi
         check_same_model(parts, layout)
         loaded = time.perf_counter()
         num_blocks, num_slots = plan_caches(config, part, parts.values(), default_kv_bytes)
-        group.send(AllocateCaches(num_blocks, num_slots))
-        part.allocate(num_blocks, num_slots)
+        caches = share_caches(config, group.memory, layout, model, part, num_blocks)
+        group.send(AllocateCaches(num_blocks, num_slots, {} if caches is None else caches.offsets))
+        part.allocate(num_blocks, num_slots, None if caches is None else caches.regions[layout.leader])
         group.wait_for(RankReady)
         group.is_ready = True
-        engine = make_engine(config, group, part, num_slots)
+        engine = make_engine(config, group, part, num_slots, caches)
     except BaseException:
         group.close()
         raise
@@ -131,14 +143,36 @@ def plan_caches(
     return min(fitting, most), num_slots
 
 
-def make_engine(config: EngineConfig, group: FollowerGroup, part: RankPart, num_slots: int) -> Engine:
-    """Return the engine of a group. `part`: the leader's. `num_slots`: for recurrent states, on every rank."""
-    model = part.model.config
+def share_caches(
+    config: EngineConfig, memory: GroupMemory, layout: Layout, model: ModelConfig, part: RankPart, num_blocks: int
+) -> SharedCaches | None:
+    """Return shared memory for the ranks' KV caches, if the engine exchanges blocks with other engines.
+
+    `model`: the whole one. `part`: the leader's."""
+    if config.transfer is None or model.parts.attention.state is not None:
+        return None
+    shape = replace(part.kv_shape, layers=part.groups.block_layers, kv_heads=model.kv_heads)
+    whole = shape.layout(part.model.fingerprint, groups=part.groups.name)
+    return SharedCaches.allocate(memory, layout, model, part.groups, whole, num_blocks)
+
+
+def make_engine(
+    config: EngineConfig, group: FollowerGroup, part: RankPart, num_slots: int, caches: SharedCaches | None = None
+) -> Engine:
+    """Return the engine of a group. `part`: the leader's. `num_slots`: for recurrent states, on every rank.
+
+    `caches`: of all ranks, if other engines may copy their blocks."""
+    model, steps = part.model.config, StepCounter()
     make_compiler = partial(make_grammar_compiler, Path(config.model), model)
     runner_class = PipelineLeaderRunner if group.layout.pp > 1 else LeaderRunner
-    runner = runner_class(group, part, frozenset(model.eos), make_compiler, num_slots)
-    drafter = make_drafter(config.speculation, lambda: ops.current_backend().library)
-    return Engine(config.scheduler.for_model(part.model.context), runner, drafter=drafter)
+    runner = runner_class(group, part, frozenset(model.eos), make_compiler, num_slots, steps)
+    library, endpoint = ops.current_backend().library, None
+    if config.transfer is not None and caches is not None:
+        region = caches.make_region(part.groups, steps)
+        endpoint = open_transfer_endpoint(config, config.transfer, region, None, library)
+    drafter = make_drafter(config.speculation, lambda: library)
+    scheduler = config.scheduler.for_model(part.model.context)
+    return Engine(scheduler, runner, transfer_endpoint=endpoint, drafter=drafter)
 
 
 def _summarise_rank(layout: Layout, rank: int, part: RankLoaded, num_blocks: int, num_slots: int) -> RankSummary:

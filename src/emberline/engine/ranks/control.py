@@ -42,6 +42,7 @@ class RankLoaded(msgspec.Struct, tag=True):
 class AllocateCaches(msgspec.Struct, tag=True):
     num_blocks: int
     num_slots: int
+    cache_offsets: dict[int, int] = {}  # by rank: the place of its KV cache in the group's memory; empty: in its own
 
 
 class RankReady(msgspec.Struct, tag=True):

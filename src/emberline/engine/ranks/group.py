@@ -60,7 +60,7 @@ class RankGroup:
         self.layout = layout
         self._timeout_s = config.parallel.rank_timeout
         self.store_fd = os.memfd_create("emberline-rendezvous", os.MFD_CLOEXEC)
-        self._memory = GroupMemory.create(layout.num_ranks)
+        self.memory = GroupMemory.create(layout.num_ranks)
         self._followers: dict[int, Follower] = {}
         self._failure: EmberlineError | None = None
         self._is_lost, self._is_closing, self._has_spawned = (threading.Event() for _ in range(3))
@@ -75,7 +75,7 @@ class RankGroup:
         self._watcher = threading.Thread(target=self._watch, args=args, name="ranks", daemon=True)
         self._watcher.start()
         self._has_spawned.wait()
-        self._writer = PlanWriter(self._memory, self._notice_fds, timeout_s=BOOT_TIMEOUT_S, check=self.check)
+        self._writer = PlanWriter(self.memory, self._notice_fds, timeout_s=BOOT_TIMEOUT_S, check=self.check)
 
     # -- for the leader's thread --------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class RankGroup:
 
     def progress_count(self) -> int:
         """Return a number that grows while other ranks compute."""
-        return sum(self._memory.get(rank, PROGRESS) for rank in self._followers)
+        return sum(self.memory.get(rank, PROGRESS) for rank in self._followers)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -158,7 +158,7 @@ class RankGroup:
         for follower in self._followers.values():
             follower.control.connection.close()
         self._writer.close()
-        self._memory.close()
+        self.memory.close()
         os.close(self.store_fd)
 
     # -- for the watching thread --------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class RankGroup:
     def _spawn(self, command: tuple[str, ...], rank: int) -> Follower:
         ours, theirs = socket.socketpair()
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-        fds = theirs.fileno(), self._memory.fd, read_fd, self.store_fd
+        fds = theirs.fileno(), self.memory.fd, read_fd, self.store_fd
         try:
             process = subprocess.Popen(
                 [*command, str(self.layout.num_ranks), str(rank), *map(str, fds)],
@@ -244,7 +244,7 @@ class RankGroup:
         The clock also advances while the machine or this process is stopped, so longer times do not count."""
         limit = self._timeout_s if self.is_ready else max(START_TIMEOUT_S, self._timeout_s)
         for follower in self._followers.values():
-            beat = self._memory.get(follower.rank, HEARTBEAT)
+            beat = self.memory.get(follower.rank, HEARTBEAT)
             follower.silent_s = follower.silent_s + seconds if beat == follower.last_beat else 0.0
             follower.last_beat = beat
             if follower.silent_s > limit:
@@ -252,7 +252,7 @@ class RankGroup:
 
     def _find_stall(self, seconds: float) -> None:
         """Fail if no rank makes progress while a step is running, for example because a kernel hangs."""
-        counts = {rank: self._memory.get(rank, PROGRESS) for rank in self._followers}
+        counts = {rank: self.memory.get(rank, PROGRESS) for rank in self._followers}
         counts[self.layout.leader] = ops.progress_count()
         has_moved = counts != self._last_counts or not self._num_running
         self._stalled_s, self._last_counts = 0.0 if has_moved else self._stalled_s + seconds, counts

@@ -25,6 +25,7 @@ from emberline.engine.ranks.group import LOST_PEER_STATUS
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.heartbeat import HeartbeatThread
 from emberline.engine.ranks.plan_ring import PlanReader
+from emberline.engine.ranks.shared_caches import map_cache
 from emberline.engine.ranks.rank_part import RankPart, connect_processes
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.kernels import ops
@@ -47,7 +48,10 @@ def run_rank_process(
         leader.send(part.describe())
         if not isinstance(sizes := leader.receive(), AllocateCaches):
             return 1
-        part.allocate(sizes.num_blocks, sizes.num_slots)
+        region = None
+        if (offset := sizes.cache_offsets.get(start.rank)) is not None:
+            region = map_cache(memory, offset, part.kv_layout, sizes.num_blocks)
+        part.allocate(sizes.num_blocks, sizes.num_slots, region)
         gc.freeze()  # objects of the start are permanent
         gc.enable()
         leader.send(RankReady())

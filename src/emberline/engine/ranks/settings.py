@@ -30,13 +30,12 @@ def check_rank_settings(config: EngineConfig) -> None:
         "kv_disk": config.tiers.kv_disk is not None,
         "kv_store": config.tiers.kv_store is not None,
         "speculate": config.speculation.uses_draft_model or (parallel.pp > 1 and config.speculation.speculate != "off"),
-        "transfer": config.transfer is not None and config.transfer.required,
+        "kv_mooncake": config.network.kv_mooncake,
     }
     for name, is_set in unsupported.items():
         if is_set:
-            what = "the exchange of KV blocks with other workers" if name == "transfer" else f"the setting {name}"
-            hint = "use --role both" if name == "transfer" else f"drop --{name.replace('_', '-')} or --{field}"
-            raise InvalidRequest(f"{what} does not work with {ranks} yet", param=name, hint=hint)
+            hint = f"drop --{name.replace('_', '-')} or --{field}"
+            raise InvalidRequest(f"the setting {name} does not work with {ranks} yet", param=name, hint=hint)
 
 
 def check_drafts(config: EngineConfig, model: ModelConfig) -> None:
@@ -45,6 +44,14 @@ def check_drafts(config: EngineConfig, model: ModelConfig) -> None:
         message = f"speculate is {config.speculation.speculate}, but a {model.model_type} model has recurrent layers"
         hint = "drop --speculate, or use one rank"
         raise InvalidRequest(f"{message}, which several ranks cannot draft for yet", param="speculate", hint=hint)
+
+
+def check_transfer(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise InvalidRequest if KV blocks must be exchanged and the model has recurrent layers, whose states cannot."""
+    if config.transfer is not None and config.transfer.required and model.parts.attention.state is not None:
+        message = f"a {model.model_type} model has recurrent layers, whose states several ranks cannot exchange"
+        hint = "use --role both, or one rank"
+        raise InvalidRequest(f"{message} with other workers yet", param="transfer", hint=hint)
 
 
 def possible_tensor_ranks(config: ModelConfig, max_ranks: int) -> list[int]:
