@@ -86,6 +86,7 @@ class BlockCopy:
     block: int  # numbers above those of all blocks stand for pages of state slots: kv/state_pages.py
     digest: bytes  # hash of the block's content: tokens/blockhash.py
     buffer: memoryview
+    group: int = 0  # of layers, whose keys and values the block has: kv/layer_groups.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,17 @@ from emberline.kv.tiers.stack import TierStack
 class PendingCopies:
     def __init__(self, tiers: TierStack | None) -> None:
         self._tiers = tiers
-        # Blocks (and hashes) filled since the last plan. The next plan must save them: later plans may reuse the block.
-        self._saves: list[tuple[int, bytes]] = []
+        # Blocks, hashes and groups of layers, filled since the last plan. The next plan must save them: later plans may
+        # reuse the block.
+        self._saves: list[tuple[int, bytes, int]] = []
         self._loads: list[BlockCopy] = []  # blocks fetched from tiers since the last plan
 
     @property
     def has_saves(self) -> bool:
         return bool(self._saves)
 
-    def add_saves(self, blocks: Iterable[tuple[int, bytes]]) -> None:
-        """Save these blocks, each with its hash, to host memory, if there are tiers."""
+    def add_saves(self, blocks: Iterable[tuple[int, bytes, int]]) -> None:
+        """Save these blocks, each with its hash and its group of layers, to host memory, if there are tiers."""
         if self._tiers is not None:
             self._saves += blocks
 
@@ -35,8 +36,12 @@ class PendingCopies:
         if self._tiers is None:
             return []
         unsaved, self._saves = self._saves, []
-        buffers = [(block, digest, self._tiers.reserve_host_buffer(digest)) for block, digest in unsaved]
-        return [BlockCopy(block, digest, buffer) for block, digest, buffer in buffers if buffer is not None]
+        buffers = [self._tiers.reserve_host_buffer(digest) for _, digest, _ in unsaved]
+        return [
+            BlockCopy(block, digest, buffer, group)
+            for (block, digest, group), buffer in zip(unsaved, buffers, strict=True)
+            if buffer is not None
+        ]
 
     def take_loads(self) -> list[BlockCopy]:
         """Return the copies from host buffers into cache blocks that the next step plan must make."""

@@ -192,7 +192,7 @@ class KVManager:
         hashes, table = self._block_hashes(request, full), self._block_tables[request.id]
         for i in range(indexed, full):
             self._prefix.insert(hashes[i], self._parent_hash(request, i), table[i])
-        self.copies.add_saves((table[i], hashes[i]) for i in range(indexed, full))
+        self.copies.add_saves((table[i], hashes[i], 0) for i in range(indexed, full))
         if self._windows is not None:
             self._windows.index_blocks(request, indexed, hashes)
             self.copies.add_saves(self._windows.hashed_blocks(request, indexed, hashes))
@@ -314,7 +314,7 @@ class KVManager:
         load, arrivals = self._tier_loads.take_arrivals(request)
         for (group, index), arrival in arrivals:
             block = self._index_loaded_block(request, group, index)
-            self.copies.add_load(BlockCopy(block, arrival.block_hash, arrival.buffer))
+            self.copies.add_load(BlockCopy(block, arrival.block_hash, arrival.buffer, max(0, group)))
         if self._needs_whole_prefix and load.num_missing:
             if not self.is_loading(request):  # a shorter prefix may have all blocks of windows, or a snapshot
                 request.load_limit = load.places[load.num_arrived][1], load.deadline

@@ -219,7 +219,8 @@ class StateKVManager(KVManager):
     # -- tiers ---------------------------------------------------------------------------------------------------------
 
     def _save_snapshot(self, digest: bytes, slot: int) -> None:
-        self.copies.add_saves(zip(self._pages.numbers(slot), self._pages.hashes(digest), strict=True))
+        pages = zip(self._pages.numbers(slot), self._pages.hashes(digest), strict=True)
+        self.copies.add_saves((page, page_hash, 0) for page, page_hash in pages)
 
     def _find_stored_snapshot(self, hashes: Sequence[bytes], cached: int, available: int) -> int:
         """Return how many blocks of a prefix can be used after a load from tiers that is worth it.

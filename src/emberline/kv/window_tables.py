@@ -114,11 +114,11 @@ class WindowTables:
         for group, index in self._held_indices(request, first, len(hashes)):
             self.index_block(request, group, index, hashes)
 
-    def hashed_blocks(self, request: Request, first: int, hashes: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
-        """Yield blocks [first, len(hashes)) of all groups, as far as they are held, each with its hash in tiers."""
+    def hashed_blocks(self, request: Request, first: int, hashes: Sequence[bytes]) -> Iterator[tuple[int, bytes, int]]:
+        """Yield blocks [first, len(hashes)) of all groups, as far as held, each with its hash in tiers and group."""
         tables = self._tables[request.id]
         for group, index in self._held_indices(request, first, len(hashes)):
-            yield tables[group - 1].blocks[index], group_block_hash(hashes[index], group)
+            yield tables[group - 1].blocks[index], group_block_hash(hashes[index], group), group
 
     def _held_indices(self, request: Request, first: int, end: int) -> Iterator[tuple[int, int]]:
         for group, table in enumerate(self._tables[request.id], 1):

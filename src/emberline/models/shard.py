@@ -82,6 +82,10 @@ class Shard:
         index, each = self.rank * parts // self.world_size, count // parts
         return range(index * each, (index + 1) * each)
 
+    def is_first_of(self, count: int) -> bool:
+        """Return whether no earlier rank has the same part of `count` units."""
+        return self.rank == 0 or replace(self, rank=self.rank - 1).divide(count) != self.divide(count)
+
     @property
     def _expert_ranks(self) -> int:
         """Ranks that divide the width of the same experts."""

@@ -1,0 +1,104 @@
+"""BlockPart, StatePart: which bytes of whole KV blocks and of whole recurrent states one rank has.
+
+A whole block is a block of an engine on one rank: the keys of all layers of a group, then the values if there are any.
+Each layer has the bytes of all KV heads in order. A rank's block has only the layers of its stage, and of those only
+the KV heads of its shard. So tiers and other engines, which keep whole blocks, need not know how ranks divide a model.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emberline.core.plan import STATE_GROUP
+from emberline.kv.layer_groups import LayerGroups
+
+if TYPE_CHECKING:
+    from emberline.kv.cache import StateShape
+
+Bytes = NDArray[np.uint8]
+NUMBER_BYTES = 4  # of a number of a recurrent state
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    # By group of layers: the indexes that the rank's layers have in a whole block. In the rank's own blocks, the same
+    # layers have the indexes from 0 on.
+    layers: tuple[range, ...]
+    heads: range  # KV heads
+    is_first: bool = True  # whether no earlier rank has the same heads of the same layers; only this rank saves them
+
+    @staticmethod
+    def of_rank(groups: LayerGroups, layers: range, heads: range, *, is_first: bool = True) -> BlockPart:
+        """Return the part of a rank. `groups`: of the whole model. `layers`, `heads`: those that the rank has."""
+        indexes = [sorted(i for g, i in groups.places[layers.start : layers.stop] if g == group)
+                   for group in range(len(groups.windows))]  # fmt: skip
+        return BlockPart(tuple(map(_to_range, indexes)), heads, is_first)
+
+    def of_whole(self, whole: Bytes, group: int) -> Bytes:
+        """Return a view of this rank's part of a whole block of a group. Both are [part, layer, KV head, byte]."""
+        layers = self.layers[group]
+        return whole[:, layers.start : layers.stop, self.heads.start : self.heads.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """A rank's part of the recurrent states of a sequence, as pieces that are contiguous for the rank and as a whole.
+
+    The bytes of a whole slot are those of the inputs of the convolutions of all recurrent layers, then those of their
+    matrices. The channels of a convolution are those of queries, keys and values, each in the order of the heads."""
+
+    # By tensor of the rank's StateCache (inputs of convolutions, matrices): for each piece of a slot in order, its
+    # place in a whole slot, and its length in bytes.
+    pieces: tuple[tuple[tuple[int, int], ...], ...]
+
+    @staticmethod
+    def of_rank(whole: StateShape, layers: range, rank: int, num_ranks: int) -> StatePart:
+        """Return the part of a rank. `layers`: its recurrent layers. `rank`: among those that divide heads."""
+        values = whole.heads * whole.value_dim
+        keys = (whole.conv_channels - values) // 2
+        sections = [(0, keys), (keys, keys), (2 * keys, values)]  # start and width, in channels
+        row, conv = whole.conv_channels, whole.conv_rows * whole.conv_channels
+        channels = [
+            (layer * conv + i * row + start + rank * (width // num_ranks), width // num_ranks)
+            for layer in layers
+            for i in range(whole.conv_rows)
+            for start, width in sections
+        ]
+        matrix, base = whole.heads * whole.key_dim * whole.value_dim, whole.layers * conv
+        own = matrix // num_ranks
+        matrices = [(base + layer * matrix + rank * own, own) for layer in layers]
+        return StatePart(
+            tuple(tuple((at * NUMBER_BYTES, n * NUMBER_BYTES) for at, n in p) for p in (channels, matrices))
+        )
+
+    def of_page(self, page: int, page_bytes: int) -> Iterator[tuple[int, slice, slice]]:
+        """Yield what a page of a whole slot has of this rank: a tensor, bytes of its slot, and their place in the page.
+
+        The bytes of a tensor's slot are those of all its layers in order."""
+        first = page * page_bytes
+        for tensor, pieces in enumerate(self.pieces):
+            own = 0
+            for at, size in pieces:
+                low, high = max(first, at), min(first + page_bytes, at + size)
+                if low < high:
+                    yield tensor, slice(own + low - at, own + high - at), slice(low - first, high - first)
+                own += size
+
+
+def own_state_layers(groups: LayerGroups, layers: range) -> range:
+    """Return the indexes among all recurrent layers that those of a rank have. `groups`: of the whole model."""
+    return _to_range(sorted(i for group, i in groups.places[layers.start : layers.stop] if group == STATE_GROUP))
+
+
+def _to_range(indexes: Sequence[int]) -> range:
+    """Return indexes as a range. Those of consecutive layers in a group are consecutive."""
+    found = range(indexes[0], indexes[-1] + 1) if indexes else range(0)
+    assert len(found) == len(indexes), f"layers of a stage are apart in their group: {indexes}"
+    return found
