@@ -36,7 +36,10 @@ def start_engine(directory: Path, name: str | None = None, **settings: Any) -> E
 
 def ask(**params: Any) -> Submission:
     return Submission(
-        "r", PROMPT, SamplingParams(**{"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **params}), timeout=60.0
+        "r",
+        PROMPT,
+        SamplingParams(**{"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **params}),
+        timeout=60.0,
     )
 
 
@@ -64,7 +67,13 @@ def first_ticket(engine: Engine, submission: Submission) -> dict[str, Any]:
     return outputs[0].ticket
 
 
-LAYOUTS = [({"tp": 2}, {}), ({"tp": 2}, {"tp": 4}), ({"tp": 2}, {"pp": 2}), ({}, {"tp": 2, "pp": 2}), ({"pp": 2}, {"tp": 2})]
+LAYOUTS = [
+    ({"tp": 2}, {}),
+    ({"tp": 2}, {"tp": 4}),
+    ({"tp": 2}, {"pp": 2}),
+    ({}, {"tp": 2, "pp": 2}),
+    ({"pp": 2}, {"tp": 2}),
+]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])

@@ -243,9 +243,9 @@ def full_context(model: DecoderModel) -> int:
     return model.config.longest_context if is_cut else 0
 
 
-def numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str) -> Numerics:
+def numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str, ranks: str = "") -> Numerics:
     dtype, kv_dtype = (str(each).removeprefix("torch.") for each in (model.dtype, cache.shape.dtype))
-    return Numerics(model.fingerprint.partition("-")[0], dtype, weights, kv_dtype, device)
+    return Numerics(model.fingerprint.partition("-")[0], dtype, weights, kv_dtype, device, ranks)
 
 
 def check_cpu_settings(config: EngineConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from emberline.core.clock import Clock
@@ -53,9 +52,8 @@ def make_kv_manager(
     if transfer_endpoint is not None:
         receiver, timeout_s = transfer_endpoint.receiver, transfer_endpoint.config.peer_timeout
         pulls = PullManager(receiver, stall_timeout_s=timeout_s, clock=clock)
-    on_allocate: Callable[[int, int], None] = lambda block, group: None
-    if transfer_endpoint is not None:
-        on_allocate = transfer_endpoint.receiver.region.bump_generation
+    region = transfer_endpoint.receiver.region if transfer_endpoint else None
+    on_allocate = region.bump_generation if region is not None else lambda block, group: None
     if isinstance(runner, StatefulRunner) and runner.num_state_slots:
         assert len(groups.windows) == 1, "no model has recurrent layers and layers with a window"
         return StateKVManager(

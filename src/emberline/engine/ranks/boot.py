@@ -195,7 +195,7 @@ def _describe_engine(
         seconds=seconds,
         device="cpu",
         kv_dtype=dtype_name(cache.shape.dtype),
-        numerics=numerics_of(part.model, cache, form, Layout.of(config.parallel).device_name("cpu")),
+        numerics=numerics_of(part.model, cache, form, "cpu", Layout.of(config.parallel).numerics_name),
         stored_dtype=stored_weight_format(checkpoint),
         full_context=full_context(part.model),
         ranks=ranks,

@@ -47,10 +47,12 @@ class Layout:
         """Return the rank's number and place for error messages, such as `rank 1 of 4 (stage 0, tensor rank 1)`."""
         return f"rank {rank} of {self.num_ranks} (stage {rank // self.tp}, tensor rank {rank % self.tp})"
 
-    def device_name(self, device: str) -> str:
-        """Return the device of this engine for Numerics: stages compute the same bits as one rank, sums do not."""
-        tensor_ranks = f"-tp{self.tp}" if self.tp > 1 else ""
-        return device + tensor_ranks + (f"-ep{self.ep}" if self.ep > 1 else "")
+    @property
+    def numerics_name(self) -> str:
+        """The ranks for Numerics; empty if they compute the same bits as one rank: stages do, sums of ranks do not."""
+        if self.tp == 1:
+            return ""
+        return f"tp{self.tp}" + (f"-ep{self.ep}" if self.ep > 1 else "")
 
     def __str__(self) -> str:
         return f"tp{self.tp}-pp{self.pp}" + (f"-ep{self.ep}" if self.ep > 1 else "")

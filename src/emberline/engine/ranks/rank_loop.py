@@ -25,8 +25,8 @@ from emberline.engine.ranks.group import LOST_PEER_STATUS
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.heartbeat import HeartbeatThread
 from emberline.engine.ranks.plan_ring import PlanReader
-from emberline.engine.ranks.shared_caches import map_cache
 from emberline.engine.ranks.rank_part import RankPart, connect_processes
+from emberline.engine.ranks.shared_caches import map_cache
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost

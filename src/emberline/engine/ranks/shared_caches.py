@@ -48,7 +48,7 @@ class SharedCaches:
             # On one rank, places of a block without a layer have memory too, which is sent and counts for checksums.
             layout = replace(self.layout, layers=max(map(len, unused.layers)))
             size = layout.layers * self.regions[0].blocks * layout.plane_bytes
-            parts.append((unused, HostRegion(layout, [mmap.mmap(-1, size) for _ in range(layout.parts)])))
+            parts.append((unused, HostRegion(layout, [memoryview(mmap.mmap(-1, size)) for _ in range(layout.parts)])))
         return GroupRegion(self.layout, parts, steps)
 
 
