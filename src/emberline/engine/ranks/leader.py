@@ -132,7 +132,7 @@ class LeaderRunner(TorchRunner):
         super().__init__(part.model, part.cache, eos, make_compiler, groups=part.groups, executor=executor)
         self.num_state_slots = num_state_slots
         self.layout = f"{self.layout}/{group.layout}"
-        self.ranks, self._part = group, part
+        self.ranks, self._part, self._steps = group, part, steps
 
     def check_ranks(self) -> None:
         """Raise EngineFailed if a rank was lost."""
@@ -144,6 +144,7 @@ class LeaderRunner(TorchRunner):
 
     def close(self) -> None:
         """End the other ranks and close the connections to them."""
+        self._steps.close()
         self.ranks.close()
         self._part.close()
 

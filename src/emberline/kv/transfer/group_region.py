@@ -30,6 +30,7 @@ class StepCounter:
     def __init__(self) -> None:
         self.num_started = 0
         self._num_finished = 0
+        self._is_closed = False
         self._changed = threading.Condition()
 
     def start_step(self) -> None:
@@ -40,12 +41,17 @@ class StepCounter:
             self._num_finished += 1
             self._changed.notify_all()
 
-    def wait_until_finished(self, num_steps: int, timeout_s: float) -> bool:
-        """Wait until this many steps are finished. Return False if they are not after the timeout."""
-        if self._num_finished >= num_steps:
-            return True
+    def close(self) -> None:
+        """Let no thread wait any more, because the ranks have ended."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._num_finished >= num_steps, timeout_s)
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def wait_until_finished(self, num_steps: int, timeout_s: float) -> bool:
+        """Wait until this many steps are finished. Return False if they are not after the timeout or `close`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_finished >= num_steps or self._is_closed, timeout_s)
+            return self._num_finished >= num_steps
 
 
 class GroupRegion(Region):
@@ -82,7 +88,9 @@ class GroupRegion(Region):
 
     def scatter(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview) -> None:
         if not self._steps.wait_until_finished(self._awaited_steps, STEP_TIMEOUT_S):
-            raise TransferTimeout(f"the engine's ranks did not finish a step within {STEP_TIMEOUT_S:g} s")
+            raise TransferTimeout(
+                f"the engine's ranks ended, or did not finish a step within {STEP_TIMEOUT_S:g} s; no KV blocks are received"
+            )
         for wire, memory, index in self._iter_parts(piece, blocks, wire_layout, data, includes_copies=True):
             memory[index] = wire
 
