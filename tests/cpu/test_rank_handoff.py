@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import signal
 import threading
@@ -180,8 +182,9 @@ def test_blocks_are_published_after_all_ranks_have_written_them(
     run(p)
 
 
-def count_open_memory() -> int:
-    """Return how many open files of this process are memory that ranks share."""
+def count_shared_memory() -> int:
+    """Return how many open files of this process are memory that ranks share. A mapping has one too."""
+    gc.collect()
     return sum("emberline-ranks" in str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.exists())
 
 
@@ -192,9 +195,21 @@ def rank_pid(engine: Engine) -> int:
     return pid
 
 
-def test_ranks_in_processes_and_their_deaths_during_a_transfer(tmp_path: Path, start_engine: StartEngine) -> None:
+def run_until_failure(engine: Engine) -> str:
+    """Return why the engine failed. (pytest.raises would keep the traceback, which refers to the engine.)"""
+    try:
+        run(engine)
+    except EngineFailed as error:
+        return error.message
+    raise AssertionError("the engine did not fail")
+
+
+def test_ranks_in_processes_and_their_deaths_during_a_transfer(
+    tmp_path: Path, start_engine: StartEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     WRITERS["llama"](tmp_path)
-    num_open = count_open_memory()
+    caplog.set_level(logging.CRITICAL)  # logged errors have tracebacks, which would refer to the engines
+    num_shared = count_shared_memory()
     expected = run(start_engine(), ask())
     p = boot(make_config(tmp_path, "p", tp=2)).engine
     d = boot(make_config(tmp_path, "d", pp=2, kv_checksums=True)).engine
@@ -206,8 +221,7 @@ def test_ranks_in_processes_and_their_deaths_during_a_transfer(tmp_path: Path, s
     d.add(replace(ask("again"), source=first_ticket(p, ask("again"))))
     d.step()
     os.kill(pids[0], signal.SIGKILL)
-    with pytest.raises(EngineFailed, match=r"rank 1 of 2 .* was killed by signal 9"):
-        run(p)
+    assert run_until_failure(p) == "rank 1 of 2 (stage 0, tensor rank 1) was killed by signal 9"
     p.close()
     assert run(d) == expected, "the rest of the prompt is computed"
     assert d.stats().transfer.recomputed == 1  # type: ignore[union-attr]
@@ -217,13 +231,13 @@ def test_ranks_in_processes_and_their_deaths_during_a_transfer(tmp_path: Path, s
     d.add(replace(ask("last"), source=first_ticket(whole, ask("last"))))
     d.step()
     os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(EngineFailed, match=r"rank 0 of 2 .* was killed by signal 9"):
-        run(d, background=whole)
+    assert run_until_failure(d) == "rank 0 of 2 (stage 0, tensor rank 0) was killed by signal 9"
     d.close()
     run(whole)
     wait_until_freed(whole)  # the receiver's connections are closed, so the lease expires
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert count_open_memory() == num_open
+    del p, d
+    assert count_shared_memory() <= num_shared
 
 
 def test_what_ranks_cannot_exchange_is_refused(tmp_path: Path, start_engine: StartEngine) -> None:

@@ -88,9 +88,8 @@ class GroupRegion(Region):
 
     def scatter(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview) -> None:
         if not self._steps.wait_until_finished(self._awaited_steps, STEP_TIMEOUT_S):
-            raise TransferTimeout(
-                f"the engine's ranks ended, or did not finish a step within {STEP_TIMEOUT_S:g} s; no KV blocks are received"
-            )
+            message = f"a step did not end within {STEP_TIMEOUT_S:g} s, or the ranks have ended"
+            raise TransferTimeout(f"received KV blocks cannot be written: {message}")
         for wire, memory, index in self._iter_parts(piece, blocks, wire_layout, data, includes_copies=True):
             memory[index] = wire
 
