@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
+
+from engine_runs import run_engine
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
+from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.ranks.boot import check_same_model, make_engine, plan_caches, share_caches
 from emberline.engine.ranks.group_memory import GroupMemory
@@ -17,14 +22,23 @@ from emberline.engine.ranks.rank_loop import compute_step
 from emberline.engine.ranks.rank_part import RankPart
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.hub.checkpoint import Checkpoint
-from emberline.kernels.comm.thread_group import ThreadCommunicator, ThreadGroup
+from emberline.kernels.comm.communicator import Communicator
+from emberline.kernels.comm.gloo import GlooGroup
+from emberline.kernels.comm.thread_group import ThreadGroup
 from emberline.models.config import ModelConfig
 
 
 class ThreadRanks:
     """The other ranks of an engine, as threads."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, *, over_gloo: bool = False, max_blocks: tuple[int, int] | None = None
+    ) -> None:
+        """`over_gloo`: whether the threads exchange tensors as processes do.
+
+        `max_blocks`: of the KV cache, for the first group of layers, and for each other group; None: no limit but that
+        of the settings."""
+        self._store_fd = os.memfd_create("rendezvous") if over_gloo else None
         self.layout = Layout.of(config.parallel)
         self._groups: dict[str, ThreadGroup] = {}
         self._lock = threading.Lock()
@@ -35,7 +49,10 @@ class ThreadRanks:
         described = {rank: part.describe() for rank, part in enumerate(parts)}
         check_same_model(described, self.layout)
         self.leader = parts[self.layout.leader]
-        self.sizes = plan_caches(config, self.leader, described.values(), None)
+        num_blocks, num_slots = plan_caches(config, self.leader, described.values(), None)
+        if max_blocks is not None:
+            num_blocks = min(num_blocks, max_blocks[0] + max_blocks[1] * (len(self.leader.groups.windows) - 1))
+        self.sizes = num_blocks, num_slots
         model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
         self.memory = GroupMemory.create(self.layout.num_ranks)
         self.caches = share_caches(config, self.memory, self.layout, model, self.leader, self.sizes[0])
@@ -45,13 +62,15 @@ class ThreadRanks:
             self._pool.submit(self._run, queue, parts[rank]) for rank, queue in self._queues.items()
         ]
 
-    def _connect(self, name: str, rank: int, size: int) -> ThreadCommunicator:
+    def _connect(self, name: str, rank: int, size: int) -> Communicator:
+        if self._store_fd is not None:
+            return GlooGroup(self._store_fd, name, rank, size, connect_timeout_s=20.0, timeout_s=20.0)
         with self._lock:
             group = self._groups.setdefault(name, ThreadGroup(size))
         return group.communicators[rank]
 
     def _run(self, queue: SimpleQueue[bytes | None], part: RankPart) -> None:
-        decoder = WorkDecoder()
+        decoder = WorkDecoder(self.layout.pp)
         try:
             while (message := queue.get()) is not None:
                 compute_step(part, decoder, message)
@@ -85,8 +104,19 @@ class ThreadRanks:
             run.result()
         self._pool.shutdown()
         self.memory.close()
+        if self._store_fd is not None:
+            os.close(self._store_fd)
 
 
-def make_thread_engine(config: EngineConfig) -> Engine:
-    ranks = ThreadRanks(config)
+def make_thread_engine(config: EngineConfig, **options: Any) -> Engine:
+    """`options`: of ThreadRanks."""
+    ranks = ThreadRanks(config, **options)
     return make_engine(config, ranks, ranks.leader, ranks.sizes[1], ranks.caches)
+
+
+def run_threads(config: EngineConfig, pending: list[Submission], **layout: int) -> dict[str, list[int]]:
+    """Return the tokens of an engine in this layout, by id."""
+    engine = make_thread_engine(config.with_settings(**layout))
+    tokens = run_engine(engine, pending, steps_between=1)
+    engine.close()
+    return tokens

@@ -247,9 +247,15 @@ def test_what_ranks_cannot_exchange_is_refused(tmp_path: Path, start_engine: Sta
     assert caught.value.param == "kv_mooncake"
     WRITERS["delta-dense"](tmp_path)
     model = ModelConfig.from_checkpoint(Checkpoint.open(tmp_path))
-    with pytest.raises(InvalidRequest, match="recurrent layers, whose states several ranks cannot exchange") as caught:
-        check_transfer(config, model)
-    assert caught.value.param == "transfer"
+    plain = ModelConfig.from_hf(tiny.config("llama"))
+    for settings, read_model, obstacle in (
+        ({}, model, "the model has recurrent layers"),
+        ({"nodes": 2, "master": "127.0.0.1:9000"}, plain, "they are on several nodes"),
+        ({"dp_attention": True}, plain, "dp_attention is set"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"cannot exchange KV blocks .* if {obstacle}") as caught:
+            check_transfer(make_config(tmp_path, "p", tp=2, **settings), read_model)
+        assert caught.value.param == "transfer"
     optional = make_config(tmp_path, tp=2, transfer=TransferConfig("b", required=False))
     check_transfer(optional, model)
     engine = start_engine(transfer=optional.transfer, tp=2)  # a worker with --role both runs without the exchange

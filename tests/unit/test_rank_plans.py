@@ -19,7 +19,7 @@ from emberline.kernels.comm.communicator import RankLost
 
 def normalise(item: WorkItem) -> tuple[object, ...]:
     tables = [list(table) for table in item.window_blocks]
-    fields = item.samples, item.prompt_logprobs, item.num_draft, item.state, tables
+    fields = item.samples, item.prompt_logprobs, item.num_draft, item.state, tables, item.home
     return item.start, list(item.tokens), list(item.blocks), *fields
 
 
@@ -35,7 +35,7 @@ class RandomWork:
         pick = self.random
         for _ in range(pick.randrange(3)):
             self.count += 1
-            self.open[f"r{self.count}"] = WorkItem(f"r{self.count}", 0, (), [], samples=False)
+            self.open[f"r{self.count}"] = WorkItem(f"r{self.count}", 0, (), [], samples=False, home=pick.randrange(3))
         for name in list(self.open):
             if pick.random() < 0.1:
                 del self.open[name]
@@ -48,7 +48,7 @@ class RandomWork:
         pick = self.random
         blocks = list(item.blocks)
         if pick.random() < 0.1:
-            item.preemptions, blocks = item.preemptions + 1, []
+            item.preemptions, blocks, item.home = item.preemptions + 1, [], pick.randrange(3)
         item.start += len(item.tokens)
         item.tokens = [pick.randrange(1 << 17) for _ in range(pick.choice((1, 1, 1, 5)))]
         item.blocks = [*blocks, *(pick.randrange(1 << 20) for _ in range(pick.randrange(3)))]
@@ -58,16 +58,29 @@ class RandomWork:
         item.window_blocks = pick.choice(((), ([0, 0, 7], [5]), ([0], [0])))
 
 
+@pytest.mark.parametrize("num_plans", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(8))
-def test_decoded_work_equals_encoded_work(seed: int) -> None:
-    source, encoder, decoders = RandomWork(seed), WorkEncoder(), [WorkDecoder(), WorkDecoder()]
+def test_decoded_work_equals_encoded_work(seed: int, num_plans: int) -> None:
+    source, encoder, decoders = RandomWork(seed), WorkEncoder(num_plans), [WorkDecoder(num_plans) for _ in range(2)]
     for _ in range(40):
         work = source.next_step()
         message = encoder.encode(work, [1, 2])
         for decoder in decoders:
-            found, cleared = decoder.decode(message)
-            assert [normalise(item) for item in found] == [normalise(item) for item in work]
-            assert cleared == [1, 2]
+            found = decoder.decode(message)
+            assert found.cleared == [1, 2]
+            assert [normalise(item) for item in found.fill_items()] == [normalise(item) for item in work]
+
+
+def test_requests_of_alternating_steps_are_encoded_once() -> None:
+    """With two stages, the requests of one step continue in the step after the next."""
+    halves = [[WorkItem(f"{half}-{i}", 50, (7,), list(range(900)), samples=True) for i in range(4)] for half in "ab"]
+    encoder, decoder = WorkEncoder(2), WorkDecoder(2)
+    sizes = []
+    for step in range(6):
+        work = halves[step % 2]
+        sizes.append(len(message := encoder.encode(work)))
+        assert [normalise(item) for item in decoder.decode(message).fill_items()] == [normalise(item) for item in work]
+    assert min(sizes[:2]) > 4 * 900 and max(sizes[2:]) < 100
 
 
 class Ring:

@@ -17,10 +17,13 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ep: int = 1  # parts of a stage's ranks among which whole experts are divided
+    nodes: int = 1  # machines
+    dp_attention: bool = False  # whether ranks attend to different requests, with all heads
+    stage_layers: tuple[int, ...] = ()  # number of layers of each stage; empty: about the same number of weights
 
     @staticmethod
     def of(config: ParallelConfig) -> Layout:
-        return Layout(config.tp, config.pp, config.ep)
+        return Layout(config.tp, config.pp, config.ep, config.nodes, config.dp_attention, config.stage_layers)
 
     @property
     def num_ranks(self) -> int:
@@ -36,23 +39,50 @@ class Layout:
         """The ranks that have processes of their own."""
         return [rank for rank in range(self.num_ranks) if rank != self.leader]
 
+    def node_of(self, rank: int) -> int:
+        """Return the machine of a rank. node 0 has the last stages, and so the leader; the last one has stage 0."""
+        stage, tensor_rank = divmod(rank, self.tp)
+        return ((self.pp - 1 - stage) * self.tp + tensor_rank) // self.ranks_per_node
+
+    def ranks_of(self, node: int) -> list[int]:
+        return [rank for rank in range(self.num_ranks) if self.node_of(rank) == node]
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.nodes
+
     def stage(self, rank: int, config: ModelConfig) -> Stage:
-        """Return the rank's stage of a model."""
-        return Stage.of(config, rank // self.tp, self.pp)
+        """Return the rank's stage of a model. Raises InvalidRequest if the model cannot be divided so."""
+        return Stage.of(config, rank // self.tp, self.pp, self.stage_layers)
 
     def shard(self, rank: int) -> Shard:
-        return Shard(rank % self.tp, self.tp, self.ep)
+        return Shard(rank % self.tp, self.tp, self.ep, divides_attention=not self.dp_attention)
 
     def describe(self, rank: int) -> str:
         """Return the rank's number and place for error messages, such as `rank 1 of 4 (stage 0, tensor rank 1)`."""
-        return f"rank {rank} of {self.num_ranks} (stage {rank // self.tp}, tensor rank {rank % self.tp})"
+        node = f", node {self.node_of(rank)}" if self.nodes > 1 else ""
+        return f"rank {rank} of {self.num_ranks} (stage {rank // self.tp}, tensor rank {rank % self.tp}{node})"
+
+    def describe_node(self, node: int) -> str:
+        """Return the node's number and ranks for error messages, such as `node 1 (ranks 0, 1 of 4)`."""
+        ranks = self.ranks_of(node)
+        return f"node {node} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.num_ranks})"
 
     @property
     def numerics_name(self) -> str:
         """The ranks for Numerics; empty if they compute the same bits as one rank: stages do, sums of ranks do not."""
         if self.tp == 1:
             return ""
-        return f"tp{self.tp}" + (f"-ep{self.ep}" if self.ep > 1 else "")
+        return f"tp{self.tp}{self._suffix}"
+
+    @property
+    def num_caches(self) -> int:
+        """Ranks with KV caches for requests of their own; 1: all have parts of one cache."""
+        return self.tp if self.dp_attention else 1
+
+    @property
+    def _suffix(self) -> str:
+        return (f"-ep{self.ep}" if self.ep > 1 else "") + ("-dp-attention" if self.dp_attention else "")
 
     def __str__(self) -> str:
-        return f"tp{self.tp}-pp{self.pp}" + (f"-ep{self.ep}" if self.ep > 1 else "")
+        return f"tp{self.tp}-pp{self.pp}" + self._suffix

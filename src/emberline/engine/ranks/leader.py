@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -56,7 +57,7 @@ class GroupExecutor:
 
     def __init__(self, group: FollowerGroup, own: WorkExecutor, steps: StepCounter) -> None:
         self._group, self.own, self._steps = group, own, steps
-        self._encoder = WorkEncoder()
+        self._encoder = WorkEncoder(group.layout.pp)
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
 
     def clear(self, blocks: Sequence[int]) -> None:
@@ -130,9 +131,14 @@ class LeaderRunner(TorchRunner):
         """`steps`: counts the steps that the ranks start and finish."""
         executor = executor or GroupExecutor(group, part.executor, steps)
         super().__init__(part.model, part.cache, eos, make_compiler, groups=part.groups, executor=executor)
-        self.num_state_slots = num_state_slots
+        self.num_state_slots, self.num_caches = num_state_slots, group.layout.num_caches
         self.layout = f"{self.layout}/{group.layout}"
         self.ranks, self._part, self._steps = group, part, steps
+
+    def _admit_requests(self, plan: StepPlan) -> tuple[list[WorkItem], dict[str, str]]:
+        """Return the work, sorted by the ranks that compute it, because the rows of logits are."""
+        work, failed = super()._admit_requests(plan)
+        return sorted(work, key=attrgetter("home")), failed
 
     def check_ranks(self) -> None:
         """Raise EngineFailed if a rank was lost."""

@@ -21,20 +21,18 @@ from emberline.engine.ranks.control import (
     StartRank,
     digest_settings,
 )
-from emberline.engine.ranks.group import LOST_PEER_STATUS
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.heartbeat import HeartbeatThread
 from emberline.engine.ranks.plan_ring import PlanReader
 from emberline.engine.ranks.rank_part import RankPart, connect_processes
+from emberline.engine.ranks.rank_processes import LOST_PEER_STATUS
 from emberline.engine.ranks.shared_caches import map_cache
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
 
 
-def run_rank_process(
-    memory: GroupMemory, heartbeat: HeartbeatThread, control_fd: int, notice_fd: int, store_fd: int
-) -> int:
+def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd: int, notice_fd: int) -> int:
     """Take part in the group until it ends, and return the exit status of the process."""
     heartbeat.progress_counter = ops.progress_count
     leader = ControlSocket(socket.socket(fileno=control_fd))
@@ -44,7 +42,7 @@ def run_rank_process(
         leader.send(RankStarted(__version__, digest_settings(start.config, start.layout)))
         if not isinstance(leader.receive(), ConnectRanks):
             return 1
-        part = RankPart.load(start.config, start.layout, start.rank, partial(connect_processes, store_fd))
+        part = RankPart.load(start.config, start.layout, start.rank, partial(connect_processes, start.rendezvous))
         leader.send(part.describe())
         if not isinstance(sizes := leader.receive(), AllocateCaches):
             return 1
@@ -55,7 +53,7 @@ def run_rank_process(
         gc.freeze()  # objects of the start are permanent
         gc.enable()
         leader.send(RankReady())
-        reader, decoder = PlanReader(memory, start.rank, notice_fd), WorkDecoder()
+        reader, decoder = PlanReader(memory, start.rank, notice_fd), WorkDecoder(start.layout.pp)
         while (message := reader.receive()) is not None:
             compute_step(part, decoder, message)
     except RankLost:
@@ -72,6 +70,6 @@ def run_rank_process(
 
 def compute_step(part: RankPart, decoder: WorkDecoder, message: bytes) -> None:
     """Compute this rank's part of a step. `message`: from the leader's WorkEncoder."""
-    work, cleared = decoder.decode(message)
-    part.executor.clear(cleared)
-    part.executor.compute(work)
+    step = decoder.decode(message)
+    part.executor.clear(step.cleared)
+    part.executor.compute(step.requests, columns=step.columns)

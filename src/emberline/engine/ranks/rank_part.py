@@ -16,11 +16,13 @@ from emberline.engine.group_choice import choose_groups
 from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.ranks.control import RankLoaded
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.own_work import OwnWorkExecutor
 from emberline.engine.work_executor import ForwardModel, WorkExecutor
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import Communicator
 from emberline.kernels.comm.gloo import GlooGroup
+from emberline.kernels.comm.rendezvous import Rendezvous
 from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.tiers.copier import HostBlockCopier
 from emberline.kv.transfer.layout import KVLayout
@@ -58,15 +60,14 @@ class RankPart:
         self._state_shape = replace(shape, layers=num_layers) if shape is not None and num_layers else None
         self._forward_model: ForwardModel = model
         self._connections: list[Communicator] = []
+        self._attending: Communicator | None = None  # of ranks that attend to different requests
 
     @staticmethod
     def load(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> RankPart:
         """Connect to the other ranks and load this rank's part of the model.
 
         Raises RankLost if a rank does not connect, EmberlineError if settings or model are not usable."""
-        threads = config.threads or max(1, core_count() // layout.num_ranks)
-        backend = ops.start_backend(threads=threads)
-        torch.set_num_threads(1 if backend.library else threads)
+        start_rank_backend(config, layout)
         checkpoint = Checkpoint.open(Path(config.model))
         stage, shard = layout.stage(rank, ModelConfig.from_checkpoint(checkpoint)), layout.shard(rank)
         stages = connect(f"stages-{shard.rank}", stage.index, layout.pp) if layout.pp > 1 else None
@@ -75,6 +76,7 @@ class RankPart:
         model = load_checkpoint(checkpoint, config.dtype, config.requested_context, form, stage, shard, shards)
         part = RankPart(model, stage.layers, config)
         part._connections = [each for each in (stages, shards) if each is not None]
+        part._attending = shards if layout.dp_attention else None
         if stages is not None:
             part._forward_model = PipelineModel(model, stage, stages)
         if config.transfer is not None and stage.is_last and shards is not None:
@@ -108,7 +110,8 @@ class RankPart:
         states = None if self._state_shape is None else StateCache(self._state_shape, num_slots)
         # With several ranks, states are not copied to tiers or other engines. A rank may have states and no blocks.
         copier = HostBlockCopier(self.cache)
-        self.executor = WorkExecutor(self._forward_model, self.cache, self._own_groups, states, copier)
+        args = self._forward_model, self.cache, self._own_groups, states, copier
+        self.executor = WorkExecutor(*args) if self._attending is None else OwnWorkExecutor(self._attending, *args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,15 @@ class OrderedModel:
         return logits
 
 
-def connect_processes(store_fd: int, name: str, rank: int, size: int) -> Communicator:
-    """Return the connections of a group of processes. `store_fd`: of a file through which they find each other."""
+def start_rank_backend(config: EngineConfig, layout: Layout) -> int:
+    """Start the kernels with the number of threads of one rank, and return that number."""
+    threads = config.threads or max(1, core_count() // layout.ranks_per_node)
+    backend = ops.start_backend(threads=threads)
+    torch.set_num_threads(1 if backend.library else threads)
+    return threads
+
+
+def connect_processes(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Communicator:
+    """Return the connections of a group of processes."""
     timeouts = {"connect_timeout_s": CONNECT_TIMEOUT_S, "timeout_s": COLLECTIVE_TIMEOUT_S}
-    return GlooGroup(store_fd, name, rank, size, **timeouts)
+    return GlooGroup(rendezvous, name, rank, size, **timeouts)

@@ -16,15 +16,24 @@ def check_rank_settings(config: EngineConfig) -> None:
     parallel = config.parallel
     field = "tp" if parallel.tp > 1 else "pp"
     ranks = f"{parallel.num_ranks} ranks (tp {parallel.tp}, pp {parallel.pp})"
+    if parallel.node_rank:
+        message = f"node_rank is {parallel.node_rank}, but only node 0 has an engine"
+        raise InvalidRequest(message, param="node_rank", hint="run emberline serve on the other nodes")
     if sys.platform != "linux":
         message = f"{field} is {getattr(parallel, field)}, but several ranks need Linux, and this is {sys.platform}"
         raise InvalidRequest(message, param=field, hint=f"drop --{field}")
-    if not config.threads and parallel.num_ranks > core_count():
+    num_local, where = parallel.num_ranks // parallel.nodes, " of each node" if parallel.nodes > 1 else ""
+    if not config.threads and num_local > core_count():
         raise InvalidRequest(
-            f"{ranks} need {parallel.num_ranks} cores, and this process may use {core_count()}",
+            f"{ranks} need {num_local} cores{where}, and this process may use {core_count()}",
             param=field,
             hint=f"lower --{field}, or set --threads 1 to let ranks share cores",
         )
+    if parallel.dp_attention:
+        check_dp_attention(config)
+    if parallel.collectives not in ("auto", "gloo"):
+        message = f"collectives is {parallel.collectives}, which connects GPUs, but these ranks compute on CPUs"
+        raise InvalidRequest(message, param="collectives", hint="drop --collectives, or use --device cuda")
     unsupported = {
         "kv_host_memory": config.tiers.kv_host_memory > 0,
         "kv_disk": config.tiers.kv_disk is not None,
@@ -38,6 +47,20 @@ def check_rank_settings(config: EngineConfig) -> None:
             raise InvalidRequest(f"the setting {name} does not work with {ranks} yet", param=name, hint=hint)
 
 
+def check_dp_attention(config: EngineConfig) -> None:
+    """Raise InvalidRequest for settings that do not work with requests that belong to one rank each."""
+    reasons = {
+        "kv_host_memory": (config.tiers.kv_host_memory > 0, "a KV tier"),
+        "kv_disk": (config.tiers.kv_disk is not None, "a KV tier"),
+        "kv_store": (config.tiers.kv_store is not None, "a KV tier"),
+        "speculate": (config.speculation.uses_draft_model, "a draft model"),
+    }
+    for name, (is_set, what) in reasons.items():
+        if is_set:
+            message = f"dp_attention is set, and {what} does not work with it yet"
+            raise InvalidRequest(message, param=name, hint=f"drop --{name.replace('_', '-')} or --dp-attention")
+
+
 def check_drafts(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InvalidRequest if drafts are asked for of a model with recurrent layers, whose ranks keep no draft rows."""
     if config.speculation.speculate != "off" and model.parts.attention.state is not None:
@@ -47,11 +70,20 @@ def check_drafts(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def check_transfer(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise InvalidRequest if KV blocks must be exchanged and the model has recurrent layers, whose states cannot."""
-    if config.transfer is not None and config.transfer.required and model.parts.attention.state is not None:
-        message = f"a {model.model_type} model has recurrent layers, whose states several ranks cannot exchange"
-        hint = "use --role both, or one rank"
-        raise InvalidRequest(f"{message} with other workers yet", param="transfer", hint=hint)
+    """Raise InvalidRequest if the engine must exchange KV blocks with others and its ranks cannot."""
+    if config.transfer is not None and config.transfer.required and (obstacle := transfer_obstacle(config, model)):
+        hint = "use --role both, which exchanges no KV blocks then, or one rank"
+        message = f"several ranks cannot exchange KV blocks with other workers yet if {obstacle}"
+        raise InvalidRequest(message, param="transfer", hint=hint)
+
+
+def transfer_obstacle(config: EngineConfig, model: ModelConfig) -> str:
+    """Return why the ranks cannot exchange KV blocks with other engines; empty: they can."""
+    if config.parallel.nodes > 1:
+        return "they are on several nodes, which share no memory"
+    if config.parallel.dp_attention:
+        return "dp_attention is set"
+    return "the model has recurrent layers" if model.parts.attention.state is not None else ""
 
 
 def possible_tensor_ranks(config: ModelConfig, max_ranks: int) -> list[int]:

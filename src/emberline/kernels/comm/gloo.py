@@ -1,9 +1,12 @@
-"""GlooGroup: exchanges tensors between processes through torch's gloo backend, in main memory."""
+"""GlooGroup: exchanges tensors between processes through torch's gloo backend, in main memory.
+
+Tensors on a GPU are copied to main memory and back, and every call waits for the current stream. That is slow: it is
+for tests of several ranks on one GPU, and for GPUs that can neither access each other's memory nor use NCCL."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -13,28 +16,33 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from emberline.kernels.comm.communicator import RankLost
+from emberline.kernels.comm.communicator import Communicator, RankLost
+from emberline.kernels.comm.rendezvous import Rendezvous
+
+ABORT_TAG = 1  # of a message that no rank sends
 
 
-class GlooGroup:
-    """A Communicator over TCP connections between all ranks of a group, on one machine."""
+class GlooGroup(Communicator):
+    """A Communicator over TCP connections between all ranks of a group."""
+
+    can_capture = False
 
     def __init__(
-        self, store_fd: int, name: str, rank: int, size: int, *, connect_timeout_s: float, timeout_s: float
+        self, rendezvous: Rendezvous, name: str, rank: int, size: int, *, connect_timeout_s: float, timeout_s: float
     ) -> None:
         """Connect to the other ranks, and wait for them up to `connect_timeout_s`. Raises RankLost.
 
-        `store_fd`: descriptor of a file that all ranks can write. Groups with different names may share it.
+        `rendezvous`: where the ranks find each other. Groups with different names may share it.
         `timeout_s`: the deadline of every later call.
         """
         self.rank, self.size, self._name = rank, size, name
         self._group: Any = None
         # torch opens the file by its path again when the group is freed: if its descriptor were closed before, the path
         # might name another file. So the group has a descriptor of its own.
-        self._store_fd = os.dup(store_fd)
+        self._rendezvous: Rendezvous | None = rendezvous.duplicate()
         options = distributed.ProcessGroupGloo._Options()
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=connect_timeout_s)
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=rendezvous.address)]
+        self._connect_timeout = options._timeout = timedelta(seconds=connect_timeout_s)
         options._threads = 1
         self._timeout = timedelta(seconds=timeout_s)
         self._gather_options, self._exchange_options = AllgatherOptions(), AllToAllOptions()
@@ -46,53 +54,74 @@ class GlooGroup:
             raise
 
     def _connect(self, options: Any) -> Any:
-        store = distributed.PrefixStore(self._name, distributed.FileStore(f"/proc/self/fd/{self._store_fd}"))
-        store.set_timeout(options._timeout)
+        assert self._rendezvous is not None
+        store = distributed.PrefixStore(self._name, self._rendezvous.open_store(options._timeout))
         try:
             return distributed.ProcessGroupGloo(store, self.rank, self.size, options)
         finally:
             del store  # an error that is raised here must not keep it
+
+    def open_store(self, name: str) -> Any:
+        """Return a store of torch that the ranks share while this group is open, to connect them in another way."""
+        assert self._rendezvous is not None
+        return distributed.PrefixStore(f"{self._name}/{name}", self._rendezvous.open_store(self._connect_timeout))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         parts = self._gather(x)
         total = parts[0].to(torch.float32, copy=True)
         for part in parts[1:]:
             total += part
-        return total.to(x.dtype)
+        return total.to(x.dtype).to(x.device)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self._gather(x), dim=-1)
+        return torch.cat(self._gather(x), dim=-1).to(x.device)
 
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         assert len(x) == sum(send_counts), f"{len(x)} rows, counts {send_counts}"
-        received = x.new_empty(sum(receive_counts), *x.shape[1:])
+        received = _empty_on_host(x, sum(receive_counts), *x.shape[1:])
         row_bytes = x.element_size() * math.prod(x.shape[1:])
         sent, sizes = (
-            _as_bytes(x.contiguous()),
+            _as_bytes(_copy_to_host(x)),
             ([row_bytes * n for n in counts] for counts in (receive_counts, send_counts)),
         )
         call = partial(self._group.alltoall_base, _as_bytes(received), sent, *sizes, self._exchange_options)
         self._guard(lambda: call().wait())
-        return received
+        return received.to(x.device)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x.copy_(self._gather(x)[source])
 
     def send(self, x: Tensor, to: int) -> None:
-        self._guard(lambda: self._group.send([_as_bytes(x)], to, 0).wait(self._timeout))
+        sent = _as_bytes(_copy_to_host(x))
+        self._guard(lambda: self._group.send([sent], to, 0).wait(self._timeout))
 
     def receive(self, x: Tensor, source: int) -> None:
-        self._guard(lambda: self._group.recv([_as_bytes(x)], source, 0).wait(self._timeout))
+        received = _empty_on_host(x, *x.shape) if x.is_cuda else x
+        self._guard(lambda: self._group.recv([_as_bytes(received)], source, 0).wait(self._timeout))
+        if x.is_cuda:
+            x.copy_(received)
+
+    def abort(self) -> None:
+        """End all calls that wait, and all later ones, with RankLost. Any thread may call this method.
+
+        gloo closes all connections of a group if one of its calls is not finished in time, so this makes one."""
+        if (group := self._group) is not None:
+            with contextlib.suppress(RuntimeError):
+                received = torch.empty(1, dtype=torch.uint8)
+                group.recv([received], (self.rank + 1) % self.size, ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Close the connections. A second call does nothing."""
         self._group = None  # frees it
-        if self._store_fd >= 0:
-            os.close(self._store_fd)
-            self._store_fd = -1
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
 
     def __del__(self) -> None:
         self.close()
 
     def _gather(self, x: Tensor) -> list[Tensor]:
-        x = x.contiguous()
+        x = _copy_to_host(x)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         outputs, inputs = [[_as_bytes(part) for part in parts]], [_as_bytes(x)]
         self._guard(lambda: self._group.allgather(outputs, inputs, self._gather_options).wait())
@@ -103,6 +132,16 @@ class GlooGroup:
             return call()
         except RuntimeError as error:  # torch's DistBackendError is one too
             raise RankLost(f"group {self._name}, rank {self.rank} of {self.size}: {error}") from error
+
+
+def _copy_to_host(x: Tensor) -> Tensor:
+    """Return x as a contiguous tensor in main memory."""
+    return _empty_on_host(x, *x.shape).copy_(x) if x.is_cuda else x.contiguous()
+
+
+def _empty_on_host(x: Tensor, *shape: int) -> Tensor:
+    """Return memory for a tensor like x; for one on a GPU it is pinned, so that copies are fast."""
+    return torch.empty(shape, dtype=x.dtype, pin_memory=x.is_cuda)
 
 
 def _as_bytes(x: Tensor) -> Tensor:

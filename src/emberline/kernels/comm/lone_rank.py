@@ -10,9 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from emberline.kernels.comm.communicator import Communicator
 
-class LoneRank:
+
+class LoneRank(Communicator):
     """A Communicator whose calls return at once."""
+
+    can_capture = True
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -29,10 +33,16 @@ class LoneRank:
         count = sum(receive_counts)
         return x[torch.arange(count, device=x.device) % len(x)] if len(x) else x.new_zeros(count, *x.shape[1:])
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x
+
     def send(self, x: Tensor, to: int) -> None:
         pass
 
     def receive(self, x: Tensor, source: int) -> None:
+        pass
+
+    def abort(self) -> None:
         pass
 
     def close(self) -> None:

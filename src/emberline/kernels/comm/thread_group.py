@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from emberline.kernels.comm.communicator import RankLost
+from emberline.kernels.comm.communicator import Communicator, RankLost
 
 Result = TypeVar("Result")
 
@@ -89,8 +89,10 @@ class ThreadGroup:
             raise RankLost(f"rank {source} sent nothing to rank {to} within {self.deadline_s} s") from None
 
 
-class ThreadCommunicator:
+class ThreadCommunicator(Communicator):
     """A Communicator of a ThreadGroup."""
+
+    can_capture = False
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank, self.size = rank, group.size
@@ -116,11 +118,17 @@ class ThreadCommunicator:
         parts = [each.split(sizes) for each, sizes in zip(self._exchange(x, row), counts, strict=True)]
         return torch.cat([each[self.rank] for each in parts])
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x.copy_(self._exchange(x, f"broadcast of {tuple(x.shape)} {x.dtype}")[source])
+
     def send(self, x: Tensor, to: int) -> None:
         self._group.send(self.rank, to, x.clone())
 
     def receive(self, x: Tensor, source: int) -> None:
         x.copy_(self._group.receive(source, self.rank))
+
+    def abort(self) -> None:
+        self._group.abort()
 
     def close(self) -> None:
         self._group.abort()
