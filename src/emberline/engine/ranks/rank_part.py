@@ -17,6 +17,7 @@ from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.ranks.control import RankLoaded
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.own_work import OwnWorkExecutor
+from emberline.engine.ranks.settings import transfer_obstacle
 from emberline.engine.work_executor import ForwardModel, WorkExecutor
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
@@ -69,7 +70,8 @@ class RankPart:
         Raises RankLost if a rank does not connect, EmberlineError if settings or model are not usable."""
         start_rank_backend(config, layout)
         checkpoint = Checkpoint.open(Path(config.model))
-        stage, shard = layout.stage(rank, ModelConfig.from_checkpoint(checkpoint)), layout.shard(rank)
+        whole = ModelConfig.from_checkpoint(checkpoint)
+        stage, shard = layout.stage(rank, whole), layout.shard(rank)
         stages = connect(f"stages-{shard.rank}", stage.index, layout.pp) if layout.pp > 1 else None
         shards = connect(f"shards-{stage.index}", shard.rank, layout.tp) if layout.tp > 1 else None
         form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
@@ -79,7 +81,8 @@ class RankPart:
         part._attending = shards if layout.dp_attention else None
         if stages is not None:
             part._forward_model = PipelineModel(model, stage, stages)
-        if config.transfer is not None and stage.is_last and shards is not None:
+        exchanges_blocks = config.transfer is not None and not transfer_obstacle(config, whole)
+        if exchanges_blocks and stage.is_last and shards is not None:
             part._forward_model = OrderedModel(part._forward_model, shards)
         return part
 
