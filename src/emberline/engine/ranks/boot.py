@@ -91,7 +91,8 @@ def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngi
         kv_bytes = group.limit_kv_bytes(default_kv_bytes or free_memory() // 2, parts)
         num_blocks, num_slots = plan_caches(config, part, parts.values(), kv_bytes)
         caches = share_caches(config, group.memory, layout, model, part, num_blocks)
-        group.send(AllocateCaches(num_blocks, num_slots, {} if caches is None else caches.offsets))
+        offsets = {} if caches is None else caches.offsets
+        group.send(AllocateCaches(num_blocks, num_slots, cache_offsets=offsets))
         part.allocate(num_blocks, num_slots, None if caches is None else caches.regions[layout.leader])
         group.wait_for(RankReady)
         group.is_ready = True
