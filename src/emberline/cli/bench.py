@@ -57,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     bench_speculation.add_arguments(kinds.add_parser("speculation", help="Compare methods of speculative decoding."))
     bench_parallel.add_parsers(kinds)
-    )
     bench_exact.add_arguments(kinds.add_parser("exact", help="Count the tokens that drafts change; cost of --exact."))
     _add_router_arguments(kinds.add_parser("router", help="Measure the time that the router adds, with fake workers."))
     _add_routing_arguments(kinds.add_parser("routing", help="Compare routing policies on a simulated cluster."))

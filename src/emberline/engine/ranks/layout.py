@@ -76,10 +76,12 @@ class Layout:
         ranks = self.ranks_of(node)
         return f"node {node} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.num_ranks})"
 
-    def device_name(self, device: str) -> str:
-        """Return the device of this engine for Numerics: stages compute the same bits as one rank, sums do not."""
-        tensor_ranks = f"-tp{self.tp}" if self.tp > 1 else ""
-        return device + tensor_ranks + self._suffix
+    @property
+    def numerics_name(self) -> str:
+        """The ranks for Numerics; empty if they compute the same bits as one rank: stages do, sums of ranks do not."""
+        if self.tp == 1:
+            return ""
+        return f"tp{self.tp}{self._suffix}"
 
     @property
     def num_caches(self) -> int:

@@ -20,6 +20,7 @@ from emberline.engine.ranks.rank_part import RankPart
 from emberline.engine.ranks.work_codec import WorkEncoder
 from emberline.engine.runner import TorchRunner
 from emberline.engine.work_executor import StepExecutor, WorkExecutor
+from emberline.kv.transfer.group_region import StepCounter
 from emberline.models.forward import HiddenCapture
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ class FollowerGroup(Protocol):
 class GroupExecutor:
     """Computes steps on all ranks: publishes the work, then computes the leader's part."""
 
-    def __init__(self, group: FollowerGroup, own: WorkExecutor) -> None:
-        self._group, self.own = group, own
+    def __init__(self, group: FollowerGroup, own: WorkExecutor, steps: StepCounter) -> None:
+        self._group, self.own, self._steps = group, own, steps
         self._encoder = WorkEncoder(group.layout.pp)
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
 
@@ -78,6 +79,7 @@ class GroupExecutor:
         self._group.check()
         self._cleared += cleared
         if work:
+            self._steps.start_step()
             with ending_group(self._group):
                 self._group.publish(self._encoder.encode(work, self._cleared))
             self._cleared = []
@@ -87,6 +89,7 @@ class GroupExecutor:
         with ending_group(self._group):
             logits = self.own.compute(work)
         self._group.finish_step()
+        self._steps.finish_step()
         return logits
 
     def run_on_all(self, message: bytes, run_own: Callable[[], bool]) -> bool:
@@ -135,13 +138,15 @@ class LeaderRunner(TorchRunner):
         eos: frozenset[int],
         make_compiler: Callable[[], GrammarCompiler],
         num_state_slots: int,
+        steps: StepCounter,
         executor: StepExecutor | None = None,
     ) -> None:
-        executor = executor or GroupExecutor(group, part.executor)
+        """`steps`: counts the steps that the ranks start and finish."""
+        executor = executor or GroupExecutor(group, part.executor, steps)
         super().__init__(part.model, part.cache, eos, make_compiler, groups=part.groups, executor=executor)
         self.num_state_slots, self.num_caches = num_state_slots, group.layout.num_caches
         self.layout = f"{self.layout}/{group.layout}"
-        self.ranks, self._part = group, part
+        self.ranks, self._part, self._steps = group, part, steps
         self.experts = LeaderExperts(part.model, group.layout)
 
     def _admit_requests(self, plan: StepPlan) -> tuple[list[WorkItem], dict[str, str]]:
@@ -177,6 +182,7 @@ class LeaderRunner(TorchRunner):
 
     def close(self) -> None:
         """End the other ranks and close the connections to them."""
+        self._steps.close()
         self.ranks.close()
         self._part.close()
 
@@ -194,10 +200,11 @@ class PipelineLeaderRunner(LeaderRunner):
         eos: frozenset[int],
         make_compiler: Callable[[], GrammarCompiler],
         num_state_slots: int,
+        steps: StepCounter,
     ) -> None:
-        self._group_executor = GroupExecutor(group, part.executor)
+        self._group_executor = GroupExecutor(group, part.executor, steps)
         published = PublishedExecutor(self._group_executor)
-        super().__init__(group, part, eos, make_compiler, num_state_slots, published)
+        super().__init__(group, part, eos, make_compiler, num_state_slots, steps, published)
         self.max_in_flight = group.layout.pp
         self._unfinished: list[StepPlan] = []  # plans that were launched, in order
         self._refused: set[str] = set()  # requests that cannot be sampled; a plan may have more of their prompt
