@@ -16,7 +16,6 @@ from emberline.kernels.weight_unpacker import UnpackStream
 from emberline.models.attention import Attention, PositionTables
 from emberline.models.config import ModelConfig
 from emberline.models.delta_net import DeltaNet
-from emberline.models.expert_dispatch import ExpertDispatch
 from emberline.models.ffn import BiasedFeedForward, FeedForward
 from emberline.models.forward import ForwardBatch
 from emberline.models.fused_layer import FusedLayer
@@ -158,10 +157,10 @@ class DecoderModel:
         )
 
     @property
-    def expert_dispatches(self) -> list[ExpertDispatch]:
-        """The dispatch of each layer whose rows are sent to the ranks that have their experts."""
-        networks = [layer.ffn for layer in self.layers if isinstance(layer.ffn, SparseFeedForward)]
-        return [network.dispatch for network in networks if network.dispatch is not None]
+    def dispatching_layers(self) -> dict[int, SparseFeedForward]:
+        """The networks whose rows are sent to the ranks that have their experts, by layer."""
+        networks = {i: each.ffn for i, each in enumerate(self.layers) if isinstance(each.ffn, SparseFeedForward)}
+        return {layer: network for layer, network in networks.items() if network.dispatch is not None}
 
     @property
     def device(self) -> torch.device:

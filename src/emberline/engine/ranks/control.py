@@ -51,6 +51,7 @@ class AllocateCaches(msgspec.Struct, tag=True):
     # On GPUs: kernels of matrix products that the leader has measured. All ranks must choose the same ones, because
     # other kernels round differently: ranks must not choose different experts for a token.
     products: list[tuple[int, int, int, str, int]] = []
+    cache_offsets: dict[int, int] = {}  # by rank: the place of its KV cache in the group's memory; empty: in its own
 
 
 class RankReady(msgspec.Struct, tag=True):
@@ -124,7 +125,8 @@ class ControlSocket:
 
 def digest_settings(config: EngineConfig, layout: Layout) -> str:
     """Return a hash of the settings, which all ranks of a group must have in common."""
-    shared = list_shared_settings(config), layout
+    received = msgspec.convert(msgspec.to_builtins(config), EngineConfig)  # as a rank has it: 5 s as 5.0
+    shared = list_shared_settings(received), layout
     encoded = msgspec.msgpack.encode(shared, order="deterministic")  # the order of a set differs by process
     return hashlib.sha256(encoded).hexdigest()[:16]
 

@@ -20,10 +20,10 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.control import RankLoaded, RankMessage, StartRank, decode_rank_message
-from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS
+from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS, GroupMemory
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.node_listener import NodeLink
+from emberline.engine.ranks.node_listener import NodeLauncher, NodeLink
 from emberline.engine.ranks.node_messages import FromRank, NodeBeat, RankEnded
 from emberline.engine.ranks.plan_ring import PlanWriter
 from emberline.engine.ranks.rank_part import connect_processes
@@ -59,13 +59,20 @@ class Follower:
 
 
 class RankGroup:
-    def __init__(self, config: EngineConfig, layout: Layout, command: tuple[str, ...] = RANK_COMMAND) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: Layout,
+        command: tuple[str, ...] = RANK_COMMAND,
+        launcher: NodeLauncher | None = None,
+    ) -> None:
         """Start the processes. The caller must call `close`.
 
-        With several nodes, wait for the others first. Raises EmberlineError if one of them does not join."""
-        self.layout = layout
+        With several nodes, wait for the others first. Raises EmberlineError if one of them does not join. `launcher`:
+        what started them, which `close` closes too."""
+        self.layout, self._launcher = layout, launcher
         self._timeout_s = config.parallel.rank_timeout
-        self._nodes = RemoteNodes(config, layout) if layout.nodes > 1 else None
+        self._nodes = RemoteNodes(config, layout, launcher) if layout.nodes > 1 else None
         self._store_fd = os.memfd_create("emberline-rendezvous", os.MFD_CLOEXEC)
         self.rendezvous = Rendezvous(self._store_fd) if self._nodes is None else self._nodes.rendezvous
         self._processes = RankProcesses(layout.num_ranks, command)
@@ -174,6 +181,11 @@ class RankGroup:
         return kv_bytes
 
     @property
+    def memory(self) -> GroupMemory:
+        """The memory that the ranks of this node share."""
+        return self._memory
+
+    @property
     def pids(self) -> dict[int, int]:
         """Process ids of the ranks on this node, without the leader's."""
         return {rank: child.process.pid for rank, child in self._processes.children.items()}
@@ -190,6 +202,8 @@ class RankGroup:
         os.close(self._store_fd)
         if self._nodes is not None:
             self._nodes.close(error or self._failure)
+        if self._launcher is not None:
+            self._launcher.close()
 
     # -- for the watching thread --------------------------------------------------------------------------------------
 
