@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from emberline.kernels.comm.communicator import gather_bytes
-from emberline.kernels.comm.thread_group import ThreadGroup
+from emberline.kernels.comm.thread_group import ThreadCommunicator, ThreadGroup
 from emberline.kernels.comm.thresholds import prefers_two_shot
 from emberline.kernels.cuda import collectives, nvrtc
 
@@ -118,15 +118,15 @@ def test_calls_that_are_made_of_others() -> None:
     parts = [torch.tensor([[256.0, 1.0]]), torch.tensor([[0.5, 2.0]])]
     weight = torch.tensor([2.0, 1.0])
 
-    def run_rank(comm: object) -> tuple[list[float], ...]:
-        rank = comm.rank  # type: ignore[attr-defined]
+    def run_rank(comm: ThreadCommunicator) -> tuple[list[float], ...]:
+        rank = comm.rank
         x = torch.full((1, 2), 1.0).bfloat16()
-        added = comm.all_reduce_add(x, parts[rank].bfloat16())  # type: ignore[attr-defined]
+        added = comm.all_reduce_add(x, parts[rank].bfloat16())
         assert added is x
         y = torch.full((1, 2), 1.0)
-        normed = comm.all_reduce_add_norm(y, parts[rank].clone(), weight, 0.0)  # type: ignore[attr-defined]
+        normed = comm.all_reduce_add_norm(y, parts[rank].clone(), weight, 0.0)
         scale = float(y.square().mean().rsqrt())
         assert normed.tolist() == [pytest.approx([y[0, 0].item() * scale * 2, y[0, 1].item() * scale])]
-        return (x[0].tolist(), comm.broadcast(torch.tensor([rank + 5, 1]), 1).tolist())  # type: ignore[attr-defined]
+        return (x[0].tolist(), comm.broadcast(torch.tensor([rank + 5, 1]), 1).tolist())
 
     assert ThreadGroup(2).run(run_rank) == [([256.0, 4.0], [6, 1])] * 2  # 256.5 and 257 are rounded to 256
