@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.engine.engine import Engine
-from emberline.engine.ranks.boot import check_same_model, make_engine, plan_caches
+from emberline.engine.ranks.boot import check_same_model, make_engine, make_shared_host_tier, plan_caches
+from emberline.engine.ranks.copy_codec import is_copies
+from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.rank_loop import compute_step
+from emberline.engine.ranks.rank_loop import compute_step, make_copies
 from emberline.engine.ranks.rank_part import RankPart
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.kernels.comm.thread_group import ThreadCommunicator, ThreadGroup
@@ -32,10 +35,14 @@ class ThreadRanks:
         check_same_model(described, self.layout)
         self.leader = parts[self.layout.leader]
         self.sizes = plan_caches(config, self.leader, described.values(), None)
+        self.memory = GroupMemory.create(self.layout.num_ranks)
+        self.host, self.buffers = make_shared_host_tier(config, self.memory, self.leader)
         for part in parts:
             part.allocate(*self.sizes)
+        self._num_copied = dict.fromkeys(self.layout.followers, 0)
+        self._num_finished = 0
         self._runs: list[Future[None]] = [
-            self._pool.submit(self._run, queue, parts[rank]) for rank, queue in self._queues.items()
+            self._pool.submit(self._run, queue, parts[rank], rank) for rank, queue in self._queues.items()
         ]
 
     def _connect(self, name: str, rank: int, size: int) -> ThreadCommunicator:
@@ -43,11 +50,15 @@ class ThreadRanks:
             group = self._groups.setdefault(name, ThreadGroup(size))
         return group.communicators[rank]
 
-    def _run(self, queue: SimpleQueue[bytes | None], part: RankPart) -> None:
+    def _run(self, queue: SimpleQueue[bytes | None], part: RankPart, rank: int) -> None:
         decoder = WorkDecoder()
         try:
             while (message := queue.get()) is not None:
-                compute_step(part, decoder, message)
+                if is_copies(message):
+                    make_copies(part, self.buffers, message)
+                    self._num_copied[rank] += 1
+                else:
+                    compute_step(part, decoder, message)
         except BaseException:
             for group in self._groups.values():
                 group.abort()
@@ -56,6 +67,15 @@ class ThreadRanks:
     def publish(self, plan: bytes) -> None:
         for queue in self._queues.values():
             queue.put(plan)
+
+    def publish_copies(self, copies: bytes) -> None:
+        self.publish(copies)
+
+    def finish_copies(self) -> None:
+        self._num_finished += 1
+        while min(self._num_copied.values()) < self._num_finished:
+            assert not any(run.done() for run in self._runs), "a rank has ended"
+            time.sleep(0.0001)
 
     def finish_step(self) -> None:
         """Nothing measures the time of a step."""
@@ -77,8 +97,9 @@ class ThreadRanks:
         for run in self._runs:
             run.result()
         self._pool.shutdown()
+        self.memory.close()
 
 
 def make_thread_engine(config: EngineConfig) -> Engine:
     ranks = ThreadRanks(config)
-    return make_engine(config, ranks, ranks.leader, ranks.sizes[1])
+    return make_engine(config, ranks, ranks.leader, ranks.sizes[1], ranks.host, ranks.buffers)

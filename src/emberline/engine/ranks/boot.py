@@ -14,9 +14,12 @@ from emberline.core.freememory import free_memory
 from emberline.engine.boot import (
     LoadedEngine,
     check_cpu_settings,
+    check_host_memory,
     dtype_name,
     full_context,
     make_grammar_compiler,
+    make_host_tier,
+    make_tiers,
     max_kv_tokens,
     numerics_of,
 )
@@ -31,6 +34,8 @@ from emberline.engine.ranks.control import (
     digest_settings,
 )
 from emberline.engine.ranks.group import RankGroup
+from emberline.engine.ranks.group_memory import GroupMemory
+from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup, LeaderRunner, PipelineLeaderRunner
 from emberline.engine.ranks.rank_part import RankPart
@@ -40,6 +45,7 @@ from emberline.engine.state_plan import count_state_slots
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
+from emberline.kv.tiers.host import HostTier
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import stored_weight_format
 from emberline.models.weight_form import choose_weight_form
@@ -51,6 +57,7 @@ def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngi
     `default_kv_bytes`: size of all ranks' KV caches together, if the config sets none; None: half of the free memory.
     """
     check_cpu_settings(config)
+    check_host_memory(config)
     check_rank_settings(config)
     began = time.perf_counter()
     layout = Layout.of(config.parallel)
@@ -71,11 +78,12 @@ def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngi
         check_same_model(parts, layout)
         loaded = time.perf_counter()
         num_blocks, num_slots = plan_caches(config, part, parts.values(), default_kv_bytes)
-        group.send(AllocateCaches(num_blocks, num_slots))
+        host, buffers = make_shared_host_tier(config, group.memory, part)
+        group.send(AllocateCaches(num_blocks, num_slots, None if buffers is None else buffers.area))
         part.allocate(num_blocks, num_slots)
         group.wait_for(RankReady)
         group.is_ready = True
-        engine = make_engine(config, group, part, num_slots)
+        engine = make_engine(config, group, part, num_slots, host, buffers)
     except BaseException:
         group.close()
         raise
@@ -114,7 +122,8 @@ def plan_caches(
 
     `kv_memory` is the memory of each rank. Raises ModelError if it is too small for a rank's part."""
     parts = list(parts)
-    memory_bytes = config.kv_cache.kv_memory or (default_kv_bytes or free_memory() // 2) // len(parts)
+    total_bytes = default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2
+    memory_bytes = config.kv_cache.kv_memory or total_bytes // len(parts)
     num_slots = min(
         (count_state_slots(p.slot_bytes, memory_bytes, config.scheduler.max_running) for p in parts if p.slot_bytes),
         default=0,
@@ -131,14 +140,42 @@ def plan_caches(
     return min(fitting, most), num_slots
 
 
-def make_engine(config: EngineConfig, group: FollowerGroup, part: RankPart, num_slots: int) -> Engine:
-    """Return the engine of a group. `part`: the leader's. `num_slots`: for recurrent states, on every rank."""
+def make_shared_host_tier(
+    config: EngineConfig, memory: GroupMemory, part: RankPart
+) -> tuple[HostTier | None, HostBuffers | None]:
+    """Return the host tier, whose buffers are in the group's memory, and the buffers; None: there are no tiers."""
+    if not config.tiers.has_tiers:
+        return None, None
+    made: list[HostBuffers] = []
+
+    def allocate(buffer_bytes: int, count: int) -> memoryview:
+        made.append(HostBuffers.allocate(memory, buffer_bytes, count))
+        return made[0].memory
+
+    host = make_host_tier(config, part.share.whole, part.share.pages_per_slot, allocate)
+    return host, made[0]
+
+
+def make_engine(
+    config: EngineConfig,
+    group: FollowerGroup,
+    part: RankPart,
+    num_slots: int,
+    host: HostTier | None = None,
+    buffers: HostBuffers | None = None,
+) -> Engine:
+    """Return the engine of a group. `part`: the leader's. `num_slots`: for recurrent states, on every rank.
+
+    `host`, `buffers`: from `make_shared_host_tier`."""
     model = part.model.config
     make_compiler = partial(make_grammar_compiler, Path(config.model), model)
     runner_class = PipelineLeaderRunner if group.layout.pp > 1 else LeaderRunner
-    runner = runner_class(group, part, frozenset(model.eos), make_compiler, num_slots)
-    drafter = make_drafter(config.speculation, lambda: ops.current_backend().library)
-    return Engine(config.scheduler.for_model(part.model.context), runner, drafter=drafter)
+    runner = runner_class(group, part, frozenset(model.eos), make_compiler, num_slots, buffers)
+    tiers, library, share = None, ops.current_backend().library, part.share
+    if host is not None:
+        tiers = make_tiers(config, runner.layout, share.whole, library, host, share.pages_per_slot)
+    drafter = make_drafter(config.speculation, lambda: library)
+    return Engine(config.scheduler.for_model(part.model.context), runner, tiers=tiers, drafter=drafter)
 
 
 def _summarise_rank(layout: Layout, rank: int, part: RankLoaded, num_blocks: int, num_slots: int) -> RankSummary:

@@ -39,9 +39,22 @@ class RankLoaded(msgspec.Struct, tag=True):
     slot_bytes: int  # of this rank's part of a request's recurrent states
 
 
+class BufferArea(msgspec.Struct, frozen=True):
+    """The place of the host tier's buffers in the group's memory."""
+
+    offset: int  # in bytes
+    buffer_bytes: int
+    count: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffer_bytes * self.count
+
+
 class AllocateCaches(msgspec.Struct, tag=True):
     num_blocks: int
     num_slots: int
+    host_buffers: BufferArea | None = None  # None: there are no KV tiers
 
 
 class RankReady(msgspec.Struct, tag=True):

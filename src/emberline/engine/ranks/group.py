@@ -24,7 +24,7 @@ from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.engine.engine_child import STDERR_FD
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.control import ControlSocket, RankMessage, StartRank
-from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS, GroupMemory
+from emberline.engine.ranks.group_memory import HEARTBEAT, NUM_COPIED, PROGRESS, GroupMemory
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.plan_ring import PlanWriter
 from emberline.engine.ranks.rank_part import connect_processes
@@ -37,6 +37,7 @@ START_TIMEOUT_S = 60.0  # without a heartbeat while a rank starts: imports may b
 STALL_TIMEOUT_S = 120.0  # without progress of any rank in a step; the same as for an engine on one rank
 REAP_TIMEOUT_S = 5.0  # for killed processes to end
 EXPLAIN_TIMEOUT_S = 2.0  # for finding the rank that was lost after a collective failed
+COPY_POLL_S = 0.00005
 LOST_PEER_STATUS = 3  # exit status of a rank that lost its connection to another
 
 MessageT = TypeVar("MessageT", bound=RankMessage)
@@ -60,14 +61,15 @@ class RankGroup:
         self.layout = layout
         self._timeout_s = config.parallel.rank_timeout
         self.store_fd = os.memfd_create("emberline-rendezvous", os.MFD_CLOEXEC)
-        self._memory = GroupMemory.create(layout.num_ranks)
+        self.memory = GroupMemory.create(layout.num_ranks)
         self._followers: dict[int, Follower] = {}
         self._failure: EmberlineError | None = None
         self._is_lost, self._is_closing, self._has_spawned = (threading.Event() for _ in range(3))
         self.is_ready = False  # whether all ranks wait for plans
         self._notice_fds: dict[int, int] = {}
         self._lost_peer: str | None = None  # a rank that ended because it lost another
-        self._num_running = 0  # steps that were published and are not finished
+        self._num_running = 0  # steps and copies that were published and are not finished
+        self._num_copies = 0  # messages with copies that are finished
         self._stalled_s, self._last_counts = 0.0, dict[int, int]()  # time without progress in these steps
         # The operating system kills the processes when the thread that started them ends. So the watching thread starts
         # them, which runs as long as the group exists.
@@ -75,7 +77,7 @@ class RankGroup:
         self._watcher = threading.Thread(target=self._watch, args=args, name="ranks", daemon=True)
         self._watcher.start()
         self._has_spawned.wait()
-        self._writer = PlanWriter(self._memory, self._notice_fds, timeout_s=BOOT_TIMEOUT_S, check=self.check)
+        self._writer = PlanWriter(self.memory, self._notice_fds, timeout_s=BOOT_TIMEOUT_S, check=self.check)
 
     # -- for the leader's thread --------------------------------------------------------------------------------------
 
@@ -128,6 +130,19 @@ class RankGroup:
     def finish_step(self) -> None:
         self._num_running -= 1
 
+    def publish_copies(self, copies: bytes) -> None:
+        """Send copies to all ranks. Raises RankLost. They are made when `finish_copies` returns."""
+        self._num_running += 1
+        self._writer.publish(copies)
+
+    def finish_copies(self) -> None:
+        """Wait until all ranks have made the oldest copies for which this was not called yet. Raises EngineFailed."""
+        self._num_copies += 1
+        while any(self.memory.get(rank, NUM_COPIED) < self._num_copies for rank in self._followers):
+            self.check()
+            time.sleep(COPY_POLL_S)
+        self._num_running -= 1
+
     def check(self) -> None:
         """Raise an error if a rank is lost."""
         if self._failure is not None:
@@ -142,7 +157,7 @@ class RankGroup:
 
     def progress_count(self) -> int:
         """Return a number that grows while other ranks compute."""
-        return sum(self._memory.get(rank, PROGRESS) for rank in self._followers)
+        return sum(self.memory.get(rank, PROGRESS) for rank in self._followers)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -158,7 +173,7 @@ class RankGroup:
         for follower in self._followers.values():
             follower.control.connection.close()
         self._writer.close()
-        self._memory.close()
+        self.memory.close()
         os.close(self.store_fd)
 
     # -- for the watching thread --------------------------------------------------------------------------------------
@@ -194,7 +209,7 @@ class RankGroup:
     def _spawn(self, command: tuple[str, ...], rank: int) -> Follower:
         ours, theirs = socket.socketpair()
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-        fds = theirs.fileno(), self._memory.fd, read_fd, self.store_fd
+        fds = theirs.fileno(), self.memory.fd, read_fd, self.store_fd
         try:
             process = subprocess.Popen(
                 [*command, str(self.layout.num_ranks), str(rank), *map(str, fds)],
@@ -244,7 +259,7 @@ class RankGroup:
         The clock also advances while the machine or this process is stopped, so longer times do not count."""
         limit = self._timeout_s if self.is_ready else max(START_TIMEOUT_S, self._timeout_s)
         for follower in self._followers.values():
-            beat = self._memory.get(follower.rank, HEARTBEAT)
+            beat = self.memory.get(follower.rank, HEARTBEAT)
             follower.silent_s = follower.silent_s + seconds if beat == follower.last_beat else 0.0
             follower.last_beat = beat
             if follower.silent_s > limit:
@@ -252,7 +267,7 @@ class RankGroup:
 
     def _find_stall(self, seconds: float) -> None:
         """Fail if no rank makes progress while a step is running, for example because a kernel hangs."""
-        counts = {rank: self._memory.get(rank, PROGRESS) for rank in self._followers}
+        counts = {rank: self.memory.get(rank, PROGRESS) for rank in self._followers}
         counts[self.layout.leader] = ops.progress_count()
         has_moved = counts != self._last_counts or not self._num_running
         self._stalled_s, self._last_counts = 0.0 if has_moved else self._stalled_s + seconds, counts

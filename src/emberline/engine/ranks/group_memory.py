@@ -1,4 +1,4 @@
-"""GroupMemory: memory that the ranks of an engine share, for plans and heartbeats.
+"""GroupMemory: memory that the ranks of an engine share, for plans, heartbeats and, if needed, KV blocks.
 
 It is anonymous, so it is freed when the processes end, even by kill -9. This module does not import torch.
 """
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 PLAN_BYTES = 4 << 20  # capacity for plans that some rank has not read yet
 WORDS_PER_RANK = 16  # two cache lines, so that ranks do not write to the same one
-READ_POSITION, HEARTBEAT, PROGRESS = range(3)  # indexes of a rank's words
+READ_POSITION, HEARTBEAT, PROGRESS, NUM_COPIED = range(4)  # indexes of a rank's words
 
 
 class GroupMemory:
@@ -36,6 +36,16 @@ class GroupMemory:
 
     def set(self, rank: int, word: int, value: int) -> None:
         self._words[rank, word] = value
+
+    def extend(self, num_bytes: int) -> int:
+        """Add memory, which is zero, and return its offset. Only the leader calls this."""
+        offset = -(-os.fstat(self.fd).st_size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        os.ftruncate(self.fd, offset + num_bytes)
+        return offset
+
+    def map(self, offset: int, num_bytes: int) -> mmap.mmap:
+        """Return added memory at an offset from `extend`."""
+        return mmap.mmap(self.fd, num_bytes, offset=offset)
 
     def close(self) -> None:
         """Close the file descriptor. The mapping lasts as long as the object."""

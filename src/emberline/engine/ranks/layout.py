@@ -47,10 +47,16 @@ class Layout:
         """Return the rank's number and place for error messages, such as `rank 1 of 4 (stage 0, tensor rank 1)`."""
         return f"rank {rank} of {self.num_ranks} (stage {rank // self.tp}, tensor rank {rank % self.tp})"
 
+    @property
+    def rounding_name(self) -> str:
+        """A text that differs for layouts that round differently; empty: as one rank.
+
+        Stages compute the same bits as one rank. Tensor ranks add numbers in another order."""
+        return "-".join(f"{name}{count}" for name, count in (("tp", self.tp), ("ep", self.ep)) if count > 1)
+
     def device_name(self, device: str) -> str:
-        """Return the device of this engine for Numerics: stages compute the same bits as one rank, sums do not."""
-        tensor_ranks = f"-tp{self.tp}" if self.tp > 1 else ""
-        return device + tensor_ranks + (f"-ep{self.ep}" if self.ep > 1 else "")
+        """Return the device of this engine for Numerics."""
+        return "-".join(filter(None, (device, self.rounding_name)))
 
     def __str__(self) -> str:
         return f"tp{self.tp}-pp{self.pp}" + (f"-ep{self.ep}" if self.ep > 1 else "")

@@ -20,12 +20,14 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import Communicator
 from emberline.kernels.comm.gloo import GlooGroup
+from emberline.kv.block_part import BlockPart, StatePart, own_state_layers
 from emberline.kv.cache import KVCache, StateCache
-from emberline.kv.tiers.copier import HostBlockCopier
+from emberline.kv.tiers.part_copier import PartBlockCopier, RankShare
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.loader import load_checkpoint
 from emberline.models.pipeline import PipelineModel
+from emberline.models.shard import Shard
 from emberline.models.weight_form import choose_weight_form
 
 CONNECT_TIMEOUT_S = 30.0  # between ranks that have all started
@@ -39,8 +41,10 @@ class RankPart:
     executor: WorkExecutor  # set by `allocate`
     cache: KVCache
 
-    def __init__(self, model: DecoderModel, layers: range, config: EngineConfig) -> None:
-        """`model`: loaded for this rank, with these layers."""
+    def __init__(
+        self, model: DecoderModel, layers: range, config: EngineConfig, shard: Shard, whole: ModelConfig
+    ) -> None:
+        """`model`: loaded for this rank, with these layers and this shard. `whole`: of the whole model."""
         self.model, parts = model, model.config.parts
         self.groups = choose_groups(model.config.windows, model.context, parts.attention.state_layers)
         self._own_groups = self.groups.of_layers(layers)
@@ -50,10 +54,22 @@ class RankPart:
             choose_kv_dtype(config.kv_cache.kv_dtype, model.dtype),
             self._own_groups,
         )
+        self.share = self._share_of(layers, shard, whole)
         shape, num_layers = make_state_shape(model.config), len(set(layers) & set(parts.attention.state_layers))
         self._state_shape = replace(shape, layers=num_layers) if shape is not None and num_layers else None
         self._forward_model: ForwardModel = model
         self._connections: list[Communicator] = []
+
+    def _share_of(self, layers: range, shard: Shard, whole: ModelConfig) -> RankShare:
+        """Return what this rank has of the blocks and states of the whole model."""
+        heads, is_first = shard.divide(whole.kv_heads), shard.is_first_of(whole.kv_heads)
+        blocks = BlockPart.of_rank(self.groups, layers, heads, is_first=is_first)
+        shape = replace(self._kv_shape, layers=self.groups.block_layers, kv_heads=whole.kv_heads)
+        state_shape, state_layers = make_state_shape(whole), own_state_layers(self.groups, layers)
+        if state_shape is None:
+            return RankShare(blocks, shape)
+        states = StatePart.of_rank(state_shape, state_layers, shard.rank, shard.world_size)
+        return RankShare(blocks, shape, states, state_shape.slot_bytes)
 
     @staticmethod
     def load(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> RankPart:
@@ -64,12 +80,13 @@ class RankPart:
         backend = ops.start_backend(threads=threads)
         torch.set_num_threads(1 if backend.library else threads)
         checkpoint = Checkpoint.open(Path(config.model))
-        stage, shard = layout.stage(rank, ModelConfig.from_checkpoint(checkpoint)), layout.shard(rank)
+        whole = ModelConfig.from_checkpoint(checkpoint)
+        stage, shard = layout.stage(rank, whole), layout.shard(rank)
         stages = connect(f"stages-{shard.rank}", stage.index, layout.pp) if layout.pp > 1 else None
         shards = connect(f"shards-{stage.index}", shard.rank, layout.tp) if layout.tp > 1 else None
         form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
         model = load_checkpoint(checkpoint, config.dtype, config.requested_context, form, stage, shard, shards)
-        part = RankPart(model, stage.layers, config)
+        part = RankPart(model, stage.layers, config, shard, whole)
         part._connections = [each for each in (stages, shards) if each is not None]
         if stages is not None:
             part._forward_model = PipelineModel(model, stage, stages)
@@ -93,8 +110,7 @@ class RankPart:
         """Allocate this rank's part of the KV cache, and of `num_slots` slots for recurrent states."""
         self.cache = KVCache(self._kv_shape, num_blocks)
         states = None if self._state_shape is None else StateCache(self._state_shape, num_slots)
-        # With several ranks, states are not copied to tiers or other engines. A rank may have states and no blocks.
-        copier = HostBlockCopier(self.cache)
+        copier = PartBlockCopier(self.cache, self.share, states)
         self.executor = WorkExecutor(self._forward_model, self.cache, self._own_groups, states, copier)
 
 

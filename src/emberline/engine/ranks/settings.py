@@ -26,9 +26,6 @@ def check_rank_settings(config: EngineConfig) -> None:
             hint=f"lower --{field}, or set --threads 1 to let ranks share cores",
         )
     unsupported = {
-        "kv_host_memory": config.tiers.kv_host_memory > 0,
-        "kv_disk": config.tiers.kv_disk is not None,
-        "kv_store": config.tiers.kv_store is not None,
         "speculate": config.speculation.uses_draft_model or (parallel.pp > 1 and config.speculation.speculate != "off"),
         "transfer": config.transfer is not None and config.transfer.required,
     }
