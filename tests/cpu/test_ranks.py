@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,13 +195,19 @@ def run_peer(store_fd: int, rank: int) -> None:
     group = GlooGroup(store_fd, "pair", rank, 2, connect_timeout_s=10.0, timeout_s=0.3)
     assert group.all_gather(torch.full((1, 2), rank, dtype=torch.bfloat16)).tolist() == [[0.0, 0.0, 1.0, 1.0]]
     assert group.all_reduce(torch.tensor([0.5 + rank])).tolist() == [2.0]
+    rows = torch.arange(6, dtype=torch.bfloat16).view(3, 2) + 10 * rank
+    sent, received = ([1, 2], [1, 0]) if rank == 0 else ([0, 3], [2, 3])
+    expected = [[0, 1]] if rank == 0 else [[2, 3], [4, 5], [10, 11], [12, 13], [14, 15]]
+    assert group.all_to_all(rows, sent, received).tolist() == expected
+    assert group.all_to_all(rows[:0], [0, 0], [0, 0]).shape == (0, 2)
     x = torch.tensor([3.0 * rank])
     if rank:
         group.send(x, 0)
         return
     group.receive(x, 1)
     assert x.tolist() == [3.0]
-    for call in (lambda: group.receive(x, 1), lambda: group.all_reduce(x)):  # rank 1 makes no more calls
+    exchange = partial(group.all_to_all, x, [0, 1], [0, 1])
+    for call in (lambda: group.receive(x, 1), lambda: group.all_reduce(x), exchange):  # rank 1 makes no more calls
         with pytest.raises(RankLost, match="group pair, rank 0 of 2"):
             call()
 

@@ -37,6 +37,29 @@ def test_sums_are_computed_in_float32() -> None:
     assert float(found) == 260.0
 
 
+def test_rows_are_exchanged() -> None:
+    sent = [[1, 0, 2], [0, 0, 0], [3, 1, 1]]  # by source, to each rank
+
+    def run(comm: ThreadCommunicator) -> list[list[float]]:
+        x = torch.arange(2.0 * sum(sent[comm.rank])).view(-1, 2) + 100 * comm.rank
+        found = comm.all_to_all(x, sent[comm.rank], [each[comm.rank] for each in sent])
+        x.zero_()
+        return found.tolist()
+
+    first, second, third = ThreadGroup(3).run(run)
+    assert first == [[0, 1], [200, 201], [202, 203], [204, 205]]
+    assert second == [[206, 207]] and third == [[2, 3], [4, 5], [208, 209]]
+
+
+def test_ranks_with_other_counts_are_lost() -> None:
+    def run(comm: ThreadCommunicator) -> None:
+        own = r"rank 1 expects \[1, 2\] rows of the ranks, which send \[1, 1\]"
+        with pytest.raises(RankLost, match=own if comm.rank else "had ended|, or ended"):
+            comm.all_to_all(torch.ones(2), [1, 1], [1, 1 + comm.rank])
+
+    ThreadGroup(2).run(run)
+
+
 def test_messages() -> None:
     def run(comm: ThreadCommunicator) -> float:
         x = torch.full((2,), float(comm.rank))

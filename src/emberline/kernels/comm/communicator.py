@@ -6,6 +6,7 @@ take part, the call raises RankLost on the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -29,6 +30,13 @@ class Communicator(Protocol):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the ranks' x, which have the same shape, concatenated by their last dimension."""
+        ...
+
+    def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Send rows of x to each rank, and return the rows that the ranks send to this one, in the order of the ranks.
+
+        The first `send_counts[0]` rows go to rank 0, and so on. `receive_counts`: how many rows each rank sends here.
+        Rows have the same shape and dtype on all ranks; counts may be 0."""
         ...
 
     def send(self, x: Tensor, to: int) -> None: ...

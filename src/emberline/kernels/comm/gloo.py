@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from emberline.kernels.comm.communicator import RankLost
 
@@ -34,8 +36,9 @@ class GlooGroup:
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=connect_timeout_s)
         options._threads = 1
-        self._timeout, self._gather_options = timedelta(seconds=timeout_s), AllgatherOptions()
-        self._gather_options.timeout = self._timeout
+        self._timeout = timedelta(seconds=timeout_s)
+        self._gather_options, self._exchange_options = AllgatherOptions(), AllToAllOptions()
+        self._gather_options.timeout = self._exchange_options.timeout = self._timeout
         try:
             self._group = self._guard(lambda: self._connect(options))
         except RankLost:
@@ -59,6 +62,18 @@ class GlooGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._gather(x), dim=-1)
+
+    def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        assert len(x) == sum(send_counts), f"{len(x)} rows, counts {send_counts}"
+        received = x.new_empty(sum(receive_counts), *x.shape[1:])
+        row_bytes = x.element_size() * math.prod(x.shape[1:])
+        sent, sizes = (
+            _as_bytes(x.contiguous()),
+            ([row_bytes * n for n in counts] for counts in (receive_counts, send_counts)),
+        )
+        call = partial(self._group.alltoall_base, _as_bytes(received), sent, *sizes, self._exchange_options)
+        self._guard(lambda: call().wait())
+        return received
 
     def send(self, x: Tensor, to: int) -> None:
         self._guard(lambda: self._group.send([_as_bytes(x)], to, 0).wait(self._timeout))

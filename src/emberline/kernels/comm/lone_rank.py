@@ -5,6 +5,8 @@ The results of the model are wrong, because the sums and parts of other ranks ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,11 @@ class LoneRank:
     def all_gather(self, x: Tensor) -> Tensor:
         """Return as many copies of x as there are ranks, so that the result has its size."""
         return torch.cat([x] * self.size, dim=-1)
+
+    def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Return rows of x, repeated until there are as many as the other ranks send."""
+        count = sum(receive_counts)
+        return x[torch.arange(count, device=x.device) % len(x)] if len(x) else x.new_zeros(count, *x.shape[1:])
 
     def send(self, x: Tensor, to: int) -> None:
         pass

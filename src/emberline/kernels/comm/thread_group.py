@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -97,14 +97,24 @@ class ThreadCommunicator:
         self._group, self._turn = group, 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        first, *others = self._exchange("all_reduce", x)
+        first, *others = self._exchange(x, f"all_reduce of {tuple(x.shape)} {x.dtype}")
         total = first.to(torch.float32, copy=True)
         for other in others:
             total += other
         return total.to(x.dtype)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self._exchange("all_gather", x), dim=-1)
+        return torch.cat(self._exchange(x, f"all_gather of {tuple(x.shape)} {x.dtype}"), dim=-1)
+
+    def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        assert len(x) == sum(send_counts), f"{len(x)} rows, counts {send_counts}"
+        counts = [each.tolist() for each in self._exchange(torch.tensor(send_counts), "all_to_all counts")]
+        if (sent := [each[self.rank] for each in counts]) != list(receive_counts):
+            self._group.abort()
+            raise RankLost(f"rank {self.rank} expects {list(receive_counts)} rows of the ranks, which send {sent}")
+        row = f"all_to_all of rows of {tuple(x.shape[1:])} {x.dtype}"
+        parts = [each.split(sizes) for each, sizes in zip(self._exchange(x, row), counts, strict=True)]
+        return torch.cat([each[self.rank] for each in parts])
 
     def send(self, x: Tensor, to: int) -> None:
         self._group.send(self.rank, to, x.clone())
@@ -115,9 +125,10 @@ class ThreadCommunicator:
     def close(self) -> None:
         self._group.abort()
 
-    def _exchange(self, call: str, x: Tensor) -> list[Tensor]:
+    def _exchange(self, x: Tensor, call: str) -> list[Tensor]:
+        """Return the tensors of all ranks. `call`: what must agree on all ranks."""
         self._turn += 1
-        return self._group.exchange(self.rank, self._turn, f"{call} of {tuple(x.shape)} {x.dtype}", x.clone())
+        return self._group.exchange(self.rank, self._turn, call, x.clone())
 
 
 def raise_first_cause(futures: list[Future[Result]]) -> None:
