@@ -23,7 +23,8 @@ from emberline.kernels.comm.thread_group import ThreadCommunicator, ThreadGroup
 class ThreadRanks:
     """The other ranks of an engine, as threads."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, num_blocks: int | None = None) -> None:
+        """`num_blocks`: of the KV cache; None: as many as fit into its memory."""
         self.layout = Layout.of(config.parallel)
         self._groups: dict[str, ThreadGroup] = {}
         self._lock = threading.Lock()
@@ -33,8 +34,10 @@ class ThreadRanks:
         parts = list(self._pool.map(lambda rank: RankPart.load(config, self.layout, rank, self._connect), ranks))
         described = {rank: part.describe() for rank, part in enumerate(parts)}
         check_same_model(described, self.layout)
+        self.parts = parts
         self.leader = parts[self.layout.leader]
-        self.sizes = plan_caches(config, self.leader, described.values(), None)
+        planned, num_slots = plan_caches(config, self.leader, described.values(), None)
+        self.sizes = num_blocks or planned, num_slots
         self.memory = GroupMemory.create(self.layout.num_ranks)
         self.host, self.buffers = make_shared_host_tier(config, self.memory, self.leader)
         for part in parts:
@@ -100,6 +103,6 @@ class ThreadRanks:
         self.memory.close()
 
 
-def make_thread_engine(config: EngineConfig) -> Engine:
-    ranks = ThreadRanks(config)
+def make_thread_engine(config: EngineConfig, num_blocks: int | None = None) -> Engine:
+    ranks = ThreadRanks(config, num_blocks)
     return make_engine(config, ranks, ranks.leader, ranks.sizes[1], ranks.host, ranks.buffers)

@@ -204,7 +204,6 @@ def test_stages_are_balanced() -> None:
         ({"pp": 2, "rank_timeout": 0.9}, "rank_timeout"),
         ({"pp": 2, "speculate": "ngram"}, "speculate"),
         ({"tp": 2, "speculate": "mtp"}, "speculate"),
-        ({"pp": 2, "kv_host_memory": 1 << 20}, "kv_host_memory"),
         ({"tp": 32, "threads": 0}, "tp"),
     ],
 )
