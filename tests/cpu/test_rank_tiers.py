@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import tiny_families
-from engine_runs import run_engine
 from rank_engines import ThreadRanks, make_thread_engine
 from rank_models import FULL, HEADS, SLIDING, WRITERS
 from tiny import write_tensors
@@ -29,10 +28,11 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 TP2, PP2, BOTH, TP4 = {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 4}  # the models have 2 KV heads
 GEMMA = tiny_families.gemma3(**HEADS | {"num_hidden_layers": 6}, layer_types=[SLIDING, SLIDING, FULL] * 2)
+Replies = dict[str, tuple[list[int], list[float]]]  # tokens and log-probabilities by request
 
 
 def submissions(length: int = 45) -> list[Submission]:
-    sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=0)
     prompts = [[3 + (7 * i + 5 * j + i * j) % 90 for j in range(length)] for i in range(3)]
     return [Submission(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
 
@@ -45,17 +45,34 @@ def build_config(directory: Path, name: str, **settings: Any) -> EngineConfig:
     return EngineConfig.build(str(directory), **SETTINGS | settings)
 
 
-def run_flushed(engine: Engine, length: int = 45) -> dict[str, list[int]]:
-    tokens = run_engine(engine, submissions(length))
-    assert engine.kv.tiers is not None and engine.kv.tiers.wait_until_written(10.0)
-    engine.kv.tiers.host.check_invariants()
-    assert engine.kv.tiers.host.num_pinned == 0
-    return tokens
+def run(engine: Engine, length: int = 45) -> Replies:
+    for submission in submissions(length):
+        engine.add(submission)
+    replies: Replies = {}
+    while not engine.idle:
+        for output in engine.step():
+            tokens, logprobs = replies.setdefault(output.id, ([], []))
+            tokens += output.tokens
+            logprobs += [each.logprob for each in output.logprobs]
+    engine.kv.check_invariants()
+    if (tiers := engine.kv.tiers) is not None:
+        assert tiers.wait_until_written(10.0)
+        tiers.host.check_invariants()
+        assert tiers.host.num_pinned == 0
+    return replies
+
+
+def assert_same(found: Replies, expected: Replies) -> None:
+    assert {name: tokens for name, (tokens, _) in found.items()} == {
+        name: tokens for name, (tokens, _) in expected.items()
+    }
+    for name, (_, logprobs) in found.items():
+        assert logprobs == pytest.approx(expected[name][1], abs=1e-4)
 
 
 CASES = [
     ("llama", TP2), ("llama", PP2), ("llama", BOTH), ("llama", TP4), ("gemma", PP2), ("gemma", BOTH),
-    ("deepseek_v3", TP2), ("deepseek_v3", PP2), ("delta-dense", TP2), ("delta-moe", BOTH),
+    ("deepseek_v3", TP2), ("deepseek_v3", PP2), ("delta-dense", TP4), ("delta-moe", BOTH),
 ]  # fmt: skip
 
 
@@ -65,24 +82,24 @@ def test_blocks_come_back_from_host_memory(name: str, layout: dict[str, int], tm
     # A snapshot of states is stored only for prefixes of at least 64 tokens. A cache has room for one or two requests.
     length, num_blocks = (77, 15) if name.startswith("delta") else (45, 22 if name == "gemma" else 9)
     config = build_config(tmp_path, name)
-    expected = run_engine(boot(config).engine, submissions(length))
+    expected = run(boot(config).engine, length)
     engine = make_thread_engine(config.with_settings(kv_host_memory=4 << 20, **layout), num_blocks)
     assert engine.groups.windows == ((0, 7, 7) if name == "gemma" else (0,))
     for _ in range(3):
-        assert run_flushed(engine, length) == expected
+        assert_same(run(engine, length), expected)
     host = engine.stats().tiers["host"]
     engine.close()
     assert host.hit_tokens >= 2 * 2 * (length // 8 * 8)
 
 
-def run_with_disk(config: EngineConfig, disk: Path, **layout: int) -> tuple[dict[str, list[int]], int]:
-    """Return the tokens of a new engine, and how many blocks it loaded from the disk."""
+def run_with_disk(config: EngineConfig, disk: Path, **layout: int) -> tuple[Replies, int]:
+    """Return the replies of a new engine, and how many blocks it loaded from the disk."""
     settings = {"kv_disk": str(disk), "kv_disk_size": 1 << 24, **layout}
     whole = config.with_settings(**settings)
     engine = make_thread_engine(whole) if layout else boot(whole).engine
-    tokens = run_flushed(engine)
+    replies = run(engine)
     engine.close()
-    return tokens, engine.stats().tiers["disk"].loaded_blocks
+    return replies, engine.stats().tiers["disk"].loaded_blocks
 
 
 def test_disk_keeps_whole_blocks(tmp_path: Path) -> None:
@@ -91,8 +108,10 @@ def test_disk_keeps_whole_blocks(tmp_path: Path) -> None:
     expected, loaded = run_with_disk(config, tmp_path / "disk")
     assert loaded == 0
     assert run_with_disk(config, tmp_path / "disk", pp=2) == (expected, 15)
-    assert run_with_disk(config, tmp_path / "disk", tp=2) == (expected, 0)
-    assert run_with_disk(config, tmp_path / "disk", tp=2, pp=2) == (expected, 15)
+    first, loaded = run_with_disk(config, tmp_path / "disk", tp=2)
+    assert loaded == 0
+    assert_same(first, expected)
+    assert run_with_disk(config, tmp_path / "disk", tp=2, pp=2) == (first, 15)
     assert run_with_disk(config, tmp_path / "staged", pp=2) == (expected, 0)
     assert run_with_disk(config, tmp_path / "staged") == (expected, 15)
 
@@ -116,6 +135,6 @@ def test_blocks_are_written_after_all_ranks_saved_them(
     runner = engine.runner
     assert isinstance(runner, LeaderRunner) and isinstance(runner.ranks, ThreadRanks)
     (slow,) = [part.executor.copier for part in runner.ranks.parts if part is not runner.ranks.leader]
-    expected = run_flushed(engine)
+    expected = run(engine)
     engine.close()
     assert run_with_disk(config, tmp_path / "disk", **layout) == (expected, 15)
