@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
+from typing import Any
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
@@ -17,14 +19,22 @@ from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.rank_loop import compute_step, make_copies
 from emberline.engine.ranks.rank_part import RankPart
 from emberline.engine.ranks.work_codec import WorkDecoder
-from emberline.kernels.comm.thread_group import ThreadCommunicator, ThreadGroup
+from emberline.kernels.comm.communicator import Communicator
+from emberline.kernels.comm.gloo import GlooGroup
+from emberline.kernels.comm.thread_group import ThreadGroup
 
 
 class ThreadRanks:
     """The other ranks of an engine, as threads."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int | None = None) -> None:
-        """`num_blocks`: of the KV cache; None: as many as fit into its memory."""
+    def __init__(
+        self, config: EngineConfig, *, over_gloo: bool = False, max_blocks: tuple[int, int] | None = None
+    ) -> None:
+        """`over_gloo`: whether the threads exchange tensors as processes do.
+
+        `max_blocks`: of the KV cache, for the first group of layers, and for each other group; None: no limit but that
+        of the settings."""
+        self._store_fd = os.memfd_create("rendezvous") if over_gloo else None
         self.layout = Layout.of(config.parallel)
         self._groups: dict[str, ThreadGroup] = {}
         self._lock = threading.Lock()
@@ -36,8 +46,10 @@ class ThreadRanks:
         check_same_model(described, self.layout)
         self.parts = parts
         self.leader = parts[self.layout.leader]
-        planned, num_slots = plan_caches(config, self.leader, described.values(), None)
-        self.sizes = num_blocks or planned, num_slots
+        num_blocks, num_slots = plan_caches(config, self.leader, described.values(), None)
+        if max_blocks is not None:
+            num_blocks = min(num_blocks, max_blocks[0] + max_blocks[1] * (len(self.leader.groups.windows) - 1))
+        self.sizes = num_blocks, num_slots
         self.memory = GroupMemory.create(self.layout.num_ranks)
         self.host, self.buffers = make_shared_host_tier(config, self.memory, self.leader)
         for part in parts:
@@ -48,7 +60,9 @@ class ThreadRanks:
             self._pool.submit(self._run, queue, parts[rank], rank) for rank, queue in self._queues.items()
         ]
 
-    def _connect(self, name: str, rank: int, size: int) -> ThreadCommunicator:
+    def _connect(self, name: str, rank: int, size: int) -> Communicator:
+        if self._store_fd is not None:
+            return GlooGroup(self._store_fd, name, rank, size, connect_timeout_s=20.0, timeout_s=20.0)
         with self._lock:
             group = self._groups.setdefault(name, ThreadGroup(size))
         return group.communicators[rank]
@@ -101,8 +115,11 @@ class ThreadRanks:
             run.result()
         self._pool.shutdown()
         self.memory.close()
+        if self._store_fd is not None:
+            os.close(self._store_fd)
 
 
-def make_thread_engine(config: EngineConfig, num_blocks: int | None = None) -> Engine:
-    ranks = ThreadRanks(config, num_blocks)
+def make_thread_engine(config: EngineConfig, **options: Any) -> Engine:
+    """`options`: of ThreadRanks."""
+    ranks = ThreadRanks(config, **options)
     return make_engine(config, ranks, ranks.leader, ranks.sizes[1], ranks.host, ranks.buffers)

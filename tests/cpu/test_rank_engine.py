@@ -1,4 +1,4 @@
-"""Engines on several ranks sample the same tokens as on one. Here the ranks are threads; see also test_ranks.py."""
+"""Engines on several ranks: plans in flight, endings, refusals. The ranks are threads; see also test_ranks.py."""
 
 from __future__ import annotations
 
@@ -32,12 +32,6 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 LENGTHS = (3, 21, 30, 9)
 PREFIX = [5, 9, 17, 4, 80, 33, 9, 21, 6, 14]  # more than a block
-# Their layers are divided in all ways that there are: tied and biased, windows, experts, latents, states.
-DIVIDED = ["llama-biased", "gemma3", "cohere2", "deepseek_v3", "delta-moe", "gpt-oss", "qwen3-moe"]
-
-# In test_rank_models.py, all families are divided within layers. For stages, these differ besides: in the vocabulary,
-# in layers that have other tensors, in groups of layers with block tables of their own, and in recurrent layers.
-STAGED = ["llama", "mistral", "smollm3", "granite4", "llama4-experts", "mixtral-fused", "deepseek-v2", "delta-dense"]
 
 
 def submissions(temperature: float = 0.0, **params: Any) -> list[Submission]:
@@ -49,28 +43,6 @@ def submissions(temperature: float = 0.0, **params: Any) -> list[Submission]:
 def build_config(directory: Path, name: str, **settings: Any) -> EngineConfig:
     WRITERS[name](directory)
     return EngineConfig.build(str(directory), **SETTINGS | {"max_batch_tokens": 16, "max_running": 3} | settings)
-
-
-def run_threads(config: EngineConfig, pending: list[Submission], **layout: int) -> dict[str, list[int]]:
-    engine = make_thread_engine(config.with_settings(**layout))
-    tokens = run_engine(engine, pending, steps_between=1)
-    engine.close()
-    return tokens
-
-
-@pytest.mark.parametrize("name", [*DIVIDED, *STAGED])
-def test_stages_of_each_family(name: str, tmp_path: Path) -> None:
-    """Pipelines compute the same bits, also with blocks of windows, latents, recurrent states and tied embeddings."""
-    config = build_config(tmp_path, name)
-    assert run_threads(config, submissions(0.8), pp=2) == run_engine(boot(config).engine, submissions(0.8))
-
-
-@pytest.mark.parametrize("name", DIVIDED)
-def test_tensors_and_experts_are_divided_within_stages(name: str, tmp_path: Path) -> None:
-    config = build_config(tmp_path, name)
-    has_experts = ModelConfig.from_checkpoint(Checkpoint.open(tmp_path)).experts is not None
-    layout = {"tp": 2, "pp": 2, "ep": 2 if has_experts else 1}
-    assert run_threads(config, submissions(), **layout) == run_engine(boot(config).engine, submissions())
 
 
 def test_stages_compute_different_requests_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def divide_in_turn(own: Shard, count: int) -> range:
 
 
 def gather_reversed(comm: Any, x: Tensor) -> Tensor:
-    return torch.cat(comm._exchange("all_gather", x)[::-1], dim=-1)
+    return torch.cat(comm._exchange(x, "all_gather")[::-1], dim=-1)
 
 
 def norm_own_part(norms: ProjectionNorms, qkv: Tensor, comm: object) -> None:

@@ -80,16 +80,16 @@ CASES = [
 def test_blocks_come_back_from_host_memory(name: str, layout: dict[str, int], tmp_path: Path) -> None:
     """Blocks of heads, of replicated heads, of layer groups, latents and recurrent states."""
     # A snapshot of states is stored only for prefixes of at least 64 tokens. A cache has room for one or two requests.
-    length, num_blocks = (77, 15) if name.startswith("delta") else (45, 22 if name == "gemma" else 9)
+    length, max_blocks = (77, 15) if name.startswith("delta") else (45, 9)
     config = build_config(tmp_path, name)
     expected = run(boot(config).engine, length)
-    engine = make_thread_engine(config.with_settings(kv_host_memory=4 << 20, **layout), num_blocks)
+    engine = make_thread_engine(config.with_settings(kv_host_memory=4 << 20, **layout), max_blocks=(max_blocks, 7))
     assert engine.groups.windows == ((0, 7, 7) if name == "gemma" else (0,))
     for _ in range(3):
         assert_same(run(engine, length), expected)
     host = engine.stats().tiers["host"]
     engine.close()
-    assert host.hit_tokens >= 2 * 2 * (length // 8 * 8)
+    assert host.hit_tokens >= 3 * (length // 8 * 8)
 
 
 def run_with_disk(config: EngineConfig, disk: Path, **layout: int) -> tuple[Replies, int]:

@@ -26,11 +26,13 @@ from emberline.engine.async_engine import AsyncEngine
 from emberline.engine.llm import Completion
 from emberline.engine.ranks.boot import boot_ranks, check_same_model, check_started
 from emberline.engine.ranks.control import RankLoaded, RankStarted
-from emberline.engine.ranks.group import LOST_PEER_STATUS, RankGroup
+from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.rank_processes import LOST_PEER_STATUS
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
 from emberline.kernels.comm.gloo import GlooGroup
+from emberline.kernels.comm.rendezvous import Rendezvous
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "threads": 1, "kv_memory": 1 << 20, "block_size": 8, "max_batch_tokens": 16, "max_running": 3,
@@ -192,7 +194,7 @@ def test_ranks_with_another_version_or_model_are_refused() -> None:
 
 
 def run_peer(store_fd: int, rank: int) -> None:
-    group = GlooGroup(store_fd, "pair", rank, 2, connect_timeout_s=10.0, timeout_s=0.3)
+    group = GlooGroup(Rendezvous(store_fd), "pair", rank, 2, connect_timeout_s=10.0, timeout_s=0.3)
     assert group.all_gather(torch.full((1, 2), rank, dtype=torch.bfloat16)).tolist() == [[0.0, 0.0, 1.0, 1.0]]
     assert group.all_reduce(torch.tensor([0.5 + rank])).tolist() == [2.0]
     rows = torch.arange(6, dtype=torch.bfloat16).view(3, 2) + 10 * rank
@@ -219,5 +221,5 @@ def test_gloo_group_of_threads() -> None:
         for peer in [pool.submit(run_peer, fd, rank) for rank in range(2)]:
             peer.result()
     with pytest.raises(RankLost, match="group absent, rank 0 of 2"):
-        GlooGroup(fd, "absent", 0, 2, connect_timeout_s=0.2, timeout_s=5.0)
+        GlooGroup(Rendezvous(fd), "absent", 0, 2, connect_timeout_s=0.2, timeout_s=5.0)
     os.close(fd)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import signal
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from emberline.cli import service
@@ -52,9 +55,36 @@ def run(args: argparse.Namespace) -> int:
     engine = EngineConfig.build("", **given_options(args, EngineConfig))
     time_sharing = TimeSharingConfig(**given_options(args, TimeSharingConfig))
     config, child = ServerConfig(**server), args.engine_child
+    if engine.parallel.nodes > 1:
+        _check_one_model(config.models, engine)
+    if engine.parallel.node_rank:
+        child.end()  # the ranks are started when all nodes have joined
+        return _run_node(next(iter(config.models.values())), engine)
     from emberline.worker.main import serve  # imported while the engine process starts
 
     return service.run_service(serve(config, engine, time_sharing, started_at, child))
+
+
+def _check_one_model(models: dict[str, str], engine: EngineConfig) -> None:
+    if len(models) > 1:
+        message = (
+            f"--models names {len(models)} models, but an engine on {engine.parallel.nodes} nodes can have only one"
+        )
+        raise InvalidRequest(message, param="models", hint="use --models with one node, or serve each model by itself")
+
+
+def _run_node(model: str, engine: EngineConfig) -> int:
+    """Run the ranks of this node until node 0 shuts down or a signal stops the process."""
+    from emberline.engine.ranks.cluster_key import read_cluster_key
+    from emberline.engine.ranks.node_agent import run_node
+    from emberline.hub.source import resolve_model
+
+    stop, key = threading.Event(), read_cluster_key(engine)
+    engine = replace(engine, model=str(resolve_model(model)))
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: stop.set())
+    run_node(engine, key, stop)
+    return 0
 
 
 def _worker_config(args: argparse.Namespace) -> WorkerConfig | None:

@@ -23,6 +23,7 @@
     ├── WorkerLost                 502     worker_lost           a worker died or hung after part of the reply was sent
     ├── WorkersCrashed             422     workers_broke         several workers died serving this request: do not retry
     ├── Superseded                 409     superseded            a newer process has taken this worker's name
+    ├── NodeRankTaken              409     node_rank_taken       another process is this node of the engine
     ├── DeadlineExceeded           504     deadline_exceeded
     └── ModelError                 400     model_error           a model cannot be found, loaded or used
         ├── ModelFileError         400     model_file_error      a file is damaged, truncated or malicious
@@ -172,6 +173,11 @@ class WorkersCrashed(EmberlineError):
 class Superseded(EmberlineError):
     status = 409
     code = "superseded"
+
+
+class NodeRankTaken(EmberlineError):
+    status = 409
+    code = "node_rank_taken"
 
 
 class DeadlineExceeded(EmberlineError):

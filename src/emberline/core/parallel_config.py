@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from emberline.core.errors import InvalidRequest
 from emberline.core.options import option
 
-MAX_RANKS = 64  # of one engine on one machine
+MAX_RANKS = 64  # of one engine
+MAX_PORT = 65535
 MIN_RANK_TIMEOUT_S = 1.0  # several intervals between two signs of life of a rank
 
 
@@ -26,6 +27,23 @@ class ParallelConfig:
         10.0, "Seconds without a heartbeat after which a rank counts as lost, and the engine restarts.", unit="s"
     )
 
+    nodes: int = option(1, "Number of nodes (machines) that run the ranks, the same number of ranks on each.")
+    node_rank: int = option(
+        0, "Number of this node, from 0 on. Node 0 has the API and the scheduler; the others only run their ranks."
+    )
+    master: str | None = option(
+        None, "Address of node 0 for the other nodes. The next port is used too.", metavar="HOST:PORT"
+    )
+    node_address: str | None = option(
+        None,
+        "IP address of this node, at which ranks of other nodes connect to its ranks.",
+        metavar="ADDRESS",
+        default_text="the one from which it reaches --master",
+    )
+    node_timeout: float = option(
+        300.0, "Seconds that node 0 waits for the other nodes when it starts, and these for node 0.", unit="s"
+    )
+
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "ep"):
             if not 1 <= (value := getattr(self, name)) <= MAX_RANKS:
@@ -39,6 +57,41 @@ class ParallelConfig:
         if not self.rank_timeout >= MIN_RANK_TIMEOUT_S:
             message = f"rank_timeout is {self.rank_timeout:g} s; it must be at least {MIN_RANK_TIMEOUT_S:g} s"
             raise InvalidRequest(message, param="rank_timeout")
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        if self.nodes < 1 or self.num_ranks % self.nodes:
+            message = (
+                f"nodes is {self.nodes}, which does not divide {self.num_ranks} ranks (tp {self.tp}, pp {self.pp})"
+            )
+            raise InvalidRequest(
+                message, param="nodes", hint="choose --tp and --pp so that --nodes divides their product"
+            )
+        if not 0 <= self.node_rank < self.nodes:
+            message = (
+                f"node_rank is {self.node_rank}; it must be from 0 to {self.nodes - 1}, because nodes is {self.nodes}"
+            )
+            raise InvalidRequest(message, param="node_rank")
+        if not self.node_timeout > 0:
+            raise InvalidRequest(f"node_timeout is {self.node_timeout:g}; it must be above 0", param="node_timeout")
+        if self.nodes == 1:
+            for name in ("master", "node_address"):
+                if (value := getattr(self, name)) is not None:
+                    message = f"{name} is {value}, but nodes is 1"
+                    raise InvalidRequest(message, param=name, hint=f"add --nodes, or drop --{name.replace('_', '-')}")
+            return
+        if self.master is None:
+            message = f"nodes is {self.nodes}, but master is not set"
+            raise InvalidRequest(message, param="master", hint="add --master HOST:PORT with the address of node 0")
+        self.parse_master()
+
+    def parse_master(self) -> tuple[str, int]:
+        """Return the host and the port of `master`."""
+        host, _, port = (self.master or "").rpartition(":")
+        if not (host and port.isascii() and port.isdigit() and 0 < int(port) < MAX_PORT):
+            message = f"master is {self.master!r}; it must be of the form HOST:PORT, with a port below {MAX_PORT}"
+            raise InvalidRequest(message, param="master")
+        return host.removeprefix("[").removesuffix("]"), int(port)
 
     @property
     def num_ranks(self) -> int:

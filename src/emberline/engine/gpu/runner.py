@@ -27,10 +27,8 @@ from emberline.engine.gpu.draft_boot import max_row_queries
 from emberline.engine.gpu.drafting import DeviceDrafting
 from emberline.engine.gpu.expert_kernels import launch_expert_kernels
 from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs, max_input_bytes
-from emberline.engine.gpu.penalties import DevicePenalties
-from emberline.engine.gpu.prompt_scores import score_prompts
+from emberline.engine.gpu.next_tokens import ComputedStep, NextTokens, TokenSampler
 from emberline.engine.gpu.rows import DeviceRows
-from emberline.engine.gpu.sampling import StepSampling, words_per_mask
 from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows, max_step_tokens, order_by_expected_use
 from emberline.engine.gpu.staging import InputStaging, StagedInputs
 from emberline.engine.gpu.state_copies import DeviceStateCopies
@@ -80,8 +78,6 @@ class GPURunner:
         self._rows = DeviceRows(running, width, device.torch_device, max_draft, tables, states)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         max_queries = min(settings.speculation.max_new_tokens, max_row_queries(model.config, draft_model))
-        self._penalties = DevicePenalties(limits.max_running + 1, self.vocab_size, device.torch_device)
-        self._unsampled: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
         self._attention_planner = make_attention_planner(model, cache, settings, max_context, max_queries)
         self._max_queries = self._attention_planner.limit_queries(max_queries)
         self._row_queries = self._attention_planner.list_row_queries(self._max_queries)
@@ -97,7 +93,7 @@ class GPURunner:
         size = max_input_bytes(limits, self._attention_planner, tables)
         ahead = model.make_unpacker(device.step_stream, device.new_stream())
         self._graphs = StepGraphs(device.step_stream, InputStaging(size, device), ahead, max_step_rows(running))
-        self._extra_inputs = InputStaging(size + running * words_per_mask(self.vocab_size) * 4, device)  # of sampling
+        self._next_tokens: NextTokens = TokenSampler(self._rows, device, self.vocab_size, size)
         self._table_inputs = InputStaging(size, device)
         self._state_copies = None if states is None else DeviceStateCopies(states, cache)
         self.pages_per_slot = 0 if self._state_copies is None else self._state_copies.pages.per_slot
@@ -149,7 +145,7 @@ class GPURunner:
         What was dropped is rebuilt when it is next needed."""
         self._graphs.drop_device_addresses()
         self._next_shape = 0
-        self._extra_inputs.forget_views()
+        self._next_tokens.drop_device_addresses()
         self._table_inputs.forget_views()
         self._attention_planner.drop_tensor_maps()
         if self.copier is not None:
@@ -162,8 +158,8 @@ class GPURunner:
 
         While the runner is idle, these tensors may be replaced by zeros: their counters are zero then, and everything
         else is written before it is read."""
-        state = [self.cache.keys, self.cache.values, *self._rows.device_buffers(), self._penalties.counts]
-        staged = [staging.device for staging in (self._extra_inputs, self._table_inputs, self._graphs.inputs)]
+        state = [self.cache.keys, self.cache.values, *self._rows.device_buffers(), *self._next_tokens.device_buffers()]
+        staged = [staging.device for staging in (self._table_inputs, self._graphs.inputs)]
         copying = self.copier.device_buffers() if self.copier is not None else []
         drafting = self._drafting.device_buffers() if self._drafting is not None else []
         recurrent = [] if self.states is None else self.states.tensors
@@ -195,40 +191,13 @@ class GPURunner:
         logits = self._run_model_step(model_step)
         if self._state_copies is not None:
             self._state_copies.save_snapshots(chunks if self._rows.keeps_drafted_rows else work)
-        sampled = StepSampling([*singles, *(w for w in chunks if w.samples)], self._rows, self._penalties)
-        waits = sampled.waits_for_tokens()
-        staged = self._extra_inputs.new_inputs()
-        reset = self._penalties.prepare_reset(self._rows.rows_of(work), staged)
-        if not waits:
-            sampled.prepare(self.vocab_size, staged)
-        staged.send()
-        if reset is not None:
-            self._penalties.reset_counts(reset)
-        scores, sampled.logits = score_prompts([*singles, *chunks], logits, self._rows)
-        if waits:
-            assert self._unsampled is None, "the previous step was not sampled yet"
-            self._unsampled = sampled
-        else:
-            sampled.launch(self._graphs.stream)
+        draft = None
         if self._drafting is not None and plan.runs_draft_model:
-            sampled.draft_next = self._drafting.prepare(singles, chunks, batch, shape, model_step.inputs)
-            if not waits:
-                sampled.launch_drafting()
+            draft = partial(self._drafting.prepare, singles, chunks, batch, shape, model_step.inputs)
+        rest = singles, chunks, logits, draft, self._count_prepared
+        return self._next_tokens.launch(ComputedStep(plan, failures_by_request, began, *rest))
 
-        def finish() -> StepResult:
-            tokens, lost = sampled.wait_for_tokens_and_failures()
-            self._sample_waiting_step()
-            prompts = {name: score() for name, score in scores.items()}
-            forced = self._rows.forced_tokens(tokens) if plan.reports_forced else {}
-            seconds = sampled.end_event.seconds_since(began)
-            drafted = sampled.read_drafts()
-            failed = failures_by_request | lost
-            return StepResult(plan.step, tokens, prompts, failed, seconds, forced, drafted, self._num_prepared)
-
-        return finish
-
-    @property
-    def _num_prepared(self) -> int:
+    def _count_prepared(self) -> int:
         return len(self._graphs.captured) + (0 if self._drafting is None else self._drafting.num_prepared)
 
     def _send_table_updates(self, work: Sequence[WorkItem]) -> None:
@@ -239,17 +208,6 @@ class GPURunner:
             device_indexes, device_blocks = staged.put(indexes), staged.put(blocks)
             staged.send()
             self._rows.tables.view(-1).index_copy_(0, device_indexes, device_blocks)
-
-    def _sample_waiting_step(self) -> None:
-        """If the newest step waits for the tokens that were just read, sample it now."""
-        step, self._unsampled = self._unsampled, None
-        if step is not None:
-            with torch.inference_mode(), self._graphs.stream.activate():
-                staged = self._extra_inputs.new_inputs()
-                step.prepare(self.vocab_size, staged)
-                staged.send()
-                step.launch(self._graphs.stream)
-                step.launch_drafting()
 
     def _choose_captured_shape(self, single_tokens: int, chunks: list[WorkItem], queries: int) -> StepShape | None:
         """Return the shape of the captured step to use for this work; None if the work must run uncaptured."""

@@ -28,21 +28,31 @@ from emberline.engine.sampler import SamplingState
 from emberline.engine.token_rules import TokenMasker, fill_masks
 from emberline.kernels import ops
 
+# Queues the drafting behind the sampled tokens, if any, and returns a function that reads the drafts.
+LaunchDrafting = Callable[[Tensor | None], Callable[[], dict[str, Sequence[int]]]]
+ShareTokens = Callable[[Tensor], None]  # queues the sending of sampled tokens to other ranks
+
 
 class StepSampling:
     """The sampling of one step: prepared by the host, launched after the model, and read later."""
 
-    def __init__(self, work: Sequence[WorkItem], rows: DeviceRows, penalties: DevicePenalties) -> None:
+    def __init__(
+        self,
+        work: Sequence[WorkItem],
+        rows: DeviceRows,
+        penalties: DevicePenalties,
+        share_tokens: ShareTokens | None = None,
+    ) -> None:
         # After the model is launched: for each work item a row, and one more for each drafted token.
         self.logits: Tensor | None = None
+        self._share_tokens = share_tokens
         self._work = work
         self._rows = rows
         self._penalties = penalties
         self._inputs: SamplingInputs | None = None
         self._outputs: SamplingOutputs | None = None
         self._end_event: DeviceEvent | None = None
-        # Queues the drafting behind the sampled tokens, if any, and returns a function that reads the drafts.
-        self.draft_next: Callable[[Tensor | None], Callable[[], dict[str, Sequence[int]]]] | None = None
+        self.draft_next: LaunchDrafting | None = None
         self.read_drafts: Callable[[], dict[str, Sequence[int]]] = dict
 
     def waits_for_tokens(self) -> bool:
@@ -60,6 +70,8 @@ class StepSampling:
         """Queue the sampling, and record an event behind it."""
         if self._inputs is not None and self.logits is not None:
             self._outputs = launch_sampling(self._inputs, self.logits, self._rows, self._penalties)
+            if self._share_tokens is not None:
+                self._share_tokens(self._outputs.device_tokens)
         self.logits = None
         self._end_event = stream.record_event()
 
@@ -124,10 +136,9 @@ def prepare_sampling(
     index = np.array([p.index for p in request_rows], np.int64)
     known = np.array([w.start + len(w.tokens) - w.num_draft for w in work], np.int32)
     drafted = np.array([w.num_draft for w in work])
-    offsets, first, newest = np.zeros(len(work), np.int32), list(range(len(work))), index
-    if drafted.any():
-        # For a request with a draft only the host knows which of its tokens is the newest: they go to the padding row.
-        newest = np.repeat(np.where(drafted > 0, rows.padding_row, index), 1 + drafted)
+    newest = _place_newest(index, drafted, rows)
+    offsets, first = np.zeros(len(work), np.int32), list(range(len(work)))
+    if len(newest) > len(work):
         begin = np.cumsum(1 + drafted) - 1 - drafted
         first = begin.tolist()
         offsets = (np.arange(len(newest)) - np.repeat(begin, 1 + drafted)).astype(np.int32)
@@ -139,7 +150,7 @@ def prepare_sampling(
         work,
         request_rows,
         first,
-        staged.put(newest * (1 + rows.max_draft)),
+        staged.put(newest),
         staged.put(known),
         _stage_shifts(work, request_rows, drafted, rows.padding_row, staged),
         ops.SamplingTensors(
@@ -161,6 +172,21 @@ def prepare_sampling(
             if w.num_draft and row.drafts is not None and w.tokens[-1] == PENDING_TOKEN
         },
     )
+
+
+def list_newest_indexes(work: Sequence[WorkItem], rows: DeviceRows) -> np.ndarray:
+    """Return `SamplingInputs.newest_rows` of a step."""
+    index = np.array([row.index for row in rows.rows_of(work)], np.int64)
+    return _place_newest(index, np.array([w.num_draft for w in work]), rows)
+
+
+def _place_newest(row_indexes: np.ndarray, drafted: np.ndarray, rows: DeviceRows) -> np.ndarray:
+    """Return where in DeviceRows.newest each sampled token goes. `drafted`: drafted tokens of each work item.
+
+    For a request with a draft only the host knows which of its tokens is the newest: they go to the padding row."""
+    if drafted.any():
+        row_indexes = np.repeat(np.where(drafted > 0, rows.padding_row, row_indexes), 1 + drafted)
+    return row_indexes * (1 + rows.max_draft)
 
 
 def _stage_shifts(

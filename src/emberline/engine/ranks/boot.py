@@ -9,7 +9,7 @@ from pathlib import Path
 
 from emberline import __version__
 from emberline.core.engine_config import EngineConfig
-from emberline.core.errors import EngineFailed, ModelError
+from emberline.core.errors import EmberlineError, EngineFailed, ModelError
 from emberline.core.freememory import free_memory
 from emberline.engine.boot import (
     LoadedEngine,
@@ -84,6 +84,9 @@ def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngi
         group.wait_for(RankReady)
         group.is_ready = True
         engine = make_engine(config, group, part, num_slots, host, buffers)
+    except EmberlineError as error:
+        group.close(error)
+        raise
     except BaseException:
         group.close()
         raise

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from typing import Any
 
 import msgspec
 
 from emberline.core.engine_config import EngineConfig
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.layout import Layout
+from emberline.kernels.comm.rendezvous import Rendezvous
 
 
 class StartRank(msgspec.Struct, tag=True):
     config: EngineConfig
     layout: Layout
     rank: int
+    rendezvous: Rendezvous
 
 
 class RankStarted(msgspec.Struct, tag=True):
@@ -66,6 +69,15 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(RankMessage)
 
 
+def encode_rank_message(message: RankMessage) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decode_rank_message(body: bytes) -> RankMessage:
+    message: RankMessage = _DECODER.decode(body)
+    return message
+
+
 class ControlSocket:
     """One end of the socket between the leader and a rank."""
 
@@ -74,7 +86,10 @@ class ControlSocket:
         self._received = bytearray()
 
     def send(self, message: RankMessage) -> None:
-        body = _ENCODER.encode(message)
+        self.send_encoded(encode_rank_message(message))
+
+    def send_encoded(self, body: bytes) -> None:
+        """Send the result of `encode_rank_message`."""
         self.connection.sendall(len(body).to_bytes(4, "little") + body)
 
     def receive(self) -> RankMessage | None:
@@ -93,17 +108,39 @@ class ControlSocket:
         self._received += data
         return bool(data)
 
+    @property
+    def num_received(self) -> int:
+        """Bytes that were received and not taken."""
+        return len(self._received)
+
     def take_message(self) -> RankMessage | None:
         """Return the next message that was received completely; None: there is none yet."""
+        return None if (body := self.take_encoded()) is None else decode_rank_message(body)
+
+    def take_encoded(self) -> bytes | None:
+        """Return the next message without decoding it; None: there is none yet."""
         end = 4 + int.from_bytes(self._received[:4], "little")
         if len(self._received) < max(end, 5):
             return None
-        message: RankMessage = _DECODER.decode(bytes(self._received[4:end]))
+        body = bytes(self._received[4:end])
         del self._received[:end]
-        return message
+        return body
 
 
 def digest_settings(config: EngineConfig, layout: Layout) -> str:
     """Return a hash of the settings, which all ranks of a group must have in common."""
-    encoded = msgspec.msgpack.encode((config, layout), order="deterministic")  # the order of a set differs by process
+    shared = list_shared_settings(config), layout
+    encoded = msgspec.msgpack.encode(shared, order="deterministic")  # the order of a set differs by process
     return hashlib.sha256(encoded).hexdigest()[:16]
+
+
+def list_shared_settings(config: EngineConfig) -> dict[str, Any]:
+    """Return the settings that all ranks of a group must have in common, by name.
+
+    Other machines may have the checkpoint in another directory, and another number of cores."""
+    settings: dict[str, Any] = {}
+    for name, value in msgspec.to_builtins(config, order="deterministic").items():
+        if name not in ("model", "threads", "transfer", "unset"):
+            settings |= value if isinstance(value, dict) else {name: value}
+    del settings["node_rank"], settings["node_address"]
+    return settings | dict.fromkeys(sorted(config.unset), "default")

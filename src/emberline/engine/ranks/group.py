@@ -9,83 +9,93 @@ import contextlib
 import os
 import queue
 import selectors
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
-from emberline.engine.engine_child import STDERR_FD
 from emberline.engine.messages import Rejection
-from emberline.engine.ranks.control import ControlSocket, RankMessage, StartRank
-from emberline.engine.ranks.group_memory import HEARTBEAT, NUM_COPIED, PROGRESS, GroupMemory
+from emberline.engine.ranks.control import RankMessage, StartRank, decode_rank_message
+from emberline.engine.ranks.group_memory import HEARTBEAT, NUM_COPIED, PROGRESS
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.node_listener import NodeLink
+from emberline.engine.ranks.node_messages import FromRank, NodeBeat, RankEnded
 from emberline.engine.ranks.plan_ring import PlanWriter
 from emberline.engine.ranks.rank_part import connect_processes
+from emberline.engine.ranks.rank_processes import (
+    LOST_PEER_STATUS,
+    RANK_COMMAND,
+    REAP_TIMEOUT_S,
+    RankChild,
+    RankProcesses,
+    describe_status,
+    hint_at_cause,
+)
+from emberline.engine.ranks.remote_nodes import RemoteNodes
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import Communicator
+from emberline.kernels.comm.rendezvous import Rendezvous
 
-RANK_COMMAND = (sys.executable, "-m", "emberline.engine.ranks.process")
 BOOT_TIMEOUT_S = 900.0  # for imports, kernels and weights of a rank; the same as for an engine on one rank
 START_TIMEOUT_S = 60.0  # without a heartbeat while a rank starts: imports may block it for long
 STALL_TIMEOUT_S = 120.0  # without progress of any rank in a step; the same as for an engine on one rank
-REAP_TIMEOUT_S = 5.0  # for killed processes to end
 EXPLAIN_TIMEOUT_S = 2.0  # for finding the rank that was lost after a collective failed
 COPY_POLL_S = 0.00005
-LOST_PEER_STATUS = 3  # exit status of a rank that lost its connection to another
 
 MessageT = TypeVar("MessageT", bound=RankMessage)
 
 
 @dataclass(slots=True)
 class Follower:
-    """A rank's process, as the leader sees it."""
+    """Another rank, as the leader sees it."""
 
     rank: int
-    process: subprocess.Popen[bytes]
-    control: ControlSocket
-    inbox: queue.SimpleQueue[RankMessage]
+    inbox: queue.SimpleQueue[RankMessage] = field(default_factory=queue.SimpleQueue)
     last_beat: int = 0
     silent_s: float = 0.0  # time without a heartbeat
 
 
 class RankGroup:
     def __init__(self, config: EngineConfig, layout: Layout, command: tuple[str, ...] = RANK_COMMAND) -> None:
-        """Start the processes. The caller must call `close`."""
+        """Start the processes. The caller must call `close`.
+
+        With several nodes, wait for the others first. Raises EmberlineError if one of them does not join."""
         self.layout = layout
         self._timeout_s = config.parallel.rank_timeout
-        self.store_fd = os.memfd_create("emberline-rendezvous", os.MFD_CLOEXEC)
-        self.memory = GroupMemory.create(layout.num_ranks)
-        self._followers: dict[int, Follower] = {}
+        self._nodes = RemoteNodes(config, layout) if layout.nodes > 1 else None
+        self._store_fd = os.memfd_create("emberline-rendezvous", os.MFD_CLOEXEC)
+        self.rendezvous = Rendezvous(self._store_fd) if self._nodes is None else self._nodes.rendezvous
+        self._processes = RankProcesses(layout.num_ranks, command)
+        self.memory = self._processes.memory
+        self._followers = {rank: Follower(rank) for rank in layout.followers}
+        self._communicators: list[Communicator] = []
         self._failure: EmberlineError | None = None
         self._is_lost, self._is_closing, self._has_spawned = (threading.Event() for _ in range(3))
         self.is_ready = False  # whether all ranks wait for plans
-        self._notice_fds: dict[int, int] = {}
         self._lost_peer: str | None = None  # a rank that ended because it lost another
         self._num_running = 0  # steps and copies that were published and are not finished
         self._num_copies = 0  # messages with copies that are finished
         self._stalled_s, self._last_counts = 0.0, dict[int, int]()  # time without progress in these steps
         # The operating system kills the processes when the thread that started them ends. So the watching thread starts
         # them, which runs as long as the group exists.
-        args = command, config
-        self._watcher = threading.Thread(target=self._watch, args=args, name="ranks", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, args=(config,), name="ranks", daemon=True)
         self._watcher.start()
         self._has_spawned.wait()
-        self._writer = PlanWriter(self.memory, self._notice_fds, timeout_s=BOOT_TIMEOUT_S, check=self.check)
+        notice_fds = self._processes.notice_fds
+        self._writer = PlanWriter(self.memory, notice_fds, timeout_s=BOOT_TIMEOUT_S, check=self.check)
 
     # -- for the leader's thread --------------------------------------------------------------------------------------
 
     def send(self, message: RankMessage) -> None:
         """Send a message to all ranks."""
-        for follower in self._followers.values():
+        for child in self._processes.children.values():
             with contextlib.suppress(OSError):  # it has ended, which the watching thread notices
-                follower.control.send(message)
+                child.control.send(message)
+        if self._nodes is not None:
+            self._nodes.send(message)
         self.check()
 
     def wait_for(self, kind: type[MessageT], timeout_s: float = BOOT_TIMEOUT_S) -> dict[int, MessageT]:
@@ -112,26 +122,30 @@ class RankGroup:
 
         def run() -> None:
             try:
-                connected.set_result(connect_processes(self.store_fd, name, rank, size))
+                connected.set_result(connect_processes(self.rendezvous, name, rank, size))
             except BaseException as error:
                 connected.set_exception(error)
 
         threading.Thread(target=run, name="connect", daemon=True).start()
         while True:
             with contextlib.suppress(TimeoutError):
-                return connected.result(timeout=0.05)
+                communicator = connected.result(timeout=0.05)
+                self._communicators.append(communicator)
+                return communicator
             self.check()
 
     def publish(self, plan: bytes) -> None:
         """Send a plan to all ranks. Raises RankLost. The step lasts until `finish_step`."""
         self._num_running += 1
+        if self._nodes is not None:
+            self._nodes.publish(plan)
         self._writer.publish(plan)
 
     def finish_step(self) -> None:
         self._num_running -= 1
 
     def publish_copies(self, copies: bytes) -> None:
-        """Send copies to all ranks. Raises RankLost. They are made when `finish_copies` returns."""
+        """Send copies to all ranks, which are on this machine. They are made when `finish_copies` returns."""
         self._num_running += 1
         self._writer.publish(copies)
 
@@ -161,103 +175,107 @@ class RankGroup:
 
     @property
     def pids(self) -> dict[int, int]:
-        return {rank: follower.process.pid for rank, follower in self._followers.items()}
+        """Process ids of the ranks on this node, without the leader's."""
+        return {rank: child.process.pid for rank, child in self._processes.children.items()}
 
-    def close(self) -> None:
-        """End all processes. A second call does nothing."""
+    def close(self, error: EmberlineError | None = None) -> None:
+        """End all processes. A second call does nothing. `error`: why the group could not start."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
-        self._kill_all()
+        self._processes.kill_all()
         self._watcher.join(REAP_TIMEOUT_S)
-        for follower in self._followers.values():
-            follower.control.connection.close()
         self._writer.close()
-        self.memory.close()
-        os.close(self.store_fd)
+        self._processes.close()
+        os.close(self._store_fd)
+        if self._nodes is not None:
+            self._nodes.close(error or self._failure)
 
     # -- for the watching thread --------------------------------------------------------------------------------------
 
-    def _watch(self, command: tuple[str, ...], config: EngineConfig) -> None:
+    def _watch(self, config: EngineConfig) -> None:
         try:
-            for rank in self.layout.followers:
-                self._followers[rank] = self._spawn(command, rank)
-                with contextlib.suppress(OSError):  # it has ended already
-                    self._followers[rank].control.send(StartRank(config, self.layout, rank))
+            for rank in self.layout.ranks_of(0):
+                if rank != self.layout.leader:
+                    self._processes.spawn(StartRank(config, self.layout, rank, self.rendezvous))
         except OSError as error:
             self._fail(f"a rank's process cannot be started: {error}")
         finally:
             self._has_spawned.set()
         tick, checked, lost_s = min(0.25, self._timeout_s / 4), time.monotonic(), 0.0
         with selectors.DefaultSelector() as selector:
-            for follower in self._followers.values():
-                selector.register(follower.control.connection, selectors.EVENT_READ, follower)
+            for child in self._processes.children.values():
+                selector.register(child.control.connection, selectors.EVENT_READ, child)
+            for link in () if self._nodes is None else self._nodes.links:
+                selector.register(link.socket, selectors.EVENT_READ, link)
             while not self._is_closing.is_set() and self._failure is None:
                 for key, _ in selector.select(tick):
                     if not self._read_messages(key.data):
                         selector.unregister(key.fileobj)
-                        self._handle_end(key.data)
                 now = time.monotonic()
                 if self._lost_peer is not None and (lost_s := lost_s + now - checked) > EXPLAIN_TIMEOUT_S:
                     self._fail(self._lost_peer)
                 self._find_silent_ranks(min(now - checked, tick))
                 self._find_stall(min(now - checked, tick))
                 checked = now
-        self._kill_all()
+        self._end_all()
         self._is_closing.wait()  # when this thread ends, the operating system kills the processes
 
-    def _spawn(self, command: tuple[str, ...], rank: int) -> Follower:
-        ours, theirs = socket.socketpair()
-        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-        fds = theirs.fileno(), self.memory.fd, read_fd, self.store_fd
-        try:
-            process = subprocess.Popen(
-                [*command, str(self.layout.num_ranks), str(rank), *map(str, fds)],
-                stdin=subprocess.PIPE,  # it ends when this is closed: core/parent_death.py
-                stdout=STDERR_FD,
-                pass_fds=fds,
-            )
-        except OSError:
-            ours.close()
-            os.close(write_fd)
-            raise
-        finally:
-            theirs.close()
-            os.close(read_fd)
-        self._notice_fds[rank] = write_fd
-        return Follower(rank, process, ControlSocket(ours), queue.SimpleQueue())
-
-    def _read_messages(self, follower: Follower) -> bool:
-        """Receive messages of a rank; return False if its process has ended."""
-        is_open = follower.control.read_available()
-        while (message := follower.control.take_message()) is not None:
-            if isinstance(message, Rejection):
-                error = message.to_error()
-                error.message = f"{self.layout.describe(follower.rank)}: {error.message}"
-                self._fail_with(error)
-            else:
-                follower.inbox.put(message)
+    def _read_messages(self, source: RankChild | NodeLink) -> bool:
+        """Receive messages of a rank or of a node; return False if it has ended."""
+        if isinstance(source, NodeLink):
+            return self._read_node(source)
+        is_open = source.control.read_available()
+        while (message := source.control.take_message()) is not None:
+            self._handle_message(source.rank, message)
+        if not is_open:
+            self._handle_end(source.rank, source.wait_for_status())
         return is_open
 
-    def _handle_end(self, follower: Follower) -> None:
+    def _read_node(self, link: NodeLink) -> bool:
+        is_open = link.socket.read_available()
+        link.silent_s = 0.0
+        while (message := link.socket.take_message()) is not None:
+            match message:
+                case NodeBeat(counts):
+                    for rank, (beat, progress) in counts.items():
+                        self.memory.set(rank, PROGRESS, progress)
+                        self.memory.set(rank, HEARTBEAT, beat)
+                case FromRank(rank, body):
+                    self._handle_message(rank, decode_rank_message(body))
+                case RankEnded(rank, status):
+                    self._handle_end(rank, status)
+                case Rejection():
+                    self._fail_with(message.to_error())
+                case _:
+                    raise AssertionError(f"node 0 received a message that only it sends: {type(message).__name__}")
+        if not is_open:
+            self._fail(f"{self.layout.describe_node(link.node)} at {link.host} closed its connection")
+        return is_open
+
+    def _handle_message(self, rank: int, message: RankMessage) -> None:
+        if isinstance(message, Rejection):
+            error = message.to_error()
+            error.message = f"{self.layout.describe(rank)}: {error.message}"
+            self._fail_with(error)
+        else:
+            self._followers[rank].inbox.put(message)
+
+    def _handle_end(self, rank: int, status: int | None) -> None:
         """Fail because a process has ended, unless it ended because it lost another one, which is then the cause."""
-        reason = "closed its connection"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = follower.process.wait(1.0)
-            reason = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
-            if status == LOST_PEER_STATUS:
-                self._lost_peer = f"{self.layout.describe(follower.rank)} lost its connection to another rank"
-                return
-        if not self._is_closing.is_set():
-            is_killed = follower.process.returncode == -signal.SIGKILL  # by the kernel, if memory ran out
-            hint = "check whether memory ran out (dmesg), and lower --kv-memory" if is_killed else None
-            self._fail(f"{self.layout.describe(follower.rank)} {reason}", hint)
+        if status == LOST_PEER_STATUS:
+            self._lost_peer = f"{self.layout.describe(rank)} lost its connection to another rank"
+        elif not self._is_closing.is_set():
+            self._fail(f"{self.layout.describe(rank)} {describe_status(status)}", hint_at_cause(status))
 
     def _find_silent_ranks(self, seconds: float) -> None:
         """Fail if a rank has shown no heartbeat for too long. `seconds`: since the previous call, at most a tick.
 
         The clock also advances while the machine or this process is stopped, so longer times do not count."""
         limit = self._timeout_s if self.is_ready else max(START_TIMEOUT_S, self._timeout_s)
+        if self._nodes is not None and (link := self._nodes.check(seconds, limit, self.is_ready)) is not None:
+            hint = f"check whether {link.host} runs, and its network"
+            self._fail(f"{self.layout.describe_node(link.node)} at {link.host} sent nothing for {limit:g} s", hint)
         for follower in self._followers.values():
             beat = self.memory.get(follower.rank, HEARTBEAT)
             follower.silent_s = follower.silent_s + seconds if beat == follower.last_beat else 0.0
@@ -283,13 +301,12 @@ class RankGroup:
         if self._failure is None:  # the first reason is the cause of the others
             self._failure = error
         self._is_lost.set()
-        self._kill_all()
+        self._end_all()
 
-    def _kill_all(self) -> None:
-        for follower in self._followers.values():
-            follower.process.kill()
-        for follower in self._followers.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                follower.process.wait(REAP_TIMEOUT_S)
-            if follower.process.stdin is not None:
-                follower.process.stdin.close()
+    def _end_all(self) -> None:
+        """End all processes. The leader's calls of communicators fail then, at the latest when they are aborted."""
+        self._processes.kill_all()
+        if self._nodes is not None:
+            self._nodes.end(self._failure)
+            for communicator in self._communicators:
+                communicator.abort()

@@ -17,10 +17,11 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ep: int = 1  # parts of a stage's ranks among which whole experts are divided
+    nodes: int = 1  # machines
 
     @staticmethod
     def of(config: ParallelConfig) -> Layout:
-        return Layout(config.tp, config.pp, config.ep)
+        return Layout(config.tp, config.pp, config.ep, config.nodes)
 
     @property
     def num_ranks(self) -> int:
@@ -36,6 +37,18 @@ class Layout:
         """The ranks that have processes of their own."""
         return [rank for rank in range(self.num_ranks) if rank != self.leader]
 
+    def node_of(self, rank: int) -> int:
+        """Return the machine of a rank. node 0 has the last stages, and so the leader; the last one has stage 0."""
+        stage, tensor_rank = divmod(rank, self.tp)
+        return ((self.pp - 1 - stage) * self.tp + tensor_rank) // self.ranks_per_node
+
+    def ranks_of(self, node: int) -> list[int]:
+        return [rank for rank in range(self.num_ranks) if self.node_of(rank) == node]
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.nodes
+
     def stage(self, rank: int, config: ModelConfig) -> Stage:
         """Return the rank's stage of a model."""
         return Stage.of(config, rank // self.tp, self.pp)
@@ -45,7 +58,13 @@ class Layout:
 
     def describe(self, rank: int) -> str:
         """Return the rank's number and place for error messages, such as `rank 1 of 4 (stage 0, tensor rank 1)`."""
-        return f"rank {rank} of {self.num_ranks} (stage {rank // self.tp}, tensor rank {rank % self.tp})"
+        node = f", node {self.node_of(rank)}" if self.nodes > 1 else ""
+        return f"rank {rank} of {self.num_ranks} (stage {rank // self.tp}, tensor rank {rank % self.tp}{node})"
+
+    def describe_node(self, node: int) -> str:
+        """Return the node's number and ranks for error messages, such as `node 1 (ranks 0, 1 of 4)`."""
+        ranks = self.ranks_of(node)
+        return f"node {node} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.num_ranks})"
 
     @property
     def rounding_name(self) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from emberline.engine.ranks.group_memory import PLAN_BYTES, READ_POSITION, GroupMemory
-from emberline.kernels.comm.communicator import RankLost
+from emberline.kernels.comm.rank_lost import RankLost
 
 ALIGN_BYTES = 4096  # of a piece in the ring, so that all notices of a full ring fit into a pipe
 MAX_PIECE_BYTES = PLAN_BYTES // 4  # longer plans are written in pieces

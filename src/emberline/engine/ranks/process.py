@@ -1,6 +1,6 @@
 """The entry point of a rank's process. What it does is in rank_loop.py.
 
-python -m emberline.engine.ranks.process NUM_RANKS RANK CONTROL_FD MEMORY_FD NOTICE_FD STORE_FD"""
+python -m emberline.engine.ranks.process NUM_RANKS RANK CONTROL_FD MEMORY_FD NOTICE_FD"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main() -> int:
     for each in (signal.SIGINT, signal.SIGTERM):  # a terminal signals all processes; the leader ends this one
         signal.signal(each, signal.SIG_IGN)
     end_with_parent()
-    num_ranks, rank, control_fd, memory_fd, notice_fd, store_fd = map(int, sys.argv[1:])
+    num_ranks, rank, control_fd, memory_fd, notice_fd = map(int, sys.argv[1:])
     memory = GroupMemory(memory_fd, num_ranks)
     heartbeat = HeartbeatThread(memory, rank)
     prepare_torch_import()
@@ -28,7 +28,7 @@ def main() -> int:
     skip_unused_torch_imports()
     from emberline.engine.ranks.rank_loop import run_rank_process
 
-    return run_rank_process(memory, heartbeat, control_fd, notice_fd, store_fd)
+    return run_rank_process(memory, heartbeat, control_fd, notice_fd)
 
 
 if __name__ == "__main__":

@@ -22,20 +22,18 @@ from emberline.engine.ranks.control import (
     digest_settings,
 )
 from emberline.engine.ranks.copy_codec import decode_copies, is_copies
-from emberline.engine.ranks.group import LOST_PEER_STATUS
 from emberline.engine.ranks.group_memory import NUM_COPIED, GroupMemory
 from emberline.engine.ranks.heartbeat import HeartbeatThread
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.plan_ring import PlanReader
 from emberline.engine.ranks.rank_part import RankPart, connect_processes
+from emberline.engine.ranks.rank_processes import LOST_PEER_STATUS
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
 
 
-def run_rank_process(
-    memory: GroupMemory, heartbeat: HeartbeatThread, control_fd: int, notice_fd: int, store_fd: int
-) -> int:
+def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd: int, notice_fd: int) -> int:
     """Take part in the group until it ends, and return the exit status of the process."""
     heartbeat.progress_counter = ops.progress_count
     leader = ControlSocket(socket.socket(fileno=control_fd))
@@ -45,7 +43,7 @@ def run_rank_process(
         leader.send(RankStarted(__version__, digest_settings(start.config, start.layout)))
         if not isinstance(leader.receive(), ConnectRanks):
             return 1
-        part = RankPart.load(start.config, start.layout, start.rank, partial(connect_processes, store_fd))
+        part = RankPart.load(start.config, start.layout, start.rank, partial(connect_processes, start.rendezvous))
         leader.send(part.describe())
         if not isinstance(sizes := leader.receive(), AllocateCaches):
             return 1

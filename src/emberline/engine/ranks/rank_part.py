@@ -20,6 +20,7 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import Communicator
 from emberline.kernels.comm.gloo import GlooGroup
+from emberline.kernels.comm.rendezvous import Rendezvous
 from emberline.kv.block_part import BlockPart, StatePart, own_state_layers
 from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.tiers.part_copier import PartBlockCopier, RankShare
@@ -76,7 +77,7 @@ class RankPart:
         """Connect to the other ranks and load this rank's part of the model.
 
         Raises RankLost if a rank does not connect, EmberlineError if settings or model are not usable."""
-        threads = config.threads or max(1, core_count() // layout.num_ranks)
+        threads = config.threads or max(1, core_count() // layout.ranks_per_node)
         backend = ops.start_backend(threads=threads)
         torch.set_num_threads(1 if backend.library else threads)
         checkpoint = Checkpoint.open(Path(config.model))
@@ -114,7 +115,7 @@ class RankPart:
         self.executor = WorkExecutor(self._forward_model, self.cache, self._own_groups, states, copier)
 
 
-def connect_processes(store_fd: int, name: str, rank: int, size: int) -> Communicator:
-    """Return the connections of a group of processes. `store_fd`: of a file through which they find each other."""
+def connect_processes(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Communicator:
+    """Return the connections of a group of processes."""
     timeouts = {"connect_timeout_s": CONNECT_TIMEOUT_S, "timeout_s": COLLECTIVE_TIMEOUT_S}
-    return GlooGroup(store_fd, name, rank, size, **timeouts)
+    return GlooGroup(rendezvous, name, rank, size, **timeouts)

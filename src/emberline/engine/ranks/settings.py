@@ -16,16 +16,24 @@ def check_rank_settings(config: EngineConfig) -> None:
     parallel = config.parallel
     field = "tp" if parallel.tp > 1 else "pp"
     ranks = f"{parallel.num_ranks} ranks (tp {parallel.tp}, pp {parallel.pp})"
+    if parallel.node_rank:
+        message = f"node_rank is {parallel.node_rank}, but only node 0 has an engine"
+        raise InvalidRequest(message, param="node_rank", hint="run emberline serve on the other nodes")
     if sys.platform != "linux":
         message = f"{field} is {getattr(parallel, field)}, but several ranks need Linux, and this is {sys.platform}"
         raise InvalidRequest(message, param=field, hint=f"drop --{field}")
-    if not config.threads and parallel.num_ranks > core_count():
+    num_local, where = parallel.num_ranks // parallel.nodes, " of each node" if parallel.nodes > 1 else ""
+    if not config.threads and num_local > core_count():
         raise InvalidRequest(
-            f"{ranks} need {parallel.num_ranks} cores, and this process may use {core_count()}",
+            f"{ranks} need {num_local} cores{where}, and this process may use {core_count()}",
             param=field,
             hint=f"lower --{field}, or set --threads 1 to let ranks share cores",
         )
+    is_remote = parallel.nodes > 1  # ranks on other machines share no memory with the leader
     unsupported = {
+        "kv_host_memory": is_remote and config.tiers.kv_host_memory > 0,
+        "kv_disk": is_remote and config.tiers.kv_disk is not None,
+        "kv_store": is_remote and config.tiers.kv_store is not None,
         "speculate": config.speculation.uses_draft_model or (parallel.pp > 1 and config.speculation.speculate != "off"),
         "transfer": config.transfer is not None and config.transfer.required,
     }
@@ -33,7 +41,8 @@ def check_rank_settings(config: EngineConfig) -> None:
         if is_set:
             what = "the exchange of KV blocks with other workers" if name == "transfer" else f"the setting {name}"
             hint = "use --role both" if name == "transfer" else f"drop --{name.replace('_', '-')} or --{field}"
-            raise InvalidRequest(f"{what} does not work with {ranks} yet", param=name, hint=hint)
+            on_nodes = f" on {parallel.nodes} nodes" if is_remote else ""
+            raise InvalidRequest(f"{what} does not work with {ranks}{on_nodes} yet", param=name, hint=hint)
 
 
 def check_drafts(config: EngineConfig, model: ModelConfig) -> None:

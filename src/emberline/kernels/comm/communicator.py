@@ -11,9 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-
-class RankLost(Exception):
-    """A rank of the group died, hung or made another call. The group cannot be used any more."""
+from emberline.kernels.comm.rank_lost import RankLost as RankLost
 
 
 class Communicator(Protocol):
@@ -39,10 +37,18 @@ class Communicator(Protocol):
         Rows have the same shape and dtype on all ranks; counts may be 0."""
         ...
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Overwrite x on all ranks with that of `source`, which has the same shape and dtype, and return it."""
+        ...
+
     def send(self, x: Tensor, to: int) -> None: ...
 
     def receive(self, x: Tensor, source: int) -> None:
         """Overwrite x with the tensor that `source` sends."""
+        ...
+
+    def abort(self) -> None:
+        """End all calls that wait, and all later ones, with RankLost. Any thread may call this method."""
         ...
 
     def close(self) -> None: ...

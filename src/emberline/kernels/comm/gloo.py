@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -14,26 +14,29 @@ from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from emberline.kernels.comm.communicator import RankLost
+from emberline.kernels.comm.rendezvous import Rendezvous
+
+ABORT_TAG = 1  # of a message that no rank sends
 
 
 class GlooGroup:
-    """A Communicator over TCP connections between all ranks of a group, on one machine."""
+    """A Communicator over TCP connections between all ranks of a group."""
 
     def __init__(
-        self, store_fd: int, name: str, rank: int, size: int, *, connect_timeout_s: float, timeout_s: float
+        self, rendezvous: Rendezvous, name: str, rank: int, size: int, *, connect_timeout_s: float, timeout_s: float
     ) -> None:
         """Connect to the other ranks, and wait for them up to `connect_timeout_s`. Raises RankLost.
 
-        `store_fd`: descriptor of a file that all ranks can write. Groups with different names may share it.
+        `rendezvous`: where the ranks find each other. Groups with different names may share it.
         `timeout_s`: the deadline of every later call.
         """
         self.rank, self.size, self._name = rank, size, name
         self._group: Any = None
         # torch opens the file by its path again when the group is freed: if its descriptor were closed before, the path
         # might name another file. So the group has a descriptor of its own.
-        self._store_fd = os.dup(store_fd)
+        self._rendezvous: Rendezvous | None = rendezvous.duplicate()
         options = distributed.ProcessGroupGloo._Options()
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=rendezvous.address)]
         options._timeout = timedelta(seconds=connect_timeout_s)
         options._threads = 1
         self._timeout = timedelta(seconds=timeout_s)
@@ -46,8 +49,8 @@ class GlooGroup:
             raise
 
     def _connect(self, options: Any) -> Any:
-        store = distributed.PrefixStore(self._name, distributed.FileStore(f"/proc/self/fd/{self._store_fd}"))
-        store.set_timeout(options._timeout)
+        assert self._rendezvous is not None
+        store = distributed.PrefixStore(self._name, self._rendezvous.open_store(options._timeout))
         try:
             return distributed.ProcessGroupGloo(store, self.rank, self.size, options)
         finally:
@@ -75,18 +78,30 @@ class GlooGroup:
         self._guard(lambda: call().wait())
         return received
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x.copy_(self._gather(x)[source])
+
     def send(self, x: Tensor, to: int) -> None:
         self._guard(lambda: self._group.send([_as_bytes(x)], to, 0).wait(self._timeout))
 
     def receive(self, x: Tensor, source: int) -> None:
         self._guard(lambda: self._group.recv([_as_bytes(x)], source, 0).wait(self._timeout))
 
+    def abort(self) -> None:
+        """End all calls that wait, and all later ones, with RankLost. Any thread may call this method.
+
+        gloo closes all connections of a group if one of its calls is not finished in time, so this makes one."""
+        if (group := self._group) is not None:
+            with contextlib.suppress(RuntimeError):
+                received = torch.empty(1, dtype=torch.uint8)
+                group.recv([received], (self.rank + 1) % self.size, ABORT_TAG).wait(timedelta(milliseconds=1))
+
     def close(self) -> None:
         """Close the connections. A second call does nothing."""
         self._group = None  # frees it
-        if self._store_fd >= 0:
-            os.close(self._store_fd)
-            self._store_fd = -1
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
 
     def __del__(self) -> None:
         self.close()

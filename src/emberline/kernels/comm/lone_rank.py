@@ -29,10 +29,16 @@ class LoneRank:
         count = sum(receive_counts)
         return x[torch.arange(count, device=x.device) % len(x)] if len(x) else x.new_zeros(count, *x.shape[1:])
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x
+
     def send(self, x: Tensor, to: int) -> None:
         pass
 
     def receive(self, x: Tensor, source: int) -> None:
+        pass
+
+    def abort(self) -> None:
         pass
 
     def close(self) -> None:

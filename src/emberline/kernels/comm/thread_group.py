@@ -116,11 +116,17 @@ class ThreadCommunicator:
         parts = [each.split(sizes) for each, sizes in zip(self._exchange(x, row), counts, strict=True)]
         return torch.cat([each[self.rank] for each in parts])
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x.copy_(self._exchange(x, f"broadcast of {tuple(x.shape)} {x.dtype}")[source])
+
     def send(self, x: Tensor, to: int) -> None:
         self._group.send(self.rank, to, x.clone())
 
     def receive(self, x: Tensor, source: int) -> None:
         x.copy_(self._group.receive(source, self.rank))
+
+    def abort(self) -> None:
+        self._group.abort()
 
     def close(self) -> None:
         self._group.abort()

@@ -1,0 +1,244 @@
+"""run_node: what a node other than node 0 does. It starts its ranks and connects them to node 0.
+
+If the group ends because a rank or a node was lost, the node ends its ranks and joins the next group. This module does
+not import torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+
+from emberline import __version__
+from emberline.core.config import core_count
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import EngineFailed, EngineUnavailable, NodeRankTaken
+from emberline.core.freememory import free_memory
+from emberline.core.parallel_config import MAX_RANKS
+from emberline.engine.messages import Rejection
+from emberline.engine.ranks.cluster_key import authenticate_master
+from emberline.engine.ranks.control import StartRank, list_shared_settings
+from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS
+from emberline.engine.ranks.node_messages import (
+    BEAT_INTERVAL_S,
+    FromRank,
+    GroupEnded,
+    MasterBeat,
+    NodeBeat,
+    NodeGoodbye,
+    NodeHello,
+    NodeJoined,
+    NodePlan,
+    NodeSocket,
+    RankEnded,
+    StartNode,
+    ToRanks,
+)
+from emberline.engine.ranks.plan_ring import PlanWriter
+from emberline.engine.ranks.rank_processes import RANK_COMMAND, RankChild, RankProcesses
+from emberline.kernels.comm.rank_lost import RankLost
+from emberline.kernels.comm.rendezvous import Rendezvous
+
+log = logging.getLogger("emberline.ranks")
+
+CONNECT_TIMEOUT_S = 5.0  # of one attempt
+RETRY_PAUSE_S = 0.5  # between two attempts
+RETRY_LOG_INTERVAL_S = 30.0
+START_TIMEOUT_S = 60.0  # without a message of node 0 while the ranks start: imports may block it for long
+PLAN_TIMEOUT_S = 900.0  # for a rank to read plans; node 0 notices earlier if it hangs
+
+
+def run_node(
+    config: EngineConfig, cluster_key: str, stop: threading.Event, command: tuple[str, ...] = RANK_COMMAND
+) -> None:
+    """Run the ranks of a node until node 0 shuts down or `stop` is set.
+
+    `config`: of this node, with the directory of the checkpoint on it. `command`: of a rank's process. The processes
+    end with the thread that calls this function. Raises EmberlineError if the node cannot join the group of node 0, or
+    if node 0 cannot be reached for `node_timeout`."""
+    while not stop.is_set():
+        master = join_master(config, cluster_key, stop)
+        if master is None:
+            return
+        with contextlib.closing(master):
+            try:
+                run = NodeRun(config, master, command)
+                if not run.wait_for_start(stop):
+                    continue
+                if run.run(stop):
+                    log.info("Node ends, because node 0 has shut down: node=%d", config.parallel.node_rank)
+                    return
+            except ConnectionError as error:
+                log.warning("Node 0 lost, joining again: node=%d reason=%s", config.parallel.node_rank, error)
+
+
+def join_master(config: EngineConfig, cluster_key: str, stop: threading.Event) -> NodeSocket | None:
+    """Connect to node 0 and join its group; return None once `stop` is set.
+
+    Attempts are repeated while node 0 cannot be reached. Raises EmberlineError if it refuses this node."""
+    parallel, began, logged = config.parallel, time.monotonic(), -RETRY_LOG_INTERVAL_S
+    while not stop.is_set():
+        seconds = time.monotonic() - began
+        try:
+            return _try_to_join(config, cluster_key)
+        except NodeRankTaken as error:
+            # The group that this node belonged to may not have noticed yet that it was lost.
+            if seconds > 2 * parallel.rank_timeout + START_TIMEOUT_S:
+                raise
+            reason = str(error)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if seconds > parallel.node_timeout:
+                message = f"node 0 cannot be reached at {parallel.master} for {parallel.node_timeout:g} s: {reason}"
+                hint = "start node 0 with the same --master, and check the network between the nodes"
+                raise EngineUnavailable(message, hint=hint) from error
+        if seconds - logged > RETRY_LOG_INTERVAL_S:
+            logged = seconds
+            log.info("Waiting for node 0: address=%s reason=%s", parallel.master, reason)
+        stop.wait(RETRY_PAUSE_S)
+    return None
+
+
+def _try_to_join(config: EngineConfig, cluster_key: str) -> NodeSocket:
+    parallel = config.parallel
+    connection = socket.create_connection(parallel.parse_master(), CONNECT_TIMEOUT_S)
+    master = NodeSocket(connection, parallel.rank_timeout)
+    try:
+        authenticate_master(master, cluster_key)
+        max_ranks = MAX_RANKS if config.threads else core_count()
+        settings = list_shared_settings(config)
+        master.send(NodeHello(__version__, parallel.node_rank, settings, max_ranks, free_memory()))
+        master.receive(NodeJoined)
+    except BaseException:
+        master.close()
+        raise
+    log.info("Joined node 0: node=%d address=%s", parallel.node_rank, parallel.master)
+    return master
+
+
+class NodeRun:
+    """The ranks of this node in one group, from joining it to its end."""
+
+    def __init__(self, config: EngineConfig, master: NodeSocket, command: tuple[str, ...]) -> None:
+        self._config, self._master, self._command = config, master, command
+        self._is_over = threading.Event()
+
+    def wait_for_start(self, stop: threading.Event) -> bool:
+        """Wait until all nodes have joined; return False if `stop` was set before. Raises ConnectionError."""
+        deadline = time.monotonic() + self._config.parallel.node_timeout
+        while not stop.is_set():
+            if (message := self._master.poll(BEAT_INTERVAL_S)) is not None:
+                if isinstance(message, StartNode):
+                    self._start = message
+                    return True
+                self._handle_message(message)
+            if time.monotonic() > deadline:
+                raise ConnectionError("node 0 has not started the group in time")
+        return False
+
+    def run(self, stop: threading.Event) -> bool:
+        """Start the ranks and serve node 0; return whether it has shut down. Raises ConnectionError if it is lost."""
+        layout = self._start.layout
+        self._processes = RankProcesses(layout.num_ranks, self._command)
+        self._writer: PlanWriter | None = None
+        beats = threading.Thread(target=self._send_beats, name="beats", daemon=True)
+        try:
+            self._spawn()
+            beats.start()
+            return self._serve(stop)
+        except (RankLost, OSError) as error:  # a rank has ended, or the connection has
+            raise ConnectionError(str(error)) from error
+        finally:
+            self._is_over.set()
+            self._processes.kill_all()
+            if self._writer is not None:
+                self._writer.close()
+            self._processes.close()
+            if beats.ident is not None:
+                beats.join()
+
+    def _spawn(self) -> None:
+        host, address = self._config.parallel.parse_master()[0], self._config.parallel.node_address
+        address = address or str(self._master.connection.getsockname()[0])
+        rendezvous = Rendezvous(-1, host, self._start.store_port, address)
+        try:
+            for rank in self._start.layout.ranks_of(self._config.parallel.node_rank):
+                self._processes.spawn(StartRank(self._config, self._start.layout, rank, rendezvous))
+        except OSError as error:
+            failure = EngineFailed(f"node {self._config.parallel.node_rank} cannot start a rank's process: {error}")
+            self._master.send(Rejection.from_error("", failure))
+            raise
+        self._writer = PlanWriter(
+            self._processes.memory, self._processes.notice_fds, timeout_s=PLAN_TIMEOUT_S, check=self._check
+        )
+
+    def _serve(self, stop: threading.Event) -> bool:
+        silent_s, checked, limit = 0.0, time.monotonic(), max(START_TIMEOUT_S, self._config.parallel.rank_timeout)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._master, selectors.EVENT_READ)
+            for child in self._processes.children.values():
+                selector.register(child.control.connection, selectors.EVENT_READ, child)
+            while not stop.is_set():
+                for key, _ in selector.select(BEAT_INTERVAL_S):
+                    if isinstance(key.data, RankChild):
+                        self._forward_messages(key.data, selector)
+                        continue
+                    silent_s = 0.0
+                    is_open = self._master.read_available()
+                    while (message := self._master.take_message()) is not None:
+                        if isinstance(message, NodeGoodbye):
+                            return True
+                        if isinstance(message, MasterBeat) and message.is_ready:
+                            limit = self._config.parallel.rank_timeout
+                        self._handle_message(message)
+                    if not is_open:
+                        raise ConnectionError("node 0 closed the connection")
+                now = time.monotonic()
+                # The clock also advances while the machine or this process is stopped, so longer times do not count.
+                silent_s, checked = silent_s + min(now - checked, 2 * BEAT_INTERVAL_S), now
+                if silent_s > limit:
+                    raise ConnectionError(f"node 0 sent nothing for {limit:g} s")
+        failure = EngineFailed(f"node {self._config.parallel.node_rank} was stopped by a signal")
+        self._master.try_send(Rejection.from_error("", failure))
+        return False
+
+    def _handle_message(self, message: object) -> None:
+        match message:
+            case NodePlan(plan):
+                assert self._writer is not None
+                self._writer.publish(plan)
+            case ToRanks(body):
+                for child in self._processes.children.values():
+                    with contextlib.suppress(OSError):  # it has ended, which is reported
+                        child.control.send_encoded(body)
+            case Rejection():
+                raise message.to_error()
+            case GroupEnded(reason):
+                raise ConnectionError(f"the group has ended: {reason}")
+            case MasterBeat():
+                pass
+            case _:
+                raise AssertionError(f"a node received a message that only it sends: {type(message).__name__}")
+
+    def _forward_messages(self, child: RankChild, selector: selectors.BaseSelector) -> None:
+        is_open = child.control.read_available()
+        while (body := child.control.take_encoded()) is not None:
+            self._master.send(FromRank(child.rank, body))
+        if not is_open:
+            selector.unregister(child.control.connection)
+            self._master.send(RankEnded(child.rank, child.wait_for_status()))
+
+    def _check(self) -> None:
+        """Raise RankLost if the plans of a rank that has ended are full, or the connection to node 0 has ended."""
+        if self._is_over.is_set() or any(c.process.poll() is not None for c in self._processes.children.values()):
+            raise RankLost("a rank of this node has ended")
+
+    def _send_beats(self) -> None:
+        memory = self._processes.memory
+        while not self._is_over.wait(BEAT_INTERVAL_S):
+            ranks = self._processes.children
+            counts = {rank: (memory.get(rank, HEARTBEAT), memory.get(rank, PROGRESS)) for rank in ranks}
+            self._master.try_send(NodeBeat(counts))

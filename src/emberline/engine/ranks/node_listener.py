@@ -1,0 +1,223 @@
+"""NodeListener: on node 0, the port at which the other nodes of an engine join its group."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from emberline import __version__
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import EmberlineError, EngineFailed, InvalidRequest, NodeRankTaken, WrongClusterKey
+from emberline.engine.messages import Rejection
+from emberline.engine.ranks.cluster_key import authenticate_node, read_cluster_key
+from emberline.engine.ranks.control import list_shared_settings
+from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.node_messages import (
+    NodeHello,
+    NodeJoined,
+    NodeMessage,
+    NodeSocket,
+    StartNode,
+)
+from emberline.kernels.comm.rendezvous import Rendezvous
+
+log = logging.getLogger("emberline.ranks")
+
+ACCEPT_POLL_S = 0.25
+FIRST_LOG_DELAY_S, WAIT_LOG_INTERVAL_S = 5.0, 30.0
+MAX_PENDING_NODES = 16  # connections that have not joined yet
+STORE_TIMEOUT_S = 30.0
+
+
+@dataclass(slots=True)
+class NodeLink:
+    """A node that has joined, as node 0 sees it."""
+
+    node: int
+    socket: NodeSocket
+    host: str
+    free_bytes: int  # of its main memory, when it joined
+    silent_s: float = 0.0  # time without a message
+
+    def send_if_open(self, message: NodeMessage) -> None:
+        """Send a message. If the connection has ended, the thread that reads from it notices."""
+        with contextlib.suppress(OSError):
+            self.socket.send(message)
+
+
+class NodeListener:
+    def __init__(self, config: EngineConfig, layout: Layout) -> None:
+        """Listen at the master address. The caller must call `close`. Raises InvalidRequest."""
+        self._config, self._layout, self._key = config, layout, read_cluster_key(config)
+        self._lock = threading.Condition()
+        self._joined: dict[int, NodeLink] = {}
+        self._error: EmberlineError | None = None  # of a node that cannot join
+        self._refused = ""  # last connection that was refused
+        self._is_closing = threading.Event()
+        self._pending = threading.BoundedSemaphore(MAX_PENDING_NODES)
+        host, port = config.parallel.parse_master()
+        self._listener = bind_master(host, port)
+        try:
+            with bind_master(host, port + 1) as store_listener:
+                self.rendezvous = self._open_store(store_listener)
+        except BaseException:
+            self._listener.close()
+            raise
+        self._thread = threading.Thread(target=self._accept_nodes, name="nodes", daemon=True)
+        self._thread.start()
+
+    def _open_store(self, listener: socket.socket) -> Rendezvous:
+        from torch import distributed
+
+        host, port = listener.getsockname()[:2]
+        self._store: Any = distributed.TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=STORE_TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return Rendezvous(-1, host, port, self._config.parallel.node_address or host)
+
+    def wait_for_nodes(self) -> list[NodeLink]:
+        """Return the links to all other nodes. Raises EmberlineError if one does not come in time or cannot join."""
+        timeout_s, address = self._config.parallel.node_timeout, self._config.parallel.master
+        deadline, next_log = time.monotonic() + timeout_s, time.monotonic() + FIRST_LOG_DELAY_S
+        with self._lock:
+            while (missing := self._missing_nodes()) and self._error is None:
+                if (left := deadline - time.monotonic()) <= 0:
+                    names = " and ".join(map(self._layout.describe_node, missing))
+                    refused = f"; {self._refused}" if self._refused else ""
+                    hint = f"start the same command there with --node-rank {missing[0]}, and check the network"
+                    raise EngineFailed(f"{names} did not join at {address} within {timeout_s:g} s{refused}", hint=hint)
+                if time.monotonic() > next_log:
+                    next_log += WAIT_LOG_INTERVAL_S
+                    log.warning("Waiting for nodes: address=%s missing=%s timeout_s=%g", address, missing, timeout_s)
+                self._lock.wait(min(left, 1.0))
+            if self._error is not None:
+                raise self._error
+            return [self._joined[node] for node in sorted(self._joined)]
+
+    @property
+    def links(self) -> list[NodeLink]:
+        """The nodes that have joined so far."""
+        return list(self._joined.values())
+
+    @property
+    def start_message(self) -> StartNode:
+        return StartNode(self._layout, self.rendezvous.store_port)
+
+    def close(self) -> None:
+        """Stop listening. The links stay open."""
+        self._is_closing.set()
+        self._thread.join()
+        self._listener.close()
+        self._store = None  # ends its threads
+
+    def _missing_nodes(self) -> list[int]:
+        return [node for node in range(1, self._layout.nodes) if node not in self._joined]
+
+    def _accept_nodes(self) -> None:
+        self._listener.settimeout(ACCEPT_POLL_S)
+        while not self._is_closing.is_set():
+            try:
+                connection, address = self._listener.accept()
+            except OSError:  # nothing came, or no file descriptor is left
+                continue
+            if not self._pending.acquire(blocking=False):
+                connection.close()
+                continue
+            args = NodeSocket(connection, self._config.parallel.rank_timeout), address[0]
+            threading.Thread(target=self._admit_node, args=args, name="node", daemon=True).start()
+
+    def _admit_node(self, node: NodeSocket, host: str) -> None:
+        """Let a node join, or refuse it."""
+        try:
+            authenticate_node(node, self._key)
+            hello = node.receive(NodeHello)
+            self._check_node(hello)
+            self._add_node(NodeLink(hello.node_rank, node, host, hello.free_bytes))
+            return
+        except EmberlineError as error:
+            log.warning("Node refused: address=%s reason=%s", host, error)
+            self._note_refusal(error, host)
+            with contextlib.suppress(OSError):
+                node.send(Rejection.from_error("", error))
+        except OSError as error:
+            log.warning("Connection of a node failed: address=%s reason=%s", host, error)
+        finally:
+            self._pending.release()
+        node.close()
+
+    def _note_refusal(self, error: EmberlineError, host: str) -> None:
+        """Let the start fail if a node that knows the key cannot join; others must not be able to end it."""
+        with self._lock:
+            self._refused = f"a node at {host} was refused: {error.message}"
+            if not isinstance(error, WrongClusterKey | NodeRankTaken):
+                self._error = error
+            self._lock.notify_all()
+
+    def _add_node(self, link: NodeLink) -> None:
+        with self._lock:
+            before = self._joined.get(link.node)
+            if before is not None and not before.socket.has_ended():
+                raise NodeRankTaken(
+                    f"{self._layout.describe_node(link.node)} has joined already, from {before.host}",
+                    hint="give every node another --node-rank",
+                )
+            link.socket.send(NodeJoined())
+            self._joined[link.node] = link
+            log.info("Node joined: node=%d address=%s", link.node, link.host)
+            self._lock.notify_all()
+
+    def _check_node(self, hello: NodeHello) -> None:
+        """Raise InvalidRequest if a node cannot be part of this group."""
+        name, layout = f"node {hello.node_rank}", self._layout
+        if hello.version != __version__:
+            hint = "install the same version of Emberline on all nodes"
+            message = f"{name} has version {hello.version} of Emberline, and node 0 has {__version__}"
+            raise InvalidRequest(message, param="node_rank", hint=hint)
+        ours = list_shared_settings(self._config)
+        for setting in sorted(ours.keys() | hello.settings.keys()):
+            if (own := ours.get(setting)) != (other := hello.settings.get(setting)):
+                hint = f"set --{setting.replace('_', '-')} to the same value on all nodes"
+                message = f"{name} has other settings than node 0: {setting} is {other}, and there it is {own}"
+                raise InvalidRequest(message, param=setting, hint=hint)
+        if not 0 < hello.node_rank < layout.nodes:
+            raise InvalidRequest(f"node_rank is {hello.node_rank}; it must be from 1 to {layout.nodes - 1}")
+        if hello.max_ranks < layout.ranks_per_node:
+            needed, cores = layout.ranks_per_node, hello.max_ranks
+            raise InvalidRequest(
+                f"{layout.describe_node(hello.node_rank)} needs {needed} cores, and its process may use {cores}",
+                param="nodes",
+                hint="use more nodes, or set --threads 1 to let ranks share cores",
+            )
+
+
+def bind_master(host: str, port: int) -> socket.socket:
+    """Return a listener at an address of this machine. Raises InvalidRequest if that is not possible."""
+    where = f"node 0 cannot listen at {host}, port {port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise InvalidRequest(f"{where}: {error}", param="master", hint="check the host name in --master") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(MAX_PENDING_NODES)
+    except OSError as error:
+        listener.close()
+        hint = "set --master to an address of node 0 on all nodes"
+        if error.errno == errno.EADDRINUSE:
+            hint = "choose another port in --master on all nodes, or end the process that uses this one"
+        raise InvalidRequest(f"{where}: {error.strerror}", param="master", hint=hint) from error
+    return listener
