@@ -68,7 +68,7 @@ class ThreadRanks:
         return group.communicators[rank]
 
     def _run(self, queue: SimpleQueue[bytes | None], part: RankPart, rank: int) -> None:
-        decoder = WorkDecoder()
+        decoder = WorkDecoder(self.layout.pp)
         try:
             while (message := queue.get()) is not None:
                 if is_copies(message):

@@ -177,6 +177,7 @@ def test_stages_are_balanced() -> None:
         ({"pp": 2, "speculate": "ngram"}, "speculate"),
         ({"tp": 2, "speculate": "mtp"}, "speculate"),
         ({"tp": 32, "threads": 0}, "tp"),
+        ({"pp": 2, "nodes": 2, "master": "10.0.0.1:7000", "kv_host_memory": 1 << 20}, "kv_host_memory"),
     ],
 )
 def test_settings_that_ranks_refuse(settings: dict[str, Any], field: str) -> None:

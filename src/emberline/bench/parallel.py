@@ -142,11 +142,12 @@ def _make_decode_work(settings: PlanBenchSettings) -> list[WorkItem]:
 def _advance(work: list[WorkItem], step: int, pick: random.Random) -> None:
     """Give each request its next token, and a new block where it needs one. Now and then, one request replaces another.
 
-    The scheduler makes new items for each step, so the columns cannot be reused."""
+    As the scheduler does, this makes new items for each step, and appends to the block tables."""
     for i, w in enumerate(work):
-        name, blocks = w.id, list(w.blocks)
+        name, blocks = w.id, w.blocks
+        assert isinstance(blocks, list)
         if step % 16 == 0 and i == step % len(work):
-            name = f"cmpl-{pick.getrandbits(128):032x}#0"
+            name, blocks = f"cmpl-{pick.getrandbits(128):032x}#0", list(blocks)
         if (w.start + 1) % BLOCK_SIZE == 0:
             blocks.append(pick.randrange(MAX_BLOCK))
         work[i] = WorkItem(name, w.start + 1, (pick.randrange(VOCAB),), blocks, samples=True)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from emberline.core.plan import WorkItem
+from emberline.engine.step_columns import StepColumns
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.layer_groups import LayerGroups
@@ -15,12 +17,17 @@ from emberline.models.forward import ForwardBatch
 
 
 def build_forward_batch(
-    work: Sequence[WorkItem], cache: KVCache, groups: LayerGroups | None = None, states: StateCache | None = None
+    work: Sequence[WorkItem],
+    cache: KVCache,
+    groups: LayerGroups | None = None,
+    states: StateCache | None = None,
+    columns: StepColumns | None = None,
 ) -> ForwardBatch:
-    """`groups`: which layers share block tables; None: all share one. `states`: of recurrent layers, if any."""
-    size = cache.shape.block_size
-    counts = np.array([len(w.tokens) for w in work], np.int32)
-    starts = np.array([w.start for w in work], np.int32)
+    """`groups`: which layers share block tables; None: all share one. `states`: of recurrent layers, if any.
+
+    `columns`: those of `work`, if they are known; `start`, `tokens` and `samples` of the items are then not used."""
+    size, columns = cache.shape.block_size, columns or StepColumns.of(work)
+    starts, counts, samples = columns.starts, columns.counts, columns.samples.tolist()
     query_start = np.zeros(len(work) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
     total = int(query_start[-1])
@@ -45,12 +52,11 @@ def build_forward_batch(
     logit_rows = [
         np.arange(query_start[i] if w.prompt_logprobs else query_start[i + 1] - 1 - w.num_draft, query_start[i + 1])
         for i, w in enumerate(work)
-        if w.samples or w.prompt_logprobs
+        if samples[i] or w.prompt_logprobs
     ]
-    tokens = np.fromiter((t for w in work for t in w.tokens), np.int64, total)
-    saves, drafts = (None, None) if states is None else build_state_changes(work, states)
+    saves, drafts = (None, None) if states is None else build_state_changes(work, starts, states)
     return ForwardBatch(
-        tokens=torch.from_numpy(tokens),
+        tokens=torch.from_numpy(columns.tokens.astype(np.int64)),
         attention=make_metadata([w.blocks for w in work]),
         logit_rows=torch.from_numpy(
             np.concatenate(logit_rows).astype(np.int64) if logit_rows else np.zeros(0, np.int64)
@@ -68,14 +74,16 @@ def build_forward_batch(
 
 
 def build_state_changes(
-    work: Sequence[WorkItem], states: StateCache
+    work: Sequence[WorkItem], starts: NDArray[np.int32], states: StateCache
 ) -> tuple[ops.StateSaves | None, ops.StateDrafts | None]:
-    """Return the copies of states that a step makes, and the rows of its drafts; None if it has none."""
+    """Return the copies of states that a step makes, and the rows of its drafts; None if it has none.
+
+    `starts`: positions of the items' first tokens."""
     rows = np.zeros((5, len(work)), np.int32)
     for i, w in enumerate(work):
         assert w.state is not None
         if w.state.save_to is not None:
-            rows[:2, i] = w.state.save_to, w.state.save_end - w.start + w.state.num_accepted
+            rows[:2, i] = w.state.save_to, w.state.save_end - starts[i] + w.state.num_accepted
         rows[2:, i] = w.state.draft_place, w.state.num_accepted, w.num_draft
     columns = torch.from_numpy(rows)
     saves = ops.StateSaves(columns[0], columns[1]) if rows[1].any() else None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from emberline.core.plan import BlockCopy, WorkItem
 from emberline.engine.batch import build_forward_batch
+from emberline.engine.step_columns import StepColumns
 from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.tiers.copier import HostBlockCopier
@@ -63,10 +64,13 @@ class WorkExecutor:
             self.copier.clear(blocks)
 
     @torch.inference_mode()
-    def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
+    def compute(
+        self, work: Sequence[WorkItem], capture: HiddenCapture | None = None, columns: StepColumns | None = None
+    ) -> Tensor:
+        """`columns`: those of `work`, if they are known: see build_forward_batch."""
         self._load_states(work)
         self._move_states(work)
-        batch = build_forward_batch(work, self._cache, self._groups, self._states)
+        batch = build_forward_batch(work, self._cache, self._groups, self._states, columns)
         return self._model.forward(replace(batch, capture=capture))
 
     def _load_states(self, work: Sequence[WorkItem]) -> None:

@@ -66,7 +66,7 @@ class GroupExecutor:
     def __init__(self, group: FollowerGroup, own: WorkExecutor, buffers: HostBuffers | None) -> None:
         """`buffers`: shared by all ranks, for copies of KV blocks; None: there are no tiers."""
         self._group, self.own, self._buffers = group, own, buffers
-        self._encoder = WorkEncoder()
+        self._encoder = WorkEncoder(group.layout.pp)
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
 
     def copy(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:

@@ -52,7 +52,7 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
         gc.freeze()  # objects of the start are permanent
         gc.enable()
         leader.send(RankReady())
-        reader, decoder = PlanReader(memory, start.rank, notice_fd), WorkDecoder()
+        reader, decoder = PlanReader(memory, start.rank, notice_fd), WorkDecoder(start.layout.pp)
         num_copied = 0
         while (message := reader.receive()) is not None:
             if is_copies(message):
@@ -81,6 +81,6 @@ def make_copies(part: RankPart, buffers: HostBuffers | None, message: bytes) -> 
 
 def compute_step(part: RankPart, decoder: WorkDecoder, message: bytes) -> None:
     """Compute this rank's part of a step. `message`: from the leader's WorkEncoder."""
-    work, cleared = decoder.decode(message)
-    part.executor.clear(cleared)
-    part.executor.compute(work)
+    step = decoder.decode(message)
+    part.executor.clear(step.cleared)
+    part.executor.compute(step.requests, columns=step.columns)

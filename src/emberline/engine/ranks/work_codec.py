@@ -1,23 +1,26 @@
 """WorkEncoder, WorkDecoder: the work of a step as MessagePack, for ranks that decoded all earlier steps.
 
-A step mostly continues the requests of the step before it, so only what changed is encoded: new tokens, and new blocks
-at the ends of the block tables. Fields that only draft models and KV transfers use are not encoded, since an engine on
-several ranks has neither. Both sides work by columns, because a loop over 256 items in Python costs more than all the
-rest. This module does not import torch.
+A step mostly continues requests of an earlier one, so only what changed is encoded: new tokens, and new blocks at the
+ends of the block tables. With several stages, steps of different requests alternate, so requests are remembered over
+as many steps as there are stages. Fields that only draft models and KV transfers use are not encoded, since an engine
+on several ranks has neither. Both sides work by columns, because a loop over 256 items in Python costs more than all
+the rest. This module does not import torch.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, compress
-from operator import ne
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from emberline.core.plan import StateWork, WorkItem
-
-NEW_REQUEST = -1  # as the source of an item: the step before had no item of its request
+from emberline.engine.step_columns import StepColumns
 
 
 class RareFields(msgspec.Struct, array_like=True):
@@ -33,12 +36,12 @@ class RareFields(msgspec.Struct, array_like=True):
 class EncodedWork(msgspec.Struct, array_like=True):
     """The work items of a step by columns. Numbers in bytes are 32-bit integers, which are decoded faster."""
 
-    starts: bytes
-    tokens: bytes  # of all items
-    counts: list[int] | None  # by item: its number of tokens; None: each has one
-    samples: list[bool] | bool  # one value: that of all items
+    num_items: int
+    numbers: bytes  # starts of all items; tokens of all items; unless each has one, their numbers of tokens
+    samples: bytes | bool  # one value: that of all items
     new_blocks: dict[int, Sequence[int]]  # by item: blocks at the end of its table
-    sources: list[int] | None  # by item: its index in the step before, or NEW_REQUEST; None: nothing changed
+    # By item: the slot of its request; ~slot: a request begins there. None: as in the oldest remembered step.
+    slots: bytes | None
     rare: dict[int, RareFields]  # by item, where a field has no default
     cleared: Sequence[int]  # blocks that are filled with zeros before the step
 
@@ -47,83 +50,128 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(EncodedWork)
 
 
+@dataclass(frozen=True, slots=True)
+class _EncodedRequests:
+    """The requests of a step that was encoded."""
+
+    ids: Sequence[str]
+    preemptions: Sequence[int]
+    slots: NDArray[np.int32]
+
+
 class WorkEncoder:
-    def __init__(self) -> None:
-        self._ids: list[str] = []
-        self._preemptions: list[int] = []
-        self._num_blocks: list[int] = []
+    def __init__(self, num_plans: int = 1) -> None:
+        """`num_plans`: the number of steps over which requests are remembered, the same as of the decoders."""
+        self._num_plans = num_plans
+        self._steps: deque[_EncodedRequests] = deque()  # the last `num_plans` ones
+        self._slots: dict[str, int] = {}  # of the requests in these
+        self._free_slots: list[int] = []
+        self._preemptions: list[int] = []  # by slot
+        self._num_blocks = np.zeros(0, np.int32)  # by slot: length of the block table that the decoders know
 
     def encode(self, work: Sequence[WorkItem], cleared: Sequence[int] = ()) -> bytes:
         """Return the work of the next step. `cleared`: blocks to fill with zeros first."""
-        sources = self._continue_requests(work)
-        tokens = list(chain.from_iterable([w.tokens for w in work]))
-        samples: list[bool] = [w.samples for w in work]
-        counts, known = [len(w.blocks) for w in work], self._num_blocks
-        new_blocks = {i: work[i].blocks[known[i] :] for i in compress(range(len(work)), map(ne, counts, known))}
-        self._num_blocks = counts
+        fields = [(w.id, w.preemptions, w.start, w.tokens, w.samples, w.blocks) for w in work]
+        ids, preemptions, starts, tokens, samples, tables = zip(*fields, strict=True) if fields else ((),) * 6
+        slots, changed = self._continue_requests(ids, preemptions)
+        numbers = [*starts, *chain.from_iterable(tokens)]
+        if len(numbers) != 2 * len(work):
+            numbers += map(len, tokens)
+        counts, known = np.array(list(map(len, tables)), np.int32), self._num_blocks[slots]
+        self._num_blocks[slots] = counts
         return _ENCODER.encode(
             EncodedWork(
-                array("i", [w.start for w in work]).tobytes(),
-                array("i", tokens).tobytes(),
-                None if len(tokens) == len(work) else [len(w.tokens) for w in work],
-                all(samples) or (any(samples) and samples),
-                new_blocks,
-                sources,
+                len(work),
+                array("i", numbers).tobytes(),
+                all(samples) or (any(samples) and bytes(samples)),
+                {i: tables[i][known[i] :] for i in np.flatnonzero(counts != known).tolist()},
+                changed,
                 _collect_rare_fields(work),
                 cleared,
             )
         )
 
-    def _continue_requests(self, work: Sequence[WorkItem]) -> list[int] | None:
-        """Set the known state of each item's request, and return the items' sources."""
-        ids, preemptions = [w.id for w in work], [w.preemptions for w in work]
-        if ids == self._ids and preemptions == self._preemptions:
-            return None
-        before = zip(self._ids, self._preemptions, self._num_blocks, strict=True)
-        known = {(name, count): (index, blocks) for index, (name, count, blocks) in enumerate(before)}
-        # A preemption replaces all blocks of a request.
-        found = [known.get(each, (NEW_REQUEST, 0)) for each in zip(ids, preemptions, strict=True)]
-        self._ids, self._preemptions = ids, preemptions
-        self._num_blocks = [blocks for _, blocks in found]
-        return [index for index, _ in found]
+    def _continue_requests(
+        self, ids: Sequence[str], preemptions: Sequence[int]
+    ) -> tuple[NDArray[np.int32], bytes | None]:
+        """Return the slots of the items' requests, and how they are encoded."""
+        oldest = self._steps.popleft() if len(self._steps) == self._num_plans else None
+        if oldest is not None and ids == oldest.ids and preemptions == oldest.preemptions:
+            self._steps.append(oldest)
+            return oldest.slots, None
+        places = [self._continue_request(*each) for each in zip(ids, preemptions, strict=True)]
+        changed = np.array(places, np.int32)
+        slots = np.where(changed < 0, ~changed, changed)
+        self._steps.append(_EncodedRequests(ids, preemptions, slots))
+        if oldest is not None:
+            for name in set(oldest.ids).difference(*(step.ids for step in self._steps)):
+                self._free_slots.append(self._slots.pop(name))
+        return slots, changed.tobytes()
+
+    def _continue_request(self, name: str, preemptions: int) -> int:
+        """Return the slot of a request, or ~slot if it begins there: a preemption replaces all blocks of a request."""
+        slot = self._slots.get(name)
+        if slot is not None and self._preemptions[slot] == preemptions:
+            return slot
+        if slot is None:
+            slot = self._slots[name] = self._free_slots.pop() if self._free_slots else len(self._preemptions)
+        if slot == len(self._preemptions):
+            self._preemptions.append(0)
+            if slot == len(self._num_blocks):
+                self._num_blocks = np.concatenate([self._num_blocks, np.zeros(slot + 16, np.int32)])
+        self._preemptions[slot], self._num_blocks[slot] = preemptions, 0
+        return ~slot
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedStep:
+    """The work of a step. The items are valid until the next step is decoded, which changes them."""
+
+    requests: list[WorkItem]  # without ids; `start`, `tokens` and `samples` are only in the columns
+    columns: StepColumns
+    cleared: Sequence[int]  # blocks to fill with zeros before the step
+
+    def fill_items(self) -> list[WorkItem]:
+        """Return the work items with all fields but their ids."""
+        tokens, columns = self.columns.tokens.tolist(), self.columns
+        ends = accumulate(columns.counts.tolist())
+        rows = zip(self.requests, columns.starts.tolist(), columns.counts.tolist(), ends, strict=True)
+        for (item, start, count, end), samples in zip(rows, columns.samples.tolist(), strict=True):
+            item.start, item.tokens, item.samples = start, tokens[end - count : end], samples
+        return self.requests
 
 
 class WorkDecoder:
-    def __init__(self) -> None:
-        self._items: list[WorkItem] = []
+    def __init__(self, num_plans: int = 1) -> None:
+        """`num_plans`: the number of steps over which requests are remembered, the same as of the encoder."""
+        self._steps: deque[list[WorkItem]] = deque([[] for _ in range(num_plans)], num_plans)
+        self._by_slot: list[WorkItem] = []
         self._rare_items: list[WorkItem] = []  # those with rare fields
-        self._samples: list[bool] | bool | None = None  # of the step before, if it had the same items
 
-    def decode(self, message: bytes) -> tuple[list[WorkItem], Sequence[int]]:
-        """Return the work of the next step, and the blocks to fill with zeros first.
-
-        The items are valid until the next call, which changes them. Their ids are empty."""
+    def decode(self, message: bytes) -> DecodedStep:
+        """Return the work of the next step."""
         step = _DECODER.decode(message)
-        if step.sources is not None:
-            self._items = [
-                WorkItem("", 0, (), [], samples=True) if source == NEW_REQUEST else self._items[source]
-                for source in step.sources
-            ]
-            self._samples = None
-        items = self._items
-        for item, start, tokens in zip(items, _read_integers(step.starts), _split_tokens(step), strict=True):
-            item.start, item.tokens = start, tokens
-        if step.samples != self._samples:
-            self._samples = step.samples
-            flags = step.samples if isinstance(step.samples, list) else [step.samples] * len(items)
-            for item, flag in zip(items, flags, strict=True):
-                item.samples = flag
+        items = self._steps[0] if step.slots is None else [self._find_item(i) for i in _read_integers(step.slots)]
+        self._steps.append(items)
         for index, blocks in step.new_blocks.items():
             table = items[index].blocks
             assert isinstance(table, list)
             table += blocks
-        self._set_rare_fields(step.rare)
-        return items, step.cleared
+        self._set_rare_fields(items, step.rare)
+        return DecodedStep(items, _decode_columns(step), step.cleared)
 
-    def _set_rare_fields(self, rare: dict[int, RareFields]) -> None:
+    def _find_item(self, slot: int) -> WorkItem:
+        """Return the work item of a slot. ~slot: of a request that begins there."""
+        if slot >= 0:
+            return self._by_slot[slot]
+        item = WorkItem("", 0, (), [], samples=False)
+        self._by_slot[~slot : ~slot + 1] = [item]  # the slot may be the next after all others
+        return item
+
+    def _set_rare_fields(self, items: Sequence[WorkItem], rare: dict[int, RareFields]) -> None:
         for item in self._rare_items:
             item.prompt_logprobs, item.num_draft, item.state, item.window_blocks = False, 0, None, ()
-        self._rare_items = [self._items[index] for index in rare]
+        self._rare_items = [items[index] for index in rare]
         for item, fields in zip(self._rare_items, rare.values(), strict=True):
             item.prompt_logprobs, item.num_draft, item.state = fields.prompt_logprobs, fields.num_draft, fields.state
             item.window_blocks = [[*[0] * released, *blocks] for released, blocks in fields.windows]
@@ -131,24 +179,22 @@ class WorkDecoder:
 
 def _collect_rare_fields(work: Sequence[WorkItem]) -> dict[int, RareFields]:
     """Return the rare fields of items that have some, by index."""
-    scored, drafts = [w.prompt_logprobs for w in work], [w.num_draft for w in work]
-    states, windows = [w.state for w in work], [w.window_blocks for w in work]
-    if not (any(scored) or any(drafts) or any(states) or any(windows)):
-        return {}
     return {
-        index: RareFields(score, draft, state, [_trim_released_blocks(table) for table in tables])
-        for index, (score, draft, state, tables) in enumerate(zip(scored, drafts, states, windows, strict=True))
-        if score or draft or state is not None or tables
+        index: RareFields(w.prompt_logprobs, w.num_draft, w.state, [_trim_released_blocks(t) for t in w.window_blocks])
+        for index, w in enumerate(work)
+        if w.num_draft or w.window_blocks or w.state is not None or w.prompt_logprobs
     }
 
 
-def _split_tokens(step: EncodedWork) -> Iterable[Sequence[int]]:
-    """Return the tokens of each item."""
-    tokens = _read_integers(step.tokens)
-    if step.counts is None:
-        return zip(tokens, strict=True)
-    ends = accumulate(step.counts)
-    return [tokens[end - count : end] for end, count in zip(ends, step.counts, strict=True)]
+def _decode_columns(step: EncodedWork) -> StepColumns:
+    numbers, items = np.frombuffer(bytearray(step.numbers), np.int32), step.num_items  # arrays must be writable
+    if len(numbers) == 2 * items:
+        tokens, counts = numbers[items:], np.ones(items, np.int32)
+    else:
+        tokens, counts = numbers[items:-items], numbers[-items:]
+    if isinstance(step.samples, bytes):
+        return StepColumns(numbers[:items], counts, tokens, np.frombuffer(step.samples, np.bool_))
+    return StepColumns(numbers[:items], counts, tokens, np.full(items, step.samples))
 
 
 def _read_integers(column: bytes) -> list[int]:

@@ -1,0 +1,26 @@
+"""StepColumns: the numbers of a step's work items that change in every step, as arrays. It does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emberline.core.plan import WorkItem
+
+
+@dataclass(frozen=True, slots=True)
+class StepColumns:
+    starts: NDArray[np.int32]  # by item
+    counts: NDArray[np.int32]  # by item: its number of tokens
+    tokens: NDArray[np.int32]  # of all items
+    samples: NDArray[np.bool_]  # by item
+
+    @staticmethod
+    def of(work: Sequence[WorkItem]) -> StepColumns:
+        counts = np.array([len(w.tokens) for w in work], np.int32)
+        starts = np.array([w.start for w in work], np.int32)
+        tokens = np.fromiter((t for w in work for t in w.tokens), np.int32, int(counts.sum()))
+        return StepColumns(starts, counts, tokens, np.array([w.samples for w in work], np.bool_))
