@@ -164,6 +164,9 @@ def test_stages_are_balanced() -> None:
     assert split_layers([1.0, 1.0], 9.0, 2) == [range(1), range(1, 2)]
     assert split_layers([5.0, 1.0, 1.0, 1.0], 0.0, 2) == [range(1), range(1, 4)]
     assert split_layers([1.0, 1.0, 1.0], 0.0, 1) == [range(3)]
+    assert split_layers([1.0] * 6, 0.0, 2, first_cost=2.0) == [range(2), range(2, 6)]
+    assert split_layers([1.0] * 6, 0.0, 2, fits=lambda layers: len(layers) != 3) == [range(2), range(2, 6)]
+    assert split_layers([1.0] * 6, 0.0, 2, fits=lambda layers: False) == [range(3), range(3, 6)]
 
 
 @pytest.mark.parametrize(
@@ -173,6 +176,9 @@ def test_stages_are_balanced() -> None:
         ({"pp": 65}, "pp"),
         ({"tp": 16, "pp": 8}, "tp"),
         ({"tp": 2, "ep": 4}, "ep"),
+        ({"pp": 2, "pp_layers": "3"}, "pp_layers"),
+        ({"pp": 2, "pp_layers": "3,0"}, "pp_layers"),
+        ({"pp": 2, "pp_layers": "3,x"}, "pp_layers"),
         ({"pp": 2, "rank_timeout": 0.9}, "rank_timeout"),
         ({"pp": 2, "speculate": "ngram"}, "speculate"),
         ({"tp": 2, "speculate": "mtp"}, "speculate"),
@@ -191,6 +197,7 @@ def test_settings_that_ranks_refuse(settings: dict[str, Any], field: str) -> Non
     [
         (Layout(tp=3), "llama", "tp"),
         (Layout(pp=3), "llama", "pp"),
+        (Layout(pp=2, stage_layers=(2, 2)), "llama", "pp_layers"),
         (Layout(tp=2, ep=2), "llama", "ep"),
         (Layout(tp=8, ep=8), "mixtral", "ep"),
     ],

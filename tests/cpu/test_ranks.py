@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,16 @@ import pytest
 import tiny
 import torch
 from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
+from rank_engines import make_thread_engine
 
 from emberline import LLM, SamplingParams
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import EngineFailed, EngineUnavailable, ModelError
 from emberline.core.params import GrammarSpec
 from emberline.core.request import Submission
+from emberline.engine import llm as llm_module
 from emberline.engine.async_engine import AsyncEngine
+from emberline.engine.boot import LoadedEngine, boot
 from emberline.engine.llm import Completion
 from emberline.engine.ranks.boot import boot_ranks, check_same_model, check_started
 from emberline.engine.ranks.control import RankLoaded, RankStarted
@@ -88,6 +92,25 @@ def test_same_tokens_as_one_rank(llm: LLM, directory: Path) -> None:
     assert sum(each.cached_tokens for each in found) == sum(each.cached_tokens for each in expected) > 0
     for ours, theirs in zip(found[3].logprobs, expected[3].logprobs, strict=True):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_failed_call_leaves_no_step_running(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the ranks would wait for the rest of a step, and be ended as if they hung."""
+
+    def boot_threads(config: EngineConfig) -> LoadedEngine:
+        return replace(boot(config.with_settings(pp=1)), engine=make_thread_engine(config))
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm_module, "boot", boot_threads)
+    with LLM(directory, **SETTINGS, pp=2) as staged:
+        expected = [each.tokens for each in staged.generate(PROMPTS, PARAMS, progress=False)]
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(staged, "_apply_output", interrupt)
+            staged.generate(PROMPTS, PARAMS, progress=False)
+        assert staged.engine.idle
+        assert [each.tokens for each in staged.generate(PROMPTS, PARAMS, progress=False)] == expected
 
 
 def test_stopped_rank_ends_the_group(llm: LLM) -> None:
@@ -180,7 +203,7 @@ def test_kernels_are_compiled_before_ranks_start(directory: Path, monkeypatch: p
     monkeypatch.setattr(ops, "start_backend", lambda **_: calls.append("kernels"))
     monkeypatch.setattr("emberline.engine.ranks.boot.RankGroup", start_ranks)
     with pytest.raises(EngineFailed, match="the test ends here"):
-        boot_ranks(EngineConfig.build(str(directory), **SETTINGS, pp=2), None)
+        boot_ranks(EngineConfig.build(str(directory), **SETTINGS, tp=2), None)
     assert calls == ["kernels", "ranks"]
 
 

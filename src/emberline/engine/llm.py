@@ -7,6 +7,7 @@ with LLM("smollm2") as llm:
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,14 @@ from typing import Any, Self
 
 from emberline.core.config import DEFAULT_MODEL
 from emberline.core.engine_config import EngineConfig
-from emberline.core.errors import EmberlineError, EngineUnavailable, InvalidRequest, Overloaded, UnsupportedModel
+from emberline.core.errors import (
+    EmberlineError,
+    EngineFailed,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    UnsupportedModel,
+)
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.plan import TokenLogprob
@@ -104,6 +112,11 @@ class LLM:
         except BaseException:  # an invalid prompt or Ctrl-C: the other prompts are no longer needed
             for name, _ in jobs:
                 self.engine.abort(name)
+            # Ranks must not wait for the rest of a step: that would count as a hang. If they are lost, the next call
+            # raises the error.
+            with contextlib.suppress(EngineFailed):
+                while not self.engine.idle:
+                    self.engine.step()
             raise
         return [completion for completion, _ in jobs.values()]
 

@@ -18,6 +18,15 @@ MAX_LATE_TOKENS = 1000
 TAIL_MARGIN = 0.97  # part of the tail that a long step is planned to take, since its cost is an estimate
 
 
+def max_prompt_tokens(max_batch_tokens: int, planned: int, num_stages: int) -> int:
+    """Return how many tokens of prompts a step may have besides `planned` tokens.
+
+    With several stages, a prompt is computed in more and smaller steps: while a stage computes one of them, the stages
+    before it compute the next ones, instead of waiting for a long step."""
+    left = max_batch_tokens - planned
+    return left if num_stages == 1 else min(left, -(-max_batch_tokens // (2 * num_stages)))
+
+
 class PromptPacer:
     def __init__(self, target: float, tail: float) -> None:
         """`target`: desired seconds between two tokens of a stream.

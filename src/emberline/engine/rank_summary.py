@@ -13,3 +13,4 @@ class RankSummary:
     layers: int
     weight_bytes: int
     kv_bytes: int
+    cost_share: float = 0.0  # of a step's time on all stages, as measured at the start; 0: not measured

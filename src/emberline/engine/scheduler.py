@@ -17,11 +17,11 @@ from emberline.core.plan import Admission, SampledToken, StepPlan, StepResult, T
 from emberline.core.request import FinishReason, Request, RequestStatus
 from emberline.engine.admission import WaitingQueue
 from emberline.engine.endings import append_run, ends_with_stop_token, finish_reason, make_last_output, make_timing
-from emberline.engine.pacing import PromptPacer
+from emberline.engine.pacing import PromptPacer, max_prompt_tokens
 from emberline.engine.preemption import choose_victim
 from emberline.engine.publisher import BlockPublisher
 from emberline.engine.work_items import end_draft, make_run_output, make_work
-from emberline.kv.manager import KVManager
+from emberline.kv.rank_managers import AnyKVManager
 
 if TYPE_CHECKING:  # needs numpy, and the memory plan, which imports this module, is made before that is loaded
     from emberline.engine.speculation.drafter import Drafter
@@ -34,7 +34,7 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        kv: KVManager,
+        kv: AnyKVManager,
         clock: Clock,
         eos: frozenset[int] = frozenset(),
         publisher: BlockPublisher | None = None,
@@ -281,7 +281,7 @@ class Scheduler:
 
     def _chunk_budget(self, planned: int, chunks: list[Request]) -> int:
         """Return how many prompt tokens may be planned in addition to `planned` tokens of decoding requests."""
-        left = self.config.max_batch_tokens - planned
+        left = max_prompt_tokens(self.config.max_batch_tokens, planned, self.plan_share)
         if self._prompt_pacer is None:
             return left
         first = chunks[0] if chunks else self.waiting.first_unblocked()

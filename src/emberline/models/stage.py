@@ -5,7 +5,7 @@ The first stage also has the embedding, the last one the final norm and the LM h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,16 +20,24 @@ class Stage:
     layers: range
 
     @staticmethod
-    def of(config: ModelConfig, index: int = 0, count: int = 1) -> Stage:
-        """Return a stage of a whole model. The stages have about equal numbers of weights.
+    def of(config: ModelConfig, index: int = 0, count: int = 1, stage_layers: Sequence[int] = ()) -> Stage:
+        """Return a stage of a whole model. `stage_layers`: the number of layers of each stage; empty: the stages have
+        about equal numbers of weights.
 
-        Raises InvalidRequest if the model has fewer layers than stages."""
+        Raises InvalidRequest if the model has fewer layers than stages, or another number than `stage_layers`."""
         if config.layers < count:
             raise InvalidRequest(
                 f"pp is {count}, but the model has {config.layers} layers, and each stage needs one",
                 param="pp",
                 hint=f"set --pp to {config.layers} or less",
             )
+        if stage_layers:
+            if sum(stage_layers) != config.layers:
+                given = ",".join(map(str, stage_layers))
+                message = f"pp_layers is {given}, which has {sum(stage_layers)} layers; the model has {config.layers}"
+                raise InvalidRequest(message, param="pp_layers", hint=f"choose numbers with the sum {config.layers}")
+            begin = sum(stage_layers[:index])
+            return Stage(index, count, range(begin, begin + stage_layers[index]))
         return Stage(index, count, split_layers(_layer_costs(config), config.vocab * config.hidden, count)[index])
 
     @property
@@ -50,19 +58,30 @@ class Stage:
         return "|".join(patterns)
 
 
-def split_layers(costs: Sequence[float], head_cost: float, stages: int) -> list[range]:
+def split_layers(
+    costs: Sequence[float],
+    head_cost: float,
+    stages: int,
+    first_cost: float = 0.0,
+    fits: Callable[[range], bool] = lambda layers: True,
+) -> list[range]:
     """Split layers with these costs into consecutive stages so that the most expensive stage costs the least.
 
-    `head_cost`: what the last stage computes besides its layers.
+    `head_cost`, `first_cost`: what the last and the first stage compute besides their layers. `fits`: whether a stage
+    with these layers fits into its memory; a stage that does not is chosen only if no division avoids it.
     """
     sums = [0.0, *accumulate(costs)]
+
+    def cost_of(begin: int, end: int, stage: int) -> tuple[bool, float]:
+        extra = (head_cost if stage == stages - 1 else 0.0) + (first_cost if stage == 0 else 0.0)
+        return not fits(range(begin, end)), sums[end] - sums[begin] + extra
+
     # By number of layers in the stages so far: the highest cost of a stage, and where these stages begin.
-    best: list[tuple[float, tuple[int, ...]]] = [(sums[end], (0,)) for end in range(len(sums))]
+    best: list[tuple[tuple[bool, float], tuple[int, ...]]] = [(cost_of(0, end, 0), (0,)) for end in range(len(sums))]
     for stage in range(1, stages):
-        extra = head_cost if stage == stages - 1 else 0.0
         best = [
             min(
-                (max(best[begin][0], sums[end] - sums[begin] + extra), (*best[begin][1], begin))
+                (max(best[begin][0], cost_of(begin, end, stage)), (*best[begin][1], begin))
                 for begin in range(stage, max(end, stage + 1))
             )
             for end in range(len(sums))

@@ -265,6 +265,15 @@ def _log_models(info_by_model: Mapping[str, LoadedModelInfo]) -> None:
             max(1, len(info.ranks)),
             info.kernels,
         )
+        stages = {each.stage: each for each in info.ranks}
+        if len(stages) > 1:
+            layers, shares = [each.layers for each in stages.values()], [each.cost_share for each in stages.values()]
+            log.info(
+                "Layers divided into stages: model=%s layers=%s measured_cost=%s",
+                name,
+                ",".join(map(str, layers)),
+                ",".join(f"{share:.3f}" for share in shares) if any(shares) else "none",
+            )
 
 
 def _log_ready(host: str, port: int, info_by_model: Mapping[str, LoadedModelInfo], start_time: float) -> None:

@@ -16,6 +16,7 @@ def build_rank_metrics(model_labels: str, ranks: Sequence[RankSummary]) -> Itera
     for name, help_text, values in (
         ("layers", "Layers of the model that a rank has a part of.", [each.layers for each in ranks]),
         ("weight_bytes", "Memory of a rank's part of the weights.", [each.weight_bytes for each in ranks]),
+        ("cost_share", "Share of a step's measured time that a rank's stage takes.", [x.cost_share for x in ranks]),
         ("kv_bytes", "Memory of a rank's part of the KV cache.", [each.kv_bytes for each in ranks]),
     ):
         samples = list(zip(labels, values, strict=True))

@@ -40,6 +40,7 @@ from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup, LeaderRunner, PipelineLeaderRunner
 from emberline.engine.ranks.rank_part import RankPart
 from emberline.engine.ranks.settings import check_divisible, check_drafts, check_rank_settings
+from emberline.engine.ranks.stage_costs import choose_stages
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.engine.state_plan import count_state_slots
 from emberline.hub.checkpoint import Checkpoint
@@ -65,6 +66,8 @@ def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngi
     check_drafts(config, model)
     check_divisible(layout, model)
     ops.start_backend(threads=1)  # compiles the kernels of a first start once: the ranks find them
+    layout, cost_shares = choose_stages(config, layout, model)
+    measured = time.perf_counter()
     group = RankGroup(config, layout)
     try:
         check_started(group.wait_for(RankStarted), digest_settings(config, layout), layout)
@@ -90,8 +93,16 @@ def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngi
     except BaseException:
         group.close()
         raise
-    seconds = {"ranks": started - began, "weights": loaded - started, "cache": time.perf_counter() - loaded}
-    summaries = tuple(_summarise_rank(layout, rank, parts[rank], num_blocks, num_slots) for rank in sorted(parts))
+    seconds = {
+        "stages": measured - began,
+        "ranks": started - measured,
+        "weights": loaded - started,
+        "cache": time.perf_counter() - loaded,
+    }
+    sizes = num_blocks, num_slots
+    summaries = tuple(
+        _summarise_rank(layout, rank, parts[rank], *sizes, cost_shares[rank // layout.tp]) for rank in sorted(parts)
+    )
     return _describe_engine(config, engine, part, summaries, seconds)
 
 
@@ -181,27 +192,29 @@ def make_engine(
     return Engine(config.scheduler.for_model(part.model.context), runner, tiers=tiers, drafter=drafter)
 
 
-def _summarise_rank(layout: Layout, rank: int, part: RankLoaded, num_blocks: int, num_slots: int) -> RankSummary:
+def _summarise_rank(
+    layout: Layout, rank: int, part: RankLoaded, num_blocks: int, num_slots: int, cost_share: float
+) -> RankSummary:
     kv_bytes = num_blocks * part.block_bytes + num_slots * part.slot_bytes
-    return RankSummary(rank, rank // layout.tp, rank % layout.tp, part.layers, part.weight_bytes, kv_bytes)
+    return RankSummary(rank, rank // layout.tp, rank % layout.tp, part.layers, part.weight_bytes, kv_bytes, cost_share)
 
 
 def _describe_engine(
     config: EngineConfig, engine: Engine, part: RankPart, ranks: tuple[RankSummary, ...], seconds: dict[str, float]
 ) -> LoadedEngine:
-    cache, checkpoint = part.cache, Checkpoint.open(Path(config.model))
+    cache, checkpoint, layout = part.cache, Checkpoint.open(Path(config.model)), Layout.of(config.parallel)
     form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
     return LoadedEngine(
         engine=engine,
         max_context=engine.max_context,
-        kv_tokens=cache.num_blocks // len(part.groups.windows) * config.scheduler.block_size,
+        kv_tokens=layout.num_caches * (cache.num_blocks // len(part.groups.windows)) * config.scheduler.block_size,
         weight_bytes=sum(each.weight_bytes for each in ranks),
         kv_bytes=sum(each.kv_bytes for each in ranks),
         kernels=str(ops.current_backend()),
         seconds=seconds,
         device="cpu",
         kv_dtype=dtype_name(cache.shape.dtype),
-        numerics=numerics_of(part.model, cache, form, Layout.of(config.parallel).device_name("cpu")),
+        numerics=numerics_of(part.model, cache, form, layout.device_name("cpu")),
         stored_dtype=stored_weight_format(checkpoint),
         full_context=full_context(part.model),
         ranks=ranks,

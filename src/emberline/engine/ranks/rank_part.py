@@ -15,6 +15,7 @@ from emberline.engine.group_choice import choose_groups
 from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.ranks.control import RankLoaded
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.own_work import OwnWorkExecutor
 from emberline.engine.work_executor import ForwardModel, WorkExecutor
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
@@ -60,9 +61,11 @@ class RankPart:
         self._state_shape = replace(shape, layers=num_layers) if shape is not None and num_layers else None
         self._forward_model: ForwardModel = model
         self._connections: list[Communicator] = []
+        self._attending: Communicator | None = None  # of ranks that attend to different requests
 
     def _share_of(self, layers: range, shard: Shard, whole: ModelConfig) -> RankShare:
         """Return what this rank has of the blocks and states of the whole model."""
+        shard = shard if shard.divides_attention else Shard()
         heads, is_first = shard.divide(whole.kv_heads), shard.is_first_of(whole.kv_heads)
         blocks = BlockPart.of_rank(self.groups, layers, heads, is_first=is_first)
         shape = replace(self._kv_shape, layers=self.groups.block_layers, kv_heads=whole.kv_heads)
@@ -77,9 +80,7 @@ class RankPart:
         """Connect to the other ranks and load this rank's part of the model.
 
         Raises RankLost if a rank does not connect, EmberlineError if settings or model are not usable."""
-        threads = config.threads or max(1, core_count() // layout.ranks_per_node)
-        backend = ops.start_backend(threads=threads)
-        torch.set_num_threads(1 if backend.library else threads)
+        start_rank_backend(config, layout)
         checkpoint = Checkpoint.open(Path(config.model))
         whole = ModelConfig.from_checkpoint(checkpoint)
         stage, shard = layout.stage(rank, whole), layout.shard(rank)
@@ -89,6 +90,7 @@ class RankPart:
         model = load_checkpoint(checkpoint, config.dtype, config.requested_context, form, stage, shard, shards)
         part = RankPart(model, stage.layers, config, shard, whole)
         part._connections = [each for each in (stages, shards) if each is not None]
+        part._attending = shards if layout.dp_attention else None
         if stages is not None:
             part._forward_model = PipelineModel(model, stage, stages)
         return part
@@ -112,7 +114,16 @@ class RankPart:
         self.cache = KVCache(self._kv_shape, num_blocks)
         states = None if self._state_shape is None else StateCache(self._state_shape, num_slots)
         copier = PartBlockCopier(self.cache, self.share, states)
-        self.executor = WorkExecutor(self._forward_model, self.cache, self._own_groups, states, copier)
+        args = self._forward_model, self.cache, self._own_groups, states, copier
+        self.executor = WorkExecutor(*args) if self._attending is None else OwnWorkExecutor(self._attending, *args)
+
+
+def start_rank_backend(config: EngineConfig, layout: Layout) -> int:
+    """Start the kernels with the number of threads of one rank, and return that number."""
+    threads = config.threads or max(1, core_count() // layout.ranks_per_node)
+    backend = ops.start_backend(threads=threads)
+    torch.set_num_threads(1 if backend.library else threads)
+    return threads
 
 
 def connect_processes(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Communicator:

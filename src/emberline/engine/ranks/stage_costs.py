@@ -1,0 +1,204 @@
+"""choose_stages: divides a model's layers into pipeline stages by how long they take on this machine.
+
+One layer of each kind is loaded and timed, with the embedding, and with the output head and sampling. Layers are of the
+same kind if their tensors have the same shapes and formats, and their attention reads the same tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.freememory import free_memory
+from emberline.core.params import SamplingParams
+from emberline.core.plan import Admission, StateWork, WorkItem
+from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.rank_part import RankPart, start_rank_backend
+from emberline.engine.sampler import Sampler, SamplingStateFactory
+from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels.comm.lone_rank import LoneRank
+from emberline.models.config import ModelConfig
+from emberline.models.forward import ForwardBatch
+from emberline.models.loader import load_checkpoint
+from emberline.models.stage import Stage, split_layers
+from emberline.models.weight_form import choose_weight_form
+
+STEP_ROWS = (1, 8, 32)  # requests of the timed steps, one token each
+CONTEXT = 128  # tokens before it
+MIN_REPEATS, MAX_REPEATS, MAX_SECONDS = 3, 20, 0.05  # of a timed call
+
+
+@dataclass(frozen=True, slots=True)
+class PartCost:
+    """What a part of a model takes: a layer, the embedding, or the output head with sampling."""
+
+    seconds: tuple[float, ...]  # by STEP_ROWS
+    weight_bytes: int
+    block_bytes: int = 0  # of a KV block
+    slot_bytes: int = 0  # of a request's recurrent states
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The memory of each rank, and what a KV cache needs at least."""
+
+    all_bytes: int
+    kv_bytes: int  # of these
+    num_blocks: int  # KV blocks of the longest request
+
+    @staticmethod
+    def of(config: EngineConfig, ranks_per_node: int, context: int) -> RankMemory:
+        all_bytes = free_memory() // ranks_per_node
+        return RankMemory(all_bytes, config.kv_cache.kv_memory or all_bytes, -(-context // config.scheduler.block_size))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCosts:
+    layers: tuple[PartCost, ...]
+    embedding: PartCost
+    head: PartCost
+
+    def split(self, stages: int, memory: RankMemory) -> tuple[int, ...]:
+        """Return the numbers of layers for which the slowest stage is fastest, of those that fit into the memory."""
+
+        def fits(layers: range) -> bool:
+            ends = [self.embedding] * (layers.start == 0) + [self.head] * (layers.stop == len(self.layers))
+            parts = [*self.layers[layers.start : layers.stop], *ends]
+            kv_bytes = sum(memory.num_blocks * each.block_bytes + each.slot_bytes for each in parts)
+            return kv_bytes <= memory.kv_bytes and kv_bytes + sum(x.weight_bytes for x in parts) <= memory.all_bytes
+
+        costs = list(map(self._mean_share, self.layers))
+        ranges = split_layers(costs, self._mean_share(self.head), stages, self._mean_share(self.embedding), fits)
+        return tuple(map(len, ranges))
+
+    def shares(self, stage_layers: Sequence[int]) -> list[float]:
+        """Return each stage's share of a step's time."""
+        costs = list(map(self._mean_share, self.layers))
+        found = [sum(costs[sum(stage_layers[:i]) :][:count]) for i, count in enumerate(stage_layers)]
+        found[0] += self._mean_share(self.embedding)
+        found[-1] += self._mean_share(self.head)
+        return found
+
+    def _mean_share(self, part: PartCost) -> float:
+        """Return a part's share of a step's time, as a mean over STEP_ROWS."""
+        every = [*self.layers, self.embedding, self.head]
+        shares = [own / sum(each.seconds[i] for each in every) for i, own in enumerate(part.seconds)]
+        return sum(shares) / len(shares)
+
+
+def choose_stages(config: EngineConfig, layout: Layout, model: ModelConfig) -> tuple[Layout, list[float]]:
+    """Return the layout with the number of layers of each stage, and each stage's share of a step's time.
+
+    If the settings have these numbers, only the shares are measured."""
+    if layout.pp == 1:
+        return layout, [0.0]
+    layout.stage(0, model)  # raises an error if the model cannot be divided
+    costs = measure_costs(config, layout)
+    if not layout.stage_layers:
+        memory = RankMemory.of(config, layout.ranks_per_node, config.requested_context or model.max_context)
+        layout = replace(layout, stage_layers=costs.split(layout.pp, memory))
+    return layout, costs.shares(layout.stage_layers)
+
+
+@torch.inference_mode()
+def measure_costs(config: EngineConfig, layout: Layout) -> ModelCosts:
+    """Time the parts of a model, as one rank of each stage computes them."""
+    threads = start_rank_backend(config, layout)
+    checkpoint = Checkpoint.open(Path(config.model))
+    model = ModelConfig.from_checkpoint(checkpoint)
+    load = partial(_load_stage, config, layout, checkpoint)
+    kinds = [_describe_kind(checkpoint, model, layer) for layer in range(model.layers)]
+    by_kind: dict[object, PartCost] = {}
+    for layer, kind in enumerate(kinds):
+        if kind not in by_kind:
+            by_kind[kind] = _measure_layer(load(Stage(1, 3, range(layer, layer + 1))), threads)
+    layers = tuple(by_kind[kind] for kind in kinds)
+    first, last = load(Stage(0, 2, range(1))), load(Stage(1, 2, range(model.layers - 1, model.layers)))
+    head_bytes = last.model.weight_bytes - layers[-1].weight_bytes
+    embedding_bytes = first.model.weight_bytes - layers[0].weight_bytes
+    return ModelCosts(
+        layers,
+        PartCost(
+            tuple(_measure(partial(first.model.embed, _make_batch(first, n)), threads) for n in STEP_ROWS),
+            embedding_bytes,
+        ),
+        PartCost(tuple(_measure_head(last, n, threads) for n in STEP_ROWS), head_bytes),
+    )
+
+
+def _load_stage(config: EngineConfig, layout: Layout, checkpoint: Checkpoint, stage: Stage) -> RankPart:
+    """Load one rank's part of some layers, with caches for the largest step."""
+    form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
+    comm = LoneRank(0, layout.tp) if layout.tp > 1 else None
+    model = load_checkpoint(
+        checkpoint, config.dtype, config.requested_context, form, stage, layout.shard(0) if comm else None, comm
+    )
+    part = RankPart(model, stage.layers, config)
+    num_groups, block_size = len(part.groups.windows), config.scheduler.block_size
+    part.allocate(max(STEP_ROWS) * num_groups * _count_blocks(part, block_size) + 1, max(STEP_ROWS) + 1)
+    return part
+
+
+def _count_blocks(part: RankPart, block_size: int) -> int:
+    """Return the number of blocks of each block table of a request in a timed step."""
+    return min(CONTEXT, part.model.context - 1) // block_size + 1
+
+
+def _describe_kind(checkpoint: Checkpoint, model: ModelConfig, layer: int) -> object:
+    prefix = f"model.layers.{layer}."
+    infos = ((name.removeprefix(prefix), each) for name, each in checkpoint.tensors.items() if name.startswith(prefix))
+    tensors = sorted((name, str(each.dtype), str(each.shape)) for name, each in infos)
+    return model.windows[layer], layer in model.parts.attention.state_layers, tuple(tensors)
+
+
+def _make_batch(part: RankPart, rows: int) -> ForwardBatch:
+    """Return a step with one token of each of `rows` requests."""
+    count = _count_blocks(part, part.cache.shape.block_size)
+    groups = len(part.groups.windows)
+    numbers = iter(range(1, 1 + rows * groups * count))
+    has_states = bool(part.model.config.parts.attention.state_layers)
+    work = []
+    for row in range(rows):
+        first, *windows = [[next(numbers) for _ in range(count)] for _ in range(groups)]
+        state = StateWork(1 + row) if has_states else None
+        start = min(CONTEXT, part.model.context - 1)
+        work.append(WorkItem(f"r{row}", start, (row,), first, samples=True, window_blocks=windows, state=state))
+    return part.executor.build_batch(work)
+
+
+def _measure_layer(part: RankPart, threads: int) -> PartCost:
+    hidden, described = part.model.config.hidden, part.describe()
+    seconds = []
+    for rows in STEP_ROWS:
+        batch, x = replace(_make_batch(part, rows), logit_rows=None), torch.randn(rows, hidden)
+        seconds.append(_measure(partial(part.model.run_layers, x, batch), threads))
+    return PartCost(tuple(seconds), described.weight_bytes, described.block_bytes, described.slot_bytes)
+
+
+def _measure_head(part: RankPart, rows: int, threads: int) -> float:
+    model, sampler = part.model, Sampler(part.model.config.vocab, SamplingStateFactory(frozenset(), None))
+    work = [WorkItem(f"r{row}", 0, (0,), (), samples=True) for row in range(rows)]
+    for each in work:
+        sampler.admit(Admission(each.id, [0], 1, SamplingParams(), 0))
+    x: Tensor = torch.randn(rows, model.config.hidden)
+    return _measure(lambda: sampler.sample(work, model.compute_logits(x)), threads)
+
+
+def _measure(call: Callable[[], object], threads: int) -> float:
+    """Return the shortest time of a call in seconds: other processes can only make it longer.
+
+    With one thread, this is CPU time, which other processes change less."""
+    clock = time.process_time if threads == 1 else time.perf_counter
+    times, began = list[float](), time.perf_counter()
+    call()  # the first call may allocate memory
+    while len(times) < MIN_REPEATS or (len(times) < MAX_REPEATS and time.perf_counter() - began < MAX_SECONDS):
+        start = clock()
+        call()
+        times.append(clock() - start)
+    return min(times)
