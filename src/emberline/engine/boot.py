@@ -91,6 +91,12 @@ def boot(
 
     `reader`: for a GPU, a process that has been reading the checkpoint's files since before torch was imported.
     `default_kv_bytes`: size of the KV cache on a CPU if the config sets none; None: half of the free memory."""
+    if runs_on_gpu(config) and config.parallel.num_ranks > 1:
+        from emberline.engine.ranks.device_boot import boot_device_ranks  # imported if needed, to start sooner
+
+        if reader is not None:
+            reader.close()  # it reads whole files, and each rank reads only its part
+        return boot_device_ranks(config.with_gpu_defaults())
     if runs_on_gpu(config):
         return to_loaded_engine(boot_on_gpu(config.with_gpu_defaults(), reader))
     if config.device == "auto":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -55,11 +56,14 @@ from emberline.models.weight_form import choose_weight_form
 def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngine:
     """Start the other ranks and load the model. Raises EmberlineError if settings, model or a rank are not usable.
 
-    `default_kv_bytes`: size of all ranks' KV caches together, if the config sets none; None: half of the free memory.
+    `default_kv_bytes`: size of the KV caches of all ranks on this node, if the config sets none; None: half of the free
+    memory.
     """
     check_cpu_settings(config)
     check_host_memory(config)
     check_rank_settings(config)
+    if config.parallel.nodes > 1:
+        config = replace(config, transfer=None)  # it is not required, and other nodes share no memory
     began = time.perf_counter()
     layout = Layout.of(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
@@ -80,9 +84,11 @@ def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngi
         parts = {**group.wait_for(RankLoaded), layout.leader: part.describe()}
         check_same_model(parts, layout)
         loaded = time.perf_counter()
-        num_blocks, num_slots = plan_caches(config, part, parts.values(), default_kv_bytes)
+        kv_bytes = default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2
+        kv_bytes = group.limit_kv_bytes(kv_bytes, parts)
+        num_blocks, num_slots = plan_caches(config, part, parts.values(), kv_bytes)
         host, buffers = make_shared_host_tier(config, group.memory, part)
-        group.send(AllocateCaches(num_blocks, num_slots, None if buffers is None else buffers.area))
+        group.send(AllocateCaches(num_blocks, num_slots, host_buffers=None if buffers is None else buffers.area))
         part.allocate(num_blocks, num_slots)
         group.wait_for(RankReady)
         group.is_ready = True
@@ -125,7 +131,7 @@ def check_same_model(parts: dict[int, RankLoaded], layout: Layout) -> None:
             raise ModelError(
                 f"{layout.describe(rank)} has a checkpoint with the fingerprint {part.fingerprint}, "
                 f"and the leader one with {ours}",
-                hint="do not change the checkpoint while the ranks start",
+                hint="use the same checkpoint on all nodes, and do not change it while the ranks start",
             )
 
 
@@ -136,8 +142,8 @@ def plan_caches(
 
     `kv_memory` is the memory of each rank. Raises ModelError if it is too small for a rank's part."""
     parts = list(parts)
-    total_bytes = default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2
-    memory_bytes = config.kv_cache.kv_memory or total_bytes // len(parts)
+    num_local = config.parallel.num_ranks // config.parallel.nodes
+    memory_bytes = config.kv_cache.kv_memory or (default_kv_bytes or free_memory() // 2) // num_local
     num_slots = min(
         (count_state_slots(p.slot_bytes, memory_bytes, config.scheduler.max_running) for p in parts if p.slot_bytes),
         default=0,
