@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import tiny
 from bytelevel import EOS, VOCAB_SIZE
-from engine_runs import run_group
+from engine_runs import run_engine, run_group
+from rank_engines import make_thread_engine
 
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import EngineFailed
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
-from emberline.engine.engine_group import EngineGroup
 from emberline.engine.engine_group_boot import boot_engine_group
 from emberline.engine.ranks.group import RankGroup
 
@@ -38,46 +38,41 @@ def find_group_memory() -> list[str]:
     return [each for each in (*Path("/proc/self/maps").read_text().splitlines(), *links) if "emberline-ranks" in each]
 
 
-def start_group(directory: Path, disk: Path) -> EngineGroup:
-    ranks = {"tp": 2, "kv_memory": 10 << 10, "kv_disk": str(disk), "kv_disk_size": 1 << 24}
-    configs = {
-        "divided": EngineConfig.build(str(directory), **SETTINGS, **ranks),
-        "whole": EngineConfig.build(str(directory), **SETTINGS, kv_memory=1 << 20),
-    }
-    return boot_engine_group(configs, TimeSharingConfig())[0]
-
-
 def test_tiers_of_processes(tmp_path: Path) -> None:
     """Blocks come back from host memory, and from disk after a restart."""
     config = tiny.config("llama", vocab_size=VOCAB_SIZE, eos_token_id=EOS, num_attention_heads=8)
     directory = tiny.write(tmp_path / "model", config)
     gc.collect()
     held = len(find_group_memory())  # by earlier tests
-    group = start_group(directory, tmp_path / "disk")
+    ranks = {"tp": 2, "kv_memory": 10 << 10, "kv_disk": str(tmp_path / "disk"), "kv_disk_size": 1 << 24}
+    configs = {
+        "divided": EngineConfig.build(str(directory), **SETTINGS, **ranks),
+        "whole": EngineConfig.build(str(directory), **SETTINGS, kv_memory=1 << 20),
+    }
+    group, _ = boot_engine_group(configs, TimeSharingConfig())
     expected = run_group(group, submissions("whole"))
     for _ in range(2):
         found = run_group(group, submissions("divided"))
         assert list(found.values()) == list(expected.values())
     engine = group.engines["divided"]
     assert engine.stats().tiers["host"].loaded_blocks > 0
-    ranks = getattr(engine.runner, "ranks", None)
-    assert isinstance(ranks, RankGroup) and len(find_group_memory()) > held
+    processes = getattr(engine.runner, "ranks", None)
+    assert isinstance(processes, RankGroup) and len(find_group_memory()) > held
     assert engine.kv.tiers is not None and engine.kv.tiers.wait_until_written(10.0)
     for submission in submissions("divided", max_tokens=20):
         group.add(submission)
     group.step()
-    (pid,) = ranks.pids.values()
+    (pid,) = processes.pids.values()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineFailed, match=r"rank 1 of 2 .* was killed by signal 9"):
         while True:
             group.step()
     for each in group.engines.values():
         each.close()
-    del engine, each, ranks, group
+    del engine, each, processes, group
     gc.collect()
     assert len(find_group_memory()) <= held and not Path(f"/proc/{pid}").exists()
-    group = start_group(directory, tmp_path / "disk")
-    assert list(run_group(group, submissions("divided")).values()) == list(expected.values())
-    assert group.engines["divided"].stats().tiers["disk"].loaded_blocks > 0
-    for each in group.engines.values():
-        each.close()
+    restarted = make_thread_engine(configs["divided"])
+    assert list(run_engine(restarted, submissions("divided")).values()) == list(expected.values())
+    assert restarted.stats().tiers["disk"].loaded_blocks > 0
+    restarted.close()

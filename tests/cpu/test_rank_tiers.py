@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,24 +117,39 @@ def test_disk_keeps_whole_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [TP2, PP2])
-def test_blocks_are_written_after_all_ranks_saved_them(
+def test_buffers_are_used_again_after_all_ranks_have_copied(
     layout: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writing thread waits for a slow rank. Some saves are in steps without work, which no rank waits for else."""
+    """One rank copies late. Saved blocks must not be written to disk, and loaded ones not be evicted, before it has.
+
+    Host memory has few buffers, so that they are used again at once. Some saves are in steps without work."""
     config = build_config(tmp_path / "model", "llama")
-    save = PartBlockCopier.save
 
-    def save_late(self: PartBlockCopier, copies: Sequence[BlockCopy]) -> None:
-        if copies and self is slow:
-            time.sleep(0.02)
-        save(self, copies)
+    def copy_late(copy: Callable[[PartBlockCopier, Sequence[BlockCopy]], None]) -> Any:
+        def run_late(self: PartBlockCopier, copies: Sequence[BlockCopy]) -> None:
+            if copies and self is slow:
+                time.sleep(0.005)
+            copy(self, copies)
 
-    monkeypatch.setattr(PartBlockCopier, "save", save_late)
-    disk = {"kv_disk": str(tmp_path / "disk"), "kv_disk_size": 1 << 24}
-    engine = make_thread_engine(config.with_settings(**disk, **layout))
+        return run_late
+
+    for name in ("save", "load"):
+        monkeypatch.setattr(PartBlockCopier, name, copy_late(getattr(PartBlockCopier, name)))
+    expected = run(boot(config).engine)
+    settings = {"kv_disk": str(tmp_path / "disk"), "kv_disk_size": 1 << 24, "kv_host_memory": 8 * 4096}
+    engine = make_thread_engine(config.with_settings(**settings, **layout), max_blocks=(9, 0))
     runner = engine.runner
     assert isinstance(runner, LeaderRunner) and isinstance(runner.ranks, ThreadRanks)
     (slow,) = [part.executor.copier for part in runner.ranks.parts if part is not runner.ranks.leader]
-    expected = run(engine)
+    for _ in range(4):
+        assert_same(run(engine), expected)
+    tiers = engine.stats().tiers
     engine.close()
-    assert run_with_disk(config, tmp_path / "disk", **layout) == (expected, 15)
+    assert tiers["disk"].loaded_blocks > 15 and tiers["host"].evicted_blocks > 15
+
+
+def test_coded_blocks(tmp_path: Path) -> None:
+    """Blocks on disk are coded by the leader, whole."""
+    config = build_config(tmp_path / "model", "llama", dtype="bfloat16", kv_codec="uw")
+    first, loaded = run_with_disk(config, tmp_path / "disk", tp=4)
+    assert loaded == 0 and run_with_disk(config, tmp_path / "disk", tp=4) == (first, 15)
