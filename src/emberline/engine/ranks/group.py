@@ -20,7 +20,7 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.control import RankLoaded, RankMessage, StartRank, decode_rank_message
-from emberline.engine.ranks.group_memory import HEARTBEAT, NUM_COPIED, PROGRESS
+from emberline.engine.ranks.group_memory import HEARTBEAT, NUM_COPIED, PROGRESS, GroupMemory
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.node_listener import NodeLauncher, NodeLink
@@ -77,7 +77,7 @@ class RankGroup:
         self._store_fd = os.memfd_create("emberline-rendezvous", os.MFD_CLOEXEC)
         self.rendezvous = Rendezvous(self._store_fd) if self._nodes is None else self._nodes.rendezvous
         self._processes = RankProcesses(layout.num_ranks, command)
-        self.memory = self._processes.memory
+        self._memory = self._processes.memory
         self._followers = {rank: Follower(rank) for rank in layout.followers}
         self._communicators: list[Communicator] = []
         self._device_communicators: list[Communicator] = []
@@ -94,7 +94,7 @@ class RankGroup:
         self._watcher.start()
         self._has_spawned.wait()
         notice_fds = self._processes.notice_fds
-        self._writer = PlanWriter(self.memory, notice_fds, timeout_s=BOOT_TIMEOUT_S, check=self.check)
+        self._writer = PlanWriter(self._memory, notice_fds, timeout_s=BOOT_TIMEOUT_S, check=self.check)
 
     # -- for the leader's thread --------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class RankGroup:
     def finish_copies(self) -> None:
         """Wait until all ranks have made the oldest copies for which this was not called yet. Raises EngineFailed."""
         self._num_copies += 1
-        while any(self.memory.get(rank, NUM_COPIED) < self._num_copies for rank in self._followers):
+        while any(self._memory.get(rank, NUM_COPIED) < self._num_copies for rank in self._followers):
             self.check()
             time.sleep(COPY_POLL_S)
         self._num_running -= 1
@@ -184,7 +184,7 @@ class RankGroup:
 
     def progress_count(self) -> int:
         """Return a number that grows while other ranks compute."""
-        return sum(self.memory.get(rank, PROGRESS) for rank in self._followers)
+        return sum(self._memory.get(rank, PROGRESS) for rank in self._followers)
 
     def limit_kv_bytes(self, kv_bytes: int, parts: Mapping[int, RankLoaded]) -> int:
         """Return the memory for KV caches on each node: `kv_bytes`, or less if another node has less memory.
@@ -194,6 +194,11 @@ class RankGroup:
             weight_bytes = sum(parts[rank].weight_bytes for rank in self.layout.ranks_of(link.node))
             kv_bytes = min(kv_bytes, max(0, link.free_bytes - weight_bytes) // 2)
         return kv_bytes
+
+    @property
+    def memory(self) -> GroupMemory:
+        """The memory that the ranks of this node share."""
+        return self._memory
 
     @property
     def pids(self) -> dict[int, int]:
@@ -263,8 +268,8 @@ class RankGroup:
             match message:
                 case NodeBeat(counts):
                     for rank, (beat, progress) in counts.items():
-                        self.memory.set(rank, PROGRESS, progress)
-                        self.memory.set(rank, HEARTBEAT, beat)
+                        self._memory.set(rank, PROGRESS, progress)
+                        self._memory.set(rank, HEARTBEAT, beat)
                 case FromRank(rank, body):
                     self._handle_message(rank, decode_rank_message(body))
                 case RankEnded(rank, status):
@@ -301,7 +306,7 @@ class RankGroup:
             hint = f"check whether {link.host} runs, and its network"
             self._fail(f"{self.layout.describe_node(link.node)} at {link.host} sent nothing for {limit:g} s", hint)
         for follower in self._followers.values():
-            beat = self.memory.get(follower.rank, HEARTBEAT)
+            beat = self._memory.get(follower.rank, HEARTBEAT)
             follower.silent_s = follower.silent_s + seconds if beat == follower.last_beat else 0.0
             follower.last_beat = beat
             if follower.silent_s > limit:
@@ -309,7 +314,7 @@ class RankGroup:
 
     def _find_stall(self, seconds: float) -> None:
         """Fail if no rank makes progress while a step is running, for example because a kernel hangs."""
-        counts = {rank: self.memory.get(rank, PROGRESS) for rank in self._followers}
+        counts = {rank: self._memory.get(rank, PROGRESS) for rank in self._followers}
         counts[self.layout.leader] = ops.progress_count()
         has_moved = counts != self._last_counts or not self._num_running
         self._stalled_s, self._last_counts = 0.0 if has_moved else self._stalled_s + seconds, counts
