@@ -11,6 +11,7 @@ import selectors
 import socket
 import threading
 import time
+from dataclasses import replace
 
 from emberline import __version__
 from emberline.core.config import core_count, kernel_dir
@@ -126,6 +127,12 @@ def _try_to_join(config: EngineConfig, cluster_key: str) -> NodeSocket:
     return master
 
 
+def with_settings_of_node(config: EngineConfig, own: EngineConfig) -> EngineConfig:
+    """Return the config of node 0 with what may differ on this node. `own`: of this node."""
+    node = {name: getattr(own.parallel, name) for name in ("node_rank", "node_address", "master")}
+    return replace(config, model=own.model, threads=own.threads, parallel=replace(config.parallel, **node))
+
+
 class NodeRun:
     """The ranks of this node in one group, from joining it to its end."""
 
@@ -139,7 +146,7 @@ class NodeRun:
         while not stop.is_set():
             if (message := self._master.poll(BEAT_INTERVAL_S)) is not None:
                 if isinstance(message, StartNode):
-                    self._start = message
+                    self._start, self._config = message, with_settings_of_node(message.config, self._config)
                     return True
                 self._handle_message(message)
             if time.monotonic() > deadline:
