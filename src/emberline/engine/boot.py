@@ -103,9 +103,9 @@ def boot(
     if reader is not None:
         reader.close()
     if config.parallel.num_ranks > 1:
-        from emberline.engine.ranks.boot import boot_ranks  # imported if needed, to start sooner
+        from emberline.engine.ranks.boot import boot_on_ray, boot_ranks  # imported if needed, to start sooner
 
-        return boot_ranks(config, default_kv_bytes)
+        return (boot_on_ray if config.parallel.launcher == "ray" else boot_ranks)(config, default_kv_bytes)
     return _boot_on_cpu(config, default_kv_bytes)
 
 
@@ -116,8 +116,8 @@ def runs_on_gpu(config: EngineConfig) -> bool:
 def _check_one_rank(config: EngineConfig) -> None:
     if config.parallel.num_ranks > 1:
         name = "tp" if config.parallel.tp > 1 else "pp"
-        message = f"{name} is {getattr(config.parallel, name)}, but an engine on a GPU supports only one rank"
-        raise InvalidRequest(message, param=name, hint=f"drop --{name}, or use --device cpu")
+        message = f"{name} is {getattr(config.parallel, name)}, but models that share a GPU can have only one rank each"
+        raise InvalidRequest(message, param=name, hint=f"drop --{name}, or serve the model alone")
 
 
 def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEngine:

@@ -40,7 +40,8 @@ from emberline.kernels import ops, tuning
 from emberline.kernels.comm.communicator import RankLost
 from emberline.kernels.cpu.library import find_library
 from emberline.models.config import ModelConfig
-from emberline.models.weight_dtype import stored_weight_format
+from emberline.models.weight_dtype import check_requested_dtype, stored_weight_format
+from emberline.models.weight_form import check_requested_weights
 
 
 def boot_device_ranks(config: EngineConfig) -> LoadedEngine:
@@ -49,6 +50,8 @@ def boot_device_ranks(config: EngineConfig) -> LoadedEngine:
     `config`: the result of `EngineConfig.with_gpu_defaults`."""
     config = config.with_settings(device="cuda")  # not auto: all ranks compute on the same kind of device
     check_device_settings(config, torch.cuda.device_count())
+    check_requested_dtype(config.dtype, on_gpu=True)
+    check_requested_weights(config.gpu.weights, on_gpu=True)
     began = time.perf_counter()
     layout = Layout.of(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))

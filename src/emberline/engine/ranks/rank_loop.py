@@ -21,6 +21,7 @@ from emberline.engine.ranks.control import (
     StartRank,
     digest_settings,
 )
+from emberline.engine.ranks.expert_moves import decode_moves
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS, HeartbeatThread
 from emberline.engine.ranks.plan_ring import PlanReader
@@ -75,7 +76,10 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
 
 
 def compute_step(part: RankPart, decoder: WorkDecoder, message: bytes) -> None:
-    """Compute this rank's part of a step. `message`: from the leader's WorkEncoder."""
+    """Compute this rank's part of a step, or load other experts. `message`: of WorkEncoder or of `encode_moves`."""
+    if (moves := decode_moves(message)) is not None:
+        part.move_experts(moves)
+        return
     step = decoder.decode(message)
     part.executor.clear(step.cleared)
     part.executor.compute(step.requests, columns=step.columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from emberline.core.config import core_count
 from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import EmberlineError
 from emberline.engine.boot import choose_kv_dtype
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.ranks.control import RankLoaded
+from emberline.engine.ranks.expert_moves import ExpertMoves
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.own_work import OwnWorkExecutor
 from emberline.engine.ranks.settings import transfer_obstacle
@@ -24,16 +27,21 @@ from emberline.kernels import ops
 from emberline.kernels.comm.communicator import Communicator
 from emberline.kernels.comm.gloo import GlooGroup
 from emberline.kernels.comm.rendezvous import Rendezvous
+from emberline.kernels.mixture import Expert
 from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.tiers.copier import HostBlockCopier
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.region import HostRegion
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
+from emberline.models.expert_loader import ExpertLoader
+from emberline.models.expert_placement import EMPTY
 from emberline.models.forward import ForwardBatch
 from emberline.models.loader import load_checkpoint
 from emberline.models.pipeline import PipelineModel
 from emberline.models.weight_form import choose_weight_form
+
+log = logging.getLogger("emberline.engine")
 
 CONNECT_TIMEOUT_S = 30.0  # between ranks that have all started
 # Of a collective. A long step of a slow rank must not end the group: the leader notices lost ranks earlier.
@@ -62,6 +70,8 @@ class RankPart:
         self._forward_model: ForwardModel = model
         self._connections: list[Communicator] = []
         self._attending: Communicator | None = None  # of ranks that attend to different requests
+        self._expert_loader: ExpertLoader | None = None  # None: experts stay where they are
+        self._expert_group = 0
 
     @staticmethod
     def load(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> RankPart:
@@ -79,12 +89,39 @@ class RankPart:
         part = RankPart(model, stage.layers, config)
         part._connections = [each for each in (stages, shards) if each is not None]
         part._attending = shards if layout.dp_attention else None
+        part._expert_loader = ExpertLoader(checkpoint, config.dtype, form, shard) if shard.redundant_experts else None
+        part._expert_group = shard.expert_group
         if stages is not None:
             part._forward_model = PipelineModel(model, stage, stages)
         exchanges_blocks = config.transfer is not None and not transfer_obstacle(config, whole)
         if exchanges_blocks and stage.is_last and shards is not None:
             part._forward_model = OrderedModel(part._forward_model, shards)
         return part
+
+    def move_experts(self, moves: ExpertMoves) -> bool:
+        """Load experts and keep these placements. If a rank cannot load one, change nothing and return False.
+
+        All ranks must call this, between the same two steps. Raises RankLost."""
+        assert self._attending is not None and self._expert_loader is not None
+        networks, group = self.model.dispatching_layers, self._expert_group
+        loaded: dict[int, dict[int, Expert]] = {}
+        try:
+            for layer, placement in moves.items():
+                dispatch = networks[layer].dispatch
+                assert dispatch is not None
+                new = set(placement[group]) - set(dispatch.placement[group]) - {EMPTY}
+                loaded[layer] = {expert: self._expert_loader.load(layer, expert) for expert in sorted(new)}
+            failed = 0.0
+        except (EmberlineError, OSError) as error:
+            log.warning(
+                "Experts stay where they are: a rank cannot load one: rank=%d error=%s", self._attending.rank, error
+            )
+            failed = 1.0
+        if float(self._attending.all_reduce(torch.tensor([failed]))):
+            return False
+        for layer, placement in moves.items():
+            networks[layer].place_experts(placement, group, loaded[layer])
+        return True
 
     def close(self) -> None:
         """Close the connections to other ranks."""

@@ -124,6 +124,11 @@ def check_divisible(layout: Layout, config: ModelConfig) -> None:
     if config.experts is not None and config.experts.count % layout.ep:
         message = f"ep is {layout.ep}, which does not divide the {config.experts.count} experts of the model"
         raise InvalidRequest(message, param="ep", hint="choose another --ep")
+    if config.experts is not None and layout.redundant_experts > (
+        most := config.experts.count * (layout.ep - 1) // layout.ep
+    ):
+        message = f"redundant_experts is {layout.redundant_experts}, but each group of ranks lacks only {most} experts"
+        raise InvalidRequest(message, param="redundant_experts", hint="lower --redundant-experts")
     layout.stage(0, config)
     for rank in range(layout.tp):
         try:
