@@ -115,10 +115,9 @@ class GroupRegion(Region):
                     layers = slice(first - piece.first_layer, end - piece.first_layer)
                     wire = whole[layers, kv_index, rows, columns].view(f"V{size}")
                     elements = np.frombuffer(memory.parts[kv_index], f"V{size}")
-                    layer_starts = np.arange(first - own.start, end - own.start) * (
-                        len(elements) // memory.layout.layers
-                    )
-                    yield wire, elements, layer_starts[:, None, None] + index.reshape(wire.shape[1:])
+                    own_layers = np.arange(first - own.start, end - own.start).reshape(-1, 1, 1)
+                    layer_size = len(elements) // memory.layout.layers
+                    yield wire, elements, own_layers * layer_size + index.reshape(wire.shape[1:])
 
     def _split_by_group(self, piece: TransferPiece, blocks: BlockIds) -> Iterator[tuple[int, TransferPiece]]:
         """Yield parts of the piece whose blocks belong to the same group of layers, each with this group.
