@@ -48,6 +48,7 @@ log = logging.getLogger("emberline.ranks")
 
 CONNECT_TIMEOUT_S = 5.0  # of one attempt
 RETRY_PAUSE_S = 0.5  # between two attempts
+TAKEN_PAUSE_S = 2.0  # between two attempts while node 0 has another node with this number
 RETRY_LOG_INTERVAL_S = 30.0
 START_TIMEOUT_S = 60.0  # without a message of node 0 while the ranks start: imports may block it for long
 PLAN_TIMEOUT_S = 900.0  # for a rank to read plans; node 0 notices earlier if it hangs
@@ -87,14 +88,14 @@ def join_master(config: EngineConfig, cluster_key: str, stop: threading.Event) -
     Attempts are repeated while node 0 cannot be reached. Raises EmberlineError if it refuses this node."""
     parallel, began, logged = config.parallel, time.monotonic(), -RETRY_LOG_INTERVAL_S
     while not stop.is_set():
-        seconds = time.monotonic() - began
+        seconds, pause_s = time.monotonic() - began, RETRY_PAUSE_S
         try:
             return _try_to_join(config, cluster_key)
         except NodeRankTaken as error:
             # The group that this node belonged to may not have noticed yet that it was lost.
             if seconds > 2 * parallel.rank_timeout + START_TIMEOUT_S:
                 raise
-            reason = str(error)
+            reason, pause_s = str(error), TAKEN_PAUSE_S
         except OSError as error:
             reason = error.strerror or str(error)
             if seconds > parallel.node_timeout:
@@ -104,7 +105,7 @@ def join_master(config: EngineConfig, cluster_key: str, stop: threading.Event) -
         if seconds - logged > RETRY_LOG_INTERVAL_S:
             logged = seconds
             log.info("Waiting for node 0: address=%s reason=%s", parallel.master, reason)
-        stop.wait(RETRY_PAUSE_S)
+        stop.wait(pause_s)
     return None
 
 
@@ -207,7 +208,8 @@ class NodeRun:
                 silent_s, checked = silent_s + min(now - checked, 2 * BEAT_INTERVAL_S), now
                 if silent_s > limit:
                     raise ConnectionError(f"node 0 sent nothing for {limit:g} s")
-        failure = EngineFailed(f"node {self._config.parallel.node_rank} was stopped by a signal")
+        name = self._start.layout.describe_node(self._config.parallel.node_rank)
+        failure = EngineFailed(f"{name} was stopped by a signal")
         self._master.try_send(Rejection.from_error("", failure))
         return False
 
