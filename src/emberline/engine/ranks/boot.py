@@ -118,15 +118,7 @@ def boot_ranks(
         kv_bytes = default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2
         kv_bytes = group.limit_kv_bytes(kv_bytes, parts)
         num_blocks, num_slots = plan_caches(config, part, parts.values(), kv_bytes)
-        caches = share_caches(config, group.memory, layout, model, part, num_blocks)
-        offsets = {} if caches is None else caches.offsets
-        host, buffers = make_shared_host_tier(config, group.memory, part)
-        area = None if buffers is None else buffers.area
-        group.send(AllocateCaches(num_blocks, num_slots, cache_offsets=offsets, host_buffers=area))
-        part.allocate(num_blocks, num_slots, None if caches is None else caches.regions[layout.leader])
-        group.wait_for(RankReady)
-        group.is_ready = True
-        engine = make_engine(config, group, part, num_slots, caches, host, buffers)
+        engine = _allocate_caches(config, group, model, part, num_blocks, num_slots)
     except EmberlineError as error:
         group.close(error)
         raise
@@ -144,6 +136,21 @@ def boot_ranks(
         _summarise_rank(layout, rank, parts[rank], *sizes, cost_shares[rank // layout.tp]) for rank in sorted(parts)
     )
     return _describe_engine(config, engine, part, summaries, seconds)
+
+
+def _allocate_caches(
+    config: EngineConfig, group: RankGroup, model: ModelConfig, part: RankPart, num_blocks: int, num_slots: int
+) -> Engine:
+    """Let all ranks allocate their caches, and return the engine. `model`: the whole one. `part`: the leader's."""
+    layout = group.layout
+    caches = share_caches(config, group.memory, layout, model, part, num_blocks)
+    host, buffers = make_shared_host_tier(config, group.memory, part)
+    offsets, area = {} if caches is None else caches.offsets, None if buffers is None else buffers.area
+    group.send(AllocateCaches(num_blocks, num_slots, cache_offsets=offsets, host_buffers=area))
+    part.allocate(num_blocks, num_slots, None if caches is None else caches.regions[layout.leader])
+    group.wait_for(RankReady)
+    group.is_ready = True
+    return make_engine(config, group, part, num_slots, caches, host, buffers)
 
 
 def check_started(reports: dict[int, RankStarted], settings: str, layout: Layout) -> None:
