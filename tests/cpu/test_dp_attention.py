@@ -48,6 +48,15 @@ def test_groups_of_ranks_divide_their_experts(tmp_path: Path) -> None:
     assert run_threads(config, submissions(0.8), **layout) == run_engine(boot(config).engine, submissions(0.8))
 
 
+def test_load_of_ranks_is_counted(tmp_path: Path) -> None:
+    engine = make_thread_engine(build_config(tmp_path, "qwen3-moe").with_settings(**DISPATCHED))
+    run_engine(engine, [Submission("r", [7, 8, 9], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))])
+    engine.close()
+    found = engine.stats().experts
+    assert found is not None and sum(found.rows) == (3 + 3) * 2  # one layer has experts, and a row has two of them
+    assert found.imbalance == max(found.rows) / (sum(found.rows) / 2) and found.moved == 0
+
+
 def run_with_scores(engine: Engine, pending: list[Submission]) -> dict[str, tuple[list[int], list[float]]]:
     """Return the tokens of each choice, and their log-probabilities."""
     for submission in pending:

@@ -31,8 +31,8 @@ from emberline.engine.llm import Completion
 from emberline.engine.ranks.boot import boot_ranks, check_same_model, check_started
 from emberline.engine.ranks.control import RankLoaded, RankStarted
 from emberline.engine.ranks.group import RankGroup
+from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.rank_processes import LOST_PEER_STATUS
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
 from emberline.kernels.comm.gloo import GlooGroup

@@ -1,4 +1,4 @@
-"""Arguments and runs of `emberline bench parallel` and `emberline bench rank-faults`."""
+"""Arguments and runs of `emberline bench parallel`, `rank-faults` and `node-faults`."""
 
 from __future__ import annotations
 
@@ -64,8 +64,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_faults(args: argparse.Namespace) -> int:
-    from emberline.bench.rank_faults import RankFaultSettings, bench
+    from emberline.bench.rank_faults import RankFaultSettings
 
+    if args.what == "node-faults":
+        from emberline.bench.node_faults import bench
+    else:
+        from emberline.bench.rank_faults import bench
     names = ("model", "tp", "pp", "faults", "streams", "seed")
     settings = RankFaultSettings(**{name: getattr(args, name) for name in names})
     report = bench(settings, lambda line: print(line, flush=True))

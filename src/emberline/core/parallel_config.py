@@ -61,6 +61,7 @@ class ParallelConfig:
     node_timeout: float = option(
         300.0, "Seconds that node 0 waits for the other nodes when it starts, and these for node 0.", unit="s"
     )
+    ranks_per_gpu: int = 1  # that share a GPU, for tests without enough GPUs
 
     launcher: str = option(
         "processes",
@@ -76,7 +77,7 @@ class ParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "ep"):
+        for name in ("tp", "pp", "ep", "ranks_per_gpu"):
             if not 1 <= (value := getattr(self, name)) <= MAX_RANKS:
                 raise InvalidRequest(f"{name} is {value}; it must be from 1 to {MAX_RANKS}", param=name)
         if self.num_ranks > MAX_RANKS:

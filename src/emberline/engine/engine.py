@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.engine_config import SchedulerConfig
 from emberline.core.errors import InvalidRequest, Overloaded
-from emberline.core.events import Output, Stats, TransferStats
+from emberline.core.events import ExpertStats, Output, Stats, TransferStats
 from emberline.core.params import GrammarSpec
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import FinishReason, Submission
@@ -106,6 +106,8 @@ class GroupRunner(Runner, Protocol):
         """Return a number that grows while they compute."""
         ...
 
+    def expert_stats(self) -> ExpertStats | None: ...
+
     def close(self) -> None:
         """End them."""
         ...
@@ -167,10 +169,8 @@ class Engine:
         self._deferred_plan: StepPlan | None = None
         self._request_ids: dict[str, list[str]] = {}
         self._grammars: dict[str, Future[Any]] = {}  # of open submissions
-        self._steps = 0
-        self._last_step = (0, 0.0)
-        self._busy_seconds = 0.0
-        self._host_seconds = 0.0
+        self._steps, self._last_step = 0, (0, 0.0)
+        self._busy_seconds = self._host_seconds = 0.0
 
     @property
     def num_full_contexts(self) -> float:
@@ -341,16 +341,15 @@ class Engine:
             tiers=self.kv.tiers.stats() if self.kv.tiers is not None else {},
             transfer=self._transfer_stats(),
             speculation=s.drafter.stats() if s.drafter is not None else None,
+            experts=self.group_runner.expert_stats() if self.group_runner is not None else None,
         )
 
     def _transfer_stats(self) -> TransferStats | None:
         if self.kv.pulls is None or self._publisher is None or self.transfer_endpoint is None:
             return None
         stats = self.kv.pulls.stats()
-        stats.reached, stats.passed_over = (
-            dict(self.transfer_endpoint.receiver.connected_transports),
-            dict(self.transfer_endpoint.receiver.failed_transports),
-        )
+        receiver = self.transfer_endpoint.receiver
+        stats.reached, stats.passed_over = dict(receiver.connected_transports), dict(receiver.failed_transports)
         self._publisher.write_stats_to(stats)
         stats.quarantined_blocks = self.kv.kept.num_quarantined
         return stats

@@ -16,6 +16,7 @@ from emberline.kernels.weight_unpacker import UnpackStream
 from emberline.models.attention import Attention, PositionTables
 from emberline.models.config import ModelConfig
 from emberline.models.delta_net import DeltaNet
+from emberline.models.expert_dispatch import ExpertDispatch
 from emberline.models.ffn import BiasedFeedForward, FeedForward
 from emberline.models.forward import ForwardBatch
 from emberline.models.gated_attention import GatedAttention
@@ -154,6 +155,12 @@ class DecoderModel:
             final_norm=None if is_rms else norm,
             vocabulary=VocabularyPart.of(weights, config.vocab),
         )
+
+    @property
+    def expert_dispatches(self) -> list[ExpertDispatch]:
+        """The dispatch of each layer whose rows are sent to the ranks that have their experts."""
+        networks = [layer.ffn for layer in self.layers if isinstance(layer.ffn, SparseFeedForward)]
+        return [network.dispatch for network in networks if network.dispatch is not None]
 
     @property
     def device(self) -> torch.device:

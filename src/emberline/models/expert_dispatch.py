@@ -14,6 +14,7 @@ from torch import Tensor
 
 from emberline.kernels import expert_ops
 from emberline.kernels.mixture import Mixture, SelectedExperts
+from emberline.models.expert_load import ExpertLoad
 from emberline.models.row_exchange import RowExchange
 from emberline.models.shard import Shard
 
@@ -38,14 +39,17 @@ class ExpertSlots:
         return self.table[experts, copy]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class ExpertDispatch:
-    slots: ExpertSlots
+    """The dispatch of one layer."""
+
+    def __init__(self, experts: int, groups: int) -> None:
+        self.slots = ExpertSlots.in_order(experts, groups)
+        self.load = ExpertLoad(experts, groups)
 
     @staticmethod
     def of(shard: Shard, experts: int) -> ExpertDispatch | None:
         """Return the dispatch of a rank, or None if it computes its experts for the rows that it has."""
-        return ExpertDispatch(ExpertSlots.in_order(experts, shard.expert_parts)) if shard.dispatches_rows else None
+        return ExpertDispatch(experts, shard.expert_parts) if shard.dispatches_rows else None
 
     def add_outputs(self, x: Tensor, mixture: Mixture, exchange: RowExchange) -> Tensor:
         """Add the output of the mixture to x, the rows of this rank, in place and return x."""
@@ -54,6 +58,7 @@ class ExpertDispatch:
         numbers = exchange.gather(selected.numbers).long()
         slots = self.slots.choose(numbers)  # [rows of all ranks, experts per row]
         groups, ranks_per_group = slots // self.slots.per_group, comm.size // self.slots.groups
+        self.load.record(numbers.cpu().numpy(), groups.cpu().numpy())
         group_of = [rank // ranks_per_group for rank in range(comm.size)]
         first = sum(exchange.counts[: comm.rank])
         own_groups, own_group = groups[first : first + exchange.own], group_of[comm.rank]

@@ -48,33 +48,19 @@ from emberline.models.weight_dtype import stored_weight_format
 from emberline.models.weight_form import choose_weight_form
 
 
-def boot_on_ray(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngine:
-    """Like `boot_ranks`, with other nodes that Ray starts."""
-    from emberline.engine.ranks.ray_launcher import RayLauncher
-
-    check_cpu_settings(config)
-    check_divisible(Layout.of(config.parallel), ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model))))
-    began = time.perf_counter()
-    launcher = RayLauncher(config)
-    launched = time.perf_counter()
-    try:
-        loaded = boot_ranks(launcher.config, default_kv_bytes, launcher)
-        return replace(loaded, seconds={"ray": launched - began, **loaded.seconds})
-    except BaseException:
-        launcher.close()
-        raise
-
-
 def boot_ranks(
     config: EngineConfig, default_kv_bytes: int | None, launcher: NodeLauncher | None = None
 ) -> LoadedEngine:
     """Start the other ranks and load the model. Raises EmberlineError if settings, model or a rank are not usable.
 
-    `default_kv_bytes`: size of all ranks' KV caches together, if the config sets none; None: half of the free memory.
+    `default_kv_bytes`: size of the KV caches of all ranks on this node, if the config sets none; None: half of the free
+    memory.
     `launcher`: what has started the other nodes; it is closed with the engine.
     """
     check_cpu_settings(config)
     check_rank_settings(config)
+    if config.parallel.nodes > 1:
+        config = replace(config, transfer=None)  # it is not required, and other nodes share no memory
     began = time.perf_counter()
     layout = Layout.of(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
@@ -95,7 +81,8 @@ def boot_ranks(
         parts = {**group.wait_for(RankLoaded), layout.leader: part.describe()}
         check_same_model(parts, layout)
         loaded = time.perf_counter()
-        num_blocks, num_slots = plan_caches(config, part, parts.values(), default_kv_bytes)
+        kv_bytes = group.limit_kv_bytes(default_kv_bytes or free_memory() // 2, parts)
+        num_blocks, num_slots = plan_caches(config, part, parts.values(), kv_bytes)
         group.send(AllocateCaches(num_blocks, num_slots))
         part.allocate(num_blocks, num_slots)
         group.wait_for(RankReady)
@@ -139,7 +126,7 @@ def check_same_model(parts: dict[int, RankLoaded], layout: Layout) -> None:
             raise ModelError(
                 f"{layout.describe(rank)} has a checkpoint with the fingerprint {part.fingerprint}, "
                 f"and the leader one with {ours}",
-                hint="do not change the checkpoint while the ranks start",
+                hint="use the same checkpoint on all nodes, and do not change it while the ranks start",
             )
 
 
@@ -150,7 +137,8 @@ def plan_caches(
 
     `kv_memory` is the memory of each rank. Raises ModelError if it is too small for a rank's part."""
     parts = list(parts)
-    memory_bytes = config.kv_cache.kv_memory or (default_kv_bytes or free_memory() // 2) // len(parts)
+    num_local = config.parallel.num_ranks // config.parallel.nodes
+    memory_bytes = config.kv_cache.kv_memory or (default_kv_bytes or free_memory() // 2) // num_local
     num_slots = min(
         (count_state_slots(p.slot_bytes, memory_bytes, config.scheduler.max_running) for p in parts if p.slot_bytes),
         default=0,

@@ -40,15 +40,23 @@ class RankLoaded(msgspec.Struct, tag=True):
     weight_bytes: int
     block_bytes: int  # of this rank's part of a KV block
     slot_bytes: int  # of this rank's part of a request's recurrent states
+    max_blocks: int = 0  # that fit on this rank's GPU, and slots; 0 on a CPU
+    max_slots: int = 0
+    device_name: str = "cpu"
 
 
 class AllocateCaches(msgspec.Struct, tag=True):
     num_blocks: int
     num_slots: int
+    # On GPUs: kernels of matrix products that the leader has measured. All ranks must choose the same ones, because
+    # other kernels round differently: ranks must not choose different experts for a token.
+    products: list[tuple[int, int, int, str, int]] = []
 
 
 class RankReady(msgspec.Struct, tag=True):
     """Reports that a rank waits for plans."""
+
+    weight_bytes: int = 0  # of the weights on its GPU
 
 
 RankMessage = StartRank | RankStarted | ConnectRanks | RankLoaded | AllocateCaches | RankReady | Rejection
@@ -125,10 +133,11 @@ def digest_settings(config: EngineConfig, layout: Layout) -> str:
 def list_shared_settings(config: EngineConfig) -> dict[str, Any]:
     """Return the settings that all ranks of a group must have in common, by name.
 
-    Other machines may have the checkpoint in another directory, and another number of cores."""
+    Other nodes may have the checkpoint in another directory and another number of cores, and reach node 0 at another
+    address."""
     settings: dict[str, Any] = {}
     for name, value in msgspec.to_builtins(config, order="deterministic").items():
         if name not in ("model", "threads", "transfer", "unset"):
             settings |= value if isinstance(value, dict) else {name: value}
-    del settings["node_rank"], settings["node_address"]
-    return settings | dict.fromkeys(sorted(config.unset), "default")
+    settings |= dict.fromkeys(sorted(config.unset), "default")
+    return {name: value for name, value in settings.items() if name not in ("node_rank", "node_address", "master")}

@@ -11,6 +11,7 @@ import queue
 import selectors
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,15 +19,15 @@ from typing import TypeVar
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.engine.messages import Rejection
-from emberline.engine.ranks.control import RankMessage, StartRank, decode_rank_message
+from emberline.engine.ranks.control import RankLoaded, RankMessage, StartRank, decode_rank_message
 from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS
+from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.node_listener import NodeLauncher, NodeLink
 from emberline.engine.ranks.node_messages import FromRank, NodeBeat, RankEnded
 from emberline.engine.ranks.plan_ring import PlanWriter
 from emberline.engine.ranks.rank_part import connect_processes
 from emberline.engine.ranks.rank_processes import (
-    LOST_PEER_STATUS,
     RANK_COMMAND,
     REAP_TIMEOUT_S,
     RankChild,
@@ -78,6 +79,7 @@ class RankGroup:
         self._memory = self._processes.memory
         self._followers = {rank: Follower(rank) for rank in layout.followers}
         self._communicators: list[Communicator] = []
+        self._device_communicators: list[Communicator] = []
         self._failure: EmberlineError | None = None
         self._is_lost, self._is_closing, self._has_spawned = (threading.Event() for _ in range(3))
         self.is_ready = False  # whether all ranks wait for plans
@@ -139,6 +141,10 @@ class RankGroup:
                 return communicator
             self.check()
 
+    def watch(self, communicator: Communicator) -> None:
+        """Abort this communicator between GPUs if a rank is lost: no connection is closed when its process ends."""
+        self._device_communicators.append(communicator)
+
     def publish(self, plan: bytes) -> None:
         """Send a plan to all ranks. Raises RankLost. The step lasts until `finish_step`."""
         self._num_running += 1
@@ -164,6 +170,15 @@ class RankGroup:
     def progress_count(self) -> int:
         """Return a number that grows while other ranks compute."""
         return sum(self._memory.get(rank, PROGRESS) for rank in self._followers)
+
+    def limit_kv_bytes(self, kv_bytes: int, parts: Mapping[int, RankLoaded]) -> int:
+        """Return the memory for KV caches on each node: `kv_bytes`, or less if another node has less memory.
+
+        `parts`: what each rank has loaded."""
+        for link in () if self._nodes is None else self._nodes.links:
+            weight_bytes = sum(parts[rank].weight_bytes for rank in self.layout.ranks_of(link.node))
+            kv_bytes = min(kv_bytes, max(0, link.free_bytes - weight_bytes) // 2)
+        return kv_bytes
 
     @property
     def pids(self) -> dict[int, int]:
@@ -300,6 +315,8 @@ class RankGroup:
     def _end_all(self) -> None:
         """End all processes. The leader's calls of communicators fail then, at the latest when they are aborted."""
         self._processes.kill_all()
+        for communicator in self._device_communicators:
+            communicator.abort()
         if self._nodes is not None:
             self._nodes.end(self._failure)
             for communicator in self._communicators:

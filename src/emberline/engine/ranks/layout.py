@@ -17,7 +17,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ep: int = 1  # parts of a stage's ranks among which whole experts are divided
-    nodes: int = 1  # machines
+    nodes: int = 1  # machines, which have the same number of ranks each
     dp_attention: bool = False  # whether ranks attend to different requests, with all heads
     stage_layers: tuple[int, ...] = ()  # number of layers of each stage; empty: about the same number of weights
 
@@ -40,7 +40,7 @@ class Layout:
         return [rank for rank in range(self.num_ranks) if rank != self.leader]
 
     def node_of(self, rank: int) -> int:
-        """Return the machine of a rank. node 0 has the last stages, and so the leader; the last one has stage 0."""
+        """Return the node of a rank. Node 0 has the last stages, and so the leader; the last one has stage 0."""
         stage, tensor_rank = divmod(rank, self.tp)
         return ((self.pp - 1 - stage) * self.tp + tensor_rank) // self.ranks_per_node
 

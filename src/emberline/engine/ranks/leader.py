@@ -8,15 +8,18 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from emberline.core.errors import EmberlineError
+from emberline.core.events import ExpertStats
 from emberline.core.plan import StepPlan, StepResult, WorkItem
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.rank_part import RankPart
 from emberline.engine.ranks.work_codec import WorkEncoder
 from emberline.engine.runner import TorchRunner
 from emberline.engine.work_executor import StepExecutor, WorkExecutor
+from emberline.models.expert_load import measure_imbalance
 from emberline.models.forward import HiddenCapture
 
 if TYPE_CHECKING:
@@ -66,7 +69,7 @@ class GroupExecutor:
     def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
         """Raises EngineFailed, after which the group cannot be used any more."""
         assert capture is None, "hidden states are only captured for a draft model"
-        with self._ending_group():
+        with ending_group(self._group):
             self.publish(work)
             return self.compute_own(work)
 
@@ -75,27 +78,28 @@ class GroupExecutor:
         self._group.check()
         self._cleared += cleared
         if work:
-            with self._ending_group():
+            with ending_group(self._group):
                 self._group.publish(self._encoder.encode(work, self._cleared))
             self._cleared = []
 
     def compute_own(self, work: Sequence[WorkItem]) -> Tensor:
         """Return the logits of a published step. Steps are computed in the order in which they were published."""
-        with self._ending_group():
+        with ending_group(self._group):
             logits = self.own.compute(work)
         self._group.finish_step()
         return logits
 
-    @contextmanager
-    def _ending_group(self) -> Iterator[None]:
-        """End the group if the block fails, also by KeyboardInterrupt: the others are in the middle of a step."""
-        try:
-            yield
-        except Exception as error:
-            raise self._group.explain(error) from error
-        except BaseException as error:
-            self._group.explain(error)
-            raise
+
+@contextmanager
+def ending_group(group: FollowerGroup) -> Iterator[None]:
+    """End the group if the block fails, also by KeyboardInterrupt: the others are in the middle of a step."""
+    try:
+        yield
+    except Exception as error:
+        raise group.explain(error) from error
+    except BaseException as error:
+        group.explain(error)
+        raise
 
 
 class PublishedExecutor:
@@ -129,6 +133,7 @@ class LeaderRunner(TorchRunner):
         self.num_state_slots, self.num_caches = num_state_slots, group.layout.num_caches
         self.layout = f"{self.layout}/{group.layout}"
         self.ranks, self._part = group, part
+        self._dispatches = part.model.expert_dispatches
 
     def _admit_requests(self, plan: StepPlan) -> tuple[list[WorkItem], dict[str, str]]:
         """Return the work, sorted by the ranks that compute it, because the rows of logits are."""
@@ -142,6 +147,15 @@ class LeaderRunner(TorchRunner):
     def progress_count(self) -> int:
         """Return a number that grows while other ranks compute."""
         return self.ranks.progress_count()
+
+    def expert_stats(self) -> ExpertStats | None:
+        """Return how evenly ranks compute experts; None: no rows are sent to experts of other ranks."""
+        if not self._dispatches:
+            return None
+        loads = [each.load for each in self._dispatches]
+        by_group = np.sum([load.rows_by_group for load in loads], axis=0)
+        ranks_per_group = self.ranks.layout.tp // self.ranks.layout.ep
+        return ExpertStats([int(rows) for rows in by_group for _ in range(ranks_per_group)], measure_imbalance(loads))
 
     def close(self) -> None:
         """End the other ranks and close the connections to them."""

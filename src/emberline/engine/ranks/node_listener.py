@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import socket
 import threading
@@ -19,6 +18,7 @@ from emberline.engine.messages import Rejection
 from emberline.engine.ranks.cluster_key import authenticate_node, read_cluster_key
 from emberline.engine.ranks.control import list_shared_settings
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.node_address import bind_master, check_node_address
 from emberline.engine.ranks.node_messages import (
     NodeHello,
     NodeJoined,
@@ -80,6 +80,7 @@ class NodeListener:
         self._is_closing = threading.Event()
         self._pending = threading.BoundedSemaphore(MAX_PENDING_NODES)
         host, port = config.parallel.parse_master()
+        check_node_address(config.parallel)
         self._listener = bind_master(host, port)
         try:
             with bind_master(host, port + 1) as store_listener:
@@ -134,11 +135,14 @@ class NodeListener:
     def start_message(self) -> StartNode:
         return StartNode(self._layout, self.rendezvous.store_port)
 
+    def stop(self) -> None:
+        """Stop listening, soon. The links stay open."""
+        self._is_closing.set()
+
     def close(self) -> None:
         """Stop listening. The links stay open."""
-        self._is_closing.set()
+        self.stop()
         self._thread.join()
-        self._listener.close()
         self._store = None  # ends its threads
 
     def _missing_nodes(self) -> list[int]:
@@ -146,12 +150,19 @@ class NodeListener:
 
     def _accept_nodes(self) -> None:
         self._listener.settimeout(ACCEPT_POLL_S)
+        with self._listener:
+            self._accept_until_closed()
+
+    def _accept_until_closed(self) -> None:
         while not self._is_closing.is_set():
             try:
                 connection, address = self._listener.accept()
-            except OSError:  # nothing came, or no file descriptor is left
+            except TimeoutError:
                 continue
-            if not self._pending.acquire(blocking=False):
+            except OSError:  # for example no file descriptor is left
+                self._is_closing.wait(ACCEPT_POLL_S)
+                continue
+            if self._is_closing.is_set() or not self._pending.acquire(blocking=False):
                 connection.close()
                 continue
             args = NodeSocket(connection, self._config.parallel.rank_timeout), address[0]
@@ -219,24 +230,3 @@ class NodeListener:
                 param="nodes",
                 hint="use more nodes, or set --threads 1 to let ranks share cores",
             )
-
-
-def bind_master(host: str, port: int) -> socket.socket:
-    """Return a listener at an address of this machine. Raises InvalidRequest if that is not possible."""
-    where = f"node 0 cannot listen at {host}, port {port}"
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise InvalidRequest(f"{where}: {error}", param="master", hint="check the host name in --master") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(MAX_PENDING_NODES)
-    except OSError as error:
-        listener.close()
-        hint = "set --master to an address of node 0 on all nodes"
-        if error.errno == errno.EADDRINUSE:
-            hint = "choose another port in --master on all nodes, or end the process that uses this one"
-        raise InvalidRequest(f"{where}: {error.strerror}", param="master", hint=hint) from error
-    return listener

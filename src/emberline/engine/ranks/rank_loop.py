@@ -22,10 +22,9 @@ from emberline.engine.ranks.control import (
     digest_settings,
 )
 from emberline.engine.ranks.group_memory import GroupMemory
-from emberline.engine.ranks.heartbeat import HeartbeatThread
+from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS, HeartbeatThread
 from emberline.engine.ranks.plan_ring import PlanReader
 from emberline.engine.ranks.rank_part import RankPart, connect_processes
-from emberline.engine.ranks.rank_processes import LOST_PEER_STATUS
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
@@ -38,10 +37,17 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
     try:
         if not isinstance(start := leader.receive(), StartRank):
             return 1
+        if start.layout.node_of(start.rank):
+            heartbeat.end_with_supervisor(start.layout.leader, start.config.parallel.rank_timeout)
         leader.send(RankStarted(__version__, digest_settings(start.config, start.layout)))
         if not isinstance(leader.receive(), ConnectRanks):
             return 1
-        part = RankPart.load(start.config, start.layout, start.rank, partial(connect_processes, start.rendezvous))
+        connect, reader = partial(connect_processes, start.rendezvous), PlanReader(memory, start.rank, notice_fd)
+        if start.config.device == "cuda":
+            from emberline.engine.ranks.device_rank import run_device_rank  # imported if needed, to start sooner
+
+            return run_device_rank(start, leader, connect, reader)
+        part = RankPart.load(start.config, start.layout, start.rank, connect)
         leader.send(part.describe())
         if not isinstance(sizes := leader.receive(), AllocateCaches):
             return 1
@@ -49,7 +55,7 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
         gc.freeze()  # objects of the start are permanent
         gc.enable()
         leader.send(RankReady())
-        reader, decoder = PlanReader(memory, start.rank, notice_fd), WorkDecoder(start.layout.pp)
+        decoder = WorkDecoder(start.layout.pp)
         while (message := reader.receive()) is not None:
             compute_step(part, decoder, message)
     except RankLost:

@@ -16,9 +16,7 @@ def check_rank_settings(config: EngineConfig) -> None:
     parallel = config.parallel
     field = "tp" if parallel.tp > 1 else "pp"
     ranks = f"{parallel.num_ranks} ranks (tp {parallel.tp}, pp {parallel.pp})"
-    if parallel.node_rank:
-        message = f"node_rank is {parallel.node_rank}, but only node 0 has an engine"
-        raise InvalidRequest(message, param="node_rank", hint="run emberline serve on the other nodes")
+    check_node_settings(config)
     if sys.platform != "linux":
         message = f"{field} is {getattr(parallel, field)}, but several ranks need Linux, and this is {sys.platform}"
         raise InvalidRequest(message, param=field, hint=f"drop --{field}")
@@ -46,6 +44,25 @@ def check_rank_settings(config: EngineConfig) -> None:
             what = "the exchange of KV blocks with other workers" if name == "transfer" else f"the setting {name}"
             hint = "use --role both" if name == "transfer" else f"drop --{name.replace('_', '-')} or --{field}"
             raise InvalidRequest(f"{what} does not work with {ranks} yet", param=name, hint=hint)
+
+
+def check_node_settings(config: EngineConfig) -> None:
+    """Raise InvalidRequest for settings that an engine on several nodes does not support."""
+    parallel = config.parallel
+    if parallel.node_rank:
+        message = f"node_rank is {parallel.node_rank}, but only node 0 has an engine"
+        raise InvalidRequest(message, param="node_rank", hint="run emberline serve on the other nodes")
+    unsupported = {  # these use memory that all ranks share
+        "kv_host_memory": config.tiers.kv_host_memory > 0,
+        "kv_disk": config.tiers.kv_disk is not None,
+        "kv_store": config.tiers.kv_store is not None,
+        "transfer": config.transfer is not None and config.transfer.required,
+    }
+    for name, is_set in unsupported.items():
+        if is_set and parallel.nodes > 1:
+            what = "the exchange of KV blocks with other workers" if name == "transfer" else f"the setting {name}"
+            hint = "use --role both" if name == "transfer" else f"drop --{name.replace('_', '-')} or --nodes"
+            raise InvalidRequest(f"{what} does not work with {parallel.nodes} nodes yet", param=name, hint=hint)
 
 
 def check_dp_attention(config: EngineConfig) -> None:
