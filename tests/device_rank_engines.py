@@ -37,9 +37,8 @@ def load_host_part(config: EngineConfig, layout: Layout, rank: int, connect: Con
     stage, shard = layout.stage(rank, ModelConfig.from_checkpoint(checkpoint)), layout.shard(rank)
     shards: Any = connections.shards
     model = load_checkpoint(checkpoint, config.dtype, config.requested_context, None, stage, shard, shards)
-    weights = Weights(checkpoint)
-    planned = PlannedModel.of(model, weights, config, HostDevice(), (DEVICE_BYTES, 0), stage=stage)
-    return DevicePart(planned, weights, stage, connections, model.fingerprint)
+    planned = PlannedModel.of(model, Weights(checkpoint), config, HostDevice(), (DEVICE_BYTES, 0), stage=stage)
+    return DevicePart(planned, None, stage, connections, model.fingerprint)
 
 
 class DeviceThreadRanks(ThreadRanks):

@@ -34,6 +34,10 @@ class RankRole:
         return RankRole(groups, num_state_slots, is_leader=True, stage=Stage.of(config))
 
     @property
+    def is_alone(self) -> bool:
+        return self.stages is None and self.shards is None
+
+    @property
     def has_logits(self) -> bool:
         return self.stage.is_last
 

@@ -256,9 +256,11 @@ class GPURunner:
         self._next_shape += 1
         with torch.inference_mode(), self._graphs.stream.activate():
             inputs = self._padding_inputs(shape)
-            _, replay = self._find_or_capture_graph(shape, inputs)
+            logits, replay = self._find_or_capture_graph(shape, inputs)
             if replay is not None:
                 replay()  # the first replay also uploads the graph, which would delay a request
+            elif not self.rank.is_alone:
+                self._run_model(inputs, logits)  # the other ranks replay the step, and exchange tensors in it
             if self._drafting is not None and not shape.chunks:
                 self._drafting.capture_ahead(shape, inputs)
         return True

@@ -51,6 +51,7 @@ class AllocateCaches(msgspec.Struct, tag=True):
     # On GPUs: kernels of matrix products that the leader has measured. All ranks must choose the same ones, because
     # other kernels round differently: ranks must not choose different experts for a token.
     products: list[tuple[int, int, int, str, int]] = []
+    cache_offsets: dict[int, int] = {}  # by rank: the place of its KV cache in the group's memory; empty: in its own
 
 
 class RankReady(msgspec.Struct, tag=True):

@@ -41,7 +41,8 @@ from emberline.kernels import ops, tuning
 from emberline.kernels.comm.communicator import RankLost
 from emberline.kernels.cpu.library import find_library
 from emberline.models.config import ModelConfig
-from emberline.models.weight_dtype import stored_weight_format
+from emberline.models.weight_dtype import check_requested_dtype, stored_weight_format
+from emberline.models.weight_form import check_requested_weights
 
 
 def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None) -> LoadedEngine:
@@ -51,6 +52,8 @@ def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None
     with the engine."""
     config = config.with_settings(device="cuda")  # not auto: all ranks compute on the same kind of device
     check_device_settings(config, torch.cuda.device_count())
+    check_requested_dtype(config.dtype, on_gpu=True)
+    check_requested_weights(config.gpu.weights, on_gpu=True)
     began = time.perf_counter()
     layout = Layout.of(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
@@ -141,7 +144,7 @@ def _describe_engine(
 ) -> LoadedEngine:
     runner, kernels, checkpoint = part.runner, ops.selected_gpu_kernels().name, Checkpoint.open(Path(config.model))
     device = "cuda-portable" if kernels == "portable" else "cuda"  # their kernels round differently
-    device = Layout.of(config.parallel).device_name(device)
+    numerics_name = Layout.of(config.parallel).numerics_name
     return LoadedEngine(
         engine=engine,
         max_context=engine.max_context,
@@ -152,7 +155,7 @@ def _describe_engine(
         seconds=seconds,
         device="cuda",
         kv_dtype=dtype_name(runner.cache.shape.dtype),
-        numerics=numerics_of(runner.model, runner.cache, part.weight_format, device),
+        numerics=numerics_of(runner.model, runner.cache, part.weight_format, device, numerics_name),
         stored_dtype=stored_weight_format(checkpoint),
         full_context=full_context(runner.model),
         ranks=ranks,

@@ -77,8 +77,14 @@ class DevicePart:
     weight_format = "plain"
 
     def __init__(
-        self, planned: PlannedModel, weights: Weights, stage: Stage, connections: DeviceConnections, fingerprint: str
+        self,
+        planned: PlannedModel,
+        weights: Weights | None,
+        stage: Stage,
+        connections: DeviceConnections,
+        fingerprint: str,
     ) -> None:
+        """`weights`: those of the model, which are still being loaded; None: they are loaded."""
         self.planned, self.stage, self.connections = planned, stage, connections
         self._weights, self._fingerprint = weights, fingerprint
 
@@ -147,7 +153,7 @@ class DevicePart:
         role = RankRole(self.planned.plan.groups, num_slots, is_leader, self.stage, stages, shards)
         self.runner = self.planned.make_runner(make_state, num_blocks, num_slots, role, runner_class)
         seconds: dict[str, float] = {}
-        if self.planned.device.torch_device.type == "cuda":
+        if self._weights is not None:
             args = self._weights, self.runner, self.planned.settings, self.planned.plan
             self.weight_format, seconds = fill_and_identify(*args, lambda: self._fingerprint)
         for each in self.connections.all:

@@ -17,9 +17,9 @@ from emberline.engine.ranks.control import AllocateCaches, ControlSocket, RankRe
 from emberline.engine.ranks.device_follower import DeviceFollower, StepWaiter
 from emberline.engine.ranks.device_part import DevicePart
 from emberline.engine.ranks.device_settings import order_visible_gpus
+from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.plan_ring import PlanReader
 from emberline.engine.ranks.rank_part import ConnectRanksFunction
-from emberline.engine.ranks.rank_processes import LOST_PEER_STATUS
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.kernels import tuning
 from emberline.kernels.comm.communicator import RankLost

@@ -61,6 +61,7 @@ class IpcGroup(Communicator):
         `max_blocks`: CTAs of a kernel, the same on all ranks.
         """
         self.rank, self.size, self._device, self._max_blocks = host.rank, host.size, device, max_blocks
+        self.fuses_norm = collectives.has_norm_order(device)
         self.prefers_two_shot = prefers_two_shot  # from bytes and ranks; the same on all ranks
         self._timeout_s, self._slot_bytes = timeout_s, slot_bytes // ALIGNMENT * ALIGNMENT
         self._message_bytes = -(-message_bytes // ALIGNMENT) * ALIGNMENT
@@ -160,7 +161,8 @@ class IpcGroup(Communicator):
 
     def all_reduce_add_norm(self, x: Tensor, partial: Tensor, weight: Tensor, eps: float) -> Tensor:
         is_small = x.nbytes <= self._slot_bytes and not self.prefers_two_shot(x.nbytes, self.size)
-        if not is_small or not collectives.supports_norm(x) or not len(x) or _align(x) is not x:
+        is_supported = self.fuses_norm and collectives.supports_norm(x) and _align(x) is x
+        if not is_small or not is_supported or not len(x):
             return super().all_reduce_add_norm(x, partial, weight, eps)
         assert x.shape == partial.shape and x.dtype == partial.dtype
         assert weight.dtype == torch.float32 and weight.is_contiguous()

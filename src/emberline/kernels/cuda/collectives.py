@@ -85,6 +85,13 @@ def choose_norm_threads(columns: int) -> tuple[int, int]:
     return 32 * warps, max(1, block // (32 * warps * 8))
 
 
+def has_norm_order(device: torch.device) -> bool:
+    """Return whether triton/norm.py adds squares in the order of `reduce_add_norm` on this GPU.
+
+    From compute capability 10.0 on, Triton adds two squares with one instruction, in another order."""
+    return torch.cuda.get_device_capability(device) < (10, 0)
+
+
 def supports_norm(x: Tensor) -> bool:
     """Return whether `reduce_add_norm` computes the same bits for rows like those of x as triton/norm.py does."""
     columns = x.shape[1]
