@@ -17,7 +17,7 @@ from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
 
 from emberline import LLM, SamplingParams
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
-from emberline.core.errors import EngineFailed, EngineUnavailable, InvalidRequest
+from emberline.core.errors import EngineFailed, EngineUnavailable
 from emberline.core.freeport import free_port
 from emberline.core.request import Submission
 from emberline.engine.async_engine import AsyncEngine
@@ -34,10 +34,10 @@ MARK = f"ray-test-{os.getpid()}".encode()  # in the environment of all processes
 START_ATTEMPTS = 3  # a node of Ray gives up if it does not start within 30 s, as on a busy machine
 
 
-def start_node(start: Callable[..., Any], **settings: Any) -> Any:
+def start_node(start: Callable[[dict[str, Any]], Any]) -> Any:
     for attempt in range(START_ATTEMPTS):
         try:
-            return start({**NODE, **{name: free_port("0.0.0.0") for name in PORTS}, **settings})
+            return start({**NODE, **{name: free_port("0.0.0.0") for name in PORTS}})
         except Exception:
             if attempt == START_ATTEMPTS - 1:
                 raise
@@ -50,16 +50,15 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "EMBERLINE_TEST": MARK.decode()}
-    with tempfile.TemporaryDirectory(
-        prefix="ray-", ignore_cleanup_errors=True
-    ) as files:  # its sockets need a short path
-        head = {
-            "include_dashboard": False,
-            "no_monitor": True,
-            "temp_dir": files,
-            "gcs_server_port": free_port("0.0.0.0"),
-        }
-        made = start_node(lambda settings: Cluster(initialize_head=True, head_node_args=settings), **head)
+    # The paths of Ray's sockets in it have a maximum length, so it is not a directory of pytest.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as files:
+        head = {"include_dashboard": False, "no_monitor": True, "temp_dir": files}
+
+        def start_head(settings: dict[str, Any]) -> Any:
+            settings = {**settings, **head, "gcs_server_port": free_port("0.0.0.0")}
+            return Cluster(initialize_head=True, head_node_args=settings)
+
+        made = start_node(start_head)
         try:
             start_node(lambda settings: made.add_node(**settings))
             yield made
@@ -140,10 +139,6 @@ def test_gpus_are_reserved(cluster: Any, directory: Path, monkeypatch: pytest.Mo
         launcher.check()
     finally:
         launcher.close()
-    wait_until(lambda: ray.available_resources().get("GPU") == 4)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    with pytest.raises(InvalidRequest, match="reserved GPU 0, 1 of this machine, but this process uses GPU 1, 2"):
-        RayLauncher(config, "GPU")
     wait_until(lambda: ray.available_resources().get("GPU") == 4)
 
 
