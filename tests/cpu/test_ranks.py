@@ -198,7 +198,7 @@ def test_kernels_are_compiled_before_ranks_start(directory: Path, monkeypatch: p
     """Otherwise every rank compiles them, and those that end first do not wait for the others."""
     calls: list[str] = []
 
-    def start_ranks(*_: object) -> None:
+    def start_ranks(*_: object, **__: object) -> None:
         calls.append("ranks")
         raise EngineFailed("the test ends here")
 
