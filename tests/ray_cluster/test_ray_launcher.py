@@ -23,7 +23,11 @@ from emberline.core.request import Submission
 from emberline.engine.async_engine import AsyncEngine
 from emberline.engine.ranks.ray_launcher import RayLauncher, RayNodeActor
 
-ray = pytest.importorskip("ray", reason="needs Ray: pip install 'emberline[ray]'")
+try:
+    import ray
+except ImportError:
+    ray = None
+pytestmark = pytest.mark.skipif(ray is None, reason="needs Ray: pip install 'emberline[ray]'")
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_memory": 1 << 20, "block_size": 8, "max_running": 3}
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0)
