@@ -128,17 +128,19 @@ def find_children(pid: int) -> list[int]:
     return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
 
 
-async def collect(engine: AsyncEngine, name: str, max_tokens: int) -> list[int]:
-    submission = Submission(name, [5, 6, 7], SamplingParams(max_tokens=max_tokens, temperature=0.0), model="m")
+async def collect(engine: AsyncEngine, name: str, max_tokens: int, model: str = "m") -> list[int]:
+    submission = Submission(name, [5, 6, 7], SamplingParams(max_tokens=max_tokens, temperature=0.0), model=model)
     return [token async for output in engine.submit(submission) for token in output.tokens]
 
 
 async def kill_rank_and_retry(directory: Path) -> None:
     config = EngineConfig.build(str(directory), **SETTINGS, pp=2)
-    engine = AsyncEngine({"m": config}, TimeSharingConfig())
+    engine = AsyncEngine({"m": config, "other": config.with_settings(pp=1)}, TimeSharingConfig())
     await engine.start()
     try:
         expected = await collect(engine, "first", 8)
+        assert await collect(engine, "of the other model", 8, "other") == expected
+        assert {name: len(info.ranks) for name, info in engine.model_info.items()} == {"m": 2, "other": 0}
         assert engine.pid is not None
         (rank,) = find_children(engine.pid)
         stream = asyncio.create_task(collect(engine, "second", 40))

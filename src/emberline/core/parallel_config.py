@@ -9,6 +9,7 @@ from emberline.core.options import option
 
 MAX_RANKS = 64  # of one engine
 MAX_PORT = 65535
+LAUNCHERS = ("processes", "ray")
 COLLECTIVES = ("auto", "ipc", "nccl", "gloo")
 MIN_RANK_TIMEOUT_S = 1.0  # several intervals between two signs of life of a rank
 
@@ -62,6 +63,19 @@ class ParallelConfig:
     )
     ranks_per_gpu: int = 1  # that share a GPU, for tests without enough GPUs
 
+    launcher: str = option(
+        "processes",
+        "How the ranks of other nodes are started. processes: by the same command on every node, with its --node-rank; "
+        "ray: by this command, on nodes of the Ray cluster to which this machine belongs.",
+        choices=LAUNCHERS,
+    )
+    ray_address: str | None = option(
+        None,
+        "Address of the Ray cluster of --launcher ray.",
+        metavar="HOST:PORT",
+        default_text="auto: the cluster that runs on this machine",
+    )
+
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "ep", "ranks_per_gpu"):
             if not 1 <= (value := getattr(self, name)) <= MAX_RANKS:
@@ -87,6 +101,23 @@ class ParallelConfig:
             message = f"collectives is {self.collectives!r}; it must be one of {', '.join(COLLECTIVES)}"
             raise InvalidRequest(message, param="collectives")
         self._check_nodes()
+        self._check_launcher()
+
+    def _check_launcher(self) -> None:
+        if self.launcher not in LAUNCHERS:
+            message = f"launcher is {self.launcher!r}; it must be one of {', '.join(LAUNCHERS)}"
+            raise InvalidRequest(message, param="launcher")
+        if self.launcher != "ray":
+            if self.ray_address is not None:
+                message = f"ray_address is {self.ray_address}, but launcher is {self.launcher}"
+                raise InvalidRequest(message, param="ray_address", hint="add --launcher ray, or drop --ray-address")
+            return
+        if self.num_ranks == 1:
+            message = "launcher is ray, but an engine on one rank needs no other nodes"
+            raise InvalidRequest(message, param="launcher", hint="add --tp or --pp, or drop --launcher")
+        if self.nodes > 1:
+            message = f"launcher is ray, which chooses the nodes, but nodes is {self.nodes}"
+            raise InvalidRequest(message, param="nodes", hint="drop --nodes, --node-rank and --master, or --launcher")
 
     def _check_nodes(self) -> None:
         if self.nodes < 1 or self.num_ranks % self.nodes:

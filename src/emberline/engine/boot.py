@@ -103,9 +103,9 @@ def boot(
     if reader is not None:
         reader.close()
     if config.parallel.num_ranks > 1:
-        from emberline.engine.ranks.boot import boot_ranks  # imported if needed, to start sooner
+        from emberline.engine.ranks.boot import boot_on_ray, boot_ranks  # imported if needed, to start sooner
 
-        return boot_ranks(config, default_kv_bytes)
+        return (boot_on_ray if config.parallel.launcher == "ray" else boot_ranks)(config, default_kv_bytes)
     return _boot_on_cpu(config, default_kv_bytes)
 
 

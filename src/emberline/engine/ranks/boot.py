@@ -34,6 +34,7 @@ from emberline.engine.ranks.control import (
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup, LeaderRunner, PipelineLeaderRunner
+from emberline.engine.ranks.node_listener import NodeLauncher
 from emberline.engine.ranks.rank_part import RankPart
 from emberline.engine.ranks.settings import check_divisible, check_drafts, check_rank_settings
 from emberline.engine.ranks.stage_costs import choose_stages
@@ -47,11 +48,31 @@ from emberline.models.weight_dtype import stored_weight_format
 from emberline.models.weight_form import choose_weight_form
 
 
-def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngine:
+def boot_on_ray(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngine:
+    """Like `boot_ranks`, with other nodes that Ray starts."""
+    from emberline.engine.ranks.ray_launcher import RayLauncher
+
+    check_cpu_settings(config)
+    check_divisible(Layout.of(config.parallel), ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model))))
+    began = time.perf_counter()
+    launcher = RayLauncher(config)
+    launched = time.perf_counter()
+    try:
+        loaded = boot_ranks(launcher.config, default_kv_bytes, launcher)
+        return replace(loaded, seconds={"ray": launched - began, **loaded.seconds})
+    except BaseException:
+        launcher.close()
+        raise
+
+
+def boot_ranks(
+    config: EngineConfig, default_kv_bytes: int | None, launcher: NodeLauncher | None = None
+) -> LoadedEngine:
     """Start the other ranks and load the model. Raises EmberlineError if settings, model or a rank are not usable.
 
     `default_kv_bytes`: size of the KV caches of all ranks on this node, if the config sets none; None: half of the free
     memory.
+    `launcher`: what has started the other nodes; it is closed with the engine.
     """
     check_cpu_settings(config)
     check_rank_settings(config)
@@ -65,7 +86,7 @@ def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngi
     ops.start_backend(threads=1)  # compiles the kernels of a first start once: the ranks find them
     layout, cost_shares = choose_stages(config, layout, model)
     measured = time.perf_counter()
-    group = RankGroup(config, layout)
+    group = RankGroup(config, layout, launcher=launcher)
     try:
         check_started(group.wait_for(RankStarted), digest_settings(config, layout), layout)
         started = time.perf_counter()

@@ -124,7 +124,8 @@ class ControlSocket:
 
 def digest_settings(config: EngineConfig, layout: Layout) -> str:
     """Return a hash of the settings, which all ranks of a group must have in common."""
-    shared = list_shared_settings(config), layout
+    received = msgspec.convert(msgspec.to_builtins(config), EngineConfig)  # as a rank has it: 5 s as 5.0
+    shared = list_shared_settings(received), layout
     encoded = msgspec.msgpack.encode(shared, order="deterministic")  # the order of a set differs by process
     return hashlib.sha256(encoded).hexdigest()[:16]
 

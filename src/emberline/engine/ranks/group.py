@@ -23,7 +23,7 @@ from emberline.engine.ranks.control import RankLoaded, RankMessage, StartRank, d
 from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.node_listener import NodeLink
+from emberline.engine.ranks.node_listener import NodeLauncher, NodeLink
 from emberline.engine.ranks.node_messages import FromRank, NodeBeat, RankEnded
 from emberline.engine.ranks.plan_ring import PlanWriter
 from emberline.engine.ranks.rank_part import connect_processes
@@ -59,13 +59,20 @@ class Follower:
 
 
 class RankGroup:
-    def __init__(self, config: EngineConfig, layout: Layout, command: tuple[str, ...] = RANK_COMMAND) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: Layout,
+        command: tuple[str, ...] = RANK_COMMAND,
+        launcher: NodeLauncher | None = None,
+    ) -> None:
         """Start the processes. The caller must call `close`.
 
-        With several nodes, wait for the others first. Raises EmberlineError if one of them does not join."""
-        self.layout = layout
+        With several nodes, wait for the others first. Raises EmberlineError if one of them does not join. `launcher`:
+        what started them, which `close` closes too."""
+        self.layout, self._launcher = layout, launcher
         self._timeout_s = config.parallel.rank_timeout
-        self._nodes = RemoteNodes(config, layout) if layout.nodes > 1 else None
+        self._nodes = RemoteNodes(config, layout, launcher) if layout.nodes > 1 else None
         self._store_fd = os.memfd_create("emberline-rendezvous", os.MFD_CLOEXEC)
         self.rendezvous = Rendezvous(self._store_fd) if self._nodes is None else self._nodes.rendezvous
         self._processes = RankProcesses(layout.num_ranks, command)
@@ -190,6 +197,8 @@ class RankGroup:
         os.close(self._store_fd)
         if self._nodes is not None:
             self._nodes.close(error or self._failure)
+        if self._launcher is not None:
+            self._launcher.close()
 
     # -- for the watching thread --------------------------------------------------------------------------------------
 

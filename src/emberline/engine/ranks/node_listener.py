@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from emberline import __version__
 from emberline.core.engine_config import EngineConfig
@@ -52,10 +52,27 @@ class NodeLink:
             self.socket.send(message)
 
 
+class NodeLauncher(Protocol):
+    """Starts the other nodes. RayLauncher implements this protocol."""
+
+    cluster_key: str
+
+    def check(self) -> None:
+        """Raise EmberlineError if a node could not be started, or has ended."""
+        ...
+
+    def close(self) -> None:
+        """End the nodes."""
+        ...
+
+
 class NodeListener:
-    def __init__(self, config: EngineConfig, layout: Layout) -> None:
-        """Listen at the master address. The caller must call `close`. Raises InvalidRequest."""
-        self._config, self._layout, self._key = config, layout, read_cluster_key(config)
+    def __init__(self, config: EngineConfig, layout: Layout, launcher: NodeLauncher | None = None) -> None:
+        """Listen at the master address. The caller must call `close`. Raises InvalidRequest.
+
+        `launcher`: what starts the other nodes; None: the user does."""
+        self._config, self._layout, self._launcher = config, layout, launcher
+        self._key = read_cluster_key(config) if launcher is None else launcher.cluster_key
         self._lock = threading.Condition()
         self._joined: dict[int, NodeLink] = {}
         self._error: EmberlineError | None = None  # of a node that cannot join
@@ -99,6 +116,8 @@ class NodeListener:
                     refused = f"; {self._refused}" if self._refused else ""
                     hint = f"start the same command there with --node-rank {missing[0]}, and check the network"
                     raise EngineFailed(f"{names} did not join at {address} within {timeout_s:g} s{refused}", hint=hint)
+                if self._launcher is not None:
+                    self._launcher.check()
                 if time.monotonic() > next_log:
                     next_log += WAIT_LOG_INTERVAL_S
                     log.warning("Waiting for nodes: address=%s missing=%s timeout_s=%g", address, missing, timeout_s)

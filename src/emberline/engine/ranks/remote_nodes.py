@@ -7,7 +7,7 @@ from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.control import RankMessage, encode_rank_message
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.node_listener import NodeLink, NodeListener
+from emberline.engine.ranks.node_listener import NodeLauncher, NodeLink, NodeListener
 from emberline.engine.ranks.node_messages import GroupEnded, MasterBeat, NodeGoodbye, NodeMessage, NodePlan, ToRanks
 from emberline.kernels.comm.rank_lost import RankLost
 
@@ -16,12 +16,12 @@ FAILURE_TIMEOUT_S = 0.1  # the same after a failure, which may be that the node 
 
 
 class RemoteNodes:
-    def __init__(self, config: EngineConfig, layout: Layout) -> None:
+    def __init__(self, config: EngineConfig, layout: Layout, launcher: NodeLauncher | None = None) -> None:
         """Wait until all other nodes have joined, and let them start their ranks. The caller must call `close`.
 
         Raises EmberlineError if the address cannot be used, or a node does not join."""
         self._layout = layout
-        self._listener = NodeListener(config, layout)
+        self._listener = NodeListener(config, layout, launcher)
         self.rendezvous = self._listener.rendezvous
         self.links: list[NodeLink] = []
         try:
