@@ -36,6 +36,7 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cuda", "kv_tokens": 4
 SETTINGS |= {"max_running": 8, "max_batch_tokens": 128, "block_size": 16}
 MLA = tiny_deepseek.LITE_SIZES | {"hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16}
 MLA |= {"vocab_size": 1000, "num_hidden_layers": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+MLA |= {"max_position_embeddings": 1024}
 
 
 def boot_ranks(directory: Path, **settings: Any) -> LoadedEngine:
