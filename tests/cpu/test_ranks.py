@@ -86,7 +86,7 @@ def test_same_tokens_as_one_rank(llm: LLM, directory: Path) -> None:
         expected = generate(whole)
     found = generate(llm)
     assert [each.tokens for each in found] == [each.tokens for each in expected]
-    assert llm.loaded.numerics.device == "cpu-tp2"
+    assert (llm.loaded.numerics.device, llm.loaded.numerics.ranks) == ("cpu", "tp2")
     assert [(each.stage, each.tensor_rank, each.layers) for each in llm.loaded.ranks] == [(0, 0, 3), (0, 1, 3)]
     assert re.fullmatch("[a-c]{3}x[0-9]+", found[4].text)
     assert sum(each.cached_tokens for each in found) == sum(each.cached_tokens for each in expected) > 0
@@ -198,7 +198,7 @@ def test_kernels_are_compiled_before_ranks_start(directory: Path, monkeypatch: p
     """Otherwise every rank compiles them, and those that end first do not wait for the others."""
     calls: list[str] = []
 
-    def start_ranks(*_: object) -> None:
+    def start_ranks(*_: object, **__: object) -> None:
         calls.append("ranks")
         raise EngineFailed("the test ends here")
 

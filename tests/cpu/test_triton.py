@@ -6,6 +6,7 @@ The interpreter is chosen when a kernel is declared, so those tests run in a pro
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,9 +29,12 @@ from triton.runtime import driver, interpreter, jit  # noqa: E402
 from triton_cases import BF16, F32, FP8  # noqa: E402
 
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata  # noqa: E402
+from emberline.kernels.cuda import expert_layer  # noqa: E402
+from emberline.kernels.cuda.collectives import choose_norm_threads  # noqa: E402
 from emberline.kernels.cuda.decode import DecodeScratch  # noqa: E402
 from emberline.kernels.mixture import ClampedSwiGLU, Mixture, Routing, StackedExperts  # noqa: E402
 from emberline.kernels.packed_weight import PackedWeight  # noqa: E402
+from emberline.kernels.reference import ReferenceBackend  # noqa: E402
 from emberline.kernels.triton import norm, router, routing  # noqa: E402
 from emberline.kernels.triton.activation import gelu_mul, silu_mul  # noqa: E402
 from emberline.kernels.triton.attention import paged_attention  # noqa: E402
@@ -323,6 +327,25 @@ def test_small_kernels_compile(compiled_kernels: list[SimpleNamespace]) -> None:
 
 
 @compiled
+@pytest.mark.parametrize("columns", [576, 4096])
+def test_order_of_squares_in_norm(compiled_kernels: list[Any], columns: int) -> None:
+    """`reduce_add_norm` in collectives.cu adds the squares of a row in the same order, to compute the same bits."""
+    rms_norm(torch.zeros(2, columns, dtype=BF16), torch.zeros(columns), 1e-5, pdl=True)
+    threads, packs = choose_norm_threads(columns)
+    code, warps = compiled_kernels[0].asm, threads // 32
+    layout = f"sizePerThread = [8], threadsPerWarp = [32], warpsPerCTA = [{warps}]"
+    assert layout in code["ttgir"]
+    loop = code["ptx"].partition("rsqrt.approx.ftz.f32")[0]
+    halves = [half for pair in re.findall(r"mov.b32 \t\{(%rs\d+), (%rs\d+)\}", loop) for half in pair]
+    element = {name: halves.index(half) for name, half in re.findall(r"cvt.f32.bf16 \t(%r\d+), (%rs\d+)", loop)}
+    squares = re.findall(r"(?:mul.f32|fma.rn.f32) \t%r\d+, (%r\d+), (%r\d+)[,;]", loop)
+    assert [element[a] for a, b in squares if a == b] == [1, 0, *range(2, 8 * packs)]
+    distances = [int(found) for found in re.findall(r"shfl.sync.bfly.b32 \t%r\d+, %r\d+, (\d+)", loop)]
+    assert distances == [16, 8, 4, 2, 1, *(1 << bit for bit in reversed(range(warps.bit_length() - 1)))]
+    assert "div.full.f32" in loop
+
+
+@compiled
 def test_widen_compiles(compiled_kernels: list[Any]) -> None:
     narrow, wide = torch.zeros(2, 8, 64, 128).to(FP8), torch.zeros(2, 8, 64, 128, dtype=BF16)
     integers = torch.zeros(2, 2, dtype=torch.int32)
@@ -444,6 +467,24 @@ def test_sums_of_experts_in_the_interpreter(rounding: None, shared: str) -> None
 @pytest.mark.parametrize("biased", [False, True])
 def test_router_in_the_interpreter(rounding: None, rows: int, columns: int, count: int, biased: bool) -> None:
     expert_cases.check_router(CPU, BF16, rows, columns, count, biased=biased)
+
+
+@interpreted
+@pytest.mark.parametrize("rows,dtype", [(1, F32), (5, BF16), (20, BF16)])
+def test_dispatched_experts_in_the_interpreter(
+    rounding: None, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = (
+        (router, "norm_and_score"), (norm, "rms_norm"), (routing, "route_rows"),
+        (expert_layer.experts, "run_routed_experts"), (expert_layer, "add_expert_outputs"),
+    )  # fmt: skip
+    for module, name in functions:  # the interpreter has no dependent launches
+        launch = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, _launch=launch, **given: _launch(*args, **given | {"pdl": False})
+        )
+    layer = expert_layer.ExpertLayer(ReferenceBackend())
+    expert_cases.check_dispatch(CPU, dtype, rows, (64, 32), layer)
 
 
 def test_most_tiles() -> None:

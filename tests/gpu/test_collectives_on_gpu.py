@@ -84,7 +84,7 @@ def test_norms(ranks: StreamRanks, columns: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.uint8], ids=str)
 def test_copies(ranks: StreamRanks, dtype: torch.dtype) -> None:
     size = ranks.size
-    for rows, columns in ((1, 1), (3, 7), (65, 48), (7, 16_001), (1, 400_001)):
+    for rows, columns in ((0, 5), (1, 1), (3, 7), (65, 48), (7, 16_001), (1, 400_001)):
         parts = [draw(rows, columns, seed=rank).mul(9).to(dtype) for rank in range(size)]
         gathered = ranks.run(lambda comm, parts=parts: comm.all_gather(parts[comm.rank]))
         assert all(torch.equal(each, torch.cat(parts, 1)) for each in gathered), (rows, columns)

@@ -6,7 +6,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from emberline.core.clock import ManualClock
 from emberline.core.events import ExpertStats, Stats
+from emberline.core.plan import WorkItem
+from emberline.engine.ranks.expert_balancer import CHECK_INTERVAL_S, ExpertBalancer
+from emberline.engine.ranks.expert_moves import decode_moves, encode_moves
+from emberline.engine.ranks.work_codec import WorkEncoder
 from emberline.models.expert_load import RECENT_ROWS, ExpertLoad, measure_imbalance
 from emberline.models.expert_placement import (
     EMPTY,
@@ -99,3 +104,42 @@ def test_statistics_and_metrics() -> None:
         'emberline:experts_moved_total{model="m"} 1',
     ):
         assert line in text.splitlines()
+
+
+class Layer:
+    """The experts of a layer, as ExpertBalancer sees them."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.placement, self.load = place_in_order(len(rows), 2, len(rows) // 2 + 1), ExpertLoad(len(rows), 2)
+        numbers = np.repeat(np.arange(len(rows)), rows)[:, None]
+        self.load.record(numbers, numbers // (len(rows) // 2))
+
+
+def test_experts_move_after_some_time_if_the_load_is_uneven() -> None:
+    clock = ManualClock()
+    layers = {1: Layer([50, 10, 10, 10]), 4: Layer([20, 20, 20, 20])}
+    balancer = ExpertBalancer(layers, clock)
+    assert not balancer.is_due  # too early
+    clock.advance(CHECK_INTERVAL_S)
+    assert balancer.is_due
+    found = balancer.choose_move()
+    assert found is not None and found[0] == 1 and sum(0 in group for group in found[1]) == 2
+    assert balancer.is_due and balancer.choose_move() is None  # the load of layer 4 is even
+    assert not balancer.is_due
+    clock.advance(CHECK_INTERVAL_S)
+    balancer.stop()
+    clock.advance(CHECK_INTERVAL_S)
+    assert not balancer.is_due
+
+
+def test_experts_stay_if_the_load_is_even_or_little_is_known() -> None:
+    clock = ManualClock()
+    balancers = [ExpertBalancer({0: Layer(rows)}, clock) for rows in ([21, 20, 20, 20], [15, 1, 1, 1])]
+    clock.advance(CHECK_INTERVAL_S)
+    assert not any(balancer.is_due for balancer in balancers)
+
+
+def test_moves_are_messages_that_differ_from_work() -> None:
+    moves = {3: ((0, 1, EMPTY), (2, 3, 0))}
+    assert decode_moves(encode_moves(moves)) == moves
+    assert decode_moves(WorkEncoder(1).encode([WorkItem("r", 0, [5], [1], samples=True)])) is None

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from emberline.bench import report as reports
 from emberline.cli.bench_options import add_model_argument
+
+
+def add_parsers(kinds: Any) -> None:
+    """Add the benchmarks to `emberline bench`. `kinds`: its subparsers."""
+    add_arguments(kinds.add_parser("parallel", help="Measure the cost of sending plans to ranks."))
+    add_fault_arguments(kinds.add_parser("rank-faults", help="Kill and stop ranks of an engine."))
+    faults = "Cut the network between two nodes of an engine, kill and stop one of them."
+    add_fault_arguments(kinds.add_parser("node-faults", help=faults))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

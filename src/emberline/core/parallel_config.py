@@ -11,6 +11,7 @@ MAX_RANKS = 64  # of one engine
 MAX_PORT = 65535
 LAUNCHERS = ("processes", "ray")
 COLLECTIVES = ("auto", "ipc", "nccl", "gloo")
+MAX_REDUNDANT_EXPERTS = 64  # of a group of ranks
 MIN_RANK_TIMEOUT_S = 1.0  # several intervals between two signs of life of a rank
 
 
@@ -35,6 +36,11 @@ class ParallelConfig:
         "Number of layers of each --pp stage, from the first to the last, for example 14,16.",
         default_text="chosen from measured times of the layers on a CPU, from their weights on a GPU",
         metavar="N,N",
+    )
+    redundant_experts: int = option(
+        0,
+        "With --dp-attention and --ep: further experts that each group of ranks can keep, for copies of those that "
+        "most tokens select. Which ones is decided from the observed load while the engine is idle.",
     )
     rank_timeout: float = option(
         10.0, "Seconds without a heartbeat after which a rank counts as lost, and the engine restarts.", unit="s"
@@ -94,6 +100,13 @@ class ParallelConfig:
             raise InvalidRequest(message, param="dp_attention", hint="drop --pp or --dp-attention")
         if self.pp_layers is not None:
             self._check_stages(self.pp_layers)
+        if not 0 <= self.redundant_experts <= MAX_REDUNDANT_EXPERTS:
+            message = f"redundant_experts is {self.redundant_experts}; it must be from 0 to {MAX_REDUNDANT_EXPERTS}"
+            raise InvalidRequest(message, param="redundant_experts")
+        if self.redundant_experts and not (self.dp_attention and self.ep > 1):
+            message = "redundant_experts is set, but tokens are sent to experts only with dp_attention and ep above 1"
+            hint = "set --dp-attention and --ep, or drop --redundant-experts"
+            raise InvalidRequest(message, param="redundant_experts", hint=hint)
         if not self.rank_timeout >= MIN_RANK_TIMEOUT_S:
             message = f"rank_timeout is {self.rank_timeout:g} s; it must be at least {MIN_RANK_TIMEOUT_S:g} s"
             raise InvalidRequest(message, param="rank_timeout")

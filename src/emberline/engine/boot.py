@@ -138,7 +138,7 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
 
     def open_endpoint(region: DeviceRegion) -> TransferEndpoint | None:
         assert config.transfer is not None
-        return _open_transfer_endpoint(config, config.transfer, region, ipc.make_ipc_transport(region), load_library())
+        return open_transfer_endpoint(config, config.transfer, region, ipc.make_ipc_transport(region), load_library())
 
     return boot_from_checkpoint(
         Path(config.model),
@@ -209,7 +209,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     tiers = _make_tiers(config, runner.layout, cache.shape, backend.library, pages) if has_tiers else None
     endpoint = None
     if config.transfer is not None and (segment := cache.segment) is not None:
-        endpoint = _open_transfer_endpoint(
+        endpoint = open_transfer_endpoint(
             config, config.transfer, segment.region, SameHostAccess.via_shared_memory(segment), backend.library
         )
     drafter = make_drafter(config.speculation, lambda: backend.library)
@@ -249,9 +249,9 @@ def full_context(model: DecoderModel) -> int:
     return model.config.longest_context if is_cut else 0
 
 
-def numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str) -> Numerics:
+def numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str, ranks: str = "") -> Numerics:
     dtype, kv_dtype = (str(each).removeprefix("torch.") for each in (model.dtype, cache.shape.dtype))
-    return Numerics(model.fingerprint.partition("-")[0], dtype, weights, kv_dtype, device)
+    return Numerics(model.fingerprint.partition("-")[0], dtype, weights, kv_dtype, device, ranks)
 
 
 def check_cpu_settings(config: EngineConfig) -> None:
@@ -312,7 +312,7 @@ def _make_tiers(
     return TierStack(host, below, snapshot_blocks=snapshot_blocks)
 
 
-def _open_transfer_endpoint(
+def open_transfer_endpoint(
     config: EngineConfig,
     transfer: TransferConfig,
     region: Region,

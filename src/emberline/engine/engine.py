@@ -12,10 +12,11 @@ from typing import Any, Protocol, runtime_checkable
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.engine_config import SchedulerConfig
 from emberline.core.errors import InvalidRequest, Overloaded
-from emberline.core.events import ExpertStats, Output, Stats, TransferStats
+from emberline.core.events import Output, Stats, TransferStats
 from emberline.core.params import GrammarSpec
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import FinishReason, Submission
+from emberline.engine.expert_runner import ExpertRunner
 from emberline.engine.group_choice import max_planned_tokens
 from emberline.engine.kv_managers import make_kv_manager
 from emberline.engine.pairing import PeerPairing
@@ -106,8 +107,6 @@ class GroupRunner(Runner, Protocol):
         """Return a number that grows while they compute."""
         ...
 
-    def expert_stats(self) -> ExpertStats | None: ...
-
     def close(self) -> None:
         """End them."""
         ...
@@ -164,6 +163,7 @@ class Engine:
         )
         self._preparing_runner = runner if isinstance(runner, PreparingRunner) else None
         self.group_runner = runner if isinstance(runner, GroupRunner) else None
+        self._expert_runner = runner if isinstance(runner, ExpertRunner) else None
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         # A plan that is run in the next step: early outputs are returned first.
         self._deferred_plan: StepPlan | None = None
@@ -341,7 +341,7 @@ class Engine:
             tiers=self.kv.tiers.stats() if self.kv.tiers is not None else {},
             transfer=self._transfer_stats(),
             speculation=s.drafter.stats() if s.drafter is not None else None,
-            experts=self.group_runner.expert_stats() if self.group_runner is not None else None,
+            experts=self._expert_runner.expert_stats() if self._expert_runner is not None else None,
         )
 
     def _transfer_stats(self) -> TransferStats | None:

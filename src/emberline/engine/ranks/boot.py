@@ -20,6 +20,7 @@ from emberline.engine.boot import (
     make_grammar_compiler,
     max_kv_tokens,
     numerics_of,
+    open_transfer_endpoint,
 )
 from emberline.engine.engine import Engine
 from emberline.engine.rank_summary import RankSummary
@@ -32,17 +33,26 @@ from emberline.engine.ranks.control import (
     digest_settings,
 )
 from emberline.engine.ranks.group import RankGroup
+from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup, LeaderRunner, PipelineLeaderRunner
 from emberline.engine.ranks.node_listener import NodeLauncher
 from emberline.engine.ranks.rank_part import RankPart
-from emberline.engine.ranks.settings import check_divisible, check_drafts, check_rank_settings
+from emberline.engine.ranks.settings import (
+    check_divisible,
+    check_drafts,
+    check_rank_settings,
+    check_transfer,
+    transfer_obstacle,
+)
+from emberline.engine.ranks.shared_caches import SharedCaches
 from emberline.engine.ranks.stage_costs import choose_stages
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.engine.state_plan import count_state_slots
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
+from emberline.kv.transfer.group_region import StepCounter
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import stored_weight_format
 from emberline.models.weight_form import choose_weight_form
@@ -82,6 +92,7 @@ def boot_ranks(
     layout = Layout.of(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
     check_drafts(config, model)
+    check_transfer(config, model)
     check_divisible(layout, model)
     ops.start_backend(threads=1)  # compiles the kernels of a first start once: the ranks find them
     layout, cost_shares = choose_stages(config, layout, model)
@@ -100,11 +111,13 @@ def boot_ranks(
         loaded = time.perf_counter()
         kv_bytes = group.limit_kv_bytes(default_kv_bytes or free_memory() // 2, parts)
         num_blocks, num_slots = plan_caches(config, part, parts.values(), kv_bytes)
-        group.send(AllocateCaches(num_blocks, num_slots))
-        part.allocate(num_blocks, num_slots)
+        caches = share_caches(config, group.memory, layout, model, part, num_blocks)
+        offsets = {} if caches is None else caches.offsets
+        group.send(AllocateCaches(num_blocks, num_slots, cache_offsets=offsets))
+        part.allocate(num_blocks, num_slots, None if caches is None else caches.regions[layout.leader])
         group.wait_for(RankReady)
         group.is_ready = True
-        engine = make_engine(config, group, part, num_slots)
+        engine = make_engine(config, group, part, num_slots, caches)
     except EmberlineError as error:
         group.close(error)
         raise
@@ -172,14 +185,36 @@ def plan_caches(
     return min(fitting, most), num_slots
 
 
-def make_engine(config: EngineConfig, group: FollowerGroup, part: RankPart, num_slots: int) -> Engine:
-    """Return the engine of a group. `part`: the leader's. `num_slots`: for recurrent states, on every rank."""
-    model = part.model.config
+def share_caches(
+    config: EngineConfig, memory: GroupMemory, layout: Layout, model: ModelConfig, part: RankPart, num_blocks: int
+) -> SharedCaches | None:
+    """Return shared memory for the ranks' KV caches, if the engine exchanges blocks with other engines.
+
+    `model`: the whole one. `part`: the leader's."""
+    if config.transfer is None or transfer_obstacle(config, model):
+        return None
+    shape = replace(part.kv_shape, layers=part.groups.block_layers, kv_heads=model.kv_heads)
+    whole = shape.layout(part.model.fingerprint, groups=part.groups.name)
+    return SharedCaches.allocate(memory, layout, model, part.groups, whole, num_blocks)
+
+
+def make_engine(
+    config: EngineConfig, group: FollowerGroup, part: RankPart, num_slots: int, caches: SharedCaches | None = None
+) -> Engine:
+    """Return the engine of a group. `part`: the leader's. `num_slots`: for recurrent states, on every rank.
+
+    `caches`: of all ranks, if other engines may copy their blocks."""
+    model, steps = part.model.config, StepCounter()
     make_compiler = partial(make_grammar_compiler, Path(config.model), model)
     runner_class = PipelineLeaderRunner if group.layout.pp > 1 else LeaderRunner
-    runner = runner_class(group, part, frozenset(model.eos), make_compiler, num_slots)
-    drafter = make_drafter(config.speculation, lambda: ops.current_backend().library)
-    return Engine(config.scheduler.for_model(part.model.context), runner, drafter=drafter)
+    runner = runner_class(group, part, frozenset(model.eos), make_compiler, num_slots, steps)
+    library, endpoint = ops.current_backend().library, None
+    if config.transfer is not None and caches is not None:
+        region = caches.make_region(part.groups, steps)
+        endpoint = open_transfer_endpoint(config, config.transfer, region, None, library)
+    drafter = make_drafter(config.speculation, lambda: library)
+    scheduler = config.scheduler.for_model(part.model.context)
+    return Engine(scheduler, runner, transfer_endpoint=endpoint, drafter=drafter)
 
 
 def _summarise_rank(
@@ -204,7 +239,7 @@ def _describe_engine(
         seconds=seconds,
         device="cpu",
         kv_dtype=dtype_name(cache.shape.dtype),
-        numerics=numerics_of(part.model, cache, form, layout.device_name("cpu")),
+        numerics=numerics_of(part.model, cache, form, "cpu", layout.numerics_name),
         stored_dtype=stored_weight_format(checkpoint),
         full_context=full_context(part.model),
         ranks=ranks,

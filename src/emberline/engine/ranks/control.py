@@ -13,6 +13,8 @@ from emberline.engine.messages import Rejection
 from emberline.engine.ranks.layout import Layout
 from emberline.kernels.comm.rendezvous import Rendezvous
 
+DEFAULT_SETTING = "default"  # of a setting that gets the default of the device or the model
+
 
 class StartRank(msgspec.Struct, tag=True):
     config: EngineConfig
@@ -51,6 +53,7 @@ class AllocateCaches(msgspec.Struct, tag=True):
     # On GPUs: kernels of matrix products that the leader has measured. All ranks must choose the same ones, because
     # other kernels round differently: ranks must not choose different experts for a token.
     products: list[tuple[int, int, int, str, int]] = []
+    cache_offsets: dict[int, int] = {}  # by rank: the place of its KV cache in the group's memory; empty: in its own
 
 
 class RankReady(msgspec.Struct, tag=True):
@@ -139,5 +142,5 @@ def list_shared_settings(config: EngineConfig) -> dict[str, Any]:
     for name, value in msgspec.to_builtins(config, order="deterministic").items():
         if name not in ("model", "threads", "transfer", "unset"):
             settings |= value if isinstance(value, dict) else {name: value}
-    settings |= dict.fromkeys(sorted(config.unset), "default")
+    settings |= dict.fromkeys(sorted(config.unset), DEFAULT_SETTING)
     return {name: value for name, value in settings.items() if name not in ("node_rank", "node_address", "master")}

@@ -142,7 +142,7 @@ def _describe_engine(
 ) -> LoadedEngine:
     runner, kernels, checkpoint = part.runner, ops.selected_gpu_kernels().name, Checkpoint.open(Path(config.model))
     device = "cuda-portable" if kernels == "portable" else "cuda"  # their kernels round differently
-    device = Layout.of(config.parallel).device_name(device)
+    numerics_name = Layout.of(config.parallel).numerics_name
     return LoadedEngine(
         engine=engine,
         max_context=engine.max_context,
@@ -153,7 +153,7 @@ def _describe_engine(
         seconds=seconds,
         device="cuda",
         kv_dtype=dtype_name(runner.cache.shape.dtype),
-        numerics=numerics_of(runner.model, runner.cache, part.weight_format, device),
+        numerics=numerics_of(runner.model, runner.cache, part.weight_format, device, numerics_name),
         stored_dtype=stored_weight_format(checkpoint),
         full_context=full_context(runner.model),
         ranks=ranks,

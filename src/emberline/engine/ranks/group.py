@@ -20,7 +20,7 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.control import RankLoaded, RankMessage, StartRank, decode_rank_message
-from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS
+from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS, GroupMemory
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.node_listener import NodeLauncher, NodeLink
@@ -179,6 +179,11 @@ class RankGroup:
             weight_bytes = sum(parts[rank].weight_bytes for rank in self.layout.ranks_of(link.node))
             kv_bytes = min(kv_bytes, max(0, link.free_bytes - weight_bytes) // 2)
         return kv_bytes
+
+    @property
+    def memory(self) -> GroupMemory:
+        """The memory that the ranks of this node share."""
+        return self._memory
 
     @property
     def pids(self) -> dict[int, int]:

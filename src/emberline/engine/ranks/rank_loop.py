@@ -21,10 +21,12 @@ from emberline.engine.ranks.control import (
     StartRank,
     digest_settings,
 )
+from emberline.engine.ranks.expert_moves import decode_moves
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS, HeartbeatThread
 from emberline.engine.ranks.plan_ring import PlanReader
 from emberline.engine.ranks.rank_part import RankPart, connect_processes
+from emberline.engine.ranks.shared_caches import map_cache
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
@@ -51,7 +53,10 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
         leader.send(part.describe())
         if not isinstance(sizes := leader.receive(), AllocateCaches):
             return 1
-        part.allocate(sizes.num_blocks, sizes.num_slots)
+        region = None
+        if (offset := sizes.cache_offsets.get(start.rank)) is not None:
+            region = map_cache(memory, offset, part.kv_layout, sizes.num_blocks)
+        part.allocate(sizes.num_blocks, sizes.num_slots, region)
         gc.freeze()  # objects of the start are permanent
         gc.enable()
         leader.send(RankReady())
@@ -71,7 +76,10 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
 
 
 def compute_step(part: RankPart, decoder: WorkDecoder, message: bytes) -> None:
-    """Compute this rank's part of a step. `message`: from the leader's WorkEncoder."""
+    """Compute this rank's part of a step, or load other experts. `message`: of WorkEncoder or of `encode_moves`."""
+    if (moves := decode_moves(message)) is not None:
+        part.move_experts(moves)
+        return
     step = decoder.decode(message)
     part.executor.clear(step.cleared)
     part.executor.compute(step.requests, columns=step.columns)

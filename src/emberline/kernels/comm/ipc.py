@@ -61,6 +61,7 @@ class IpcGroup(Communicator):
         `max_blocks`: CTAs of a kernel, the same on all ranks.
         """
         self.rank, self.size, self._device, self._max_blocks = host.rank, host.size, device, max_blocks
+        self.fuses_norm = collectives.has_norm_order(device)
         self.prefers_two_shot = prefers_two_shot  # from bytes and ranks; the same on all ranks
         self._timeout_s, self._slot_bytes = timeout_s, slot_bytes // ALIGNMENT * ALIGNMENT
         self._message_bytes = -(-message_bytes // ALIGNMENT) * ALIGNMENT
@@ -97,7 +98,7 @@ class IpcGroup(Communicator):
             self._memory = ipc.AllocatedMemory(self._nbytes, self._device)
             own |= {"address": self._memory.address, "handle": self._memory.export().hex()}
             own |= {"gpu": ipc.get_device_uuid(self._device.index).hex()}
-            collectives.load_kernels()
+            collectives.load_kernels(self.size)
         except (CudaDriverError, KernelCompileError) as error:
             own["problem"] = f"rank {self.rank} cannot share memory of its GPU: {error}"
         return own
@@ -160,7 +161,8 @@ class IpcGroup(Communicator):
 
     def all_reduce_add_norm(self, x: Tensor, partial: Tensor, weight: Tensor, eps: float) -> Tensor:
         is_small = x.nbytes <= self._slot_bytes and not self.prefers_two_shot(x.nbytes, self.size)
-        if not is_small or not collectives.supports_norm(x) or not len(x) or _align(x) is not x:
+        is_supported = self.fuses_norm and collectives.supports_norm(x) and _align(x) is x
+        if not is_small or not is_supported or not len(x):
             return super().all_reduce_add_norm(x, partial, weight, eps)
         assert x.shape == partial.shape and x.dtype == partial.dtype
         assert weight.dtype == torch.float32 and weight.is_contiguous()
@@ -193,13 +195,13 @@ class IpcGroup(Communicator):
     def all_gather(self, x: Tensor) -> Tensor:
         self.check()
         x, signature = _align(x), _sign("gather", x.shape, x.dtype)
-        rows = x.view(-1, x.shape[-1]) if x.ndim > 1 else x.view(1, -1)
-        out = x.new_empty(len(rows), self.size * rows.shape[1])
+        rows, shape = x.view(math.prod(x.shape[:-1]), x.shape[-1]), (*x.shape[:-1], self.size * x.shape[-1])
         if rows.numel() and rows.shape[1] * x.itemsize > self._slot_bytes:
-            return self._gather_long_rows(rows).view(*x.shape[:-1], -1)
+            return self._gather_long_rows(rows).view(shape)
+        out = x.new_empty(len(rows), self.size * rows.shape[1])
         for part in self._split(len(rows) if rows.numel() else 0, rows.shape[1] * x.itemsize or 1):
             collectives.gather_rows(self._group, rows[part], out[part], signature, self._max_blocks)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(shape)
 
     def _gather_long_rows(self, rows: Tensor) -> Tensor:
         """Gather rows that do not fit into a slot, in parts of their columns."""
