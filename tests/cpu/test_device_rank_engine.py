@@ -89,6 +89,7 @@ def run_on_one_rank(config: EngineConfig, pending: list[Submission]) -> dict[tup
 def run_on_ranks(config: EngineConfig, pending: list[Submission], **layout: int) -> dict[tuple[str, int], list[Any]]:
     engine = make_device_thread_engine(config.with_settings(**layout))
     found = collect(engine, pending)
+    assert collect(engine, pending, gap=0) == found, "requests with the ids of others that have ended"
     engine.close()
     return found
 
