@@ -22,7 +22,7 @@ from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import LeaderRunner, PipelineLeaderRunner
-from emberline.engine.ranks.settings import check_divisible, check_drafts, check_rank_settings
+from emberline.engine.ranks.settings import check_divisible, check_rank_settings
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 from emberline.models.stage import split_layers
@@ -117,11 +117,6 @@ def test_drafts_are_verified_on_all_ranks(tmp_path: Path) -> None:
     engine.close()
     speculation = engine.stats().speculation
     assert speculation is not None and speculation.drafted_tokens > speculation.accepted_tokens > 0
-    with pytest.raises(InvalidRequest, match="recurrent layers"):
-        model = ModelConfig.from_checkpoint(
-            Checkpoint.open(Path(build_config(tmp_path / "delta", "delta-dense").model))
-        )
-        check_drafts(config.with_settings(tp=2, speculate="ngram"), model)
 
 
 def test_interrupt_ends_the_ranks_and_stays_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +175,6 @@ def test_stages_are_balanced() -> None:
         ({"pp": 2, "pp_layers": "3,0"}, "pp_layers"),
         ({"pp": 2, "pp_layers": "3,x"}, "pp_layers"),
         ({"pp": 2, "rank_timeout": 0.9}, "rank_timeout"),
-        ({"pp": 2, "speculate": "ngram"}, "speculate"),
-        ({"tp": 2, "speculate": "mtp"}, "speculate"),
         ({"pp": 2, "kv_host_memory": 1 << 20}, "kv_host_memory"),
         ({"tp": 32, "threads": 0}, "tp"),
     ],

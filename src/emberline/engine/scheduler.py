@@ -176,8 +176,10 @@ class Scheduler:
                 self._append_token(request, result.sampled[work.id], now)
 
     def should_wait_for_result(self) -> bool:
-        """Return whether drafts, which continue the newest tokens, make it worth to wait for these before planning."""
-        return self.drafter is not None and self.drafter.expects_draft(self.running)
+        """Return whether drafts, which continue the newest tokens, make it worth to wait for these before planning.
+
+        Plans in flight that share no requests never wait for each other."""
+        return self.drafter is not None and self.plan_share == 1 and self.drafter.expects_draft(self.running)
 
     # -- parts of a step ------------------------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ class DecoderModel:
         layers = tuple(
             DecoderLayer.load(config, weights, layer, tables[config.layer_rope(layer)]) for layer in stage.layers
         )
-        embedding, head = _load_vocabulary_matrices(config, weights, stage)
+        embedding, head = load_vocabulary_matrices(config, weights, stage)
         dtype = layers[0].attention.qkv.weight.dtype
         norm = None
         if stage.is_last:
@@ -227,7 +227,7 @@ class DecoderModel:
         return x if batch.logit_rows is None else x[batch.logit_rows]
 
 
-def _load_vocabulary_matrices(
+def load_vocabulary_matrices(
     config: ModelConfig, weights: Weights, stage: Stage
 ) -> tuple[Tensor | ops.PackedWeight, ops.PackedWeight]:
     """Return the embedding and the head; what other stages have is a matrix without rows."""

@@ -34,7 +34,7 @@ from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup, LeaderRunner, PipelineLeaderRunner
 from emberline.engine.ranks.rank_part import RankPart
-from emberline.engine.ranks.settings import check_divisible, check_drafts, check_rank_settings
+from emberline.engine.ranks.settings import check_divisible, check_rank_settings
 from emberline.engine.ranks.stage_costs import choose_stages
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.engine.state_plan import count_state_slots
@@ -56,7 +56,6 @@ def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngi
     began = time.perf_counter()
     layout = Layout.of(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
-    check_drafts(config, model)
     check_divisible(layout, model)
     ops.start_backend(threads=1)  # compiles the kernels of a first start once: the ranks find them
     layout, cost_shares = choose_stages(config, layout, model)
@@ -91,7 +90,7 @@ def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngi
         "weights": loaded - started,
         "cache": time.perf_counter() - loaded,
     }
-    sizes = num_blocks, num_slots
+    sizes = num_blocks, num_slots, config.scheduler.max_running
     summaries = tuple(
         _summarise_rank(layout, rank, parts[rank], *sizes, cost_shares[rank // layout.tp]) for rank in sorted(parts)
     )
@@ -129,13 +128,20 @@ def plan_caches(
     `kv_memory` is the memory of each rank. Raises ModelError if it is too small for a rank's part."""
     parts = list(parts)
     memory_bytes = config.kv_cache.kv_memory or (default_kv_bytes or free_memory() // 2) // len(parts)
+    max_running = config.scheduler.max_running
     num_slots = min(
-        (count_state_slots(p.slot_bytes, memory_bytes, config.scheduler.max_running) for p in parts if p.slot_bytes),
+        (
+            count_state_slots(p.slot_bytes, memory_bytes, max_running, draft_bytes=p.draft_bytes)
+            for p in parts
+            if p.slot_bytes
+        ),
         default=0,
     )
     num_groups, block_size = len(leader.groups.windows), config.scheduler.block_size
     most = -(-max_kv_tokens(config, leader.model.context) // block_size) * num_groups
-    fitting = min((memory_bytes - num_slots * p.slot_bytes) // p.block_bytes for p in parts if p.block_bytes)
+    fitting = min(
+        (memory_bytes - _state_bytes(p, num_slots, max_running)) // p.block_bytes for p in parts if p.block_bytes
+    )
     if fitting < (least := 2 * num_groups):
         raise ModelError(
             f"the KV cache of a rank has {memory_bytes} bytes, enough for {max(0, fitting)} blocks of "
@@ -143,6 +149,11 @@ def plan_caches(
             hint="raise --kv-memory",
         )
     return min(fitting, most), num_slots
+
+
+def _state_bytes(part: RankLoaded, num_slots: int, max_running: int) -> int:
+    """Return the memory of a rank's recurrent states."""
+    return num_slots * part.slot_bytes + min(num_slots, max_running) * part.draft_bytes
 
 
 def make_engine(config: EngineConfig, group: FollowerGroup, part: RankPart, num_slots: int) -> Engine:
@@ -156,9 +167,9 @@ def make_engine(config: EngineConfig, group: FollowerGroup, part: RankPart, num_
 
 
 def _summarise_rank(
-    layout: Layout, rank: int, part: RankLoaded, num_blocks: int, num_slots: int, cost_share: float
+    layout: Layout, rank: int, part: RankLoaded, num_blocks: int, num_slots: int, max_running: int, cost_share: float
 ) -> RankSummary:
-    kv_bytes = num_blocks * part.block_bytes + num_slots * part.slot_bytes
+    kv_bytes = num_blocks * part.block_bytes + _state_bytes(part, num_slots, max_running)
     return RankSummary(rank, rank // layout.tp, rank % layout.tp, part.layers, part.weight_bytes, kv_bytes, cost_share)
 
 

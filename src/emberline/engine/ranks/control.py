@@ -40,6 +40,7 @@ class RankLoaded(msgspec.Struct, tag=True):
     weight_bytes: int
     block_bytes: int  # of this rank's part of a KV block
     slot_bytes: int  # of this rank's part of a request's recurrent states
+    draft_bytes: int = 0  # of recurrent layers, for the drafted tokens of a running request
 
 
 class AllocateCaches(msgspec.Struct, tag=True):

@@ -64,24 +64,27 @@ class GroupExecutor:
 
     def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
         """Raises EngineFailed, after which the group cannot be used any more."""
-        assert capture is None, "hidden states are only captured for a draft model"
         with self._ending_group():
-            self.publish(work)
-            return self.compute_own(work)
+            self.publish(work, captured_layers=() if capture is None else capture.layers)
+            return self.compute_own(work, capture)
 
-    def publish(self, work: Sequence[WorkItem], cleared: Sequence[int] = ()) -> None:
-        """Let the other ranks begin with a step. `cleared`: blocks that they fill with zeros first."""
+    def publish(
+        self, work: Sequence[WorkItem], cleared: Sequence[int] = (), captured_layers: Sequence[int] = ()
+    ) -> None:
+        """Let the other ranks begin with a step. `cleared`: blocks that they fill with zeros first.
+
+        `captured_layers`: those of the capture with which the leader will compute the step."""
         self._group.check()
         self._cleared += cleared
         if work:
             with self._ending_group():
-                self._group.publish(self._encoder.encode(work, self._cleared))
+                self._group.publish(self._encoder.encode(work, self._cleared, captured_layers))
             self._cleared = []
 
-    def compute_own(self, work: Sequence[WorkItem]) -> Tensor:
+    def compute_own(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
         """Return the logits of a published step. Steps are computed in the order in which they were published."""
         with self._ending_group():
-            logits = self.own.compute(work)
+            logits = self.own.compute(work, capture)
         self._group.finish_step()
         return logits
 
@@ -107,8 +110,7 @@ class PublishedExecutor:
         self._executor.own.clear(blocks)
 
     def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
-        assert capture is None, "hidden states are only captured for a draft model"
-        return self._executor.compute_own(work)
+        return self._executor.compute_own(work, capture)
 
 
 class LeaderRunner(TorchRunner):
@@ -124,7 +126,9 @@ class LeaderRunner(TorchRunner):
         executor: StepExecutor | None = None,
     ) -> None:
         executor = executor or GroupExecutor(group, part.executor)
-        super().__init__(part.model, part.cache, eos, make_compiler, groups=part.groups, executor=executor)
+        super().__init__(
+            part.model, part.cache, eos, make_compiler, part.draft_runner, groups=part.groups, executor=executor
+        )
         self.num_state_slots = num_state_slots
         self.layout = f"{self.layout}/{group.layout}"
         self.ranks, self._part = group, part
@@ -179,7 +183,8 @@ class PipelineLeaderRunner(LeaderRunner):
         self._refused |= failed.keys()
         work = [w for w in work if w.id not in self._refused]
         cleared = [block for w in plan.work for block in w.cleared_blocks]
-        self._group_executor.publish(work, cleared)
+        captured = () if self._draft_runner is None else self._draft_runner.captured_layers(plan)
+        self._group_executor.publish(work, cleared, captured)
         self._unfinished.append(plan)
 
         def finish() -> StepResult:

@@ -14,7 +14,10 @@ from emberline.engine.boot import choose_kv_dtype
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.ranks.control import RankLoaded
+from emberline.engine.ranks.draft_model import load_draft_model_of_ranks
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.speculation.draft_cache import draft_block_bytes, make_draft_cache
+from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.work_executor import ForwardModel, WorkExecutor
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
@@ -25,6 +28,7 @@ from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.tiers.copier import HostBlockCopier
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
+from emberline.models.draft_model import DraftModel
 from emberline.models.loader import load_checkpoint
 from emberline.models.pipeline import PipelineModel
 from emberline.models.weight_form import choose_weight_form
@@ -39,6 +43,8 @@ ConnectRanksFunction = Callable[[str, int, int], Communicator]  # from a group's
 class RankPart:
     executor: WorkExecutor  # set by `allocate`
     cache: KVCache
+    draft_model: DraftModel | None = None  # of the leader
+    draft_runner: DraftRunner | None = None
 
     def __init__(self, model: DecoderModel, layers: range, config: EngineConfig) -> None:
         """`model`: loaded for this rank, with these layers."""
@@ -53,6 +59,7 @@ class RankPart:
         )
         shape, num_layers = make_state_shape(model.config), len(set(layers) & set(parts.attention.state_layers))
         self._state_shape = replace(shape, layers=num_layers) if shape is not None and num_layers else None
+        self._max_running, self._max_draft = config.scheduler.max_running, config.speculation.max_new_tokens - 1
         self._forward_model: ForwardModel = model
         self._connections: list[Communicator] = []
 
@@ -72,6 +79,8 @@ class RankPart:
         part._connections = [each for each in (stages, shards) if each is not None]
         if stages is not None:
             part._forward_model = PipelineModel(model, stage, stages)
+        if rank == layout.leader:
+            part.draft_model = load_draft_model_of_ranks(config, checkpoint, model)
         return part
 
     def close(self) -> None:
@@ -80,18 +89,25 @@ class RankPart:
             connection.close()
 
     def describe(self) -> RankLoaded:
+        draft, states = self.draft_model, self._state_shape
         return RankLoaded(
             fingerprint=self.model.fingerprint,
             layers=len(self.model.layers),
-            weight_bytes=self.model.weight_bytes,
-            block_bytes=self._kv_shape.block_bytes,
-            slot_bytes=0 if self._state_shape is None else self._state_shape.slot_bytes,
+            weight_bytes=self.model.weight_bytes + (0 if draft is None else draft.weight_bytes),
+            block_bytes=self._kv_shape.block_bytes + (0 if draft is None else draft_block_bytes(draft, self._kv_shape)),
+            slot_bytes=0 if states is None else states.slot_bytes,
+            draft_bytes=0 if states is None else self._max_draft * states.draft_bytes,
         )
 
     def allocate(self, num_blocks: int, num_slots: int) -> None:
         """Allocate this rank's part of the KV cache, and of `num_slots` slots for recurrent states."""
         self.cache = KVCache(self._kv_shape, num_blocks)
-        states = None if self._state_shape is None else StateCache(self._state_shape, num_slots)
+        states = None
+        if self._state_shape is not None:
+            places = min(num_slots, self._max_running)
+            states = StateCache(self._state_shape, num_slots, num_places=places, max_draft=self._max_draft)
+        if self.draft_model is not None:
+            self.draft_runner = DraftRunner(self.draft_model, make_draft_cache(self.draft_model, self.cache))
         # With several ranks, states are not copied to tiers or other engines. A rank may have states and no blocks.
         copier = HostBlockCopier(self.cache)
         self.executor = WorkExecutor(self._forward_model, self.cache, self._own_groups, states, copier)

@@ -33,7 +33,6 @@ def check_rank_settings(config: EngineConfig) -> None:
         "kv_host_memory": config.tiers.kv_host_memory > 0,
         "kv_disk": config.tiers.kv_disk is not None,
         "kv_store": config.tiers.kv_store is not None,
-        "speculate": config.speculation.uses_draft_model or (parallel.pp > 1 and config.speculation.speculate != "off"),
         "transfer": config.transfer is not None and config.transfer.required,
     }
     for name, is_set in unsupported.items():
@@ -41,14 +40,6 @@ def check_rank_settings(config: EngineConfig) -> None:
             what = "the exchange of KV blocks with other workers" if name == "transfer" else f"the setting {name}"
             hint = "use --role both" if name == "transfer" else f"drop --{name.replace('_', '-')} or --{field}"
             raise InvalidRequest(f"{what} does not work with {ranks} yet", param=name, hint=hint)
-
-
-def check_drafts(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise InvalidRequest if drafts are asked for of a model with recurrent layers, whose ranks keep no draft rows."""
-    if config.speculation.speculate != "off" and model.parts.attention.state is not None:
-        message = f"speculate is {config.speculation.speculate}, but a {model.model_type} model has recurrent layers"
-        hint = "drop --speculate, or use one rank"
-        raise InvalidRequest(f"{message}, which several ranks cannot draft for yet", param="speculate", hint=hint)
 
 
 def possible_tensor_ranks(config: ModelConfig, max_ranks: int) -> list[int]:

@@ -2,9 +2,9 @@
 
 A step mostly continues requests of an earlier one, so only what changed is encoded: new tokens, and new blocks at the
 ends of the block tables. With several stages, steps of different requests alternate, so requests are remembered over
-as many steps as there are stages. Fields that only draft models and KV transfers use are not encoded, since an engine
-on several ranks has neither. Both sides work by columns, because a loop over 256 items in Python costs more than all
-the rest. This module does not import torch.
+as many steps as there are stages. Fields that only the leader's draft model and KV transfers use are not encoded. Both
+sides work by columns, because a loop over 256 items in Python costs more than all the rest. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class EncodedWork(msgspec.Struct, array_like=True):
     slots: bytes | None
     rare: dict[int, RareFields]  # by item, where a field has no default
     cleared: Sequence[int]  # blocks that are filled with zeros before the step
+    captured_layers: Sequence[int] = ()  # whose inputs a draft model reads
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -69,8 +70,12 @@ class WorkEncoder:
         self._preemptions: list[int] = []  # by slot
         self._num_blocks = np.zeros(0, np.int32)  # by slot: length of the block table that the decoders know
 
-    def encode(self, work: Sequence[WorkItem], cleared: Sequence[int] = ()) -> bytes:
-        """Return the work of the next step. `cleared`: blocks to fill with zeros first."""
+    def encode(
+        self, work: Sequence[WorkItem], cleared: Sequence[int] = (), captured_layers: Sequence[int] = ()
+    ) -> bytes:
+        """Return the work of the next step. `cleared`: blocks to fill with zeros first.
+
+        `captured_layers`: those whose inputs the leader's draft model reads."""
         fields = [(w.id, w.preemptions, w.start, w.tokens, w.samples, w.blocks) for w in work]
         ids, preemptions, starts, tokens, samples, tables = zip(*fields, strict=True) if fields else ((),) * 6
         slots, changed = self._continue_requests(ids, preemptions)
@@ -88,6 +93,7 @@ class WorkEncoder:
                 changed,
                 _collect_rare_fields(work),
                 cleared,
+                captured_layers,
             )
         )
 
@@ -130,6 +136,7 @@ class DecodedStep:
     requests: list[WorkItem]  # without ids; `start`, `tokens` and `samples` are only in the columns
     columns: StepColumns
     cleared: Sequence[int]  # blocks to fill with zeros before the step
+    captured_layers: tuple[int, ...] = ()  # those whose inputs the leader's draft model reads
 
     def fill_items(self) -> list[WorkItem]:
         """Return the work items with all fields but their ids."""
@@ -158,7 +165,7 @@ class WorkDecoder:
             assert isinstance(table, list)
             table += blocks
         self._set_rare_fields(items, step.rare)
-        return DecodedStep(items, _decode_columns(step), step.cleared)
+        return DecodedStep(items, _decode_columns(step), step.cleared, tuple(step.captured_layers))
 
     def _find_item(self, slot: int) -> WorkItem:
         """Return the work item of a slot. ~slot: of a request that begins there."""
