@@ -8,8 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
+from engine_runs import run_engine
+
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
+from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.ranks.boot import check_same_model, make_engine, plan_caches
 from emberline.engine.ranks.layout import Layout
@@ -101,3 +104,11 @@ def make_thread_engine(config: EngineConfig, **options: Any) -> Engine:
     """`options`: of ThreadRanks."""
     ranks = ThreadRanks(config, **options)
     return make_engine(config, ranks, ranks.leader, ranks.sizes[1])
+
+
+def run_threads(config: EngineConfig, pending: list[Submission], **layout: int) -> dict[str, list[int]]:
+    """Return the tokens of an engine in this layout, by id."""
+    engine = make_thread_engine(config.with_settings(**layout))
+    tokens = run_engine(engine, pending, steps_between=1)
+    engine.close()
+    return tokens

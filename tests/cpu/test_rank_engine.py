@@ -47,7 +47,7 @@ def build_config(directory: Path, name: str, **settings: Any) -> EngineConfig:
 
 def test_stages_compute_different_requests_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the start, each of two plans in flight has half of the requests, and none has a request of another."""
-    engine = make_thread_engine(build_config(tmp_path, "llama", max_running=4, max_batch_tokens=256, pp=2))
+    engine = make_thread_engine(build_config(tmp_path, "llama", max_running=4, max_batch_tokens=1024, pp=2))
     runner = engine.runner
     assert isinstance(runner, PipelineLeaderRunner)
     open_plans: list[set[str]] = []

@@ -28,6 +28,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
 from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
+from emberline.models.outline import divide_vocabulary
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.shard import Shard
 from emberline.models.stored_cuts import DimensionCut
@@ -181,6 +182,9 @@ def test_random_weights_of_a_lone_rank(name: str, tmp_path: Path) -> None:
         model = DecoderModel.load(own := shard.shard_config(config), weights, rank_models.CONTEXT, "random")
         assert weights.loaded_bytes == memory.weight_bytes(own, 2)
         assert Cache(model, prompts(5)).step([5]).shape == (5, config.vocab)
+        calls = weights.recorder.calls_of_step(5, divide_vocabulary(config.vocab, shard.world_size))
+        sums = [call["count"] for call in calls if call["name"] == "all_reduce"]
+        assert sums == [1 + 2 * config.layers]  # of the embedding, and of two outputs in each layer
 
 
 def test_bytes_that_ranks_read_are_reported(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from emberline.engine.pacing import max_prompt_tokens
 from emberline.engine.ranks import stage_costs
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.stage_costs import ModelCosts, PartCost, RankMemory, choose_stages, measure_costs
+from emberline.engine.request_builder import RequestBuilder
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 
@@ -75,7 +76,14 @@ def test_stages_chosen_by_hand_compute_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_prompts_are_computed_in_smaller_steps_with_several_stages() -> None:
-    assert max_prompt_tokens(512, 16, num_stages=1) == 496
-    assert max_prompt_tokens(512, 16, num_stages=2) == 128
-    assert max_prompt_tokens(16, 15, num_stages=2) == 1
-    assert max_prompt_tokens(1, 0, num_stages=4) == 1
+    """Their sizes are about equal: a stage waits while another one computes a longer step."""
+
+    def limit(max_batch_tokens: int, planned: int, num_stages: int, prompt_len: int) -> int:
+        submission = Submission("r", [1] * prompt_len, SamplingParams(max_tokens=1))
+        (request,) = RequestBuilder(1 << 20, 2, can_publish=False).build(submission, 0.0)
+        return max_prompt_tokens(max_batch_tokens, planned, num_stages, [request, None])
+
+    assert limit(512, 16, num_stages=1, prompt_len=2000) == 496
+    assert [limit(512, 16, num_stages=2, prompt_len=n) for n in (2000, 400, 100)] == [128, 100, 32]
+    assert limit(16, 15, num_stages=2, prompt_len=20) == 1
+    assert limit(1, 0, num_stages=4, prompt_len=20) == 1

@@ -19,7 +19,7 @@ from emberline.kernels.comm.communicator import RankLost
 
 def normalise(item: WorkItem) -> tuple[object, ...]:
     tables = [list(table) for table in item.window_blocks]
-    fields = item.samples, item.prompt_logprobs, item.num_draft, item.state, tables
+    fields = item.samples, item.prompt_logprobs, item.num_draft, item.state, tables, item.home
     return item.start, list(item.tokens), list(item.blocks), *fields
 
 
@@ -35,7 +35,7 @@ class RandomWork:
         pick = self.random
         for _ in range(pick.randrange(3)):
             self.count += 1
-            self.open[f"r{self.count}"] = WorkItem(f"r{self.count}", 0, (), [], samples=False)
+            self.open[f"r{self.count}"] = WorkItem(f"r{self.count}", 0, (), [], samples=False, home=pick.randrange(3))
         for name in list(self.open):
             if pick.random() < 0.1:
                 del self.open[name]
@@ -48,7 +48,7 @@ class RandomWork:
         pick = self.random
         blocks = list(item.blocks)
         if pick.random() < 0.1:
-            item.preemptions, blocks = item.preemptions + 1, []
+            item.preemptions, blocks, item.home = item.preemptions + 1, [], pick.randrange(3)
         item.start += len(item.tokens)
         item.tokens = [pick.randrange(1 << 17) for _ in range(pick.choice((1, 1, 1, 5)))]
         item.blocks = [*blocks, *(pick.randrange(1 << 20) for _ in range(pick.randrange(3)))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from emberline.bench import report as reports
 from emberline.cli.bench_options import add_model_argument
@@ -16,6 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--read-model", metavar="MODEL", help="Also count the bytes that ranks of this model read.")
     parser.add_argument(
         "--tp", type=int, nargs="+", default=[2, 3, 4], help="Ranks, for --read-model. (default: 2 3 4)"
+    )
+    parser.add_argument(
+        "--rank-results",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="Results of `python -m emberline.bench.gpu.rank`: project steps on several GPUs from them.",
     )
     parser.add_argument("--stages", metavar="MODEL", help="Also measure how busy the stages of this model are.")
     parser.add_argument("--pp", type=int, default=2, help="Stages, for --stages. (default: 2)")
@@ -42,6 +51,10 @@ def run(args: argparse.Namespace) -> int:
         from emberline.bench.rank_reads import measure_reads
 
         measure_reads(report, args.read_model, args.tp)
+    if args.rank_results:
+        from emberline.bench.projection import add_projections
+
+        add_projections(report, args.rank_results)
     if args.stages:
         from emberline.bench.pipeline_stages import measure_stages
 

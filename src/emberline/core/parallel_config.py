@@ -9,6 +9,7 @@ from emberline.core.options import option
 
 MAX_RANKS = 64  # of one engine
 MAX_PORT = 65535
+COLLECTIVES = ("auto", "ipc", "nccl", "gloo")
 MIN_RANK_TIMEOUT_S = 1.0  # several intervals between two signs of life of a rank
 
 
@@ -23,6 +24,11 @@ class ParallelConfig:
         "Expert parallelism: number of groups into which the --tp ranks are divided, each with experts of its own; "
         "1: each rank has a part of every expert.",
     )
+    dp_attention: bool = option(
+        False,
+        "Data-parallel attention: each request belongs to one of the --tp ranks, which keeps its KV cache and attends "
+        "with all heads. For models whose KV cache tensor parallelism replicates, such as DeepSeek and Kimi.",
+    )
     pp_layers: str | None = option(
         None,
         "Number of layers of each --pp stage, from the first to the last, for example 14,16.",
@@ -32,7 +38,12 @@ class ParallelConfig:
     rank_timeout: float = option(
         10.0, "Seconds without a heartbeat after which a rank counts as lost, and the engine restarts.", unit="s"
     )
-
+    collectives: str = option(
+        "auto",
+        "How ranks exchange tensors. ipc: GPUs of one machine map each other's memory. nccl: NCCL, which sums in its "
+        "own order. gloo: main memory, always on CPUs. auto: ipc, or else NCCL with our order of sums, or else gloo.",
+        choices=COLLECTIVES,
+    )
     nodes: int = option(1, "Number of nodes (machines) that run the ranks, the same number of ranks on each.")
     node_rank: int = option(
         0, "Number of this node, from 0 on. Node 0 has the API and the scheduler; the others only run their ranks."
@@ -60,11 +71,20 @@ class ParallelConfig:
         if self.tp % self.ep:
             message = f"ep is {self.ep}, which does not divide tp, which is {self.tp}"
             raise InvalidRequest(message, param="ep", hint="set --ep to a divisor of --tp")
+        if self.dp_attention and self.tp == 1:
+            message = "dp_attention is set, but tp is 1: there is one rank, which attends to all requests"
+            raise InvalidRequest(message, param="dp_attention", hint="set --tp, or drop --dp-attention")
+        if self.dp_attention and self.pp > 1:
+            message = f"dp_attention is set and pp is {self.pp}: they do not work together yet"
+            raise InvalidRequest(message, param="dp_attention", hint="drop --pp or --dp-attention")
         if self.pp_layers is not None:
             self._check_stages(self.pp_layers)
         if not self.rank_timeout >= MIN_RANK_TIMEOUT_S:
             message = f"rank_timeout is {self.rank_timeout:g} s; it must be at least {MIN_RANK_TIMEOUT_S:g} s"
             raise InvalidRequest(message, param="rank_timeout")
+        if self.collectives not in COLLECTIVES:
+            message = f"collectives is {self.collectives!r}; it must be one of {', '.join(COLLECTIVES)}"
+            raise InvalidRequest(message, param="collectives")
         self._check_nodes()
 
     def _check_nodes(self) -> None:

@@ -71,6 +71,8 @@ class WorkItem:
     # Blocks of its table that had states, which are filled with zeros before the step: as keys and values, these may be
     # NaN, and kernels read positions of a block that are not written yet.
     cleared_blocks: Sequence[int] = ()
+    # With data-parallel attention: the rank that has the request's blocks and states, and computes its rows.
+    home: int = 0
 
     @property
     def saves_states(self) -> bool:

@@ -37,7 +37,7 @@ def build_forward_batch(
 
     def make_metadata(blocks: Sequence[Sequence[int]]) -> ops.AttentionMetadata:
         """Return the metadata of layers with these block tables, one for each request."""
-        tables = np.zeros((len(work), max(map(len, blocks))), np.int32)
+        tables = np.zeros((len(work), max(map(len, blocks), default=0)), np.int32)
         for row, table in enumerate(blocks):
             tables[row, : len(table)] = table
         slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
@@ -54,6 +54,9 @@ def build_forward_batch(
         for i, w in enumerate(work)
         if samples[i] or w.prompt_logprobs
     ]
+    # A rank without work has no rows, but as many groups of layers as the others.
+    no_blocks: list[tuple[Sequence[int], ...]] = [()] * (len(groups.windows) - 1 if groups else 0)
+    window_blocks = list(zip(*(w.window_blocks for w in work), strict=True)) if work else no_blocks
     saves, drafts = (None, None) if states is None else build_state_changes(work, starts, states)
     return ForwardBatch(
         tokens=torch.from_numpy(columns.tokens.astype(np.int64)),
@@ -63,7 +66,7 @@ def build_forward_batch(
         ),
         keys=cache.keys,
         values=cache.values,
-        window_attention=tuple(map(make_metadata, zip(*(w.window_blocks for w in work), strict=True))),
+        window_attention=tuple(map(make_metadata, window_blocks)),
         places=() if groups is None or groups.is_single else groups.places,
         conv_states=None if states is None else states.conv,
         matrix_states=None if states is None else states.matrices,

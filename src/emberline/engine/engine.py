@@ -24,6 +24,7 @@ from emberline.engine.request_builder import RequestBuilder
 from emberline.engine.scheduler import Scheduler
 from emberline.engine.speculation.drafter import Drafter
 from emberline.kv.layer_groups import LayerGroups
+from emberline.kv.manager import KVManager
 from emberline.kv.tiers.stack import TierStack
 from emberline.kv.transfer.endpoint import TransferEndpoint
 
@@ -147,11 +148,10 @@ class Engine:
         self.kv = make_kv_manager(runner, config, groups, self.max_planned_tokens, self.clock, tiers, transfer_endpoint)
         self.transfer_endpoint = transfer_endpoint
         self.pairing = PeerPairing(transfer_endpoint.receiver) if transfer_endpoint else None
-        self._publisher = (
-            BlockPublisher(transfer_endpoint.sender, self.kv, transfer_endpoint.config.lease_seconds)
-            if transfer_endpoint
-            else None
-        )
+        self._publisher: BlockPublisher | None = None
+        if transfer_endpoint is not None and isinstance(self.kv, KVManager):
+            lease_seconds = transfer_endpoint.config.lease_seconds
+            self._publisher = BlockPublisher(transfer_endpoint.sender, self.kv, lease_seconds)
         self.scheduler = Scheduler(config, self.kv, self.clock, runner.eos, self._publisher, drafter)
         self.scheduler.plan_share = self._max_in_flight if isinstance(runner, StagedRunner) else 1
         self.max_context = min(

@@ -9,6 +9,7 @@ from emberline.core.engine_config import SchedulerConfig
 from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.manager import KVManager
 from emberline.kv.pulls import PullManager
+from emberline.kv.rank_managers import AnyKVManager, RankKVManagers
 from emberline.kv.state_manager import StateKVManager
 from emberline.kv.state_slots import StateSlots
 from emberline.kv.tiers.stack import TierStack
@@ -32,6 +33,13 @@ class StatefulRunner(CacheOwner, Protocol):
 
 
 @runtime_checkable
+class DataParallelRunner(CacheOwner, Protocol):
+    """A runner on several ranks that may attend to different requests."""
+
+    num_caches: int  # caches of `num_blocks` blocks each: one for each rank with requests of its own, otherwise 1
+
+
+@runtime_checkable
 class MovableStatesRunner(StatefulRunner, Protocol):
     """A runner that copies states to and from tiers, and blocks that other engines read and write."""
 
@@ -46,8 +54,24 @@ def make_kv_manager(
     clock: Clock,
     tiers: TierStack | None = None,
     transfer_endpoint: TransferEndpoint | None = None,
-) -> KVManager:
+) -> AnyKVManager:
     """Return a manager of the runner's cache. `max_step_tokens`: new tokens of a request in one step, at most."""
+    if isinstance(runner, DataParallelRunner) and runner.num_caches > 1:
+        assert tiers is None and transfer_endpoint is None, "refused when the engine starts"
+        args = runner, config, groups, max_step_tokens, clock
+        return RankKVManagers([_make_manager(*args) for _ in range(runner.num_caches)])
+    return _make_manager(runner, config, groups, max_step_tokens, clock, tiers, transfer_endpoint)
+
+
+def _make_manager(
+    runner: CacheOwner,
+    config: SchedulerConfig,
+    groups: LayerGroups,
+    max_step_tokens: int,
+    clock: Clock,
+    tiers: TierStack | None = None,
+    transfer_endpoint: TransferEndpoint | None = None,
+) -> KVManager:
     pulls = None
     if transfer_endpoint is not None:
         receiver, timeout_s = transfer_endpoint.receiver, transfer_endpoint.config.peer_timeout

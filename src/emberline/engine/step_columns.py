@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,3 +25,10 @@ class StepColumns:
         starts = np.array([w.start for w in work], np.int32)
         tokens = np.fromiter((t for w in work for t in w.tokens), np.int32, int(counts.sum()))
         return StepColumns(starts, counts, tokens, np.array([w.samples for w in work], np.bool_))
+
+    def fill_items(self, work: Sequence[WorkItem]) -> None:
+        """Set the fields of the items that are in the columns."""
+        tokens, ends = self.tokens.tolist(), accumulate(self.counts.tolist())
+        rows = zip(work, self.starts.tolist(), self.counts.tolist(), ends, self.samples.tolist(), strict=True)
+        for item, start, count, end, samples in rows:
+            item.start, item.tokens, item.samples = start, tokens[end - count : end], samples

@@ -60,9 +60,12 @@ class WorkExecutor:
         self, work: Sequence[WorkItem], capture: HiddenCapture | None = None, columns: StepColumns | None = None
     ) -> Tensor:
         """`columns`: those of `work`, if they are known: see build_forward_batch."""
+        return self._model.forward(replace(self._prepare_batch(work, columns), capture=capture))
+
+    def _prepare_batch(self, work: Sequence[WorkItem], columns: StepColumns | None = None) -> ForwardBatch:
         self._load_states(work)
         self._move_states(work)
-        return self._model.forward(replace(self.build_batch(work, columns), capture=capture))
+        return self.build_batch(work, columns)
 
     def build_batch(self, work: Sequence[WorkItem], columns: StepColumns | None = None) -> ForwardBatch:
         return build_forward_batch(work, self._cache, self._groups, self._states, columns)

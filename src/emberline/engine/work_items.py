@@ -9,6 +9,7 @@ from emberline.core.events import Output
 from emberline.core.plan import PENDING_TOKEN, SampledToken, WorkItem
 from emberline.core.request import Request
 from emberline.kv.manager import KVManager
+from emberline.kv.rank_managers import AnyKVManager, RankKVManagers
 from emberline.kv.state_manager import StateKVManager
 
 if TYPE_CHECKING:  # needs numpy
@@ -21,7 +22,7 @@ def make_work(
     planned: Sequence[tuple[Request, int]],
     drafts: Mapping[str, Sequence[int]],
     drafter: Drafter | None,
-    kv: KVManager,
+    kv: AnyKVManager,
 ) -> list[WorkItem]:
     """Return the work items of a step. `planned`: its requests, each with its number of tokens without a draft."""
     proposals: Mapping[str, int] = {}
@@ -32,12 +33,22 @@ def make_work(
     if kv.has_windows:
         for item, (request, _) in zip(work, planned, strict=True):
             item.window_blocks = kv.window_tables(request)
-    if isinstance(kv, StateKVManager):
+    if isinstance(kv, RankKVManagers):
         for item, (request, _) in zip(work, planned, strict=True):
-            item.state = kv.plan_states(request, item)
-            item.arrived_states, item.published_states = kv.plan_moves(request, item.start)
-            item.cleared_blocks = kv.take_cleared_blocks(request, item.start)
+            item.home = kv.home_of(request)
+            _add_states(item, request, kv.manager_of(request))
+    elif isinstance(kv, StateKVManager):
+        for item, (request, _) in zip(work, planned, strict=True):
+            _add_states(item, request, kv)
     return work
+
+
+def _add_states(item: WorkItem, request: Request, kv: KVManager) -> None:
+    """Set the fields of a work item that only models with recurrent layers use."""
+    if isinstance(kv, StateKVManager):
+        item.state = kv.plan_states(request, item)
+        item.arrived_states, item.published_states = kv.plan_moves(request, item.start)
+        item.cleared_blocks = kv.take_cleared_blocks(request, item.start)
 
 
 def make_work_item(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,14 @@ class Routing:
     @property
     def first_expert(self) -> int:
         return 0 if self.own is None else self.own.start
+
+
+class SelectedExperts(NamedTuple):
+    """The experts of rows, and the rows as inputs of experts."""
+
+    normed: Tensor  # [rows, hidden]
+    weights: Tensor  # [rows, experts per row] float32
+    numbers: Tensor  # [rows, experts per row] int32, ascending in each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,10 @@ class Mixture:
     routing: Routing
     shared: SharedExpert | None = None
     clamp: ClampedSwiGLU | None = None  # None: silu(gate) * up; otherwise no matrix is packed as gated
+
+    def split_experts(self) -> tuple[Expert, ...]:
+        """Return each expert with matrices of its own; of stacked experts, copies for the reference backend."""
+        return self.experts.split() if isinstance(self.experts, StackedExperts) else self.experts
 
     @property
     def shared_scale(self) -> float:

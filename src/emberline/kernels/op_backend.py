@@ -25,7 +25,7 @@ from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.gguf_blocks import dequantise_blocks
-from emberline.kernels.mixture import Mixture
+from emberline.kernels.mixture import Mixture, SelectedExperts
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise_to_bf16
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
@@ -212,6 +212,20 @@ class OpBackend(ABC):
     @abstractmethod
     def run_mixture(self, x: Tensor, mixture: Mixture, out: Tensor | None = None) -> Tensor:
         """Add the output of the mixture-of-experts network for x to `out`, or to x, in place and return that."""
+
+    def select_experts(self, x: Tensor, mixture: Mixture) -> SelectedExperts:
+        """Norm the rows of x, and select the experts of each row, of those of all ranks."""
+        raise NotImplementedError(f"{type(self).__name__} cannot dispatch rows to experts of other ranks")
+
+    def run_experts(self, x: Tensor, experts: Tensor, mixture: Mixture) -> Tensor:
+        """Return the output of one expert for each row of x, which is normed.
+
+        `experts`: int32 [rows], indexes into the experts that this rank has."""
+        raise NotImplementedError(f"{type(self).__name__} cannot compute rows of other ranks")
+
+    def add_shared_expert(self, out: Tensor, normed: Tensor, mixture: Mixture) -> Tensor:
+        """Add the output of the shared expert for normed rows to `out` in place and return that."""
+        raise NotImplementedError(f"{type(self).__name__} cannot compute a shared expert by itself")
 
     @abstractmethod
     def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:

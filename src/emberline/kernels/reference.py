@@ -31,7 +31,7 @@ from emberline.kernels.arguments import (
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.gguf_blocks import dequantise_blocks
-from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, SharedExpert, StackedExperts, select_experts
+from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, SelectedExperts, SharedExpert, select_experts
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedWeight
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
@@ -204,14 +204,11 @@ class ReferenceBackend(OpBackend):
 
     def run_mixture(self, x: Tensor, mixture: Mixture, out: Tensor | None = None) -> Tensor:
         """Add the output of the shared expert, then that of the experts that each row selects."""
-        routing, normed = mixture.routing, rms_norm(x, mixture.norm, mixture.eps)
-        out = x if out is None else out
-        logits = self.linear(normed, LinearLayer(mixture.router, routing.bias), LinearOutput())
-        weights, chosen = select_experts(logits, routing)
+        routing, out = mixture.routing, x if out is None else out
+        normed, weights, chosen = self.select_experts(x, mixture)
         if mixture.shared is not None:
             out += self._run_shared_expert(normed, mixture.shared, mixture.clamp)
-        experts = mixture.experts.split() if isinstance(mixture.experts, StackedExperts) else mixture.experts
-        for number, expert in enumerate(experts, routing.first_expert):
+        for number, expert in enumerate(mixture.split_experts(), routing.first_expert):
             rows, ranks = (chosen == number).nonzero(as_tuple=True)
             if len(rows):
                 weight, inputs = weights[rows, ranks, None], normed[rows]
@@ -220,6 +217,24 @@ class ReferenceBackend(OpBackend):
                 else:
                     out[rows] += weight * self._run_expert(inputs, expert, mixture.clamp)
         return out
+
+    def select_experts(self, x: Tensor, mixture: Mixture) -> SelectedExperts:
+        normed = rms_norm(x, mixture.norm, mixture.eps)
+        logits = self.linear(normed, LinearLayer(mixture.router, mixture.routing.bias), LinearOutput())
+        weights, chosen = select_experts(logits, mixture.routing)
+        numbers, order = chosen.sort(dim=1)
+        return SelectedExperts(normed, weights.gather(1, order), numbers.int())
+
+    def run_experts(self, x: Tensor, experts: Tensor, mixture: Mixture) -> Tensor:
+        own, out = mixture.split_experts(), torch.empty_like(x)
+        for index in experts.unique().tolist():
+            rows = experts == index
+            out[rows] = self._run_expert(x[rows], own[index], mixture.clamp)
+        return out
+
+    def add_shared_expert(self, out: Tensor, normed: Tensor, mixture: Mixture) -> Tensor:
+        assert mixture.shared is not None
+        return out.add_(self._run_shared_expert(normed, mixture.shared, mixture.clamp))
 
     def _run_shared_expert(self, normed: Tensor, shared: SharedExpert, clamp: ClampedSwiGLU | None) -> Tensor:
         y = self._run_expert(normed, shared.expert, clamp) * shared.scale

@@ -85,6 +85,10 @@ class KVManager:
     def num_blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def count_prefix_tokens(self, request: Request) -> int:
+        """Return how many leading tokens of a request are in the cache, without those that only a window lacks."""
+        return len(self._prefix.find_longest_prefix(self._shareable_hashes(request))) * self.block_size
+
     def block_table(self, request: Request) -> Sequence[int]:
         return self._block_tables[request.id]
 
@@ -202,8 +206,7 @@ class KVManager:
     def free_request(self, request: Request) -> None:
         """Release the blocks of the request.
 
-        The last block is released first, so that the beginning of a prefix is evicted after its end.
-        """
+        The last block is released first, so that the beginning of a prefix is evicted after its end."""
         table, holder = self._block_tables.pop(request.id), self._holders.pop(request.id)
         del self._num_indexed[request.id]
         if (pull := self._active_pulls.pop(request.id, None)) is not None:
@@ -232,8 +235,7 @@ class KVManager:
     def take_prefix_changes(self) -> PrefixChanges | None:
         """Return the prefix blocks that were added and removed since the last call, or None if nothing changed.
 
-        The first call returns all blocks.
-        """
+        The first call returns all blocks."""
         return self._prefix.take_changes()
 
     def parent_hashes(self) -> dict[bytes, bytes]:
@@ -265,8 +267,7 @@ class KVManager:
     def keep_source_lease_alive(self, request: Request) -> None:
         """Keep renewing the lease on the blocks that a peer holds for a request that waits for admission.
 
-        If this engine does not pull blocks from peers, remove the peer from the request instead.
-        """
+        If this engine does not pull blocks from peers, remove the peer from the request instead."""
         if self.pulls is None:
             request.source = None
         elif request.source is not None:
@@ -371,8 +372,7 @@ class KVManager:
     def check_invariants(self) -> None:
         """Assert that the number of holders of each block is correct.
 
-        It must equal the number of block tables that contain the block, plus how often the block is kept otherwise.
-        """
+        It must equal the number of block tables that contain the block, plus how often the block is kept otherwise."""
         self._pool.check_invariants()
         loading = set(self._active_pulls) | (self._tier_loads.request_ids() if self._tier_loads is not None else set())
         assert loading <= self._block_tables.keys()

@@ -81,7 +81,7 @@ class ProjectionNorms:
         dim, is_layer_norm = config.head_dim, config.parts.qk_norm_kind == "head_layer"
         sizes = [(config.heads, dim), (config.kv_heads, dim)]
         shapes = sizes if is_layer_norm else [(heads * dim,) for heads, dim in sizes]
-        comm = None if is_layer_norm else weights.comm
+        comm = None if is_layer_norm else weights.attention_comm
         return ProjectionNorms(
             weights.load_vector(q, *shapes[0]), weights.load_vector(k, *shapes[1]), config.norm_eps, is_layer_norm, comm
         )
@@ -160,7 +160,9 @@ class Attention:
             layer=attention,
             norms=ProjectionNorms.load(config, weights, at) if has_own_norms else None,
             query_scales=tables.query_scales,
-            scaling=OutputScaling.load(config, weights, f"{at}.post_attention_layernorm.weight"),
+            scaling=OutputScaling.load(
+                config, weights, weights.attention_comm, f"{at}.post_attention_layernorm.weight"
+            ),
         )
 
     def __call__(

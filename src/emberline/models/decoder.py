@@ -24,6 +24,7 @@ from emberline.models.layers import add_output
 from emberline.models.moe import SparseFeedForward
 from emberline.models.rope import make_cos_sin_table, make_query_scales
 from emberline.models.ropeconfig import RopeConfig
+from emberline.models.row_exchange import RowExchange
 from emberline.models.sleep import iter_instances
 from emberline.models.stage import Stage
 from emberline.models.vocabulary import VocabularyPart
@@ -35,7 +36,7 @@ EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     attention: Attention | GatedAttention | LatentAttention | DeltaNet
-    ffn: Callable[[Tensor, ops.WeightUnpacker | None], Tensor]
+    ffn: Callable[[Tensor, ops.WeightUnpacker | None, RowExchange | None], Tensor]
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int, tables: PositionTables) -> DecoderLayer | ParallelLayer:
@@ -51,8 +52,12 @@ class DecoderLayer:
         self, x: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: Tensor | None = None
     ) -> Tensor:
         """Return the layer's output for x, which is overwritten, or for `rows` of x only."""
-        x = self.attention(x, keys, values, batch, rows)
-        return self.ffn(x, batch.unpacker) if len(x) else x
+        exchange = batch.exchange_of(rows)
+        if exchange is None:
+            x = self.attention(x, keys, values, batch, rows)
+            return self.ffn(x, batch.unpacker, None) if len(x) else x
+        x = self.attention(x, keys, values, batch, rows) if len(x) else x
+        return self.ffn(x, batch.unpacker, exchange) if exchange.total else x
 
     def as_dense_layer(self) -> ops.DenseLayer | None:
         """Return this layer as an element of a `DenseStack`, or None if it has parts that DenseStack lacks."""
@@ -89,14 +94,16 @@ class ParallelLayer:
     def __call__(
         self, x: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: Tensor | None = None
     ) -> Tensor:
-        normed = ops.layer_norm(x, self.norm, self.eps, torch.empty_like(x))
-        mixed = self.attention.mix(normed, keys, values, batch, rows)
-        if rows is not None:
-            x, normed = x[rows], normed[rows]
-        if not len(x):
-            return x
-        x = add_output(mixed, self.attention.o, x, self.attention.scaling, batch.unpacker)
-        return self.ffn(x, batch.unpacker, normed)
+        exchange, normed = batch.exchange_of(rows), x
+        if len(x):
+            normed = ops.layer_norm(x, self.norm, self.eps, torch.empty_like(x))
+            mixed = self.attention.mix(normed, keys, values, batch, rows)
+            if rows is not None:
+                x, normed = x[rows], normed[rows]
+            if len(x):
+                x = add_output(mixed, self.attention.o, x, self.attention.scaling, batch.unpacker)
+        has_rows = len(x) if exchange is None else exchange.total
+        return self.ffn(x, batch.unpacker, exchange, normed) if has_rows else x
 
     def as_dense_layer(self) -> None:
         return None
@@ -153,18 +160,20 @@ class DecoderModel:
         return self.layers[0].attention.qkv.weight.data.device
 
     def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        """Return float32 logits [S, vocab] of `batch.logit_rows`.
+        """Return float32 logits [S, vocab] of `batch.logit_rows`; with data-parallel attention, of those of all ranks.
 
         Write keys and values of all tokens to the cache.
         """
-        return self.compute_logits(self.run_layers(self.embed(batch), batch), out)
+        x = self.run_layers(self.embed(batch), batch)
+        return self.compute_logits(x if batch.logit_exchange is None else batch.logit_exchange.gather(x), out)
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         """Return the input of the first layer."""
         if self.vocabulary is None:
             x = ops.embed(batch.tokens, self.embedding)
         else:
-            x = self.vocabulary.embed(batch.tokens, self.embedding)
+            tokens = batch.tokens if batch.all_tokens is None else batch.all_tokens
+            x = self.vocabulary.embed(tokens, self.embedding, batch.exchange)
         return x if self.embedding_multiplier == 1.0 else x.mul_(self.embedding_multiplier)
 
     def run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:

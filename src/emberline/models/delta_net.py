@@ -56,7 +56,7 @@ class DeltaNet:
                 rates=weights.transform(weights.load_vector(f"{at}.A_log", sizes.value_heads), torch.exp),
                 time_bias=weights.load_vector(f"{at}.dt_bias", sizes.value_heads),
             ),
-            scaling=OutputScaling.load(config, weights),
+            scaling=OutputScaling.load(config, weights, weights.attention_comm),
         )
 
     def __call__(

@@ -14,6 +14,7 @@ from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.layers import OutputScaling, add_output, load_linear, load_stacked
 from emberline.models.parts import Activation
+from emberline.models.row_exchange import RowExchange
 from emberline.models.weights import Weights
 
 
@@ -43,14 +44,23 @@ class FeedForward:
             ),
             down=load_linear(weights, [(f"{at}.{parts.down_tensor}", config.hidden)], config.ffn),
             activation=parts.activation,
-            scaling=OutputScaling.load(config, weights, f"{at}.post_feedforward_layernorm.weight"),
+            scaling=OutputScaling.load(config, weights, weights.comm, f"{at}.post_feedforward_layernorm.weight"),
         )
 
-    def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None, inputs: Tensor | None = None) -> Tensor:
-        """Add the network's output for `inputs`, or x itself, to x in place."""
+    def __call__(
+        self,
+        x: Tensor,
+        unpacker: ops.WeightUnpacker | None = None,
+        exchange: RowExchange | None = None,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
+        """Add the network's output for `inputs`, or x itself, to x in place.
+
+        `exchange`: of ranks that have different rows."""
         product = ops.gate_up_silu if self.activation == "silu" else ops.gate_up_gelu
-        inner = product(x if inputs is None else inputs, self.gate_up, unpacker=unpacker)
-        return add_output(inner, self.down, x, self.scaling, unpacker)
+        inputs = x if inputs is None else inputs
+        inner = product(inputs if exchange is None else exchange.gather(inputs), self.gate_up, unpacker=unpacker)
+        return add_output(inner, self.down, x, self.scaling, unpacker, exchange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +82,16 @@ class BiasedFeedForward:
             gate_up=load_linear(weights, names, config.hidden, bias=True, norm=norm, eps=config.norm_eps),
             down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn, bias=True),
             activation=config.parts.activation,
-            scaling=OutputScaling.load(config, weights),
+            scaling=OutputScaling.load(config, weights, weights.comm),
         )
 
-    def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None) -> Tensor:
-        gate, up = ops.linear(x, self.gate_up, unpacker=unpacker).chunk(2, dim=1)
+    def __call__(
+        self, x: Tensor, unpacker: ops.WeightUnpacker | None = None, exchange: RowExchange | None = None
+    ) -> Tensor:
+        inputs = x if exchange is None else exchange.gather(x)
+        gate, up = ops.linear(inputs, self.gate_up, unpacker=unpacker).chunk(2, dim=1)
         active = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return add_output(active * up, self.down, x, self.scaling, unpacker)
+        return add_output(active * up, self.down, x, self.scaling, unpacker, exchange)
 
 
 def _norm_name(config: ModelConfig, at: str) -> str | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from emberline.core.plan import STATE_GROUP
 from emberline.kernels import ops
+from emberline.models.row_exchange import RowExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,15 @@ class ForwardBatch:
     # Where sequences begin, and whether tokens precede them, if that differs from `attention`, whose rows may be parts
     # of sequences. Only query_start and context are used.
     state_sequences: ops.AttentionMetadata | None = None
+    # With data-parallel attention, the other tensors are those of this rank's requests. Here are the tokens of all
+    # ranks, in the order of the ranks, and the numbers of their rows: all, and of those in `logit_rows`.
+    all_tokens: Tensor | None = None  # [tokens of all ranks] int64
+    exchange: RowExchange | None = None
+    logit_exchange: RowExchange | None = None
+
+    def exchange_of(self, rows: Tensor | None) -> RowExchange | None:
+        """Return the exchange of all rows, or of those in `logit_rows` if a layer returns only these `rows`."""
+        return self.exchange if rows is None else self.logit_exchange
 
     def layer_views(self, layers: int) -> Iterator[tuple[ForwardBatch, Tensor, Tensor]]:
         """Yield for each layer the batch with its block tables, and its keys and values in the cache, or its states."""

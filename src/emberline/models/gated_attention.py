@@ -63,7 +63,7 @@ class GatedAttention:
             qkv=linears[0],
             o=load_linear(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q, bias=config.o_bias),
             layer=replace(make_attention_layer(config, layer, tables.cos_sin), q_norm=q_norm, k_norm=k_norm),
-            scaling=OutputScaling.load(config, weights),
+            scaling=OutputScaling.load(config, weights, weights.attention_comm),
         )
         return GatedAttention(attention, linears[1])
 

@@ -61,8 +61,8 @@ class LatentAttention:
                 products=weights.pack_latent_products(pairs, heads, sizes.plain_dim),
             ),
             o=load_linear(weights, [(f"{at}.o_proj", config.hidden)], heads * sizes.value_dim),
-            scaling=OutputScaling.load(config, weights),
-            comm=weights.comm if parts > 1 else None,
+            scaling=OutputScaling.load(config, weights, weights.attention_comm),
+            comm=weights.attention_comm if parts > 1 else None,
         )
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import Communicator
 from emberline.models.config import ModelConfig
+from emberline.models.row_exchange import RowExchange
 from emberline.models.weights import Weights
 
 
@@ -56,14 +57,16 @@ class OutputScaling:
     comm: Communicator | None = None  # sums the outputs of ranks, which have parts of the layer's columns
 
     @staticmethod
-    def load(config: ModelConfig, weights: Weights, norm_name: str = "") -> OutputScaling | None:
-        """Return the scaling, or None if outputs are added as they are."""
+    def load(
+        config: ModelConfig, weights: Weights, comm: Communicator | None, norm_name: str = ""
+    ) -> OutputScaling | None:
+        """Return the scaling, or None if outputs are added as they are. `comm`: of ranks that divide the layer."""
         parts = config.parts
         has_norm = parts.norms in ("post", "both")
-        if not has_norm and parts.residual_multiplier == 1.0 and weights.comm is None:
+        if not has_norm and parts.residual_multiplier == 1.0 and comm is None:
             return None
         norm = weights.load_vector(norm_name, config.hidden, offset=parts.norm_offset) if has_norm else None
-        return OutputScaling(norm, config.norm_eps, parts.residual_multiplier, weights.comm)
+        return OutputScaling(norm, config.norm_eps, parts.residual_multiplier, comm)
 
 
 def add_output(
@@ -72,14 +75,18 @@ def add_output(
     x: Tensor,
     scaling: OutputScaling | None,
     unpacker: ops.WeightUnpacker | None,
+    exchange: RowExchange | None = None,
 ) -> Tensor:
-    """Add the product of `inner` and the layer, scaled, to x in place and return x."""
+    """Add the product of `inner` and the layer, scaled, to x in place and return x.
+
+    `exchange`: of ranks that have different rows in x; `inner` then has the rows of all of them."""
     if scaling is None:
         return ops.linear(inner, layer, add_to=x, unpacker=unpacker)
     if scaling.comm is None:
         y = ops.linear(inner, layer, unpacker=unpacker)
     else:
-        y = scaling.comm.all_reduce(ops.linear(inner, ops.LinearLayer(layer.weight), unpacker=unpacker))
+        y = ops.linear(inner, ops.LinearLayer(layer.weight), unpacker=unpacker)
+        y = scaling.comm.all_reduce(y) if exchange is None else exchange.sum_own(y)
         if layer.bias is not None:
             y.add_(layer.bias)
     if scaling.norm is not None:

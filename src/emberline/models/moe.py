@@ -11,9 +11,11 @@ from emberline.kernels import ops
 from emberline.kernels.comm.communicator import Communicator
 from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert
 from emberline.models.config import ModelConfig
+from emberline.models.expert_dispatch import ExpertDispatch
 from emberline.models.experts_spec import ExpertsSpec, ExpertTensors, SharedExpertSpec
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.registry import ARCHITECTURES
+from emberline.models.row_exchange import RowExchange
 from emberline.models.stacked_experts import keep_down_bias, load_stacked_experts
 from emberline.models.weights import Weights
 
@@ -22,6 +24,7 @@ from emberline.models.weights import Weights
 class SparseFeedForward:
     mixture: Mixture
     comm: Communicator | None = None  # sums the outputs of ranks, which have parts of the experts
+    dispatch: ExpertDispatch | None = None  # sends rows to the ranks that have their experts instead
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int) -> SparseFeedForward:
@@ -64,12 +67,20 @@ class SparseFeedForward:
                 clamp=clamped,
             ),
             weights.comm,
+            ExpertDispatch.of(weights.shard, experts.count),
         )
 
-    def __call__(self, x: Tensor, unpacker: ops.WeightUnpacker | None = None) -> Tensor:
-        """Add the network's output to x in place."""
+    def __call__(
+        self, x: Tensor, unpacker: ops.WeightUnpacker | None = None, exchange: RowExchange | None = None
+    ) -> Tensor:
+        """Add the network's output to x in place. `exchange`: of ranks that have different rows."""
         if self.comm is None:
             return ops.run_mixture(x, self.mixture)
+        if exchange is not None and self.dispatch is not None:
+            return self.dispatch.add_outputs(x, self.mixture, exchange)
+        if exchange is not None:
+            rows = exchange.gather(x)
+            return x.add_(exchange.sum_own(ops.run_mixture(rows, self.mixture, add_to=torch.zeros_like(rows))))
         return x.add_(self.comm.all_reduce(ops.run_mixture(x, self.mixture, add_to=torch.zeros_like(x))))
 
 

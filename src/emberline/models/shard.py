@@ -2,8 +2,9 @@
 
 Heads, the inner width of feed-forward networks and the vocabulary are divided among ranks. Experts are divided by
 width, or whole experts among `expert_parts` groups of ranks. Fewer KV heads than ranks are replicated: each rank has
-the one that its query heads need. `tensor_cuts.py` says which part of each tensor of a checkpoint a rank loads. Weights
-are divided before they are compressed, so each rank compresses its own part.
+the one that its query heads need. With data-parallel attention, every rank has all heads, for requests of its own.
+`tensor_cuts.py` says which part of each tensor of a checkpoint a rank loads. Weights are divided before they are
+compressed, so each rank compresses its own part.
 
 This module does not import torch.
 """
@@ -24,6 +25,7 @@ class Shard:
     rank: int = 0
     world_size: int = 1
     expert_parts: int = 1  # groups of ranks among which whole experts are divided; a group divides their width
+    divides_attention: bool = True  # False: each rank has all heads, and attends to requests of its own
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -43,15 +45,15 @@ class Shard:
         if self.is_whole:
             return config
         ranks, experts = self.world_size, config.experts
-        has_dense = experts is None or not all(experts.layers)
+        has_dense, attending = experts is None or not all(experts.layers), ranks if self.divides_attention else 1
         return replace(
             config,
-            heads=divide_evenly(config.heads, ranks, "attention heads"),
-            kv_heads=divide_kv_heads(config.kv_heads, ranks),
+            heads=divide_evenly(config.heads, attending, "attention heads"),
+            kv_heads=divide_kv_heads(config.kv_heads, attending),
             ffn=divide_evenly(config.ffn, ranks, "columns of the feed-forward network") if has_dense else config.ffn,
             experts=None if experts is None else self._shard_experts(experts),
             vocab_rows=len(self.vocabulary(config.vocab)),
-            parts=self._shard_parts(config),
+            parts=self._shard_parts(config) if self.divides_attention else config.parts,
         )
 
     def vocabulary(self, size: int) -> range:
@@ -70,6 +72,18 @@ class Shard:
         each = divide_evenly(width, self._expert_ranks, "columns of an expert")
         first = self.rank % self._expert_ranks * each
         return range(first, first + each)
+
+    @property
+    def dispatches_rows(self) -> bool:
+        """Whether rows go to the ranks that have their experts, so that a rank computes other rows' experts only."""
+        return not self.divides_attention and self.expert_parts > 1
+
+    def shared_columns(self, width: int) -> range:
+        """Return this rank's part of the inner width of the shared expert: all of it if rows are dispatched."""
+        if self.dispatches_rows:
+            return range(width)
+        divide_evenly(width, self.world_size, "columns of the shared experts")
+        return self.divide(width)
 
     @property
     def has_expert_bias(self) -> bool:
@@ -92,7 +106,7 @@ class Shard:
         return self.world_size // self.expert_parts
 
     def _shard_experts(self, experts: ExpertsConfig) -> ExpertsConfig:
-        shared = divide_evenly(experts.options.shared_ffn, self.world_size, "columns of the shared experts")
+        shared = len(self.shared_columns(experts.options.shared_ffn)) if experts.options.shared_ffn else 0
         return replace(
             experts,
             ffn=len(self.expert_columns(experts.ffn)),

@@ -55,8 +55,9 @@ class CutRules:
         self._config, self._shard = config, shard
         self._own = shard.shard_config(config)  # raises an error if the model cannot be divided
         self._rules: dict[str, list[DimensionCut]] = {}
-        self._add_attention()
-        self._add_recurrent_layers()
+        if shard.divides_attention:
+            self._add_attention()
+            self._add_recurrent_layers()
         self._add_feed_forward()
         self._spec = ARCHITECTURES[config.model_type].experts
         if self._spec is not None and config.experts is not None:
@@ -153,7 +154,8 @@ class CutRules:
                 self._add_stacked_experts(tensors, columns, numbers)
         if spec.shared is not None and experts.options.shared_ffn:
             width = experts.options.shared_ffn
-            self._add_each_expert(spec.shared.gate_up, spec.shared.down, Section(width, self._shard.divide(width)))
+            shared = Section(width, self._shard.shared_columns(width))
+            self._add_each_expert(spec.shared.gate_up, spec.shared.down, shared)
 
     def _add_each_expert(self, gate_up: tuple[str, ...], down: str, columns: Section) -> None:
         for name in gate_up:

@@ -10,6 +10,7 @@ from torch import Tensor
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import Communicator
 from emberline.models.outline import divide_vocabulary
+from emberline.models.row_exchange import RowExchange
 from emberline.models.weights import Weights
 
 
@@ -29,11 +30,14 @@ class VocabularyPart:
         part_size = divide_vocabulary(vocab, weights.shard.world_size)
         return VocabularyPart(weights.comm, weights.shard.vocabulary(vocab), part_size, vocab)
 
-    def embed(self, tokens: Tensor, table: Tensor | ops.PackedWeight) -> Tensor:
-        """Return the rows of the whole embedding. `table`: the rows that this rank has."""
+    def embed(self, tokens: Tensor, table: Tensor | ops.PackedWeight, exchange: RowExchange | None = None) -> Tensor:
+        """Return the rows of the whole embedding. `table`: the rows that this rank has.
+
+        `exchange`: of ranks with different tokens. `tokens` are then those of all ranks, and only own rows returned."""
         others = (tokens < self.tokens.start) | (tokens >= self.tokens.stop)
         own = (tokens - self.tokens.start).masked_fill_(others, 0)
-        return self.comm.all_reduce(ops.embed(own, table).masked_fill_(others[:, None], 0))
+        rows = ops.embed(own, table).masked_fill_(others[:, None], 0)
+        return self.comm.all_reduce(rows) if exchange is None else exchange.sum_own(rows)
 
     def compute_logits(self, x: Tensor, head: ops.LinearLayer, out: Tensor | None) -> Tensor:
         """Return the logits of all tokens. `head`: the rows that this rank has. `out`: what receives the result."""

@@ -61,6 +61,11 @@ class Weights:
     _blocks: BlockPacker | None = None  # packs matrices in a form for CPUs; None: plain
 
     @property
+    def attention_comm(self) -> Communicator | None:
+        """The connections of the ranks that divide the heads; None: this rank has all heads."""
+        return self.comm if self.shard.divides_attention else None
+
+    @property
     def can_decode(self) -> bool:
         """Whether tensors of packed files can be decoded on this device."""
         return self.device.type == "cpu"

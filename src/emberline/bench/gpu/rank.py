@@ -1,13 +1,15 @@
 """`python -m emberline.bench.gpu.rank CONFIG --ranks 8`: one rank of a model on several GPUs, measured on one GPU.
 
 The rank has random weights of its part of the model, in the formats of config.json. Its memory is compared with the
-plan, and its decode steps are timed without collectives.
+plan, and its decode steps are timed without collectives, which are counted: bench/projection.py adds their times.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from emberline.bench import report as reports
 from emberline.bench import workload
 from emberline.bench.gpu.engine import SteadyPhase, run_job
+from emberline.bench.gpu.limits import H200
 from emberline.bench.gpu.model import GPURandomWeights
 from emberline.core.engine_config import EngineConfig
 from emberline.core.jsonfile import read_object
@@ -30,6 +33,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of, read_outline, select_planned_text
 from emberline.models.narrow_plan import describe_quantised, split_experts
 from emberline.models.narrow_weights import allocate_like
+from emberline.models.outline import divide_vocabulary
 from emberline.models.quantisation_config import WeightFormat
 from emberline.models.shard import Shard
 from emberline.models.weight_formats import NarrowSize, read_weight_formats
@@ -41,13 +45,42 @@ SETTINGS: dict[str, Any] = {"max_running": 64, "max_batch_tokens": 2048, "prefix
 SCALE = 0.01  # of quantised weights
 
 
+class RecordingRank(LoneRank):
+    """A LoneRank that counts calls, by their name and the shape of the tensor."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.calls: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.calls["all_reduce", tuple(x.shape)] += 1
+        return super().all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.calls["all_gather", tuple(x.shape)] += 1
+        return super().all_gather(x)
+
+    def calls_of_step(self, rows: int, logits: int) -> list[dict[str, Any]]:
+        """Return the calls of one step with this many rows, all of which have logits.
+
+        `logits`: of this rank, per row. They are gathered once in each step, which tells how many steps there were."""
+        steps = self.calls["all_gather", (rows, logits)]
+        found = [(call, shape, count) for (call, shape), count in self.calls.items() if shape[0] == rows]
+        assert steps and all(count % steps == 0 for _, _, count in found), f"{steps} steps, {found}"
+        return [{"name": call, "elements": prod(shape), "count": count // steps} for call, shape, count in found]
+
+
 class RankWeights(GPURandomWeights):
     """Random weights of one rank. Experts may be quantised; their codes are drawn, and not computed from floats."""
 
-    def __init__(self, device: str, shard: Shard, experts: WeightFormat | None, *, packed: bool = False) -> None:
-        super().__init__(device, torch.bfloat16, packed=packed)
-        self.shard, self.comm = shard, LoneRank(shard.rank, shard.world_size)
+    def __init__(
+        self, device: str, shard: Shard, experts: WeightFormat | None, *, packed: bool = False, online: str = ""
+    ) -> None:
+        super().__init__(device, torch.bfloat16, packed=packed, online=online)
+        self.recorder = RecordingRank(shard.rank, shard.world_size)
+        self.shard, self.comm = shard, self.recorder
         self._expert_format = experts
+        self.expert_bytes = 0  # of those in loaded_bytes
 
     def load_experts(
         self,
@@ -57,6 +90,14 @@ class RankWeights(GPURandomWeights):
         gated: bool = False,
         packable: bool = False,
         full_precision: bool = False,
+    ) -> Tensor | ops.PackedExperts:
+        before = self.loaded_bytes
+        experts = self._load_experts(shape, parts, gated, packable, full_precision)
+        self.expert_bytes += self.loaded_bytes - before
+        return experts
+
+    def _load_experts(
+        self, shape: tuple[int, int, int], parts: Sequence[StackPart], gated: bool, packable: bool, full_precision: bool
     ) -> Tensor | ops.PackedExperts:
         if self._expert_format is None or full_precision:
             return super().load_experts(shape, parts, gated=gated, packable=packable, full_precision=full_precision)
@@ -81,7 +122,9 @@ def measure(
     whole = ModelConfig.from_hf({**select_planned_text(plain), "quantization_config": None})
     formats = read_weight_formats(select_planned_text(config), read_outline(config))
     engine_config = EngineConfig.build("", **SETTINGS | settings).with_gpu_defaults()
-    weights = RankWeights("cuda", shard, formats.get("routed experts"), packed=settings.get("weights") == "packed")
+    form = str(settings.get("weights"))
+    online = form if form in ("fp8", "int4") else ""
+    weights = RankWeights("cuda", shard, formats.get("routed experts"), packed=form == "packed", online=online)
     own = shard.shard_config(whole)
     booted = boot_gpu(own, weights, context=memory.choose_max_context(own, engine_config), settings=engine_config)
     planned = memory.weight_bytes(own, 2, packed=weights.packed, narrow=weights.narrow_sizes)
@@ -96,8 +139,22 @@ def measure(
         job = workload.make_job([(PROMPT_TOKENS, OUTPUT_TOKENS)] * batch, vocab)
         run_job(booted.engine, job)
         phases = [SteadyPhase.from_timeline(job, run_job(booted.engine, job).timeline) for _ in range(2)]
-        report.add(f"decode_b{batch}_ms", [1e3 * phase.step_seconds for phase in phases], "ms")
+        limit = min_weights_ms(own, weights, batch)
+        report.add(f"decode_b{batch}_ms", [1e3 * phase.step_seconds for phase in phases], "ms", limit=limit)
+        gathered = divide_vocabulary(whole.vocab, shard.world_size)
+        report.config.setdefault("collectives", {})[str(batch)] = weights.recorder.calls_of_step(batch, gathered)
     _add_memory(report, booted)
+
+
+def min_weights_ms(config: ModelConfig, weights: RankWeights, batch: int) -> float:
+    """Return the time to read the weights that a decode step of this rank needs, at the bandwidth of an H200.
+
+    Of the experts, those that are selected if every row selects experts at random."""
+    embedding = config.vocab_rows * config.hidden * torch.bfloat16.itemsize
+    unused = 0.0
+    if (experts := config.experts) is not None:
+        unused = weights.expert_bytes * (1 - experts.chosen / experts.count) ** batch
+    return 1e3 * (weights.loaded_bytes - embedding - unused) / H200.bandwidth
 
 
 def _add_memory(report: reports.BenchReport, booted: BootedGPUEngine) -> None:
@@ -115,7 +172,7 @@ def main() -> None:
     parser.add_argument("--ep", type=int, default=1, help="parts of the ranks that divide whole experts")
     parser.add_argument("--memory-gib", type=float, default=0.0, help="memory to plan for (default: all of this GPU)")
     parser.add_argument("--max-context", type=int, default=8192)
-    parser.add_argument("--weights", default="auto", choices=("auto", "packed"))
+    parser.add_argument("--weights", default="auto", choices=("auto", "packed", "fp8", "int4"))
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 64])
     reports.add_report_arguments(parser)
     args = parser.parse_args()

@@ -176,19 +176,19 @@ def _summarise_rank(
 def _describe_engine(
     config: EngineConfig, engine: Engine, part: RankPart, ranks: tuple[RankSummary, ...], seconds: dict[str, float]
 ) -> LoadedEngine:
-    cache, checkpoint = part.cache, Checkpoint.open(Path(config.model))
+    cache, checkpoint, layout = part.cache, Checkpoint.open(Path(config.model)), Layout.of(config.parallel)
     form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
     return LoadedEngine(
         engine=engine,
         max_context=engine.max_context,
-        kv_tokens=cache.num_blocks // len(part.groups.windows) * config.scheduler.block_size,
+        kv_tokens=layout.num_caches * (cache.num_blocks // len(part.groups.windows)) * config.scheduler.block_size,
         weight_bytes=sum(each.weight_bytes for each in ranks),
         kv_bytes=sum(each.kv_bytes for each in ranks),
         kernels=str(ops.current_backend()),
         seconds=seconds,
         device="cpu",
         kv_dtype=dtype_name(cache.shape.dtype),
-        numerics=numerics_of(part.model, cache, form, Layout.of(config.parallel).device_name("cpu")),
+        numerics=numerics_of(part.model, cache, form, layout.device_name("cpu")),
         stored_dtype=stored_weight_format(checkpoint),
         full_context=full_context(part.model),
         ranks=ranks,

@@ -9,7 +9,6 @@ import torch
 
 from emberline.core.engine_config import EngineConfig
 from emberline.hub.checkpoint import Checkpoint
-from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel, load_vocabulary_matrices
 from emberline.models.draft_model import DraftModel
@@ -38,10 +37,9 @@ def load_draft_model_of_ranks(config: EngineConfig, checkpoint: Checkpoint, part
     if config.speculation.method != "draft":
         target = _load_vocabulary(target, open_weights(checkpoint), needs_head=config.speculation.method == "mtp")
     model = load_draft_model(config.speculation, target, Path(config.model), open_weights)
-    assert model is not None
-    shared = _list_shared(model, target)
-    own = [each for each in shared if each is not part.embedding and each is not part.head.weight]
-    return replace(model, weight_bytes=model.weight_bytes + sum(each.nbytes for each in own))
+    if isinstance(model, Eagle3Head | MTPHead):
+        return replace(model, weight_bytes=model.weight_bytes + _count_copies(model, target))
+    return model
 
 
 def _load_vocabulary(target: DecoderModel, weights: Weights, *, needs_head: bool) -> DecoderModel:
@@ -52,13 +50,9 @@ def _load_vocabulary(target: DecoderModel, weights: Weights, *, needs_head: bool
     return replace(target, embedding=embedding, head=replace(target.head, weight=head))
 
 
-def _list_shared(model: DraftModel, target: DecoderModel) -> list[torch.Tensor | ops.PackedWeight]:
-    """Return the matrices of the target model that its draft model uses, each once."""
-    if not isinstance(model, Eagle3Head | MTPHead):
-        return []
-    found: list[torch.Tensor | ops.PackedWeight] = []
-    if model.embedding is target.embedding:
-        found.append(model.embedding)
-    if model.head.weight is target.head.weight and model.head.weight is not model.embedding:
-        found.append(model.head.weight)
-    return found
+def _count_copies(model: Eagle3Head | MTPHead, target: DecoderModel) -> int:
+    """Return the bytes of the matrices of `target` that its head uses. They were loaded for the head."""
+    embedding, head = model.embedding, model.head.weight
+    copies = [embedding.nbytes] * (embedding is target.embedding)
+    copies += [head.nbytes] * (head is target.head.weight and head is not embedding)
+    return sum(copies)

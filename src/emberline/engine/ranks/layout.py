@@ -18,11 +18,12 @@ class Layout:
     pp: int = 1
     ep: int = 1  # parts of a stage's ranks among which whole experts are divided
     nodes: int = 1  # machines
+    dp_attention: bool = False  # whether ranks attend to different requests, with all heads
     stage_layers: tuple[int, ...] = ()  # number of layers of each stage; empty: about the same number of weights
 
     @staticmethod
     def of(config: ParallelConfig) -> Layout:
-        return Layout(config.tp, config.pp, config.ep, config.nodes, config.stage_layers)
+        return Layout(config.tp, config.pp, config.ep, config.nodes, config.dp_attention, config.stage_layers)
 
     @property
     def num_ranks(self) -> int:
@@ -55,7 +56,7 @@ class Layout:
         return Stage.of(config, rank // self.tp, self.pp, self.stage_layers)
 
     def shard(self, rank: int) -> Shard:
-        return Shard(rank % self.tp, self.tp, self.ep)
+        return Shard(rank % self.tp, self.tp, self.ep, divides_attention=not self.dp_attention)
 
     def describe(self, rank: int) -> str:
         """Return the rank's number and place for error messages, such as `rank 1 of 4 (stage 0, tensor rank 1)`."""
@@ -70,7 +71,16 @@ class Layout:
     def device_name(self, device: str) -> str:
         """Return the device of this engine for Numerics: stages compute the same bits as one rank, sums do not."""
         tensor_ranks = f"-tp{self.tp}" if self.tp > 1 else ""
-        return device + tensor_ranks + (f"-ep{self.ep}" if self.ep > 1 else "")
+        return device + tensor_ranks + self._suffix
+
+    @property
+    def num_caches(self) -> int:
+        """Ranks with KV caches for requests of their own; 1: all have parts of one cache."""
+        return self.tp if self.dp_attention else 1
+
+    @property
+    def _suffix(self) -> str:
+        return (f"-ep{self.ep}" if self.ep > 1 else "") + ("-dp-attention" if self.dp_attention else "")
 
     def __str__(self) -> str:
-        return f"tp{self.tp}-pp{self.pp}" + (f"-ep{self.ep}" if self.ep > 1 else "")
+        return f"tp{self.tp}-pp{self.pp}" + self._suffix

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -129,9 +130,14 @@ class LeaderRunner(TorchRunner):
         super().__init__(
             part.model, part.cache, eos, make_compiler, part.draft_runner, groups=part.groups, executor=executor
         )
-        self.num_state_slots = num_state_slots
+        self.num_state_slots, self.num_caches = num_state_slots, group.layout.num_caches
         self.layout = f"{self.layout}/{group.layout}"
         self.ranks, self._part = group, part
+
+    def _admit_requests(self, plan: StepPlan) -> tuple[list[WorkItem], dict[str, str]]:
+        """Return the work, sorted by the ranks that compute it, because the rows of logits are."""
+        work, failed = super()._admit_requests(plan)
+        return sorted(work, key=attrgetter("home")), failed
 
     def check_ranks(self) -> None:
         """Raise EngineFailed if a rank was lost."""

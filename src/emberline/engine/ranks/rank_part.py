@@ -16,6 +16,7 @@ from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.ranks.control import RankLoaded
 from emberline.engine.ranks.draft_model import load_draft_model_of_ranks
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.own_work import OwnWorkExecutor
 from emberline.engine.speculation.draft_cache import draft_block_bytes, make_draft_cache
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.work_executor import ForwardModel, WorkExecutor
@@ -62,6 +63,7 @@ class RankPart:
         self._max_running, self._max_draft = config.scheduler.max_running, config.speculation.max_new_tokens - 1
         self._forward_model: ForwardModel = model
         self._connections: list[Communicator] = []
+        self._attending: Communicator | None = None  # of ranks that attend to different requests
 
     @staticmethod
     def load(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> RankPart:
@@ -77,6 +79,7 @@ class RankPart:
         model = load_checkpoint(checkpoint, config.dtype, config.requested_context, form, stage, shard, shards)
         part = RankPart(model, stage.layers, config)
         part._connections = [each for each in (stages, shards) if each is not None]
+        part._attending = shards if layout.dp_attention else None
         if stages is not None:
             part._forward_model = PipelineModel(model, stage, stages)
         if rank == layout.leader:
@@ -110,7 +113,8 @@ class RankPart:
             self.draft_runner = DraftRunner(self.draft_model, make_draft_cache(self.draft_model, self.cache))
         # With several ranks, states are not copied to tiers or other engines. A rank may have states and no blocks.
         copier = HostBlockCopier(self.cache)
-        self.executor = WorkExecutor(self._forward_model, self.cache, self._own_groups, states, copier)
+        args = self._forward_model, self.cache, self._own_groups, states, copier
+        self.executor = WorkExecutor(*args) if self._attending is None else OwnWorkExecutor(self._attending, *args)
 
 
 def start_rank_backend(config: EngineConfig, layout: Layout) -> int:

@@ -29,6 +29,11 @@ def check_rank_settings(config: EngineConfig) -> None:
             param=field,
             hint=f"lower --{field}, or set --threads 1 to let ranks share cores",
         )
+    if parallel.dp_attention:
+        check_dp_attention(config)
+    if parallel.collectives not in ("auto", "gloo"):
+        message = f"collectives is {parallel.collectives}, which connects GPUs, but these ranks compute on CPUs"
+        raise InvalidRequest(message, param="collectives", hint="drop --collectives, or use --device cuda")
     unsupported = {
         "kv_host_memory": config.tiers.kv_host_memory > 0,
         "kv_disk": config.tiers.kv_disk is not None,
@@ -40,6 +45,22 @@ def check_rank_settings(config: EngineConfig) -> None:
             what = "the exchange of KV blocks with other workers" if name == "transfer" else f"the setting {name}"
             hint = "use --role both" if name == "transfer" else f"drop --{name.replace('_', '-')} or --{field}"
             raise InvalidRequest(f"{what} does not work with {ranks} yet", param=name, hint=hint)
+
+
+def check_dp_attention(config: EngineConfig) -> None:
+    """Raise InvalidRequest for settings that do not work with requests that belong to one rank each."""
+    reasons = {
+        "kv_host_memory": (config.tiers.kv_host_memory > 0, "a KV tier"),
+        "kv_disk": (config.tiers.kv_disk is not None, "a KV tier"),
+        "kv_store": (config.tiers.kv_store is not None, "a KV tier"),
+        "transfer": (config.transfer is not None and config.transfer.required, "the exchange of KV blocks"),
+        "speculate": (config.speculation.uses_draft_model, "a draft model"),
+    }
+    for name, (is_set, what) in reasons.items():
+        if is_set:
+            hint = "use --role both" if name == "transfer" else f"drop --{name.replace('_', '-')}"
+            message = f"dp_attention is set, and {what} does not work with it yet"
+            raise InvalidRequest(message, param=name, hint=f"{hint} or --dp-attention")
 
 
 def possible_tensor_ranks(config: ModelConfig, max_ranks: int) -> list[int]:

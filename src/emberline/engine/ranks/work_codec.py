@@ -13,7 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -42,6 +42,7 @@ class EncodedWork(msgspec.Struct, array_like=True):
     new_blocks: dict[int, Sequence[int]]  # by item: blocks at the end of its table
     # By item: the slot of its request; ~slot: a request begins there. None: as in the oldest remembered step.
     slots: bytes | None
+    homes: dict[int, int]  # by item, if its request is new: the rank that has its blocks, if that is not 0
     rare: dict[int, RareFields]  # by item, where a field has no default
     cleared: Sequence[int]  # blocks that are filled with zeros before the step
     captured_layers: Sequence[int] = ()  # whose inputs a draft model reads
@@ -82,6 +83,7 @@ class WorkEncoder:
         numbers = [*starts, *chain.from_iterable(tokens)]
         if len(numbers) != 2 * len(work):
             numbers += map(len, tokens)
+        begun = [] if changed is None else np.flatnonzero(changed < 0).tolist()
         counts, known = np.array(list(map(len, tables)), np.int32), self._num_blocks[slots]
         self._num_blocks[slots] = counts
         return _ENCODER.encode(
@@ -90,7 +92,8 @@ class WorkEncoder:
                 array("i", numbers).tobytes(),
                 all(samples) or (any(samples) and bytes(samples)),
                 {i: tables[i][known[i] :] for i in np.flatnonzero(counts != known).tolist()},
-                changed,
+                None if changed is None else changed.tobytes(),
+                {i: work[i].home for i in begun if work[i].home},
                 _collect_rare_fields(work),
                 cleared,
                 captured_layers,
@@ -99,8 +102,8 @@ class WorkEncoder:
 
     def _continue_requests(
         self, ids: Sequence[str], preemptions: Sequence[int]
-    ) -> tuple[NDArray[np.int32], bytes | None]:
-        """Return the slots of the items' requests, and how they are encoded."""
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
+        """Return the slots of the items' requests, and `EncodedWork.slots`."""
         oldest = self._steps.popleft() if len(self._steps) == self._num_plans else None
         if oldest is not None and ids == oldest.ids and preemptions == oldest.preemptions:
             self._steps.append(oldest)
@@ -112,7 +115,7 @@ class WorkEncoder:
         if oldest is not None:
             for name in set(oldest.ids).difference(*(step.ids for step in self._steps)):
                 self._free_slots.append(self._slots.pop(name))
-        return slots, changed.tobytes()
+        return slots, changed
 
     def _continue_request(self, name: str, preemptions: int) -> int:
         """Return the slot of a request, or ~slot if it begins there: a preemption replaces all blocks of a request."""
@@ -140,11 +143,7 @@ class DecodedStep:
 
     def fill_items(self) -> list[WorkItem]:
         """Return the work items with all fields but their ids."""
-        tokens, columns = self.columns.tokens.tolist(), self.columns
-        ends = accumulate(columns.counts.tolist())
-        rows = zip(self.requests, columns.starts.tolist(), columns.counts.tolist(), ends, strict=True)
-        for (item, start, count, end), samples in zip(rows, columns.samples.tolist(), strict=True):
-            item.start, item.tokens, item.samples = start, tokens[end - count : end], samples
+        self.columns.fill_items(self.requests)
         return self.requests
 
 
@@ -160,6 +159,8 @@ class WorkDecoder:
         step = _DECODER.decode(message)
         items = self._steps[0] if step.slots is None else [self._find_item(i) for i in _read_integers(step.slots)]
         self._steps.append(items)
+        for index, home in step.homes.items():
+            items[index].home = home
         for index, blocks in step.new_blocks.items():
             table = items[index].blocks
             assert isinstance(table, list)

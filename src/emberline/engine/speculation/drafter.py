@@ -22,7 +22,7 @@ from emberline.engine.speculation.draft_length import choose_lengths
 from emberline.engine.speculation.draft_switch import DraftSwitch
 from emberline.engine.speculation.proposer import EMPTY_PROPOSAL, Proposal, Proposer
 from emberline.engine.speculation.step_cost import StepCost
-from emberline.kv.manager import KVManager
+from emberline.kv.rank_managers import AnyKVManager
 
 FORCED_CONFIDENCE = 0.95  # that a model splits forced text into tokens as its tokenizer does
 MODEL_CONFIDENCE = 0.7  # that a draft model's token is accepted, before anything is known about the model
@@ -77,7 +77,7 @@ class Drafter:
         """Return whether a step with this number of requests should have drafts."""
         return not self._adaptive or self._switch.is_on(num_requests)
 
-    def plan_drafts(self, requests: Sequence[Request], room: int, kv: KVManager) -> dict[str, Sequence[int]]:
+    def plan_drafts(self, requests: Sequence[Request], room: int, kv: AnyKVManager) -> dict[str, Sequence[int]]:
         """Return drafts for some of a step's requests, by request id, and allocate blocks for them.
 
         A draft for which too few blocks are free is dropped. `requests`: the decoding requests of the step, with one
@@ -114,7 +114,7 @@ class Drafter:
             self._num_propose = -(-sum(full) // len(full))
 
     def plan_proposals(
-        self, planned: Sequence[tuple[Request, int]], drafts: Mapping[str, Sequence[int]], kv: KVManager
+        self, planned: Sequence[tuple[Request, int]], drafts: Mapping[str, Sequence[int]], kv: AnyKVManager
     ) -> dict[str, int]:
         """Return how many tokens the draft model proposes for each request that samples in this step, by request id.
 

@@ -9,14 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from emberline.kernels.backend import backend_of
 from emberline.kernels.comm.rank_lost import RankLost as RankLost
 
 
+class CollectivesUnavailable(Exception):
+    """The GPUs of a group cannot exchange tensors in the way that was asked for. All ranks get this error."""
+
+
 class Communicator(Protocol):
+    """Classes inherit the calls that are made of others, and replace those that they have a faster way for."""
+
     rank: int  # of this process or thread in its group
     size: int  # number of ranks
+    can_capture: bool  # whether calls with tensors on a GPU can be captured in a CUDA graph
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of the ranks' x, which it may overwrite.
@@ -25,6 +34,18 @@ class Communicator(Protocol):
         the same bits, and the sum of one element does not depend on where in x it is.
         """
         ...
+
+    def all_reduce_add(self, x: Tensor, partial: Tensor) -> Tensor:
+        """Add the sum of the ranks' `partial`, which it may overwrite, to x in place and return x.
+
+        The sum is rounded before it is added, as by `all_reduce`. x is the same on all ranks.
+        """
+        return x.add_(self.all_reduce(partial))
+
+    def all_reduce_add_norm(self, x: Tensor, partial: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add the sum of the ranks' `partial` to x, as `all_reduce_add`, and return the RMS norm of x."""
+        x = self.all_reduce_add(x, partial)
+        return backend_of(x).rms_norm(x, weight, eps, torch.empty_like(x))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the ranks' x, which have the same shape, concatenated by their last dimension."""
@@ -47,8 +68,29 @@ class Communicator(Protocol):
         """Overwrite x with the tensor that `source` sends."""
         ...
 
+    @property
+    def nbytes(self) -> int:
+        """The device memory that the communicator holds, in bytes."""
+        return 0
+
+    def check(self) -> None:
+        """Raise RankLost if a kernel of an earlier call could not complete it: its result must not be used.
+
+        Calls with tensors on a GPU return before their kernels end. This does not wait for them."""
+        return
+
     def abort(self) -> None:
-        """End all calls that wait, and all later ones, with RankLost. Any thread may call this method."""
+        """End all calls that wait, and all later ones, with RankLost. Any thread may call this method.
+
+        Kernels that wait for other ranks end too, and `check` raises RankLost."""
         ...
 
     def close(self) -> None: ...
+
+
+def gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
+    """Return the bytes of all ranks, exchanged in main memory."""
+    lengths = comm.all_gather(torch.tensor([len(data)])).tolist()
+    padded = torch.frombuffer(bytearray(data.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
+    parts = comm.all_gather(padded).view(comm.size, -1)
+    return [bytes(part[:length].tolist()) for part, length in zip(parts, lengths, strict=True)]

@@ -1,4 +1,7 @@
-"""GlooGroup: exchanges tensors between processes through torch's gloo backend, in main memory."""
+"""GlooGroup: exchanges tensors between processes through torch's gloo backend, in main memory.
+
+Tensors on a GPU are copied to main memory and back, and every call waits for the current stream. That is slow: it is
+for tests of several ranks on one GPU, and for GPUs that can neither access each other's memory nor use NCCL."""
 
 from __future__ import annotations
 
@@ -13,14 +16,16 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from emberline.kernels.comm.communicator import RankLost
+from emberline.kernels.comm.communicator import Communicator, RankLost
 from emberline.kernels.comm.rendezvous import Rendezvous
 
 ABORT_TAG = 1  # of a message that no rank sends
 
 
-class GlooGroup:
+class GlooGroup(Communicator):
     """A Communicator over TCP connections between all ranks of a group."""
+
+    can_capture = False
 
     def __init__(
         self, rendezvous: Rendezvous, name: str, rank: int, size: int, *, connect_timeout_s: float, timeout_s: float
@@ -37,7 +42,7 @@ class GlooGroup:
         self._rendezvous: Rendezvous | None = rendezvous.duplicate()
         options = distributed.ProcessGroupGloo._Options()
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=rendezvous.address)]
-        options._timeout = timedelta(seconds=connect_timeout_s)
+        self._connect_timeout = options._timeout = timedelta(seconds=connect_timeout_s)
         options._threads = 1
         self._timeout = timedelta(seconds=timeout_s)
         self._gather_options, self._exchange_options = AllgatherOptions(), AllToAllOptions()
@@ -56,36 +61,45 @@ class GlooGroup:
         finally:
             del store  # an error that is raised here must not keep it
 
+    def open_store(self, name: str) -> Any:
+        """Return a store of torch that the ranks share while this group is open, to connect them in another way."""
+        assert self._rendezvous is not None
+        return distributed.PrefixStore(f"{self._name}/{name}", self._rendezvous.open_store(self._connect_timeout))
+
     def all_reduce(self, x: Tensor) -> Tensor:
         parts = self._gather(x)
         total = parts[0].to(torch.float32, copy=True)
         for part in parts[1:]:
             total += part
-        return total.to(x.dtype)
+        return total.to(x.dtype).to(x.device)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self._gather(x), dim=-1)
+        return torch.cat(self._gather(x), dim=-1).to(x.device)
 
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         assert len(x) == sum(send_counts), f"{len(x)} rows, counts {send_counts}"
-        received = x.new_empty(sum(receive_counts), *x.shape[1:])
+        received = _empty_on_host(x, sum(receive_counts), *x.shape[1:])
         row_bytes = x.element_size() * math.prod(x.shape[1:])
         sent, sizes = (
-            _as_bytes(x.contiguous()),
+            _as_bytes(_copy_to_host(x)),
             ([row_bytes * n for n in counts] for counts in (receive_counts, send_counts)),
         )
         call = partial(self._group.alltoall_base, _as_bytes(received), sent, *sizes, self._exchange_options)
         self._guard(lambda: call().wait())
-        return received
+        return received.to(x.device)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         return x.copy_(self._gather(x)[source])
 
     def send(self, x: Tensor, to: int) -> None:
-        self._guard(lambda: self._group.send([_as_bytes(x)], to, 0).wait(self._timeout))
+        sent = _as_bytes(_copy_to_host(x))
+        self._guard(lambda: self._group.send([sent], to, 0).wait(self._timeout))
 
     def receive(self, x: Tensor, source: int) -> None:
-        self._guard(lambda: self._group.recv([_as_bytes(x)], source, 0).wait(self._timeout))
+        received = _empty_on_host(x, *x.shape) if x.is_cuda else x
+        self._guard(lambda: self._group.recv([_as_bytes(received)], source, 0).wait(self._timeout))
+        if x.is_cuda:
+            x.copy_(received)
 
     def abort(self) -> None:
         """End all calls that wait, and all later ones, with RankLost. Any thread may call this method.
@@ -107,7 +121,7 @@ class GlooGroup:
         self.close()
 
     def _gather(self, x: Tensor) -> list[Tensor]:
-        x = x.contiguous()
+        x = _copy_to_host(x)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         outputs, inputs = [[_as_bytes(part) for part in parts]], [_as_bytes(x)]
         self._guard(lambda: self._group.allgather(outputs, inputs, self._gather_options).wait())
@@ -118,6 +132,16 @@ class GlooGroup:
             return call()
         except RuntimeError as error:  # torch's DistBackendError is one too
             raise RankLost(f"group {self._name}, rank {self.rank} of {self.size}: {error}") from error
+
+
+def _copy_to_host(x: Tensor) -> Tensor:
+    """Return x as a contiguous tensor in main memory."""
+    return _empty_on_host(x, *x.shape).copy_(x) if x.is_cuda else x.contiguous()
+
+
+def _empty_on_host(x: Tensor, *shape: int) -> Tensor:
+    """Return memory for a tensor like x; for one on a GPU it is pinned, so that copies are fast."""
+    return torch.empty(shape, dtype=x.dtype, pin_memory=x.is_cuda)
 
 
 def _as_bytes(x: Tensor) -> Tensor:

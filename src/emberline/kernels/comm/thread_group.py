@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from emberline.kernels.comm.communicator import RankLost
+from emberline.kernels.comm.communicator import Communicator, RankLost
 
 Result = TypeVar("Result")
 
@@ -89,8 +89,10 @@ class ThreadGroup:
             raise RankLost(f"rank {source} sent nothing to rank {to} within {self.deadline_s} s") from None
 
 
-class ThreadCommunicator:
+class ThreadCommunicator(Communicator):
     """A Communicator of a ThreadGroup."""
+
+    can_capture = False
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank, self.size = rank, group.size

@@ -14,7 +14,7 @@ from emberline.kernels.cpu.weight_arena import WeightArena
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.gguf_blocks import DamagedBlocks, find_block_format
-from emberline.kernels.mixture import Mixture, StackedExperts
+from emberline.kernels.mixture import Mixture, SelectedExperts, StackedExperts
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.reference import ReferenceBackend
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
@@ -221,6 +221,33 @@ class CPUBackend(ReferenceBackend):
         out = x if out is None else out
         assert x.is_contiguous() and out.is_contiguous() and x.shape == out.shape and x.shape[1] == mixture.router.k
         self.library.ember_mixture(ctypes.byref(mixture.native), len(x), x.data_ptr(), out.data_ptr())
+        return out
+
+    def select_experts(self, x: Tensor, mixture: Mixture) -> SelectedExperts:
+        if mixture.router.layout < 0 or isinstance(mixture.experts, StackedExperts):
+            return super().select_experts(x, mixture)
+        assert x.is_contiguous() and x.dtype == torch.float32 and x.shape[1] == mixture.router.k
+        shape = len(x), mixture.routing.experts_per_row
+        found = SelectedExperts(torch.empty_like(x), torch.empty(shape), torch.empty(shape, dtype=torch.int32))
+        pointers = (each.data_ptr() for each in (x, *found))
+        self.library.ember_select_experts(ctypes.byref(mixture.native), len(x), *pointers)
+        return found
+
+    def run_experts(self, x: Tensor, experts: Tensor, mixture: Mixture) -> Tensor:
+        if mixture.router.layout < 0 or isinstance(mixture.experts, StackedExperts):
+            return super().run_experts(x, experts, mixture)
+        assert x.is_contiguous() and x.dtype == torch.float32 and experts.is_contiguous() and len(experts) == len(x)
+        assert experts.dtype == torch.int32
+        out = torch.empty_like(x)
+        pointers = (each.data_ptr() for each in (x, experts, out))
+        self.library.ember_experts(ctypes.byref(mixture.native), len(x), *pointers)
+        return out
+
+    def add_shared_expert(self, out: Tensor, normed: Tensor, mixture: Mixture) -> Tensor:
+        if mixture.router.layout < 0 or isinstance(mixture.experts, StackedExperts):
+            return super().add_shared_expert(out, normed, mixture)
+        assert mixture.shared is not None and normed.is_contiguous() and out.is_contiguous()
+        self.library.ember_shared_expert(ctypes.byref(mixture.native), len(normed), normed.data_ptr(), out.data_ptr())
         return out
 
     def convolve(self, x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:

@@ -150,11 +150,10 @@ void run_shared(const Mixture& mix, const float* normed, int m, float* x) {
     });
 }
 
-}  // namespace
+bool has_lower_expert(const Assignment& a, const Assignment& b) { return a.expert < b.expert; }
 
-extern "C" void ember_mixture(const Mixture* mixture, int m, const float* x, float* out) {
-    const Mixture& mix = *mixture;
-    float* normed = scratch(kNormed, long(m) * mix.hidden);
+// Norms rows, and returns the assignments of each row to the experts that it selects.
+std::vector<Assignment> route(const Mixture& mix, int m, const float* x, float* normed) {
     float *logits = scratch(kRouter, 2l * m * mix.count), *choice = logits + long(m) * mix.count;
     ember_rms_norm(x, mix.norm, mix.eps, m, mix.hidden, normed);
     multiply(normed, mix.router, mix.router_layout, m, mix.count, mix.hidden, mix.router_bias, logits, kStore);
@@ -163,13 +162,59 @@ extern "C" void ember_mixture(const Mixture* mixture, int m, const float* x, flo
         long first = long(row) * mix.count;
         select_experts(mix, row, logits + first, choice + first, &assignments[size_t(row) * mix.top_k]);
     });
-    if (mix.shared) run_shared(mix, normed, m, out);
-    std::stable_sort(assignments.begin(), assignments.end(),
-                     [](const Assignment& a, const Assignment& b) { return a.expert < b.expert; });
+    return assignments;
+}
+
+// Sorts assignments by expert, and calls `body` with the first assignment of each expert and their number.
+template <class F>
+void for_experts(std::vector<Assignment>& assignments, const F& body) {
+    std::stable_sort(assignments.begin(), assignments.end(), has_lower_expert);
     for (auto first = assignments.begin(); first != assignments.end();) {
         auto next = std::find_if(first, assignments.end(), [&](const Assignment& other) { return other.expert != first->expert; });
-        int local = first->expert - mix.first_expert;  // experts of other ranks are skipped
-        if (local >= 0 && local < mix.num_experts) run_expert(mix, mix.experts[local], &*first, int(next - first), normed, out);
+        body(&*first, int(next - first));
         first = next;
     }
+}
+
+}  // namespace
+
+extern "C" void ember_mixture(const Mixture* mixture, int m, const float* x, float* out) {
+    const Mixture& mix = *mixture;
+    float* normed = scratch(kNormed, long(m) * mix.hidden);
+    std::vector<Assignment> assignments = route(mix, m, x, normed);
+    if (mix.shared) run_shared(mix, normed, m, out);
+    for_experts(assignments, [&](const Assignment* first, int count) {
+        int local = first->expert - mix.first_expert;  // experts of other ranks are skipped
+        if (local >= 0 && local < mix.num_experts) run_expert(mix, mix.experts[local], first, count, normed, out);
+    });
+}
+
+extern "C" void ember_select_experts(const Mixture* mixture, int m, const float* x, float* normed, float* weights, int* chosen) {
+    const Mixture& mix = *mixture;
+    std::vector<Assignment> assignments = route(mix, m, x, normed);
+    for_rows(m, [&](int row) {
+        Assignment* of_row = &assignments[size_t(row) * mix.top_k];
+        std::sort(of_row, of_row + mix.top_k, has_lower_expert);
+        for (int i = 0; i < mix.top_k; i++) {
+            weights[long(row) * mix.top_k + i] = of_row[i].weight;
+            chosen[long(row) * mix.top_k + i] = of_row[i].expert;
+        }
+    });
+}
+
+extern "C" void ember_experts(const Mixture* mixture, int m, const float* x, const int* experts, float* out) {
+    const Mixture& mix = *mixture;
+    long hidden = mix.hidden;
+    std::vector<Assignment> assignments(m);
+    for (int i = 0; i < m; i++) assignments[i] = {experts[i], i, 1.0f};
+    for_experts(assignments, [&](const Assignment* first, int count) {
+        float* rows = scratch(kExpertRows, count * hidden);
+        for_rows(count, [&](int i) { std::copy_n(x + first[i].row * hidden, hidden, rows + i * hidden); });
+        compute_expert(mix, mix.experts[first->expert], rows, count, rows, kStore);
+        for_rows(count, [&](int i) { std::copy_n(rows + i * hidden, hidden, out + first[i].row * hidden); });
+    });
+}
+
+extern "C" void ember_shared_expert(const Mixture* mixture, int m, const float* normed, float* out) {
+    run_shared(*mixture, normed, m, out);
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 from emberline.kernels.cuda.driver import check_status, driver_library
 
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: allows memory of another device
-HANDLE_BYTES = 64
+HANDLE_BYTES, UUID_BYTES = 64, 16
 MEMORY_TYPE_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the driver infers the memory type from the address
 MAX_PITCH_BYTES = (1 << 31) - 1  # the most bytes between rows that one copy by the driver supports
 
@@ -88,6 +88,50 @@ class OpenedMemory:
         check_status(driver_library().cuIpcCloseMemHandle(self._address))
 
 
+class AllocatedMemory:
+    """Zeroed device memory outside torch's allocator, which other processes can open, until `close`."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._index, self._address = device.index, ctypes.c_uint64()
+        _make_context_current(self._index)
+        check_status(driver_library().cuMemAlloc_v2(ctypes.byref(self._address), ctypes.c_size_t(size)))
+        check_status(driver_library().cuMemsetD8_v2(self._address, ctypes.c_ubyte(0), ctypes.c_size_t(size)))
+        check_status(driver_library().cuCtxSynchronize())
+
+    @property
+    def address(self) -> int:
+        return self._address.value
+
+    def export(self) -> bytes:
+        """Return the handle with which other processes can open the memory."""
+        handle = _IPCHandle()
+        check_status(driver_library().cuIpcGetMemHandle(ctypes.byref(handle), self._address))
+        return bytes(handle)
+
+    def close(self) -> None:
+        """Free the memory. No kernel may use it any more."""
+        _make_context_current(self._index)
+        check_status(driver_library().cuMemFree_v2(self._address))
+
+
+def get_device_uuid(index: int) -> bytes:
+    """Return the UUID of a GPU, which is the same in all processes."""
+    uuid = (ctypes.c_ubyte * UUID_BYTES)()
+    check_status(driver_library().cuDeviceGetUuid_v2(ctypes.byref(uuid), _get_device(index)))
+    return bytes(uuid)
+
+
+def can_access_peer(index: int, uuid: bytes) -> bool:
+    """Return whether a GPU can access the memory of the GPU with this UUID. That one must be visible here too."""
+    indexes = [other for other in range(torch.cuda.device_count()) if get_device_uuid(other) == uuid]
+    if not indexes or indexes[0] == index:
+        return bool(indexes)
+    is_possible = ctypes.c_int()
+    devices = _get_device(index), _get_device(indexes[0])
+    check_status(driver_library().cuDeviceCanAccessPeer(ctypes.byref(is_possible), *devices))
+    return bool(is_possible.value)
+
+
 def copy_rows(source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int) -> None:
     """Copy `height` rows of `width` bytes on torch's current stream.
 
@@ -120,7 +164,12 @@ def _make_context_current(device_index: int) -> None:
 def _primary_context(device_index: int) -> ctypes.c_void_p:
     """Return the device's primary context, the one that torch uses."""
     torch.cuda.init()
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    check_status(driver_library().cuDeviceGet(ctypes.byref(device), device_index))
-    check_status(driver_library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    context = ctypes.c_void_p()
+    check_status(driver_library().cuDevicePrimaryCtxRetain(ctypes.byref(context), _get_device(device_index)))
     return context
+
+
+def _get_device(index: int) -> ctypes.c_int:
+    device = ctypes.c_int()
+    check_status(driver_library().cuDeviceGet(ctypes.byref(device), index))
+    return device

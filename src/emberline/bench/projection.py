@@ -1,0 +1,74 @@
+"""Projections of decode steps on several GPUs: the measured step of one rank, and published times of its collectives.
+
+One rank's step is measured on one GPU, without the other ranks: `python -m emberline.bench.gpu.rank`. Nothing here was
+measured on several GPUs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from emberline.bench.report import BenchReport
+from emberline.core.errors import InvalidRequest
+from emberline.core.jsonfile import read_object
+
+# Microseconds of an all-reduce of bfloat16 numbers in a CUDA graph, by GPUs and numbers: vLLM 0.24's own kernel on H200
+# GPUs, from the tables of NVIDIA's aiconfigurator.
+ALL_REDUCE_US: dict[int, dict[int, float]] = {
+    2: {4096: 4.6, 32768: 4.8, 262144: 6.3, 1048576: 12.4},
+    4: {4096: 4.8, 32768: 5.4, 262144: 10.5, 1048576: 17.8},
+    8: {4096: 5.1, 32768: 6.6, 262144: 11.1, 1048576: 18.1},
+}
+# Milliseconds of a decode step by config, ranks and batch: SGLang with int4 experts on 8 H200.
+PUBLISHED_MS = {("kimi-k2.5", 8, 1): 9.22}
+
+
+def all_reduce_us(elements: int, ranks: int) -> float:
+    """Return the published time, between two sizes by linear interpolation; from the largest on, by the last slope."""
+    times = ALL_REDUCE_US[ranks]
+    sizes = sorted(times)
+    if elements <= sizes[0]:
+        return times[sizes[0]]
+    right = min(bisect_left(sizes, elements), len(sizes) - 1)
+    low, high = sizes[right - 1], sizes[right]
+    return times[low] + (elements - low) * (times[high] - times[low]) / (high - low)
+
+
+def collectives_us(calls: Sequence[Mapping[str, Any]], ranks: int) -> float:
+    """Return the time of the collectives of a step.
+
+    `calls`: of `bench.gpu.rank`. A gathering of parts is taken for a sum of the whole, which transfers more."""
+    parts = {"all_reduce": 1, "all_gather": ranks}
+    return sum(int(call["count"]) * all_reduce_us(int(call["elements"]) * parts[call["name"]], ranks) for call in calls)
+
+
+def add_projections(report: BenchReport, files: Sequence[Path]) -> None:
+    """Add a projection for each batch of each result file of `bench.gpu.rank`."""
+    for file in files:
+        found = read_object(file)
+        if found.get("bench") != "rank":
+            raise InvalidRequest(
+                f"{file} has results of {found.get('bench')!r}, and not of one rank",
+                param="rank_results",
+                hint="make it with `python -m emberline.bench.gpu.rank CONFIG --ranks N --json FILE`",
+            )
+        _add_rank(report, found)
+
+
+def _add_rank(report: BenchReport, found: Mapping[str, Any]) -> None:
+    config, model = found["config"], Path(found["config"]["config"]).stem
+    ranks, weights = config["ranks"], config["settings"].get("weights", "auto")
+    if ranks not in ALL_REDUCE_US:
+        known = ", ".join(map(str, ALL_REDUCE_US))
+        message = f"there are no published times of collectives among {ranks} GPUs, only among {known}"
+        raise InvalidRequest(message, param="rank_results", hint="measure one rank of another number of ranks")
+    form = "" if weights == "auto" else f"_{weights}"
+    for batch, calls in config["collectives"].items():
+        measured = found["results"][f"decode_b{batch}_ms"]
+        total = measured["value"] + collectives_us(calls, ranks) / 1e3
+        limit, peer = measured.get("limit"), PUBLISHED_MS.get((model, ranks, int(batch)))
+        name = f"projected_{model}_tp{ranks}{form}_b{batch}"
+        report.add(f"{name}_ms", total, "ms", limit=limit, peer=peer)
+        report.add(f"{name}_collectives_ms", collectives_us(calls, ranks) / 1e3, "ms")

@@ -1,0 +1,59 @@
+"""OwnWorkExecutor: computes the steps of a rank that attends to requests of its own (data-parallel attention)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from emberline.core.plan import WorkItem
+from emberline.engine.step_columns import StepColumns
+from emberline.engine.work_executor import ForwardModel, WorkExecutor
+from emberline.kernels.comm.communicator import Communicator
+from emberline.kv.cache import KVCache, StateCache
+from emberline.kv.layer_groups import LayerGroups
+from emberline.kv.tiers.copier import HostBlockCopier
+from emberline.models.forward import ForwardBatch
+from emberline.models.row_exchange import RowExchange
+
+
+class OwnWorkExecutor(WorkExecutor):
+    def __init__(
+        self,
+        comm: Communicator,
+        model: ForwardModel,
+        cache: KVCache,
+        groups: LayerGroups,
+        states: StateCache | None,
+        copier: HostBlockCopier,
+    ) -> None:
+        """`comm`: of the ranks that have requests of their own. `cache`, `states`: of this rank's requests."""
+        super().__init__(model, cache, groups, states, copier)
+        self._comm = comm
+
+    def _prepare_batch(self, work: Sequence[WorkItem], columns: StepColumns | None = None) -> ForwardBatch:
+        """Return the batch of this rank's requests, with the numbers of rows of the others.
+
+        `work`: that of all ranks, sorted by rank."""
+        if columns is not None:
+            columns.fill_items(work)
+        homes = [[w for w in work if w.home == rank] for rank in range(self._comm.size)]
+        batch = super()._prepare_batch(homes[self._comm.rank])
+        rows, logit_rows = ([sum(map(count, own)) for own in homes] for count in (_count_rows, _count_logit_rows))
+        return replace(
+            batch,
+            all_tokens=torch.tensor([token for w in work for token in w.tokens], dtype=torch.int64),
+            exchange=RowExchange(self._comm, tuple(rows)),
+            logit_exchange=RowExchange(self._comm, tuple(logit_rows)),
+        )
+
+
+def _count_rows(item: WorkItem) -> int:
+    return len(item.tokens)
+
+
+def _count_logit_rows(item: WorkItem) -> int:
+    if item.prompt_logprobs:
+        return len(item.tokens)
+    return 1 + item.num_draft if item.samples else 0

@@ -1,0 +1,179 @@
+"""Launches of the collective kernels of `collectives.cu`, on torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule
+
+FILE = "collectives.cu"
+MAX_RANKS, MAX_BLOCKS, MAX_THREADS = 8, 32, 512  # as in meeting.cuh
+HEADER_BYTES = 64 << 10  # at least the size of the kernels' struct Header
+REPORT_WORDS = 2  # 64-bit words in host memory: what a kernel reports, and the host's request to stop
+# What a kernel reports, in the low 8 bits; the rank because of which it gave up, and the call, are above.
+TIMED_OUT, OTHER_CALL, STOPPED, ANOTHER_GAVE_UP = 1, 2, 3, 4
+
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "float"}
+UNITS = {16: "uint4", 4: "u32", 1: "u8"}  # types of memory units, by their bytes
+NORM_DTYPES = (torch.bfloat16, torch.float16)
+NORM_CHUNKS = (1, 2, 4)  # packs of 8 elements of a row that a thread may have
+
+VARIANTS = (
+    *(f"reduce_{kind}_shot<{element}>" for kind in ("one", "two") for element in ELEMENTS.values()),
+    *(f"reduce_add_norm<{ELEMENTS[dtype]}, {chunks}>" for dtype in NORM_DTYPES for chunks in NORM_CHUNKS),
+    *(f"{name}<{unit}>" for name in ("gather_rows", "exchange_parts") for unit in UNITS.values()),
+    "broadcast",
+    "send_message",
+    "receive_message",
+)
+
+
+class Group(ctypes.Structure):
+    """What the kernels know of a group: the C struct Group of meeting.cuh."""
+
+    _fields_ = (
+        ("buffers", ctypes.c_uint64 * MAX_RANKS),
+        ("peer_inboxes", ctypes.c_uint64 * MAX_RANKS),
+        ("own_inboxes", ctypes.c_uint64 * MAX_RANKS),
+        ("report", ctypes.c_uint64),
+        ("data", ctypes.c_uint64),
+        ("slot_bytes", ctypes.c_uint64),
+        ("message_bytes", ctypes.c_uint64),
+        ("timeout_ns", ctypes.c_uint64),
+        ("rank", ctypes.c_int),
+        ("size", ctypes.c_int),
+        ("can_overlap", ctypes.c_int),
+        ("unused", ctypes.c_int),
+    )
+
+
+class _Counts(ctypes.Structure):
+    _fields_ = (("sent", ctypes.c_int * MAX_RANKS), ("received", ctypes.c_int * MAX_RANKS))
+
+
+def load_kernels() -> None:
+    """Compile and load all kernels: a kernel that is loaded later might wait for one that waits for other ranks."""
+    for name in VARIANTS:
+        _get_kernel(name).load()
+
+
+def reduce(
+    group: Group, x: Tensor, residual: Tensor | None, out: Tensor, signature: int, *, two_shot: bool, max_blocks: int
+) -> None:
+    """Write the sum of all ranks' x, or `residual` plus that sum, to `out`. All are contiguous and aligned."""
+    kind, packs = "two" if two_shot else "one", -(-x.nbytes // 16)
+    _launch(
+        f"reduce_{kind}_shot<{ELEMENTS[x.dtype]}>",
+        _count_blocks(packs // group.size if two_shot else packs, max_blocks),
+        (group, x, residual, out, x.numel(), signature),
+    )
+
+
+def choose_norm_threads(columns: int) -> tuple[int, int]:
+    """Return the threads of a CTA and the packs of each, which are those of the norm in triton/norm.py."""
+    block = max(32, 1 << (columns - 1).bit_length())
+    warps = min(max(block // 512, 1), 16)
+    return 32 * warps, max(1, block // (32 * warps * 8))
+
+
+def supports_norm(x: Tensor) -> bool:
+    """Return whether `reduce_add_norm` computes the same bits for rows like those of x as triton/norm.py does."""
+    columns = x.shape[1]
+    return (
+        x.dtype in NORM_DTYPES
+        and columns % 16 == 0
+        and columns >= 256
+        and choose_norm_threads(columns)[1] in NORM_CHUNKS
+    )
+
+
+def reduce_add_norm(
+    group: Group,
+    partial: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    normed: Tensor,
+    signature: int,
+    max_blocks: int,
+) -> None:
+    """Add the sum of all ranks' `partial` to x, and write the RMS norm of x to `normed`."""
+    (rows, columns), (threads, chunks) = x.shape, choose_norm_threads(x.shape[1])
+    _launch(
+        f"reduce_add_norm<{ELEMENTS[x.dtype]}, {chunks}>",
+        min(rows, max_blocks),
+        (group, partial, x, weight, eps, normed, rows, columns, signature),
+        threads,
+    )
+
+
+def gather_rows(group: Group, x: Tensor, out: Tensor, signature: int, max_blocks: int) -> None:
+    """Write the rows of all ranks' x [rows, columns] to `out` [rows, ranks * columns]."""
+    rows, row_bytes = len(x), x.nbytes // len(x)
+    unit = _choose_unit(row_bytes)
+    blocks = _count_blocks(x.nbytes // unit, max_blocks)
+    _launch(f"gather_rows<{UNITS[unit]}>", blocks, (group, x, out, rows, row_bytes // unit, signature))
+
+
+def broadcast(group: Group, x: Tensor, source: int, signature: int, max_blocks: int) -> None:
+    """Overwrite x with that of the rank `source`."""
+    _launch("broadcast", _count_blocks(-(-x.nbytes // 16), max_blocks), (group, x, x.nbytes, source, signature))
+
+
+def exchange_rows(
+    group: Group,
+    x: Tensor,
+    out: Tensor,
+    row_bytes: int,
+    sent: Sequence[int],
+    received: Sequence[int],
+    signature: int,
+    blocks: int,
+) -> None:
+    """Send rows of x to all ranks, and write the rows that they sent to `out`.
+
+    `sent`, `received`: rows to and from each rank. The number of blocks is the same on all ranks, which may exchange
+    different numbers of rows.
+    """
+    unit = _choose_unit(row_bytes)
+    counts = _Counts()
+    counts.sent[: group.size] = [count * row_bytes // unit for count in sent]
+    counts.received[: group.size] = [count * row_bytes // unit for count in received]
+    _launch(f"exchange_parts<{UNITS[unit]}>", blocks, (group, x, out, counts, signature))
+
+
+def send(group: Group, x: Tensor, to: int, signature: int, max_blocks: int) -> None:
+    _launch("send_message", _count_blocks(-(-x.nbytes // 16), max_blocks), (group, x, x.nbytes, to, signature))
+
+
+def receive(group: Group, x: Tensor, source: int, signature: int, max_blocks: int) -> None:
+    _launch("receive_message", _count_blocks(-(-x.nbytes // 16), max_blocks), (group, x, x.nbytes, source, signature))
+
+
+def _choose_unit(row_bytes: int) -> int:
+    """Return the bytes of the largest unit that divides a row: the same on all ranks."""
+    return next(unit for unit in UNITS if row_bytes % unit == 0)
+
+
+def _count_blocks(units: int, max_blocks: int) -> int:
+    """Return the CTAs of a launch, which all ranks choose alike."""
+    return max(1, min(max_blocks, -(-units // MAX_THREADS)))
+
+
+def _launch(name: str, blocks: int, arguments: Sequence[object], threads: int = MAX_THREADS) -> None:
+    _get_kernel(name)((blocks, 1, 1), threads, arguments, pdl=True)  # type: ignore[arg-type]
+
+
+@cache
+def _get_kernel(name: str) -> CudaKernel:
+    return _module().kernel(name)
+
+
+@cache
+def _module() -> CudaModule:
+    return CudaModule(FILE, VARIANTS)

@@ -1,0 +1,180 @@
+"""RankKVManagers: the KV caches of ranks that attend to different requests, behind the interface of one KVManager.
+
+With data-parallel attention, each rank has a cache of its own, with blocks and slots for states that are numbered from
+0 on every rank. A request has all its blocks on one rank, its home, from its admission until it is freed. Tiers and
+transfers between engines do not work with such caches yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from emberline.core.events import BlockSample
+from emberline.core.request import Request
+from emberline.kv.block_copies import PendingCopies
+from emberline.kv.kept_blocks import KeptBlocks
+from emberline.kv.manager import KVManager
+from emberline.kv.prefix import PrefixChanges
+
+
+class RankKVManagers:
+    tiers = pulls = None
+
+    def __init__(self, managers: Sequence[KVManager]) -> None:
+        """`managers`: that of each rank. They must have no tiers and no pulls."""
+        assert all(manager.tiers is None and manager.pulls is None for manager in managers)
+        self._managers = tuple(managers)
+        self._homes: dict[str, int] = {}  # rank, by request
+        self._num_requests = [0] * len(managers)  # by rank
+        self._parents: dict[bytes, dict[int, bytes]] = {}  # by hash of a tracked block: its parent's, by rank
+        self.block_size = managers[0].block_size
+        self.prefix_cache = managers[0].prefix_cache
+        self.has_windows = managers[0].has_windows
+        self.copies: PendingCopies = managers[0].copies  # none are made without tiers
+        self.kept: KeptBlocks = managers[0].kept  # none are kept without transfers
+        self.residency = RankResidency(self._managers)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def home_of(self, request: Request) -> int:
+        """Return the rank that has the blocks of an admitted request."""
+        return self._homes[request.id]
+
+    def manager_of(self, request: Request) -> KVManager:
+        return self._managers[self._homes[request.id]]
+
+    def admit(self, request: Request, reserved_blocks: int = 0) -> bool:
+        """Choose the request's home, allocate blocks for all its known tokens there, and return True.
+
+        Return False if that would leave fewer than `reserved_blocks` blocks available on every rank, or one for each
+        request there. Ranks are tried in the order of the tokens that they would have to keep or compute: those of
+        their requests, and those of this one that are not in their prefix cache; of equal ranks, the one with the most
+        free blocks first, so that the prefix caches of all ranks are used."""
+        for home in sorted(range(len(self._managers)), key=lambda home: self._rate_home(home, request)):
+            if self._managers[home].admit(request, min(reserved_blocks, self._num_requests[home])):
+                self._homes[request.id] = home
+                self._num_requests[home] += 1
+                return True
+        return False
+
+    def _rate_home(self, home: int, request: Request) -> tuple[int, int]:
+        manager = self._managers[home]
+        used = manager.num_blocks - manager.num_free_blocks - manager.num_cached_blocks
+        tokens = used * self.block_size + request.num_known - manager.count_prefix_tokens(request)
+        return tokens, -manager.num_free_blocks
+
+    def extend_block_table(self, request: Request, num_tokens: int, reserved_blocks: int = 0) -> bool:
+        home = self._homes[request.id]
+        reserved = min(reserved_blocks, self._num_requests[home])
+        return self._managers[home].extend_block_table(request, num_tokens, reserved)
+
+    def free_request(self, request: Request) -> None:
+        home = self._homes.pop(request.id)
+        self._num_requests[home] -= 1
+        self._managers[home].free_request(request)
+
+    def block_table(self, request: Request) -> Sequence[int]:
+        return self.manager_of(request).block_table(request)
+
+    def window_tables(self, request: Request) -> Sequence[Sequence[int]]:
+        return self.manager_of(request).window_tables(request)
+
+    def index_full_blocks(self, request: Request) -> None:
+        self.manager_of(request).index_full_blocks(request)
+
+    def num_reclaimable_blocks(self, request: Request) -> int:
+        return self.manager_of(request).num_reclaimable_blocks(request)
+
+    def is_loading(self, request: Request) -> bool:
+        return False
+
+    def update_loaded_prefix(self, request: Request) -> bool:
+        return True
+
+    def keep_source_lease_alive(self, request: Request) -> None:
+        """Remove the peer from the request, as no blocks are copied from other engines."""
+        request.source = None
+
+    def drop_unadmitted_request(self, request: Request) -> None:
+        """Without transfers, a request has no lease."""
+
+    # -- all ranks -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(manager.num_blocks for manager in self._managers)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return sum(manager.num_free_blocks for manager in self._managers)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return sum(manager.num_cached_blocks for manager in self._managers)
+
+    @property
+    def queried_tokens(self) -> int:
+        return sum(manager.queried_tokens for manager in self._managers)
+
+    @queried_tokens.setter
+    def queried_tokens(self, count: int) -> None:
+        self._managers[0].queried_tokens += count - self.queried_tokens
+
+    @property
+    def hit_tokens(self) -> int:
+        return sum(manager.hit_tokens for manager in self._managers)
+
+    @hit_tokens.setter
+    def hit_tokens(self, count: int) -> None:
+        self._managers[0].hit_tokens += count - self.hit_tokens
+
+    def check_invariants(self) -> None:
+        for home, manager in enumerate(self._managers):
+            manager.check_invariants()
+            assert self._num_requests[home] == sum(each == home for each in self._homes.values())
+
+    # -- cached prefixes, for the router -------------------------------------------------------------------------------
+
+    def track_prefix_changes(self) -> None:
+        self._parents = {}
+        for manager in self._managers:
+            manager.track_prefix_changes()
+
+    @property
+    def is_tracking_prefixes(self) -> bool:
+        return self._managers[0].is_tracking_prefixes
+
+    def take_prefix_changes(self) -> PrefixChanges | None:
+        """Return the prefix blocks that were added and removed since the last call, or None if nothing changed.
+
+        A block that several ranks have is removed when the last of them has removed it."""
+        changes = [(rank, found) for rank, each in enumerate(self._managers) if (found := each.take_prefix_changes())]
+        if not changes:
+            return None
+        changed: dict[bytes, None] = {}  # in the order of the changes
+        for rank, (_, stored, removed) in changes:
+            for digest, parent in stored:
+                self._parents.setdefault(digest, {})[rank] = parent
+            for digest in removed:  # maybe added and removed since the last call
+                self._parents.setdefault(digest, {}).pop(rank, None)
+            changed |= dict.fromkeys([digest for digest, _ in stored] + removed)
+        # A parent is marked, which makes it longer, if a rank has no states after the block.
+        added = [(digest, min(parents.values(), key=len)) for digest in changed if (parents := self._parents[digest])]
+        gone = [digest for digest in changed if not self._parents[digest]]
+        for digest in gone:
+            del self._parents[digest]
+        return any(is_whole for _, (is_whole, _, _) in changes), added, gone
+
+
+AnyKVManager = KVManager | RankKVManagers
+
+
+class RankResidency:
+    """How long blocks of all ranks keep their content."""
+
+    def __init__(self, managers: Sequence[KVManager]) -> None:
+        self._managers = managers
+
+    def take_samples(self) -> list[BlockSample]:
+        """Return the samples recorded since the last call."""
+        return [sample for manager in self._managers for sample in manager.residency.take_samples()]

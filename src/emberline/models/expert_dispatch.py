@@ -1,0 +1,106 @@
+"""ExpertDispatch: sends rows to the ranks that have their experts, and adds the outputs that come back.
+
+Every rank knows which experts the rows of all ranks select, so it knows how many rows each rank sends. A row is sent
+once to each rank that has one of its experts. Outputs come back for each pair of a row and an expert, and are added in
+the order of the experts' numbers. So a row's bits depend neither on other rows nor on the rank that computed an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from emberline.kernels import expert_ops
+from emberline.kernels.mixture import Mixture, SelectedExperts
+from emberline.models.row_exchange import RowExchange
+from emberline.models.shard import Shard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertSlots:
+    """Which ranks have which experts. A slot holds the weights of one expert; an expert may be in several slots."""
+
+    groups: int  # of ranks; the ranks of a group have parts of the same experts
+    per_group: int  # slots; those of group g have the numbers from g * per_group on
+    table: Tensor  # [experts, most copies] int64: slots of each expert; the first is repeated if it has fewer
+    copies: Tensor  # [experts] int64: number of slots of each expert
+
+    @staticmethod
+    def in_order(experts: int, groups: int) -> ExpertSlots:
+        """Return the slots of experts that are divided among groups in the order of their numbers."""
+        return ExpertSlots(groups, experts // groups, torch.arange(experts)[:, None], torch.ones(experts).long())
+
+    def choose(self, experts: Tensor) -> Tensor:
+        """Return the slots that compute the experts [rows, n] of rows. Rows take turns with the copies of an expert."""
+        copy = torch.arange(len(experts))[:, None] % self.copies[experts]
+        return self.table[experts, copy]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertDispatch:
+    slots: ExpertSlots
+
+    @staticmethod
+    def of(shard: Shard, experts: int) -> ExpertDispatch | None:
+        """Return the dispatch of a rank, or None if it computes its experts for the rows that it has."""
+        return ExpertDispatch(ExpertSlots.in_order(experts, shard.expert_parts)) if shard.dispatches_rows else None
+
+    def add_outputs(self, x: Tensor, mixture: Mixture, exchange: RowExchange) -> Tensor:
+        """Add the output of the mixture to x, the rows of this rank, in place and return x."""
+        comm, rules = exchange.comm, mixture.routing
+        selected = _select(x, mixture)
+        numbers = exchange.gather(selected.numbers).long()
+        slots = self.slots.choose(numbers)  # [rows of all ranks, experts per row]
+        groups, ranks_per_group = slots // self.slots.per_group, comm.size // self.slots.groups
+        group_of = [rank // ranks_per_group for rank in range(comm.size)]
+        first = sum(exchange.counts[: comm.rank])
+        own_groups, own_group = groups[first : first + exchange.own], group_of[comm.rank]
+
+        # Rows of this rank that go to each rank, and rows of each rank that come here.
+        sent = [(own_groups == group).any(1).nonzero()[:, 0] for group in group_of]
+        is_received = (groups == own_group).any(1)
+        received_counts = [int(part.sum()) for part in is_received.split(exchange.counts)]
+        received = comm.all_to_all(selected.normed[torch.cat(sent)], list(map(len, sent)), received_counts)
+
+        # Pairs of a row and a choice that this rank computes, in the order of the rows.
+        row, choice = (groups == own_group).nonzero(as_tuple=True)
+        inputs = received[(is_received.cumsum(0) - 1)[row]]
+        if rules.scales_inputs:
+            inputs *= exchange.gather(selected.weights)[row, choice, None]
+        outputs = inputs
+        if len(row):
+            local = slots[row, choice] - own_group * self.slots.per_group
+            outputs = expert_ops.run_experts(inputs, local.int(), mixture)
+
+        # They go back to the ranks of their rows.
+        computed_counts = [int((part == own_group).sum()) for part in groups.split(exchange.counts)]
+        pairs = [(own_groups == group).flatten().nonzero()[:, 0] for group in group_of]
+        parts = comm.all_to_all(outputs, computed_counts, list(map(len, pairs)))
+        return _add(x, selected, mixture, _sum_parts(parts, pairs, x, rules.experts_per_row))
+
+
+def _select(x: Tensor, mixture: Mixture) -> SelectedExperts:
+    if len(x):
+        return expert_ops.select_experts(x, mixture)
+    nothing = x.new_empty(0, mixture.routing.experts_per_row, dtype=torch.float32)
+    return SelectedExperts(x, nothing, nothing.int())
+
+
+def _sum_parts(parts: Tensor, pairs: list[Tensor], x: Tensor, per_row: int) -> Tensor:
+    """Return the outputs [rows, experts per row, hidden]. `parts`: of the ranks, each with its pairs of row and choice.
+
+    The ranks of a group have parts of the same outputs, which are added in the order of the ranks."""
+    total = torch.zeros(len(x) * per_row, x.shape[1], dtype=torch.float32, device=x.device)
+    for part, indexes in zip(parts.split(list(map(len, pairs))), pairs, strict=True):
+        total[indexes] += part
+    return total.to(x.dtype).view(len(x), per_row, x.shape[1])
+
+
+def _add(x: Tensor, selected: SelectedExperts, mixture: Mixture, outputs: Tensor) -> Tensor:
+    if mixture.shared is not None and len(x):
+        expert_ops.add_shared_expert(x, selected.normed, mixture)
+    for output, weight in zip(outputs.unbind(1), selected.weights.unbind(1), strict=True):
+        x.add_(output if mixture.routing.scales_inputs else output * weight[:, None])
+    return x

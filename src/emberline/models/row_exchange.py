@@ -1,0 +1,48 @@
+"""RowExchange: moves rows between ranks that attend to different requests and have parts of the same layers.
+
+With data-parallel attention, a rank has the rows of its own requests. Layers that ranks divide compute their part for
+the rows of all ranks, and each rank then gets the sums of its own rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.comm.communicator import Communicator
+
+
+@dataclass(frozen=True, slots=True)
+class RowExchange:
+    comm: Communicator
+    counts: tuple[int, ...]  # rows of each rank
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def own(self) -> int:
+        """The number of rows of this rank."""
+        return self.counts[self.comm.rank]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the rows of all ranks, in the order of the ranks. `x`: the rows of this rank."""
+        assert len(x) == self.own, f"{len(x)} rows, and not {self.own}"
+        size = self.comm.size
+        return self.comm.all_to_all(x.repeat(size, *[1] * (x.dim() - 1)), [len(x)] * size, self.counts)
+
+    def sum_own(self, x: Tensor) -> Tensor:
+        """Return the sums of this rank's rows of the ranks' x. `x`: the rows of all ranks, in the order of the ranks.
+
+        As in `all_reduce`, sums are computed in float32, in the order of the ranks, and rounded once.
+        """
+        assert len(x) == self.total, f"{len(x)} rows, and not {self.total}"
+        size = self.comm.size
+        first, *others = self.comm.all_to_all(x, self.counts, [self.own] * size).chunk(size)
+        total = first.to(torch.float32, copy=True)
+        for other in others:
+            total += other
+        return total.to(x.dtype)

@@ -1,0 +1,127 @@
+"""The kernels of collectives.cu, compiled for a CPU: bits, order of memory accesses, and ranks that do not come.
+
+Every thread of a CTA is a thread of the operating system, and a race detector watches them: a missing or too weak flag
+is found even if the result is right. `emulated_cuda/` replaces the headers that have inline assembly.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from emberline.kernels.comm.communicator import gather_bytes
+from emberline.kernels.comm.thread_group import ThreadGroup
+from emberline.kernels.comm.thresholds import prefers_two_shot
+from emberline.kernels.cuda import collectives, nvrtc
+
+EMULATED = Path(__file__).parents[1] / "emulated_cuda"
+ALL_KINDS = "01234567"
+RACE_STATUS = 66  # exit status of the race detector
+# What is wrong, in which calls that shows, and a text of the kernels with its replacement.
+MISTAKES = {
+    "no second meeting": ("012", "if (!meet(group, call, 1,", "if (mistake != {} && !meet(group, call, 1,"),
+    "one slot": ("0123456", "(call & 1) * group.slot_bytes", "(mistake == {} ? 0 : call & 1) * group.slot_bytes"),
+    "no release": ("012", "  store_release(&header_of", "  (mistake == {} ? store_relaxed : store_release)(&header_of"),
+    "three messages": ("7", "message - 2, to)", "message - (mistake == {} ? 3 : 2), to)"),
+    "missing rounds": ("6", "int(round) * area", "int(mistake == {} ? 0 : round) * area"),
+    "another call": ("0", "BITS | signature;", "BITS | (signature + (mistake == {}) * group.rank);"),
+}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("g++") or pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("emulated")
+    for file in EMULATED.iterdir():
+        shutil.copy(file, folder)
+    for name in ("meeting.cuh", "collectives.cu"):
+        text = (nvrtc.SOURCE_DIR / name).read_text()
+        text = re.sub(r"__shared__ (\w+) (\w+)(\S+);", r"auto& \2 = shared_memory<\1\3>();", text)
+        for number, (_, right, wrong) in enumerate(MISTAKES.values(), 1):
+            text = text.replace(right, wrong.format(number))
+        (folder / name).write_text(text)
+    command = [compiler, "-std=c++20", "-O1", "-fsanitize=thread", "-pthread", "-w", "run_collectives.cpp", "-o", "run"]
+    subprocess.run(command, cwd=folder, check=True, timeout=120)
+    return folder / "run"
+
+
+def run(program: Path, ranks: int, calls: int, kinds: str, mistake: int = 0, absent: int = -1) -> tuple[int, str]:
+    command = [str(program), str(ranks), str(calls), "1", kinds, str(mistake), str(absent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+def test_bits_and_order(program: Path, ranks: int) -> None:
+    assert run(program, ranks, 30, ALL_KINDS) == (0, "0 wrong, 0 gave up\n")
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes_are_found(program: Path, what: str) -> None:
+    number = list(MISTAKES).index(what) + 1
+    status, output = run(program, 3, 30, MISTAKES[what][0], number)
+    assert status in (1, RACE_STATUS), output
+    if what == "another call":
+        assert f": reason {collectives.OTHER_CALL} " in output
+
+
+@pytest.mark.parametrize("kinds", ["012", "7"])
+def test_absent_rank(program: Path, kinds: str) -> None:
+    """The other ranks give up, because rank 1 does not come, or because another gave up."""
+    status, output = run(program, 3, 10, kinds, absent=1)
+    assert status == 1 and "2 gave up" in output
+    assert f"reason {collectives.TIMED_OUT} rank 1" in output
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
+def test_kernels_compile_for_other_gpus(architecture: str) -> None:
+    options = (*nvrtc.compiler_options(architecture), "--Ofast-compile=max")
+    assert nvrtc.compile_cached(collectives.FILE, collectives.VARIANTS, options).code[:4] == b"\x7fELF"
+
+
+def test_constants_are_those_of_the_kernels() -> None:
+    text = (nvrtc.SOURCE_DIR / "meeting.cuh").read_text()
+    assert f"MAX_RANKS = {collectives.MAX_RANKS}, MAX_BLOCKS = {collectives.MAX_BLOCKS};" in text
+    for name in ("TIMED_OUT", "OTHER_CALL", "STOPPED", "ANOTHER_GAVE_UP"):
+        assert re.search(rf"\b{name} = {getattr(collectives, name)}\b", text)
+    (fields,) = re.findall(r"struct Group \{(.*?)\n\};", text, re.DOTALL)
+    names = re.findall(r"(\w+)(?:\[MAX_RANKS\])?[;,]", re.sub(r"//.*", "", fields))
+    assert names == [field[0] for field in collectives.Group._fields_]
+
+
+def test_choices_by_size() -> None:
+    assert not prefers_two_shot(1 << 30, 2)
+    assert [prefers_two_shot(size << 10, 4) for size in (512, 513)] == [False, True]
+    assert [prefers_two_shot(size << 10, 7) for size in (160, 161)] == [False, True]
+    assert [collectives.choose_norm_threads(columns) for columns in (256, 576, 4096, 5120, 16384)] == [
+        (32, 1), (64, 2), (256, 2), (512, 2), (512, 4)
+    ]  # fmt: skip
+
+
+def test_gathered_bytes() -> None:
+    data = [b"", b"abc", b"\0" * 5]
+    assert ThreadGroup(3).run(lambda comm: gather_bytes(comm, data[comm.rank])) == [data] * 3
+
+
+def test_calls_that_are_made_of_others() -> None:
+    """Sums are rounded before they are added."""
+    parts = [torch.tensor([[256.0, 1.0]]), torch.tensor([[0.5, 2.0]])]
+    weight = torch.tensor([2.0, 1.0])
+
+    def run_rank(comm: object) -> tuple[list[float], ...]:
+        rank = comm.rank  # type: ignore[attr-defined]
+        x = torch.full((1, 2), 1.0).bfloat16()
+        added = comm.all_reduce_add(x, parts[rank].bfloat16())  # type: ignore[attr-defined]
+        assert added is x
+        y = torch.full((1, 2), 1.0)
+        normed = comm.all_reduce_add_norm(y, parts[rank].clone(), weight, 0.0)  # type: ignore[attr-defined]
+        scale = float(y.square().mean().rsqrt())
+        assert normed.tolist() == [pytest.approx([y[0, 0].item() * scale * 2, y[0, 1].item() * scale])]
+        return (x[0].tolist(), comm.broadcast(torch.tensor([rank + 5, 1]), 1).tolist())  # type: ignore[attr-defined]
+
+    assert ThreadGroup(2).run(run_rank) == [([256.0, 4.0], [6, 1])] * 2  # 256.5 and 257 are rounded to 256
