@@ -33,6 +33,7 @@ from emberline.models.weight_form import choose_weight_form
 
 DECODE_ROWS = 8  # requests of a timed step that generates tokens, one each
 CHUNK_TOKENS = 64  # of a timed step that computes a part of one prompt
+SHAPES = ((DECODE_ROWS, 1), (1, CHUNK_TOKENS))  # of the timed steps: requests, and tokens of each
 CONTEXT = 128  # tokens of each request before these
 MIN_REPEATS, MAX_REPEATS, MAX_SECONDS = 3, 20, 0.05  # of a timed call
 
@@ -120,10 +121,10 @@ def measure_costs(config: EngineConfig, layout: Layout) -> ModelCosts:
             by_kind[kind] = _measure_layer(load(Stage(1, 3, range(layer, layer + 1))), threads)
     layers = tuple(by_kind[kind] for kind in kinds)
     first, last = load(Stage(0, 2, range(1))), load(Stage(1, 2, range(model.layers - 1, model.layers)))
-    embed = [partial(first.model.embed, _make_batch(first, *each)) for each in ((DECODE_ROWS, 1), (1, CHUNK_TOKENS))]
+    embed = [partial(first.model.embed, _make_batch(first, *each)) for each in SHAPES]
     return ModelCosts(
         layers,
-        PartCost(_measure_token(*embed, threads), first.model.weight_bytes - layers[0].weight_bytes),
+        PartCost(_measure_token(embed, threads), first.model.weight_bytes - layers[0].weight_bytes),
         PartCost(_measure_head(last, threads), last.model.weight_bytes - layers[-1].weight_bytes),
     )
 
@@ -171,12 +172,12 @@ def _make_batch(part: RankPart, rows: int, tokens_per_row: int) -> ForwardBatch:
 
 def _measure_layer(part: RankPart, threads: int) -> PartCost:
     calls = []
-    for shape in ((DECODE_ROWS, 1), (1, CHUNK_TOKENS)):
+    for shape in SHAPES:
         batch = replace(_make_batch(part, *shape), logit_rows=None)
         calls.append(partial(part.model.run_layers, torch.randn(len(batch.tokens), part.model.config.hidden), batch))
     described = part.describe()
     sizes = described.weight_bytes, described.block_bytes, described.slot_bytes
-    return PartCost(_measure_token(calls[0], calls[1], threads), *sizes)
+    return PartCost(_measure_token(calls, threads), *sizes)
 
 
 def _measure_head(part: RankPart, threads: int) -> float:
@@ -188,9 +189,9 @@ def _measure_head(part: RankPart, threads: int) -> float:
     return _measure(lambda: sampler.sample(work, model.compute_logits(x)), threads) / DECODE_ROWS
 
 
-def _measure_token(decode: Callable[[], object], chunk: Callable[[], object], threads: int) -> float:
-    """Return the seconds for a generated token and a token of a prompt, from calls that compute several of them."""
-    return _measure(decode, threads) / DECODE_ROWS + _measure(chunk, threads) / CHUNK_TOKENS
+def _measure_token(calls: Sequence[Callable[[], object]], threads: int) -> float:
+    """Return the seconds for a generated token and a token of a prompt. `calls`: compute a step of each SHAPES."""
+    return sum(_measure(call, threads) / (rows * tokens) for call, (rows, tokens) in zip(calls, SHAPES, strict=True))
 
 
 def _measure(call: Callable[[], object], threads: int) -> float:
