@@ -47,7 +47,7 @@ def build_config(directory: Path, name: str, **settings: Any) -> EngineConfig:
 
 def test_stages_compute_different_requests_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the start, each of two plans in flight has half of the requests, and none has a request of another."""
-    engine = make_thread_engine(build_config(tmp_path, "llama", max_running=4, max_batch_tokens=1024, pp=2))
+    engine = make_thread_engine(build_config(tmp_path, "llama", max_running=4, max_batch_tokens=2048, pp=2))
     runner = engine.runner
     assert isinstance(runner, PipelineLeaderRunner)
     open_plans: list[set[str]] = []
@@ -145,7 +145,7 @@ def score(engine: Engine) -> dict[str, list[float]]:
 def test_preempted_requests_and_prompt_scores(tmp_path: Path) -> None:
     config = build_config(tmp_path, "qwen2")
     expected = run_engine(boot(config).engine, submissions(0.8))
-    tight = build_config(tmp_path, "qwen2", kv_memory=9 * 1024, pp=2, max_running=4, max_batch_tokens=64)
+    tight = build_config(tmp_path, "qwen2", kv_memory=9 * 1024, pp=2, max_running=4, max_batch_tokens=1024)
     engine = make_thread_engine(tight)
     assert run_engine(engine, submissions(0.8)) == expected
     assert engine.scheduler.preemptions > 0, "the cache was meant to be too small"

@@ -84,6 +84,7 @@ def test_prompts_are_computed_in_smaller_steps_with_several_stages() -> None:
         return max_prompt_tokens(max_batch_tokens, planned, num_stages, [request, None])
 
     assert limit(512, 16, num_stages=1, prompt_len=2000) == 496
-    assert [limit(512, 16, num_stages=2, prompt_len=n) for n in (2000, 400, 100)] == [128, 100, 32]
+    assert [limit(512, 8, num_stages=2, prompt_len=n) for n in (9000, 400, 100)] == [128, 25, 16]
+    assert limit(512, 60, num_stages=2, prompt_len=100) == 60
     assert limit(16, 15, num_stages=2, prompt_len=20) == 1
     assert limit(1, 0, num_stages=4, prompt_len=20) == 1
