@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,14 +15,17 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
-from emberline.engine.ranks.boot import check_same_model, make_engine, plan_caches
+from emberline.engine.ranks.boot import check_same_model, make_engine, plan_caches, share_caches
+from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.rank_loop import compute_step
 from emberline.engine.ranks.rank_part import RankPart
 from emberline.engine.ranks.work_codec import WorkDecoder
+from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.comm.communicator import Communicator
 from emberline.kernels.comm.gloo import GlooGroup
 from emberline.kernels.comm.thread_group import ThreadGroup
+from emberline.models.config import ModelConfig
 
 
 class ThreadRanks:
@@ -49,8 +53,11 @@ class ThreadRanks:
         if max_blocks is not None:
             num_blocks = min(num_blocks, max_blocks[0] + max_blocks[1] * (len(self.leader.groups.windows) - 1))
         self.sizes = num_blocks, num_slots
-        for part in parts:
-            part.allocate(*self.sizes)
+        model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
+        self.memory = GroupMemory.create(self.layout.num_ranks)
+        self.caches = share_caches(config, self.memory, self.layout, model, self.leader, self.sizes[0])
+        for rank, part in enumerate(parts):
+            part.allocate(*self.sizes, None if self.caches is None else self.caches.regions[rank])
         self._runs: list[Future[None]] = [
             self._pool.submit(self._run, queue, parts[rank]) for rank, queue in self._queues.items()
         ]
@@ -96,6 +103,7 @@ class ThreadRanks:
         for run in self._runs:
             run.result()
         self._pool.shutdown()
+        self.memory.close()
         if self._store_fd is not None:
             os.close(self._store_fd)
 
@@ -103,7 +111,7 @@ class ThreadRanks:
 def make_thread_engine(config: EngineConfig, **options: Any) -> Engine:
     """`options`: of ThreadRanks."""
     ranks = ThreadRanks(config, **options)
-    return make_engine(config, ranks, ranks.leader, ranks.sizes[1])
+    return make_engine(config, ranks, ranks.leader, ranks.sizes[1], ranks.caches)
 
 
 def run_threads(config: EngineConfig, pending: list[Submission], **layout: int) -> dict[str, list[int]]:

@@ -19,6 +19,7 @@ from emberline.engine import memory
 from emberline.engine.boot import LoadedEngine, boot
 from emberline.engine.engine_group_boot import WeightEstimate
 from emberline.engine.gpu import boot as gpu_boot
+from emberline.engine.gpu import planned_model
 from emberline.engine.gpu.device import HostDevice
 from emberline.kernels import ops, portable_backend
 from emberline.kernels.cpu.library import find_library
@@ -256,7 +257,7 @@ def test_doctor_and_boot_reject_the_same_settings(
 
 
 def test_dtype_names_are_the_same_everywhere() -> None:
-    assert {name: dtype.itemsize for name, dtype in gpu_boot.KV_DTYPES.items()} == memory.DTYPE_BYTES
+    assert {name: dtype.itemsize for name, dtype in planned_model.KV_DTYPES.items()} == memory.DTYPE_BYTES
 
 
 def test_plan_and_kernel_unpack_the_same_part_of_the_head() -> None:

@@ -20,7 +20,10 @@ from emberline.core.request import FinishReason, Submission
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.kv_managers import make_kv_manager
-from emberline.engine.ranks.settings import check_rank_settings
+from emberline.engine.ranks import expert_balancer
+from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.leader import LeaderRunner
+from emberline.engine.ranks.settings import check_divisible, check_rank_settings
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kv.rank_managers import AnyKVManager, RankKVManagers
 from emberline.models.config import ModelConfig
@@ -48,7 +51,18 @@ def test_groups_of_ranks_divide_their_experts(tmp_path: Path) -> None:
     assert run_threads(config, submissions(0.8), **layout) == run_engine(boot(config).engine, submissions(0.8))
 
 
-def run_with_scores(engine: Engine, pending: list[Submission]) -> dict[str, tuple[list[int], list[float]]]:
+def test_load_of_ranks_is_counted(tmp_path: Path) -> None:
+    engine = make_thread_engine(build_config(tmp_path, "qwen3-moe").with_settings(**DISPATCHED))
+    run_engine(engine, [Submission("r", [7, 8, 9], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))])
+    engine.close()
+    found = engine.stats().experts
+    assert found is not None and sum(found.rows) == (3 + 3) * 2  # one layer has experts, and a row has two of them
+    assert found.imbalance == max(found.rows) / (sum(found.rows) / 2) and found.moved == 0
+
+
+def run_with_scores(
+    engine: Engine, pending: list[Submission], *, closes: bool = True
+) -> dict[str, tuple[list[int], list[float]]]:
     """Return the tokens of each choice, and their log-probabilities."""
     for submission in pending:
         engine.add(submission)
@@ -59,7 +73,8 @@ def run_with_scores(engine: Engine, pending: list[Submission]) -> dict[str, tupl
             tokens += output.tokens
             scores += [each.logprob for each in output.logprobs]
     engine.kv.check_invariants()
-    engine.close()
+    if closes:
+        engine.close()
     return found
 
 
@@ -166,6 +181,53 @@ def test_requests_that_are_aborted_between_steps(tmp_path: Path) -> None:
     assert all(tokens[name] == expected[name] for name in tokens if ends[name] is not FinishReason.ABORT)
 
 
+class TestRedundantExperts:
+    """Experts that many rows select get copies on other ranks, and tokens stay the same."""
+
+    LAYOUT = DISPATCHED | {"redundant_experts": 1}
+
+    def make_engine(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, LeaderRunner]:
+        """Return an engine that moves experts as soon as it is idle."""
+        for name in ("CHECK_INTERVAL_S", "MIN_IMBALANCE", "MIN_ROWS_PER_EXPERT"):
+            monkeypatch.setattr(expert_balancer, name, 0.0)
+        engine = make_thread_engine(config.with_settings(**self.LAYOUT))
+        assert isinstance(engine.runner, LeaderRunner)
+        return engine, engine.runner
+
+    @pytest.mark.parametrize("name", ["deepseek_v3", "gpt-oss", "qwen3-moe"])
+    def test_moves_do_not_change_bits(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Experts have tensors of their own or, with gpt-oss, are parts of stacked ones, with biases."""
+        config = build_config(tmp_path, name, prefix_cache=False)
+        engine, runner = self.make_engine(config, monkeypatch)
+        dispatches = [each.dispatch for each in runner.model.dispatching_layers.values() if each.dispatch is not None]
+        before = run_with_scores(engine, submissions(0.8, logprobs=0), closes=False)
+        assert engine.is_preparing
+        for dispatch in dispatches:  # an expert of the first rank is hot
+            dispatch.load.recent[:] = [90, 1, 0, 1]
+        while engine.is_preparing and all(sum(each.slots.copies) == 4 for each in dispatches):
+            engine.prepare_next()
+        assert dispatches[0].slots.copies.tolist() == [2, 1, 1, 1]
+        assert run_with_scores(engine, submissions(0.8, logprobs=0)) == before
+        stats = engine.stats().experts
+        assert stats is not None and stats.moved >= 1
+
+    def test_an_expert_that_cannot_be_loaded_stays(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine, runner = self.make_engine(build_config(tmp_path, "qwen3-moe"), monkeypatch)
+        before = run_engine(engine, submissions())
+        (dispatch,) = [each.dispatch for each in runner.model.dispatching_layers.values()]
+        assert dispatch is not None
+        placement = dispatch.placement
+        dispatch.load.recent[:] = [90, 1, 0, 1]
+        for file in tmp_path.glob("*.safetensors"):
+            file.unlink()
+        assert engine.is_preparing and engine.prepare_next() and not engine.is_preparing
+        assert dispatch.placement == placement and "Experts stay where they are" in caplog.text
+        assert run_engine(engine, submissions()) == before
+        engine.close()
+
+
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
@@ -181,6 +243,17 @@ def test_settings_that_are_refused(settings: dict[str, Any], field: str) -> None
     with pytest.raises(InvalidRequest, match="dp_attention is set") as caught:
         check_rank_settings(EngineConfig.build("model", threads=1, dp_attention=True, **settings))
     assert caught.value.param == field and caught.value.hint is not None
+
+
+def test_redundant_experts_that_are_refused(tmp_path: Path) -> None:
+    for settings in ({"redundant_experts": 1}, {**DISPATCHED, "redundant_experts": 65}, {"redundant_experts": -1}):
+        with pytest.raises(InvalidRequest, match="redundant_experts is") as caught:
+            EngineConfig.build("model", **settings)
+        assert caught.value.param == "redundant_experts"
+    model = ModelConfig.from_checkpoint(Checkpoint.open(Path(build_config(tmp_path, "qwen3-moe").model)))
+    check_divisible(Layout(2, ep=2, dp_attention=True, redundant_experts=2), model)
+    with pytest.raises(InvalidRequest, match="lacks only 2 experts"):
+        check_divisible(Layout(2, ep=2, dp_attention=True, redundant_experts=3), model)
 
 
 def test_more_ranks_than_heads(tmp_path: Path) -> None:

@@ -66,6 +66,28 @@ def test_logits_do_not_depend_on_chunks(name: str, tmp_path: Path) -> None:
         assert torch.equal(chunks, whole)
 
 
+@pytest.mark.parametrize(
+    ("name", "fused"), [("llama", 3), ("qwen3-moe", 1), ("mistral", 3), ("gemma2", 0), ("mixtral", 0)]
+)
+def test_sums_with_the_norms_that_follow(
+    name: str, fused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of a layer are fused with the norm of the next product, except the last one, and compute the same."""
+    WRITERS[name](tmp_path)
+    whole = compute_logits(load_rank(tmp_path, Shard()))
+    weights: list[Tensor] = []
+    compute = ThreadCommunicator.all_reduce_add_norm
+
+    def record(comm: ThreadCommunicator, x: Tensor, partial: Tensor, weight: Tensor, eps: float) -> Tensor:
+        weights.extend([weight] if comm.rank == 0 else [])
+        return compute(comm, x, partial, weight, eps)
+
+    monkeypatch.setattr(ThreadCommunicator, "fuses_norm", True)
+    monkeypatch.setattr(ThreadCommunicator, "all_reduce_add_norm", record)
+    assert_same(run_ranks(tmp_path, 2), whole)
+    assert len({id(weight) for weight in weights}) == fused
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_sizes_are_those_of_the_plan(name: str, tmp_path: Path) -> None:
     """A rank's weights have the size that its config says, and plans of several GPUs divide models in the same way."""

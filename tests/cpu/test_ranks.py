@@ -31,8 +31,8 @@ from emberline.engine.llm import Completion
 from emberline.engine.ranks.boot import boot_ranks, check_same_model, check_started
 from emberline.engine.ranks.control import RankLoaded, RankStarted
 from emberline.engine.ranks.group import RankGroup
+from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.rank_processes import LOST_PEER_STATUS
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
 from emberline.kernels.comm.gloo import GlooGroup
@@ -86,7 +86,7 @@ def test_same_tokens_as_one_rank(llm: LLM, directory: Path) -> None:
         expected = generate(whole)
     found = generate(llm)
     assert [each.tokens for each in found] == [each.tokens for each in expected]
-    assert llm.loaded.numerics.device == "cpu-tp2"
+    assert (llm.loaded.numerics.device, llm.loaded.numerics.ranks) == ("cpu", "tp2")
     assert [(each.stage, each.tensor_rank, each.layers) for each in llm.loaded.ranks] == [(0, 0, 3), (0, 1, 3)]
     assert re.fullmatch("[a-c]{3}x[0-9]+", found[4].text)
     assert sum(each.cached_tokens for each in found) == sum(each.cached_tokens for each in expected) > 0
@@ -128,17 +128,19 @@ def find_children(pid: int) -> list[int]:
     return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
 
 
-async def collect(engine: AsyncEngine, name: str, max_tokens: int) -> list[int]:
-    submission = Submission(name, [5, 6, 7], SamplingParams(max_tokens=max_tokens, temperature=0.0), model="m")
+async def collect(engine: AsyncEngine, name: str, max_tokens: int, model: str = "m") -> list[int]:
+    submission = Submission(name, [5, 6, 7], SamplingParams(max_tokens=max_tokens, temperature=0.0), model=model)
     return [token async for output in engine.submit(submission) for token in output.tokens]
 
 
 async def kill_rank_and_retry(directory: Path) -> None:
     config = EngineConfig.build(str(directory), **SETTINGS, pp=2)
-    engine = AsyncEngine({"m": config}, TimeSharingConfig())
+    engine = AsyncEngine({"m": config, "other": config.with_settings(pp=1)}, TimeSharingConfig())
     await engine.start()
     try:
         expected = await collect(engine, "first", 8)
+        assert await collect(engine, "of the other model", 8, "other") == expected
+        assert {name: len(info.ranks) for name, info in engine.model_info.items()} == {"m": 2, "other": 0}
         assert engine.pid is not None
         (rank,) = find_children(engine.pid)
         stream = asyncio.create_task(collect(engine, "second", 40))
@@ -196,7 +198,7 @@ def test_kernels_are_compiled_before_ranks_start(directory: Path, monkeypatch: p
     """Otherwise every rank compiles them, and those that end first do not wait for the others."""
     calls: list[str] = []
 
-    def start_ranks(*_: object) -> None:
+    def start_ranks(*_: object, **__: object) -> None:
         calls.append("ranks")
         raise EngineFailed("the test ends here")
 

@@ -6,6 +6,7 @@ The interpreter is chosen when a kernel is declared, so those tests run in a pro
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from triton.runtime import driver, interpreter, jit  # noqa: E402
 from triton_cases import BF16, F32, FP8  # noqa: E402
 
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata  # noqa: E402
+from emberline.kernels.cuda.collectives import choose_norm_threads  # noqa: E402
 from emberline.kernels.cuda.decode import DecodeScratch  # noqa: E402
 from emberline.kernels.mixture import ClampedSwiGLU, Mixture, Routing, StackedExperts  # noqa: E402
 from emberline.kernels.packed_weight import PackedWeight  # noqa: E402
@@ -320,6 +322,25 @@ def test_small_kernels_compile(compiled_kernels: list[SimpleNamespace]) -> None:
     assert len(compiled_kernels) == 9
     for kernel in compiled_kernels[:4]:  # sixteen bytes at a time
         assert "ld.global.v4" in kernel.asm["ptx"] and "st.global.v4" in kernel.asm["ptx"]
+
+
+@compiled
+@pytest.mark.parametrize("columns", [576, 4096])
+def test_order_of_squares_in_norm(compiled_kernels: list[Any], columns: int) -> None:
+    """`reduce_add_norm` in collectives.cu adds the squares of a row in the same order, to compute the same bits."""
+    rms_norm(torch.zeros(2, columns, dtype=BF16), torch.zeros(columns), 1e-5, pdl=True)
+    threads, packs = choose_norm_threads(columns)
+    code, warps = compiled_kernels[0].asm, threads // 32
+    layout = f"sizePerThread = [8], threadsPerWarp = [32], warpsPerCTA = [{warps}]"
+    assert layout in code["ttgir"]
+    loop = code["ptx"].partition("rsqrt.approx.ftz.f32")[0]
+    halves = [half for pair in re.findall(r"mov.b32 \t\{(%rs\d+), (%rs\d+)\}", loop) for half in pair]
+    element = {name: halves.index(half) for name, half in re.findall(r"cvt.f32.bf16 \t(%r\d+), (%rs\d+)", loop)}
+    squares = re.findall(r"(?:mul.f32|fma.rn.f32) \t%r\d+, (%r\d+), (%r\d+)[,;]", loop)
+    assert [element[a] for a, b in squares if a == b] == [1, 0, *range(2, 8 * packs)]
+    distances = [int(found) for found in re.findall(r"shfl.sync.bfly.b32 \t%r\d+, %r\d+, (\d+)", loop)]
+    assert distances == [16, 8, 4, 2, 1, *(1 << bit for bit in reversed(range(warps.bit_length() - 1)))]
+    assert "div.full.f32" in loop
 
 
 @compiled

@@ -482,6 +482,7 @@ def test_command_line_selects_parts() -> None:
     assert selected() == ["engine", "open", "cold", *kernels]
     assert selected("kernels", "--only", "linear,sample") == ["kernels.linear", "kernels.sample"]
     assert selected("all", "--only", "decode_b1") == ["engine"]
+    assert selected("collectives") == ["collectives"]
     assert selected("open", "--peers", "vllm") == ["open", "peers.vllm"]
     args = command._argument_parser().parse_args(["--set", "itl_target_ms=25", "--set", "kv_dtype=float8_e4m3fn"])
     assert dict(args.set) == {"itl_target_ms": 25, "kv_dtype": "float8_e4m3fn"}

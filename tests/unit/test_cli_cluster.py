@@ -174,7 +174,7 @@ def test_no_gpus_without_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert usable_gpus() == []
 
 
-def test_workers_share_machine() -> None:
+def test_workers_share_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [Gpu("0", 100 << 30), Gpu("2", 80 << 30)]
     assert cluster._worker_options(start_options("m"), 2, [], gpus) == ["m"], (
         "each has a GPU of its own, and plans its memory"
@@ -182,6 +182,10 @@ def test_workers_share_machine() -> None:
     assert cluster._worker_options(start_options("m"), 4, [], gpus) == ["m", "--kv-memory", str(20 << 30)]
     assert cluster._worker_options(start_options("m", "--kv-memory", "1G"), 4, [], gpus) == ["m", "--kv-memory", "1G"]
     assert cluster._worker_options(start_options("m"), 1, [])[-2:] == ["--device", "cpu"]
+    monkeypatch.setattr(cluster, "core_count", lambda: 16)
+    for ranks, threads in (((), 8), (("--tp", "2", "--pp=2"), 2), (("--tp=16",), 1)):
+        options = cluster._worker_options(start_options("m", *ranks), 2, [])
+        assert options[1:3] == ["--threads", str(threads)], "threads are per rank, and all ranks share the cores"
     may = {
         words: cluster._may_use_gpus(start_options("m", *words))
         for words in ((), ("--device", "cpu"), ("--threads=2",))

@@ -234,6 +234,21 @@ def test_transports_are_listed_and_broken_one_is_no_error(
     assert code == 0 and re.search(r"^--  transport mooncake +not installed", output, re.M)
 
 
+def test_ranks_of_a_layout(run: Run, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    code, output = run("--model", model, "--tp", "4", "--pp", "2")
+    assert code == 0 and re.search(r"^--    ranks +can be divided on a CPU with --tp 1, 2, 4, 8", output, re.M)
+    ranks = re.findall(r"^ok    (ranks \S+ to \S+) +(layers \d+ to \d+), each with (.*)$", output, re.M)
+    heads = "8 of 32 heads and 2 of 8 KV heads"
+    assert ranks == [("ranks 0 to 3", "layers 0 to 16", heads), ("ranks 4 to 7", "layers 17 to 31", heads)]
+    code, output = run("--model", model, "--tp", "3")
+    assert code == 1 and re.search(r"^!!    layout +tp is 3, but 32 attention heads", output, re.M)
+    code, output = run("--model", model, "--pp", "2", "--gpu-memory", "141G")
+    assert code == 0 and re.search(r"^--  gpu memory +not planned, because --tp or --pp is set", output, re.M)
+    code, output = run("--model", model, "--pp", "2", "--gpus", "2xH200")
+    assert code == 1 and "plans for all of these GPUs, so --tp and --pp cannot be set too" in output
+
+
 @pytest.mark.parametrize(
     "wrong", [("--gpu-memory", "much"), ("--gpu-memory", "inf"), ("--gpu-memory", "-3G"), ("--max-running", "0")]
 )

@@ -27,8 +27,8 @@ SERVICE_CONFIGS: dict[str, tuple[type[Any], ...]] = {
 }
 # Options of these commands that are no config field: what to run, and where the setting is computed from the option.
 COMMAND_ONLY_OPTIONS = {
-    "serve": {"--models", "--served-name", "--log-level"},
-    "worker": {"--models", "--served-name", "--log-level"},
+    "serve": {"--config", "--models", "--served-name", "--log-level"},
+    "worker": {"--config", "--models", "--served-name", "--log-level"},
     "router": {"--foreign-key-env", "--listen-fd", "--log-level"},
     "gateway": {"--config", "--forget-old", "--log-level"},
     "cluster up": {"--workers", "--prefill", "--decode", "--logs"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from emberline.core.engine_config import EngineConfig, TransferConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, ModelError, ModelFileError, UnsupportedModel
 from emberline.engine.gpu_plan import GPUPlan, GPUSetPlan, plan_gpus
 from emberline.engine.gpu_set import GPU_MEMORY_BYTES, GPUSet
+from emberline.engine.layout_choice import choose_layout
 from emberline.engine.memory import RESERVE_BYTES, plan_engine_memory
 from emberline.models.config import ModelConfig
 
@@ -347,13 +349,52 @@ def test_doctor_prints_one_json_object(capsys: pytest.CaptureFixture[str], tmp_p
 def test_doctor_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--max-running", 64, "--max-batch-tokens", 2048)
     code, output = run_doctor(capsys, "--model", CONFIGS / "kimi-k2.5.json", "--gpus", "8xH100", *arguments)
-    assert code == 0 and "serving on several GPUs comes later" in output
+    assert code == 0 and "serving on several GPUs comes later" in output and "serve with --tp 8: " in output
     for words in ("kimi_k2 on 8 x H100", "latent", "70272", "context parallel", "tensor parallel", "int4 531.56"):
         assert words in output
     assert max(map(len, output.splitlines())) < 160
     code, output = run_doctor(capsys, "--model", CONFIGS / "gpt-oss-20b.json", "--gpus", "H100")
     assert code == 0 and "several GPUs" not in output and "window 128" in output and "without --mtp" in output
     assert "mxfp4 weights stay quantised on a GPU" in output
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "settings", "reason"),
+    [
+        (
+            "kimi-k2.5",
+            "8xH100",
+            "--tp 8",
+            "11.5 GiB, on every GPU, which does not fit; so the latents .* are kept 8 times",
+        ),
+        (
+            "kimi-k2.5",
+            "8xH200",
+            "--tp 8 --ep 8 --dp-attention",
+            "[56][.][0-9] times as many as with --tp 8, .* latents",
+        ),
+        ("qwen3-30b-a3b", "8xH100", "--tp 8 --ep 8 --dp-attention", "1.9 times as many .* copies of KV heads"),
+        ("qwen3-30b-a3b", "4xH100", "--tp 4", "the GPUs divide the KV heads evenly"),
+        ("llama-4-scout-17b-16e", "2xH200", "--tp 2", "the GPUs divide the KV heads evenly"),
+    ],
+)
+def test_layout_is_chosen_with_a_reason(model: str, gpus: str, settings: str, reason: str) -> None:
+    found = choose_layout(make_plan(model, gpus, **SMALL_STEPS))
+    assert found is not None and found.settings == settings
+    assert re.search(reason, found.reason), found.reason
+
+
+def test_layout_on_one_gpu() -> None:
+    assert choose_layout(make_plan("qwen3-30b-a3b", "H200")) is None
+
+
+def test_data_parallel_attention_keeps_shared_experts_whole() -> None:
+    """They are on every GPU, because rows are sent to the GPUs that have their experts."""
+    found = make_plan("kimi-k2.5", "8xH200", **SMALL_STEPS)
+    own = next(plan for plan in found.plans if plan.sharing == "data-parallel attention")
+    for kind in ("attention", "shared experts"):
+        assert num_weights(own, kind) == num_weights(found, kind)
+    assert num_weights(own, "routed experts") * 8 == num_weights(found, "routed experts") and own.expert_groups == 8
 
 
 def test_doctor_reports_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -135,11 +135,13 @@ TORCH_FREE = [
 
 # dependency -> its adapter; bench may import anything to compare with
 ONE_IMPORTER = {
+    "yaml": "cli/settings_file.py",
     "huggingface_hub": "hub/huggingface.py",
     "llguidance": "engine/grammar.py",
     "hiredis": "gateway/redis_client.py",
     "asyncpg": "gateway/store/postgres.py",
     "mooncake": "kv/mooncake.py",
+    "ray": "engine/ranks/ray_launcher.py",
     "re2": "core/linear_regex.py",
     "gguf": "",
     "transformers": "",

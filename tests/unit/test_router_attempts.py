@@ -153,6 +153,18 @@ def test_streams_and_blocks_need_equal_numerics(other: Numerics | None) -> None:
     assert why.startswith("release") if other is None else why == BFLOAT16.differences(other) and why.count("(") == 1
 
 
+def test_blocks_but_no_streams_move_between_different_numbers_of_tensor_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    dispatch = Dispatcher(RouterConfig(), SystemClock())
+    divided = replace(BFLOAT16, ranks="tp2")
+    register(dispatch, "p", "prefill", numerics=divided)
+    register(dispatch, "d", "decode", "engine of p")
+    p, d = (dispatch.workers[name] for name in "pd")
+    assert d.can_fetch_blocks_from(p, "m") and dispatch.ids_of_workers_unable_to_continue("m", d) == {"p/1"}
+    assert "no started streams move between them" in caplog.text and "ranks (, tp2)" in caplog.text
+    d.numerics = {"m": replace(divided, dtype="float32")}
+    assert not d.can_fetch_blocks_from(p, "m")
+
+
 def test_drain_moves_only_continuable_streams() -> None:
     dispatch = Dispatcher(RouterConfig(), SystemClock())
     register(dispatch, "a", "both")

@@ -18,6 +18,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats, TransferStats
 from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.engine.messages import LoadedModelInfo, PairingChange
+from emberline.engine.rank_summary import RankSummary
 from emberline.net.connection_pool import FetchedReply, HTTPConnectionPool
 from emberline.net.errors import UpstreamUnreachable
 from emberline.worker.main import LEASE_DRAIN_TIMEOUT_S, _worker_name, wait_until_blocks_are_fetched, with_reachable_url
@@ -91,6 +92,8 @@ def test_registration_describes_the_engine() -> None:
     assert registration.models[1] == ModelRegistration("embedder", max_context=256)
     engine.model_info = {"m": facts({"incarnation": "second"})}
     assert reporter.build_registration() != registration
+    engine.model_info["m"].ranks = (RankSummary(0, 0, 0, 2, 10, 10), RankSummary(1, 1, 0, 2, 10, 10))
+    assert [model.ranks for model in (*registration.models, reporter.build_registration().models[0])] == [1, 1, 2]
 
 
 def test_worker_is_ready_after_pairing_with_first_peers() -> None:

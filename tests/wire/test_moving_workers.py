@@ -38,6 +38,7 @@ class Workers:
             self.processes.append(spawn(home / f"{name}.log", *command, *settings, *place))
         until(lambda: len(self.rows()) == 2 and all(row["health"] == "ready" for row in self.rows().values()), 120)
         until(lambda: self.rows()["decode"]["paired"] == ["prefill"])
+        assert self.rows()["decode"]["ranks"] == {"tiny": 1}
 
     def rows(self) -> dict[str, dict[str, Any]]:
         return {row["name"]: row for row in get(f"{self.router.url}/cluster/status")["workers"]}

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import quantiles
+from typing import Any
 
 from emberline.bench.report import BenchReport
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
@@ -59,10 +60,13 @@ class FaultCounts:
 
 
 def bench(settings: RankFaultSettings, log: Callable[[str], None]) -> BenchReport:
-    counts = asyncio.run(_run_faults(settings, log))
+    return report_faults("rank-faults", settings, asyncio.run(_run_faults(settings, log)))
+
+
+def report_faults(bench_name: str, settings: RankFaultSettings, counts: FaultCounts) -> BenchReport:
     names = "tp", "pp", "streams", "tokens", "rank_timeout", "seed"
     config = {"model": settings.model, **{name: getattr(settings, name) for name in names}}
-    report = BenchReport("rank-faults", config)
+    report = BenchReport(bench_name, config)
     for name in ("faults", "hung", "wrong", "leaked"):
         report.add(name, float(getattr(counts, name)), "count")
     report.add("broken_streams", float(counts.broken), "count")
@@ -74,15 +78,7 @@ def bench(settings: RankFaultSettings, log: Callable[[str], None]) -> BenchRepor
 
 async def _run_faults(settings: RankFaultSettings, log: Callable[[str], None]) -> FaultCounts:
     counts, pick = FaultCounts(), random.Random(settings.seed)
-    config = EngineConfig.build(
-        str(resolve_model(settings.model)),
-        device="cpu",
-        threads=1,
-        kv_memory=64 << 20,
-        tp=settings.tp,
-        pp=settings.pp,
-        rank_timeout=settings.rank_timeout,
-    )
+    config = EngineConfig.build(str(resolve_model(settings.model)), **engine_settings(settings))
     expected: list[list[int]] = []
     fds: set[str] = set()
     for index in range(settings.faults):
@@ -90,13 +86,18 @@ async def _run_faults(settings: RankFaultSettings, log: Callable[[str], None]) -
         await engine.start()
         try:
             if not expected:
-                expected += [await _generate(engine, f"expected-{i}", i, settings) for i in range(settings.streams)]
+                expected += [await generate(engine, f"expected-{i}", i, settings) for i in range(settings.streams)]
             await _inject_fault(engine, index, expected, settings, counts, pick, log)
         finally:
             await engine.stop()
         fds = fds or _open_fds()
         counts.leaked += max(0, len(_open_fds()) - len(fds))
     return counts
+
+
+def engine_settings(settings: RankFaultSettings) -> dict[str, Any]:
+    parallel = {"tp": settings.tp, "pp": settings.pp, "rank_timeout": settings.rank_timeout}
+    return {"device": "cpu", "threads": 1, "kv_memory": 64 << 20, **parallel}
 
 
 async def _inject_fault(
@@ -109,9 +110,9 @@ async def _inject_fault(
     log: Callable[[str], None],
 ) -> None:
     assert engine.pid is not None
-    pids = [engine.pid, *_find_children(engine.pid)]  # the leader first
+    pids = [engine.pid, *find_children(engine.pid)]  # the leader first
     streams = [
-        asyncio.create_task(_check_stream(engine, f"{index}-{i}", i, expected[i], settings, counts))
+        asyncio.create_task(check_stream(engine, f"{index}-{i}", i, expected[i], settings, counts))
         for i in range(settings.streams)
     ]
     await asyncio.sleep(pick.uniform(0.0, 0.3))
@@ -119,26 +120,26 @@ async def _inject_fault(
     began = time.monotonic()
     os.kill(victim, kind)
     await asyncio.gather(*streams)
-    recovery_s = await _wait_for_recovery(engine, index, expected[0], settings, counts, began)
-    left = await _wait_until_gone(pids)
+    recovery_s = await wait_for_recovery(engine, index, expected[0], settings, counts, began)
+    left = await wait_until_gone(pids)
     counts.leaked += left
     counts.faults += 1
     rank = "leader" if victim == pids[0] else f"follower {index % len(pids)}"
     log(f"fault {index + 1}: {kind.name} of the {rank}, recovered in {recovery_s:.1f} s, {left} processes left")
 
 
-async def _generate(engine: AsyncEngine, name: str, prompt: int, settings: RankFaultSettings) -> list[int]:
+async def generate(engine: AsyncEngine, name: str, prompt: int, settings: RankFaultSettings) -> list[int]:
     params = SamplingParams(max_tokens=settings.tokens, temperature=0.0, ignore_eos=True)
     submission = Submission(name, [40 + prompt, 50, 60 + prompt], params, model=MODEL)
     return [token async for output in engine.submit(submission) for token in output.tokens]
 
 
-async def _check_stream(
+async def check_stream(
     engine: AsyncEngine, name: str, prompt: int, expected: list[int], settings: RankFaultSettings, counts: FaultCounts
 ) -> None:
     """Run a stream, and count whether it breaks, hangs or has wrong tokens."""
     try:
-        tokens = await asyncio.wait_for(_generate(engine, name, prompt, settings), REQUEST_DEADLINE_S)
+        tokens = await asyncio.wait_for(generate(engine, name, prompt, settings), REQUEST_DEADLINE_S)
         counts.wrong += tokens != expected
     except (EngineFailed, EngineUnavailable):
         counts.broken += 1
@@ -146,7 +147,7 @@ async def _check_stream(
         counts.hung += 1
 
 
-async def _wait_for_recovery(
+async def wait_for_recovery(
     engine: AsyncEngine,
     index: int,
     expected: list[int],
@@ -159,7 +160,7 @@ async def _wait_for_recovery(
     while (seconds := time.monotonic() - began) < RECOVERY_DEADLINE_S:
         attempt += 1
         try:
-            tokens = await asyncio.wait_for(_generate(engine, f"{index}-r{attempt}", 0, settings), REQUEST_DEADLINE_S)
+            tokens = await asyncio.wait_for(generate(engine, f"{index}-r{attempt}", 0, settings), REQUEST_DEADLINE_S)
         except (EngineFailed, EngineUnavailable, TimeoutError):
             await asyncio.sleep(POLL_INTERVAL_S)
             continue
@@ -172,15 +173,23 @@ async def _wait_for_recovery(
     return seconds
 
 
-async def _wait_until_gone(pids: list[int]) -> int:
+async def wait_until_gone(pids: list[int]) -> int:
     """Wait for processes to end, and return how many of them are left after a while."""
     deadline = time.monotonic() + REAP_DEADLINE_S
-    while (left := sum(Path(f"/proc/{pid}").exists() for pid in pids)) and time.monotonic() < deadline:
+    while (left := sum(_is_running(pid) for pid in pids)) and time.monotonic() < deadline:
         await asyncio.sleep(POLL_INTERVAL_S)
     return left
 
 
-def _find_children(pid: int) -> list[int]:
+def _is_running(pid: int) -> bool:
+    """Return whether a process exists and has not ended. The parent of one that has ended may itself be stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+def find_children(pid: int) -> list[int]:
     files = Path(f"/proc/{pid}/task").glob("*/children")
     return sorted(int(child) for file in files for child in file.read_text().split())
 

@@ -26,6 +26,7 @@ class RemoteNamespace:
     """The remote network namespace. A process that calls `enter` sends at the limited rate."""
 
     name: str
+    link: str = ""  # this side's end of the link
     host: str = FAR
 
     def enter(self) -> None:
@@ -37,6 +38,10 @@ class RemoteNamespace:
                 raise NamespacesUnavailable(os.strerror(ctypes.get_errno()))
         finally:
             os.close(handle)
+
+    def set_link(self, state: str) -> None:
+        """Cut the link (`down`), or repair it (`up`). Both ends keep their addresses and connections."""
+        _run_command("ip", "link", "set", self.link, state)
 
 
 @contextmanager
@@ -55,7 +60,8 @@ def rate_limited_network(rate_gbit: float) -> Iterator[RemoteNamespace]:
             "tc", "-n", name, "qdisc", "add", "dev", far, "root", "tbf", "rate", rate, "burst", BURST,
             "latency", LATENCY,
         )  # fmt: skip
-        yield RemoteNamespace(name)
+        _run_command("ip", "-n", name, "link", "set", "lo", "up")
+        yield RemoteNamespace(name, near)
     finally:
         for undo in (("ip", "link", "del", near), ("ip", "netns", "del", name)):
             subprocess.run(undo, capture_output=True, check=False, timeout=10)

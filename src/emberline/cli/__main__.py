@@ -96,8 +96,13 @@ def _run_command(
         if name == selected:
             command = importlib.import_module(f"emberline.cli.{name}")
             command.add_arguments(subparser)
+            selected_parser = subparser
     args = parser.parse_args(argv, argparse.Namespace(engine_child=child))
     try:
+        if getattr(args, "settings_file", None) is not None:
+            from emberline.cli.settings_file import apply_settings_file
+
+            apply_settings_file(parser, selected_parser, argv, args)
         return int(command.run(args))
     except EmberlineError as e:
         print(f"emberline: {e}", file=sys.stderr)

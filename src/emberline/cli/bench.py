@@ -56,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kinds.add_parser("kv-codec", help="Compress the KV blocks of a real prompt for network and disk.")
     )
     bench_speculation.add_arguments(kinds.add_parser("speculation", help="Compare methods of speculative decoding."))
-    bench_parallel.add_arguments(kinds.add_parser("parallel", help="Measure the cost of sending plans to ranks."))
-    bench_parallel.add_fault_arguments(kinds.add_parser("rank-faults", help="Kill and stop ranks of an engine."))
+    bench_parallel.add_parsers(kinds)
     bench_exact.add_arguments(kinds.add_parser("exact", help="Count the tokens that drafts change; cost of --exact."))
     _add_router_arguments(kinds.add_parser("router", help="Measure the time that the router adds, with fake workers."))
     _add_routing_arguments(kinds.add_parser("routing", help="Compare routing policies on a simulated cluster."))
@@ -105,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
         "exact": bench_exact.run,
         "parallel": bench_parallel.run,
         "rank-faults": bench_parallel.run_faults,
+        "node-faults": bench_parallel.run_faults,
         "transfer": _run_transfer_bench,
         "tiers": _run_tiers_bench,
         "kv-codec": _run_kv_codec_bench,

@@ -1,12 +1,21 @@
-"""Arguments and runs of `emberline bench parallel` and `emberline bench rank-faults`."""
+"""Arguments and runs of `emberline bench parallel`, `rank-faults` and `node-faults`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from emberline.bench import report as reports
 from emberline.cli.bench_options import add_model_argument
+
+
+def add_parsers(kinds: Any) -> None:
+    """Add the benchmarks to `emberline bench`. `kinds`: its subparsers."""
+    add_arguments(kinds.add_parser("parallel", help="Measure the cost of sending plans to ranks."))
+    add_fault_arguments(kinds.add_parser("rank-faults", help="Kill and stop ranks of an engine."))
+    faults = "Cut the network between two nodes of an engine, kill and stop one of them."
+    add_fault_arguments(kinds.add_parser("node-faults", help=faults))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +73,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_faults(args: argparse.Namespace) -> int:
-    from emberline.bench.rank_faults import RankFaultSettings, bench
+    from emberline.bench.rank_faults import RankFaultSettings
 
+    if args.what == "node-faults":
+        from emberline.bench.node_faults import bench
+    else:
+        from emberline.bench.rank_faults import bench
     names = ("model", "tp", "pp", "faults", "streams", "seed")
     settings = RankFaultSettings(**{name: getattr(args, name) for name in names})
     report = bench(settings, lambda line: print(line, flush=True))

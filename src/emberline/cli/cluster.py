@@ -29,6 +29,7 @@ from emberline.core.engine_config import KV_PORT_COUNT, EngineConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.freeport import free_port
 from emberline.core.gpus import Gpu, usable_gpus
+from emberline.core.parallel_config import ParallelConfig
 
 POLL_INTERVAL_S = 0.5
 CLUSTER_OPTIONS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router",
@@ -197,8 +198,16 @@ def _worker_options(
     if gpus:
         share = _gpu_memory_options(options, worker_count, gpus)
     elif not any(word.startswith(("--threads", "--device")) for word in options):
-        share = ["--threads", str(max(1, core_count() // worker_count)), "--device", "cpu"]
+        share = ["--threads", str(max(1, core_count() // (worker_count * _rank_count(options)))), "--device", "cpu"]
     return [args.model, *cluster_options, *share, *options]
+
+
+def _rank_count(worker_options: list[str]) -> int:
+    """Return the number of ranks of each worker, from its options --tp and --pp."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_options(parser, EngineConfig.build(""), ("tp", "pp"))
+    given, _ = parser.parse_known_args(worker_options)
+    return ParallelConfig(**given_options(given, ParallelConfig)).num_ranks
 
 
 def _gpu_memory_options(worker_options: list[str], worker_count: int, gpus: Sequence[Gpu]) -> list[str]:

@@ -18,7 +18,7 @@ from emberline.cli.doctor_gpu import DetectedGPU, detect_gpus
 from emberline.cli.options import add_options, given_options, parse_size
 from emberline.core.config import DEFAULT_MODEL, cache_dir, core_count
 from emberline.core.engine_config import EngineConfig, TransferConfig
-from emberline.core.errors import EmberlineError
+from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.freememory import free_memory, physical_memory
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ CPU_FEATURES = (
 )
 PLAN_SETTINGS = (
     *("dtype", "weights", "gpu_memory_utilization", "kv_dtype", "kv_memory", "block_size"),
-    *("max_context", "max_batch_tokens", "max_running"),
+    *("max_context", "max_batch_tokens", "max_running", "tp", "pp", "ep"),
 )
 
 
@@ -118,6 +118,9 @@ def _run_plan(args: argparse.Namespace) -> int:
 
     try:
         settings = _plan_settings(args).with_gpu_defaults()
+        if settings.parallel.num_ranks > 1:
+            message = f"--gpus {args.gpus} plans for all of these GPUs, so --tp and --pp cannot be set too"
+            raise InvalidRequest(message, param="tp", hint="drop --tp and --pp, or --gpus")
     except EmberlineError as e:
         print(json.dumps({"error": e.message, "hint": e.hint}) if args.json else f"!!  plan  {e.message}")
         return 1
@@ -235,7 +238,6 @@ def _check_gpu_transport(gpu: DetectedGPU | None) -> DoctorFinding:
 
 
 def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
-    from emberline.engine.ranks.settings import possible_tensor_ranks
     from emberline.hub.checkpoint import Checkpoint
     from emberline.hub.source import ModelNotPulled, resolve_model
     from emberline.models.config import ModelConfig
@@ -252,9 +254,7 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
         return
     yield DoctorFinding("model", f"{name}: {config.model_type}, {config.layers} layers, context {config.max_context}")
     yield DoctorFinding("  files", f"{sum(t.nbytes for t in checkpoint.tensors.values()) / 1e6:.0f} MB of weights")
-    tensor_ranks = ", ".join(map(str, possible_tensor_ranks(config, MAX_SHOWN_RANKS)))
-    stages = min(config.layers, MAX_SHOWN_RANKS)
-    yield DoctorFinding("  ranks", f"can be divided on a CPU with --tp {tensor_ranks} and --pp 1 to {stages}", None)
+    yield from _check_ranks(args, config)
     if head := _describe_mtp_head(checkpoint, config):
         yield DoctorFinding("  mtp head", head, None)
     total = args.gpu_memory or (None if gpu is None else gpu.memory_bytes)
@@ -263,6 +263,28 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
         yield from _check_gpu_memory(args, checkpoint, config, total)
     except EmberlineError as e:
         yield DoctorFinding("  engine" if total is None else "gpu memory", e.message, False, e.hint or "")
+
+
+def _check_ranks(args: argparse.Namespace, config: ModelConfig) -> Iterator[DoctorFinding]:
+    """Show how the ranks of --tp, --pp and --ep divide the model, or which values are possible."""
+    from emberline.engine.ranks.layout import Layout
+    from emberline.engine.ranks.settings import check_divisible, possible_tensor_ranks
+
+    tensor_ranks = ", ".join(map(str, possible_tensor_ranks(config, MAX_SHOWN_RANKS)))
+    stages = min(config.layers, MAX_SHOWN_RANKS)
+    yield DoctorFinding("  ranks", f"can be divided on a CPU with --tp {tensor_ranks} and --pp 1 to {stages}", None)
+    try:
+        layout = Layout.of(_plan_settings(args).parallel)
+        check_divisible(layout, config)
+    except EmberlineError as e:
+        yield DoctorFinding("  layout", e.message, False, e.hint or "")
+        return
+    for first_rank in range(0, layout.num_ranks, layout.tp) if layout.num_ranks > 1 else ():
+        layers, part = layout.stage(first_rank, config).layers, layout.shard(0).shard_config(config)
+        ranks = f"rank {first_rank}" if layout.tp == 1 else f"ranks {first_rank} to {first_rank + layout.tp - 1}"
+        each = f"{part.heads} of {config.heads} heads and {part.kv_heads} of {config.kv_heads} KV heads"
+        share = "" if layout.tp == 1 else f", each with {each}"
+        yield DoctorFinding("  " + ranks, f"layers {layers.start} to {layers.stop - 1}{share}")
 
 
 def _describe_mtp_head(checkpoint: Checkpoint, config: ModelConfig) -> str:
@@ -337,6 +359,10 @@ def _check_gpu_memory(
         yield DoctorFinding("  states", f"{each}, at most half of the KV cache's memory (float32)")
     check_requested_weights(settings.gpu.weights, on_gpu=gpu_bytes is not None)
     if gpu_bytes is None:
+        return
+    if settings.parallel.num_ranks > 1:
+        hint = "plan for several GPUs with --gpus NxNAME"
+        yield DoctorFinding("gpu memory", "not planned, because --tp or --pp is set", None, hint)
         return
     packed = memory.uses_packed_weights(checkpoint, settings, dtype, config)
     narrow = estimate_narrow_sizes(checkpoint, config, settings, dtype)

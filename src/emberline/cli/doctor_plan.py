@@ -68,6 +68,8 @@ def read_model_config(name: str, *, allow_download: bool = False) -> dict[str, A
 
 def plan_as_dict(model: str, plan: GPUSetPlan) -> dict[str, Any]:
     """Return a plan as a JSON object. Sizes of `one_gpu` are those of the way of sharing that holds the most tokens."""
+    from emberline.engine.layout_choice import choose_layout
+
     best = plan.best
     return {
         "model": model,
@@ -93,6 +95,7 @@ def plan_as_dict(model: str, plan: GPUSetPlan) -> dict[str, Any]:
         "one_gpu": {f"{name}_gib": _gib(size) for name, size in _gpu_sizes(best)},
         "sharing": [_sharing_as_dict(each) for each in plan.plans],
         "does_not_fit": dict(plan.rejected),
+        "layout": None if (layout := choose_layout(plan)) is None else layout._asdict(),
         "notes": _notes(plan),
     }
 
@@ -157,6 +160,8 @@ def _groups_note(plan: GPUSetPlan) -> str:
 
 
 def _format_plan(plan: GPUSetPlan) -> Iterator[str]:
+    from emberline.engine.layout_choice import choose_layout
+
     best = plan.best
     yield f"{plan.model_type} on {best.gpus} ({_gib(best.gpus.memory_bytes):.2f} GiB each), from config.json alone"
     yield f"{'weights':<22}{'GiB':>9}{'parameters':>14}  format"
@@ -183,6 +188,8 @@ def _format_plan(plan: GPUSetPlan) -> Iterator[str]:
         yield f"  {each.sharing:<24}{amounts}  {counts}"
     for sharing, reason in plan.rejected.items():
         yield f"  {sharing:<24}{reason.partition(';')[0]}"
+    if (layout := choose_layout(plan)) is not None:
+        yield f"serve with {layout.settings}: {layout.reason}"
     yield from (f"note: {note}" for note in _notes(plan))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from emberline.cli import service
 from emberline.cli.options import add_options, given_options
+from emberline.cli.settings_file import add_settings_file_option
 from emberline.core.config import DEFAULT_MODEL, ServerConfig, WorkerConfig, cluster_key_from_environment
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser, server: ServerConfig | None =
         help="Several models instead of one, each with an optional name in the API; on a GPU, models that do not fit"
         " together are loaded and unloaded in turn.",
     )
+    add_settings_file_option(parser)
     add_options(parser, TimeSharingConfig())
     parser.add_argument("--served-name", help="Name of the model in the API. (default: MODEL as written)")
     add_options(parser, server or ServerConfig())

@@ -54,6 +54,7 @@ class ModelRegistration(msgspec.Struct, frozen=True):
     peer: dict[str, Any] | None = None  # how other engines connect to this one; None: it offers no blocks
     sampling: dict[str, float] = {}  # defaults of the sampling parameters
     numerics: Numerics | None = None  # None: an embedder, a foreign server, or an earlier release
+    ranks: int = 1  # processes among which it is divided
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

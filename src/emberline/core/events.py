@@ -179,6 +179,24 @@ class SpeculationStats:
         )
 
 
+@dataclass(slots=True)
+class ExpertStats:
+    """How evenly the ranks of an engine compute experts, if rows are sent to the ranks that have their experts."""
+
+    rows: list[int] = field(default_factory=list)  # by rank, since the start: pairs of a row and one of its experts
+    imbalance: float = 1.0  # recent rows of the busiest rank of each layer, divided by the mean of all ranks
+    moved: int = 0  # experts that ranks loaded because the load had changed, since the start
+
+    @staticmethod
+    def total(stats_per_engine: Iterable[ExpertStats]) -> ExpertStats | None:
+        """Return the statistics of several engines, with the largest imbalance; None if there are none."""
+        every = list(stats_per_engine)
+        if not every:
+            return None
+        rows = list(map(sum, zip_longest(*(one.rows for one in every), fillvalue=0)))
+        return ExpertStats(rows, max(one.imbalance for one in every), sum(one.moved for one in every))
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """Counters since the start and current gauges of one engine, for /metrics and the charts."""
@@ -206,6 +224,7 @@ class Stats:
     tiers: dict[str, TierStats] = field(default_factory=dict)  # tiers below the main cache, by name
     transfer: TransferStats | None = None  # None: the engine exchanges no blocks
     speculation: SpeculationStats | None = None  # None: the engine does not draft tokens
+    experts: ExpertStats | None = None  # None: no rows are sent to experts of other ranks
 
     @staticmethod
     def total(stats_per_engine: Iterable[Stats]) -> Stats:
@@ -214,12 +233,13 @@ class Stats:
         `residency` and `tiers` are left empty. `step_tokens` and `step_seconds` are sums over the latest step of each
         engine. `cpu_seconds` is not summed, because all engines report that of the whole process."""
         every = list(stats_per_engine)
-        not_summed = ("residency", "tiers", "transfer", "speculation")
+        not_summed = ("residency", "tiers", "transfer", "speculation", "experts")
         sums = {name: sum(getattr(one, name) for one in every) for name in Stats.__slots__ if name not in not_summed}
         sums["cpu_seconds"] = max((one.cpu_seconds for one in every), default=0.0)  # all report the same process
         transfer = TransferStats.total(one.transfer for one in every if one.transfer is not None)
         speculation = SpeculationStats.total(one.speculation for one in every if one.speculation is not None)
-        return Stats(**sums, transfer=transfer, speculation=speculation)
+        experts = ExpertStats.total(one.experts for one in every if one.experts is not None)
+        return Stats(**sums, transfer=transfer, speculation=speculation, experts=experts)
 
     @property
     def kv_usage(self) -> float:

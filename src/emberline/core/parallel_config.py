@@ -9,7 +9,9 @@ from emberline.core.options import option
 
 MAX_RANKS = 64  # of one engine
 MAX_PORT = 65535
+LAUNCHERS = ("processes", "ray")
 COLLECTIVES = ("auto", "ipc", "nccl", "gloo")
+MAX_REDUNDANT_EXPERTS = 64  # of a group of ranks
 MIN_RANK_TIMEOUT_S = 1.0  # several intervals between two signs of life of a rank
 
 
@@ -34,6 +36,11 @@ class ParallelConfig:
         "Number of layers of each --pp stage, from the first to the last, for example 14,16.",
         default_text="chosen from measured times of the layers on a CPU, from their weights on a GPU",
         metavar="N,N",
+    )
+    redundant_experts: int = option(
+        0,
+        "With --dp-attention and --ep: further experts that each group of ranks can keep, for copies of those that "
+        "most tokens select. Which ones is decided from the observed load while the engine is idle.",
     )
     rank_timeout: float = option(
         10.0, "Seconds without a heartbeat after which a rank counts as lost, and the engine restarts.", unit="s"
@@ -60,9 +67,23 @@ class ParallelConfig:
     node_timeout: float = option(
         300.0, "Seconds that node 0 waits for the other nodes when it starts, and these for node 0.", unit="s"
     )
+    ranks_per_gpu: int = 1  # that share a GPU, for tests without enough GPUs
+
+    launcher: str = option(
+        "processes",
+        "How the ranks of other nodes are started. processes: by the same command on every node, with its --node-rank; "
+        "ray: by this command, on nodes of the Ray cluster to which this machine belongs.",
+        choices=LAUNCHERS,
+    )
+    ray_address: str | None = option(
+        None,
+        "Address of the Ray cluster of --launcher ray.",
+        metavar="HOST:PORT",
+        default_text="auto: the cluster that runs on this machine",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "ep"):
+        for name in ("tp", "pp", "ep", "ranks_per_gpu"):
             if not 1 <= (value := getattr(self, name)) <= MAX_RANKS:
                 raise InvalidRequest(f"{name} is {value}; it must be from 1 to {MAX_RANKS}", param=name)
         if self.num_ranks > MAX_RANKS:
@@ -79,6 +100,13 @@ class ParallelConfig:
             raise InvalidRequest(message, param="dp_attention", hint="drop --pp or --dp-attention")
         if self.pp_layers is not None:
             self._check_stages(self.pp_layers)
+        if not 0 <= self.redundant_experts <= MAX_REDUNDANT_EXPERTS:
+            message = f"redundant_experts is {self.redundant_experts}; it must be from 0 to {MAX_REDUNDANT_EXPERTS}"
+            raise InvalidRequest(message, param="redundant_experts")
+        if self.redundant_experts and not (self.dp_attention and self.ep > 1):
+            message = "redundant_experts is set, but tokens are sent to experts only with dp_attention and ep above 1"
+            hint = "set --dp-attention and --ep, or drop --redundant-experts"
+            raise InvalidRequest(message, param="redundant_experts", hint=hint)
         if not self.rank_timeout >= MIN_RANK_TIMEOUT_S:
             message = f"rank_timeout is {self.rank_timeout:g} s; it must be at least {MIN_RANK_TIMEOUT_S:g} s"
             raise InvalidRequest(message, param="rank_timeout")
@@ -86,6 +114,23 @@ class ParallelConfig:
             message = f"collectives is {self.collectives!r}; it must be one of {', '.join(COLLECTIVES)}"
             raise InvalidRequest(message, param="collectives")
         self._check_nodes()
+        self._check_launcher()
+
+    def _check_launcher(self) -> None:
+        if self.launcher not in LAUNCHERS:
+            message = f"launcher is {self.launcher!r}; it must be one of {', '.join(LAUNCHERS)}"
+            raise InvalidRequest(message, param="launcher")
+        if self.launcher != "ray":
+            if self.ray_address is not None:
+                message = f"ray_address is {self.ray_address}, but launcher is {self.launcher}"
+                raise InvalidRequest(message, param="ray_address", hint="add --launcher ray, or drop --ray-address")
+            return
+        if self.num_ranks == 1:
+            message = "launcher is ray, but an engine on one rank needs no other nodes"
+            raise InvalidRequest(message, param="launcher", hint="add --tp or --pp, or drop --launcher")
+        if self.nodes > 1:
+            message = f"launcher is ray, which chooses the nodes, but nodes is {self.nodes}"
+            raise InvalidRequest(message, param="nodes", hint="drop --nodes, --node-rank and --master, or --launcher")
 
     def _check_nodes(self) -> None:
         if self.nodes < 1 or self.num_ranks % self.nodes:

@@ -54,9 +54,7 @@ def build_forward_batch(
         for i, w in enumerate(work)
         if samples[i] or w.prompt_logprobs
     ]
-    # A rank without work has no rows, but as many groups of layers as the others.
-    no_blocks: list[tuple[Sequence[int], ...]] = [()] * (len(groups.windows) - 1 if groups else 0)
-    window_blocks = list(zip(*(w.window_blocks for w in work), strict=True)) if work else no_blocks
+    windows = range(len(groups.windows) - 1 if groups else 0)  # a rank without work has as many as others
     saves, drafts = (None, None) if states is None else build_state_changes(work, starts, states)
     return ForwardBatch(
         tokens=torch.from_numpy(columns.tokens.astype(np.int64)),
@@ -66,7 +64,7 @@ def build_forward_batch(
         ),
         keys=cache.keys,
         values=cache.values,
-        window_attention=tuple(map(make_metadata, window_blocks)),
+        window_attention=tuple(make_metadata([w.window_blocks[i] for w in work]) for i in windows),
         places=() if groups is None or groups.is_single else groups.places,
         conv_states=None if states is None else states.conv,
         matrix_states=None if states is None else states.matrices,

@@ -90,6 +90,12 @@ def boot(
 
     `reader`: for a GPU, a process that has been reading the checkpoint's files since before torch was imported.
     `default_kv_bytes`: size of the KV cache on a CPU if the config sets none; None: half of the free memory."""
+    if runs_on_gpu(config) and config.parallel.num_ranks > 1:
+        from emberline.engine.ranks.device_boot import boot_device_ranks  # imported if needed, to start sooner
+
+        if reader is not None:
+            reader.close()  # it reads whole files, and each rank reads only its part
+        return boot_device_ranks(config.with_gpu_defaults())
     if runs_on_gpu(config):
         return to_loaded_engine(boot_on_gpu(config.with_gpu_defaults(), reader))
     if config.device == "auto":
@@ -97,9 +103,9 @@ def boot(
     if reader is not None:
         reader.close()
     if config.parallel.num_ranks > 1:
-        from emberline.engine.ranks.boot import boot_ranks  # imported if needed, to start sooner
+        from emberline.engine.ranks.boot import boot_on_ray, boot_ranks  # imported if needed, to start sooner
 
-        return boot_ranks(config, default_kv_bytes)
+        return (boot_on_ray if config.parallel.launcher == "ray" else boot_ranks)(config, default_kv_bytes)
     return _boot_on_cpu(config, default_kv_bytes)
 
 
@@ -110,8 +116,8 @@ def runs_on_gpu(config: EngineConfig) -> bool:
 def _check_one_rank(config: EngineConfig) -> None:
     if config.parallel.num_ranks > 1:
         name = "tp" if config.parallel.tp > 1 else "pp"
-        message = f"{name} is {getattr(config.parallel, name)}, but an engine on a GPU supports only one rank"
-        raise InvalidRequest(message, param=name, hint=f"drop --{name}, or use --device cpu")
+        message = f"{name} is {getattr(config.parallel, name)}, but models that share a GPU can have only one rank each"
+        raise InvalidRequest(message, param=name, hint=f"drop --{name}, or serve the model alone")
 
 
 def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEngine:
@@ -132,7 +138,7 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
 
     def open_endpoint(region: DeviceRegion) -> TransferEndpoint | None:
         assert config.transfer is not None
-        return _open_transfer_endpoint(config, config.transfer, region, ipc.make_ipc_transport(region), load_library())
+        return open_transfer_endpoint(config, config.transfer, region, ipc.make_ipc_transport(region), load_library())
 
     return boot_from_checkpoint(
         Path(config.model),
@@ -203,7 +209,7 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     tiers = _make_tiers(config, runner.layout, cache.shape, backend.library, pages) if has_tiers else None
     endpoint = None
     if config.transfer is not None and (segment := cache.segment) is not None:
-        endpoint = _open_transfer_endpoint(
+        endpoint = open_transfer_endpoint(
             config, config.transfer, segment.region, SameHostAccess.via_shared_memory(segment), backend.library
         )
     drafter = make_drafter(config.speculation, lambda: backend.library)
@@ -243,9 +249,9 @@ def full_context(model: DecoderModel) -> int:
     return model.config.longest_context if is_cut else 0
 
 
-def numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str) -> Numerics:
+def numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str, ranks: str = "") -> Numerics:
     dtype, kv_dtype = (str(each).removeprefix("torch.") for each in (model.dtype, cache.shape.dtype))
-    return Numerics(model.fingerprint.partition("-")[0], dtype, weights, kv_dtype, device)
+    return Numerics(model.fingerprint.partition("-")[0], dtype, weights, kv_dtype, device, ranks)
 
 
 def check_cpu_settings(config: EngineConfig) -> None:
@@ -306,7 +312,7 @@ def _make_tiers(
     return TierStack(host, below, snapshot_blocks=snapshot_blocks)
 
 
-def _open_transfer_endpoint(
+def open_transfer_endpoint(
     config: EngineConfig,
     transfer: TransferConfig,
     region: Region,

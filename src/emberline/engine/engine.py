@@ -16,6 +16,7 @@ from emberline.core.events import Output, Stats, TransferStats
 from emberline.core.params import GrammarSpec
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import FinishReason, Submission
+from emberline.engine.expert_runner import ExpertRunner
 from emberline.engine.group_choice import max_planned_tokens
 from emberline.engine.kv_managers import make_kv_manager
 from emberline.engine.pairing import PeerPairing
@@ -162,15 +163,14 @@ class Engine:
         )
         self._preparing_runner = runner if isinstance(runner, PreparingRunner) else None
         self.group_runner = runner if isinstance(runner, GroupRunner) else None
+        self._expert_runner = runner if isinstance(runner, ExpertRunner) else None
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         # A plan that is run in the next step: early outputs are returned first.
         self._deferred_plan: StepPlan | None = None
         self._request_ids: dict[str, list[str]] = {}
         self._grammars: dict[str, Future[Any]] = {}  # of open submissions
-        self._steps = 0
-        self._last_step = (0, 0.0)
-        self._busy_seconds = 0.0
-        self._host_seconds = 0.0
+        self._steps, self._last_step = 0, (0, 0.0)
+        self._busy_seconds = self._host_seconds = 0.0
 
     @property
     def num_full_contexts(self) -> float:
@@ -341,16 +341,15 @@ class Engine:
             tiers=self.kv.tiers.stats() if self.kv.tiers is not None else {},
             transfer=self._transfer_stats(),
             speculation=s.drafter.stats() if s.drafter is not None else None,
+            experts=self._expert_runner.expert_stats() if self._expert_runner is not None else None,
         )
 
     def _transfer_stats(self) -> TransferStats | None:
         if self.kv.pulls is None or self._publisher is None or self.transfer_endpoint is None:
             return None
         stats = self.kv.pulls.stats()
-        stats.reached, stats.passed_over = (
-            dict(self.transfer_endpoint.receiver.connected_transports),
-            dict(self.transfer_endpoint.receiver.failed_transports),
-        )
+        receiver = self.transfer_endpoint.receiver
+        stats.reached, stats.passed_over = dict(receiver.connected_transports), dict(receiver.failed_transports)
         self._publisher.write_stats_to(stats)
         stats.quarantined_blocks = self.kv.kept.num_quarantined
         return stats

@@ -123,9 +123,13 @@ def kv_bytes_per_model(configs: Mapping[str, EngineConfig], free_bytes: int) -> 
     """Return the size in bytes of each model's KV cache on a CPU, which is the same for all models.
 
     Raises ModelError if the models do not fit into `free_bytes`."""
-    weights = {name: WeightEstimate.from_config(config).weight_bytes for name, config in configs.items()}
+    weights = {
+        name: WeightEstimate.from_config(config).weight_bytes // config.parallel.nodes
+        for name, config in configs.items()
+    }
     configured = sum(
-        (config.kv_cache.kv_memory or 0) * config.parallel.num_ranks + config.tiers.kv_host_memory
+        (config.kv_cache.kv_memory or 0) * config.parallel.num_ranks // config.parallel.nodes
+        + config.tiers.kv_host_memory
         for config in configs.values()
     )
     left = free_bytes - sum(weights.values()) - configured

@@ -57,6 +57,7 @@ class GPUPlan:
     max_context: int
     tables: LayerGroups | None  # layers that share block tables; None: recurrent states, which have none
     max_planned_tokens: int  # of a request, in steps whose results are not known
+    expert_groups: int = 1  # groups of GPUs among which whole experts are divided
 
     @property
     def table_blocks(self) -> int:
@@ -297,7 +298,10 @@ def _plan_one(
     if tables is not None:
         kv_bytes = kv_bytes // block_bytes * block_bytes
     planned = max_planned_tokens(scheduler.max_batch_tokens, plans=2)
-    return GPUPlan(sharing, gpus, shares, fixed, local, kv_bytes, step_kv, max_context, tables, planned)
+    groups_of_experts = gpus.count if part.experts is not None and part.experts.num_own else 1
+    return GPUPlan(
+        sharing, gpus, shares, fixed, local, kv_bytes, step_kv, max_context, tables, planned, groups_of_experts
+    )
 
 
 def _choose_tables(groups: tuple[KVGroup, ...], max_context: int) -> LayerGroups | None:

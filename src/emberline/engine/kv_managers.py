@@ -76,7 +76,8 @@ def _make_manager(
     if transfer_endpoint is not None:
         receiver, timeout_s = transfer_endpoint.receiver, transfer_endpoint.config.peer_timeout
         pulls = PullManager(receiver, stall_timeout_s=timeout_s, clock=clock)
-    on_allocate = transfer_endpoint.receiver.region.bump_generation if transfer_endpoint else lambda block: None
+    region = transfer_endpoint.receiver.region if transfer_endpoint else None
+    on_allocate = region.bump_generation if region is not None else lambda block, group: None
     if isinstance(runner, StatefulRunner) and runner.num_state_slots:
         assert len(groups.windows) == 1, "no model has recurrent layers and layers with a window"
         return StateKVManager(

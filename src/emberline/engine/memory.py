@@ -104,15 +104,16 @@ def plan_engine_memory(
     narrow: Sequence[NarrowSize] = (),
     draft: DraftMemory = NO_DRAFT_MODEL,
     other_bytes: int = 0,
+    groups: LayerGroups | None = None,
 ) -> MemoryPlan:
     """Return the plan of an engine with these settings and weights of this dtype. `draft`: of its draft model.
 
-    `narrow`: the matrices that are kept quantised. `other_bytes`: of the GPU's memory, what other processes use.
-    Raises ModelError if the model does not fit, UnsupportedModel if the GPU cannot run it."""
+    `narrow`: matrices that are kept quantised. `other_bytes`: what other processes use of the GPU's memory. `groups`:
+    of a rank's layers; None: of all. Raises ModelError if the model does not fit, UnsupportedModel if it cannot run."""
     reject_unsupported_on_gpu(config, settings)
     reject_unsupported_experts(config, settings)
     kv_bytes, context = DTYPE_BYTES[kv_dtype(settings, dtype)], choose_max_context(config, settings)
-    groups = choose_groups(config.windows, context, config.parts.attention.state_layers)
+    groups = groups or choose_groups(config.windows, context, config.parts.attention.state_layers)
     size, tokens, state_slots = settings.scheduler.block_size, settings.kv_cache.kv_tokens, None
     new_tokens = settings.speculation.max_new_tokens
     if (memory := settings.kv_cache.kv_memory) is not None:

@@ -165,8 +165,10 @@ def _loaded_model_info(loaded: LoadedEngine, import_seconds: dict[str, float]) -
 
 
 def _start_preload(config: EngineConfig) -> FileReader | None:
-    """If a GPU is used, start reading files before torch is imported, since reading takes longest."""
-    if config.device == "cpu" or not has_gpu_driver():
+    """If one GPU is used, start reading files before torch is imported, since reading takes longest.
+
+    Of several ranks, each reads only its part of the files."""
+    if config.device == "cpu" or not has_gpu_driver() or config.parallel.num_ranks > 1:
         return None
     return preload.start_preload(Path(config.model))
 

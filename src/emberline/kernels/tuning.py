@@ -82,6 +82,17 @@ def tune_products(
     return time.perf_counter() - began
 
 
+def list_choices() -> list[tuple[int, int, int, str, int]]:
+    """Return the algorithms that are active, for `use_choices` in another process with the same kind of GPU."""
+    return [(p.m, p.n, p.k, str(p.kind), choice) for p, choice in cublas.choices.items()]
+
+
+def use_choices(rows: Sequence[tuple[int, int, int, str, int]]) -> None:
+    """Activate these algorithms, and no others."""
+    cublas.choices.clear()
+    cublas.choices.update({MatmulProblem(m, n, k, ProductKind(kind)): choice for m, n, k, kind, choice in rows})
+
+
 def _make_problem(weight: PackedWeight, hidden: int) -> MatmulProblem:
     kind = ProductKind.GATED if weight.gated else ProductKind.ADD if weight.n == hidden else ProductKind.STORE
     return MatmulProblem(0, weight.n, weight.k, kind)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.region import HostRegion
 from emberline.kv.transfer.shm import SharedSegment
 
 
@@ -50,18 +51,27 @@ class KVShape:
 
 class KVCache:
     def __init__(
-        self, shape: KVShape, num_blocks: int, device: str = "cpu", *, segment: SharedSegment | None = None
+        self,
+        shape: KVShape,
+        num_blocks: int,
+        device: str = "cpu",
+        *,
+        segment: SharedSegment | None = None,
+        region: HostRegion | None = None,
     ) -> None:
-        """Allocate the cache, or place it in `segment`, a shared memory segment of exactly the needed size."""
+        """Allocate the cache, or place it in `segment`, a shared memory segment, or in `region`, other shared memory.
+
+        These have exactly the needed size."""
         dims = (shape.layers, num_blocks, shape.kv_heads, shape.block_size, shape.head_dim)
         self.shape = shape
         self.num_blocks = num_blocks
         self.segment = segment
-        if segment is None:
+        region = region if segment is None else segment.region
+        if region is None:
             parts = [_zeroed_tensor(dims, shape.dtype, device) for _ in range(shape.parts)]
         else:
-            assert segment.region.blocks == num_blocks
-            parts = [torch.frombuffer(part, dtype=shape.dtype).view(dims) for part in segment.region.parts]
+            assert region.blocks == num_blocks
+            parts = [torch.frombuffer(part, dtype=shape.dtype).view(dims) for part in region.parts]
         # Values that are parts of the keys are read from there: the tensor of values has no elements.
         self.keys, self.values = parts[0], parts[0][..., :0] if shape.values_in_keys else parts[1]
 

@@ -36,16 +36,15 @@ class KVManager:
         load_timeout_s: float = 5.0,
         tiers: TierStack | None = None,
         pulls: PullManager | None = None,
-        on_allocate: Callable[[int], None] = lambda block: None,
+        on_allocate: Callable[[int, int], None] = lambda block, group: None,
         windows: Sequence[int] = (),
         max_step_tokens: int = 0,
     ) -> None:
         """Manage `total_blocks` blocks of `block_size` tokens.
 
         A request waits at most `load_timeout_s` for blocks from tiers (host memory, disk, store), then it computes
-        them. `on_allocate` is called with each block that will get new content, before anything is written to the
-        block. `windows`: attention windows of further groups of layers, see WindowTables, with at most
-        `max_step_tokens` new tokens of a request in one step."""
+        them. `on_allocate`: see BlockPool. `windows`: attention windows of further groups of layers, see WindowTables,
+        with at most `max_step_tokens` new tokens of a request in one step."""
         assert tiers is None or prefix_cache, "tiers are only used by the prefix cache"
         self.block_size = block_size
         self.prefix_cache = prefix_cache

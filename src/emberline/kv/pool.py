@@ -22,11 +22,12 @@ class BlockPool:
         total: int,
         on_evict: Callable[[int], None],
         residency: ResidencySampler,
-        on_allocate: Callable[[int], None] = lambda block: None,
+        on_allocate: Callable[[int, int], None] = lambda block, group: None,
     ) -> None:
         """Create a pool of `total` free blocks.
 
-        `on_allocate` is called with each block that will get new content, before anything is written to the block.
+        `on_allocate` is called with each block that will get new content, and with the group of layers that the content
+        belongs to, before anything is written to the block.
         """
         self.total = total
         self._on_evict = on_evict
@@ -61,8 +62,10 @@ class BlockPool:
         """Return how many blocks have this holder and no other."""
         return self._exclusive[holder]
 
-    def allocate_block(self, holder: int = 0) -> int:
-        """Return a block for new content. If no block is free, the block that was idle longest is evicted."""
+    def allocate_block(self, holder: int = 0, group: int = 0) -> int:
+        """Return a block for new content of a group of layers.
+
+        If no block is free, the block that was idle longest is evicted."""
         assert self.num_available, "the caller checks `available`"
         if self._free:
             block = self._free.pop()
@@ -71,7 +74,7 @@ class BlockPool:
             self._on_evict(block)
             self._residency.record_eviction(block)
         self._residency.record_allocation(block)
-        self._on_allocate(block)
+        self._on_allocate(block, group)
         assert self._holders[block] == 0
         self._holders[block] = 1
         self._holder_sums[block] = holder

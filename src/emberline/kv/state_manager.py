@@ -51,7 +51,7 @@ class StateKVManager(KVManager):
         load_timeout_s: float = 5.0,
         tiers: TierStack | None = None,
         pulls: PullManager | None = None,
-        on_allocate: Callable[[int], None] = lambda block: None,
+        on_allocate: Callable[[int, int], None] = lambda block, group: None,
         pages_per_slot: int = 0,
     ) -> None:
         """`pages_per_slot`: blocks that hold the states of a slot, needed for `tiers` and `pulls`."""

@@ -180,11 +180,11 @@ class WindowTables:
         self._tables[request.id] = [
             WindowTable(
                 [NO_BLOCK] * (plan.prefix_blocks - len(tail))
-                + [self._pool.allocate_block(holder) if block is None else block for block in tail]
-                + [self._pool.allocate_block(holder) for _ in range(plan.new_blocks)],
+                + [self._pool.allocate_block(holder, group) if block is None else block for block in tail]
+                + [self._pool.allocate_block(holder, group) for _ in range(plan.new_blocks)],
                 plan.prefix_blocks - len(tail),
             )
-            for tail in plan.tails
+            for group, tail in enumerate(plan.tails, 1)
         ]
 
     def release_passed(self, request: Request, holder: int) -> None:
@@ -203,8 +203,8 @@ class WindowTables:
 
     def extend(self, request: Request, num_tokens: int, holder: int) -> None:
         end = -(-num_tokens // self._size)
-        for table in self._tables[request.id]:
-            table.blocks.extend(self._pool.allocate_block(holder) for _ in range(end - len(table.blocks)))
+        for group, table in enumerate(self._tables[request.id], 1):
+            table.blocks.extend(self._pool.allocate_block(holder, group) for _ in range(end - len(table.blocks)))
 
     def remove_request(self, request: Request) -> list[int]:
         """Forget the tables of a request and return its blocks, which stay held."""

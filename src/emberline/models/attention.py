@@ -176,9 +176,20 @@ class Attention:
         x = x if rows is None else x[rows]
         return add_output(mixed, self.o, x, self.scaling, batch.unpacker) if len(x) else x
 
-    def mix(self, x: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: Tensor | None) -> Tensor:
-        """Cache the keys and values of x, and return the values that each row, or each of `rows`, attends to."""
-        qkv = ops.linear(x, self.qkv, unpacker=batch.unpacker)
+    def mix(
+        self,
+        x: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: ForwardBatch,
+        rows: Tensor | None,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        """Cache the keys and values of x, and return the values that each row, or each of `rows`, attends to.
+
+        `normed`: the norm of x; None: it is computed here."""
+        inputs, product = (x, self.qkv) if normed is None else (normed, replace(self.qkv, norm=None))
+        qkv = ops.linear(inputs, product, unpacker=batch.unpacker)
         if self.norms is not None:
             self.norms.apply(qkv)
         ops.rope_and_cache(qkv, self.layer, keys, values, batch.attention)

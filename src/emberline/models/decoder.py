@@ -18,6 +18,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.delta_net import DeltaNet
 from emberline.models.ffn import BiasedFeedForward, FeedForward
 from emberline.models.forward import ForwardBatch
+from emberline.models.fused_layer import FusedLayer
 from emberline.models.gated_attention import GatedAttention
 from emberline.models.latent_attention import LatentAttention
 from emberline.models.layers import add_output
@@ -156,6 +157,12 @@ class DecoderModel:
         )
 
     @property
+    def dispatching_layers(self) -> dict[int, SparseFeedForward]:
+        """The networks whose rows are sent to the ranks that have their experts, by layer."""
+        networks = {i: each.ffn for i, each in enumerate(self.layers) if isinstance(each.ffn, SparseFeedForward)}
+        return {layer: network for layer, network in networks.items() if network.dispatch is not None}
+
+    @property
     def device(self) -> torch.device:
         return self.layers[0].attention.qkv.weight.data.device
 
@@ -223,17 +230,25 @@ class DecoderModel:
         capture, last = batch.capture, self.layers[-1]
         captures_output = capture is not None and len(self.layers) in capture.layers
         views = zip(self.layers, batch.layer_views(len(self.layers)), strict=True)
+        fused, normed = [*map(_as_fused_layer, self.layers), None] if batch.exchange is None else [], None
         for index, (layer, (layer_batch, keys, values)) in enumerate(views):
             if capture is not None:
                 capture.copy_input(index, x)
             # Rows without requested logits are dropped once the last layer has cached their keys and values.
             rows = batch.logit_rows if layer is last and not captures_output else None
-            x = layer(x, keys, values, layer_batch, rows)
+            if fused and (parts := fused[index]) is not None:
+                x, normed = parts.run(x, normed, keys, values, layer_batch, rows, fused[index + 1])
+            else:
+                x = layer(x, keys, values, layer_batch, rows)
             ops.mark_progress()
         if capture is None or not captures_output:
             return x
         capture.copy_input(len(self.layers), x)
         return x if batch.logit_rows is None else x[batch.logit_rows]
+
+
+def _as_fused_layer(layer: DecoderLayer | ParallelLayer) -> FusedLayer | None:
+    return FusedLayer.of(layer.attention, layer.ffn) if isinstance(layer, DecoderLayer) else None
 
 
 def load_vocabulary_matrices(

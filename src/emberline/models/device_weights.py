@@ -82,6 +82,7 @@ class DeviceWeights(Weights):
         `shard` and `comm`, only a rank's part of each tensor is loaded.
         """
         super().__init__(checkpoint, dtype, shard=shard, comm=comm)
+        self.reads_ranges = not self.shard.is_whole  # whether only the bytes of tensors that are loaded are read
         self.device = torch.device(device)
         self.packed = packed
         self.narrow_sizes: list[NarrowSize] = []
@@ -342,7 +343,7 @@ class DeviceWeights(Weights):
     def _start_reader(self) -> FileReader:
         """Start to read the files, or on a rank only the bytes that it needs."""
         ranges = list_byte_ranges(self._loads)  # a head may be in few of a checkpoint's files
-        return FileReader.start(sorted(ranges), read_ahead_bytes=0, ranges=None if self.shard.is_whole else ranges)
+        return FileReader.start(sorted(ranges), read_ahead_bytes=0, ranges=ranges if self.reads_ranges else None)
 
     def _add_load(self, name: str, info: TensorInfo, destination: Tensor | MatrixPart, offset: float = 0.0) -> None:
         if info.cut is None:

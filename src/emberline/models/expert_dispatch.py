@@ -14,6 +14,8 @@ from torch import Tensor
 
 from emberline.kernels import expert_ops
 from emberline.kernels.mixture import Mixture, SelectedExperts
+from emberline.models.expert_load import ExpertLoad
+from emberline.models.expert_placement import EMPTY, Placement, place_in_order
 from emberline.models.row_exchange import RowExchange
 from emberline.models.shard import Shard
 
@@ -24,13 +26,18 @@ class ExpertSlots:
 
     groups: int  # of ranks; the ranks of a group have parts of the same experts
     per_group: int  # slots; those of group g have the numbers from g * per_group on
-    table: Tensor  # [experts, most copies] int64: slots of each expert; the first is repeated if it has fewer
+    table: Tensor  # [experts, groups] int64: slots of each expert, as many as it has copies, then zeros
     copies: Tensor  # [experts] int64: number of slots of each expert
 
     @staticmethod
-    def in_order(experts: int, groups: int) -> ExpertSlots:
-        """Return the slots of experts that are divided among groups in the order of their numbers."""
-        return ExpertSlots(groups, experts // groups, torch.arange(experts)[:, None], torch.ones(experts).long())
+    def of(placement: Placement, experts: int) -> ExpertSlots:
+        groups, per_group = len(placement), len(placement[0])
+        table, copies = torch.zeros(experts, groups, dtype=torch.int64), torch.zeros(experts, dtype=torch.int64)
+        for slot, expert in enumerate(expert for slots in placement for expert in slots):
+            if expert != EMPTY:
+                table[expert, copies[expert]] = slot
+                copies[expert] += 1
+        return ExpertSlots(groups, per_group, table, copies)
 
     def choose(self, experts: Tensor) -> Tensor:
         """Return the slots that compute the experts [rows, n] of rows. Rows take turns with the copies of an expert."""
@@ -38,14 +45,26 @@ class ExpertSlots:
         return self.table[experts, copy]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class ExpertDispatch:
-    slots: ExpertSlots
+    """The dispatch of one layer."""
+
+    def __init__(self, experts: int, groups: int, redundant: int = 0) -> None:
+        """`redundant`: slots of each group for copies of experts."""
+        self._experts = experts
+        self.load = ExpertLoad(experts, groups)
+        self.set_placement(place_in_order(experts, groups, experts // groups + redundant))
+
+    def set_placement(self, placement: Placement) -> None:
+        """Send rows to these ranks from now on. All ranks must call this before the same step."""
+        self.placement, self.slots = placement, ExpertSlots.of(placement, self._experts)
+        self.load.forget_groups()
 
     @staticmethod
     def of(shard: Shard, experts: int) -> ExpertDispatch | None:
         """Return the dispatch of a rank, or None if it computes its experts for the rows that it has."""
-        return ExpertDispatch(ExpertSlots.in_order(experts, shard.expert_parts)) if shard.dispatches_rows else None
+        if not shard.dispatches_rows:
+            return None
+        return ExpertDispatch(experts, shard.expert_parts, shard.redundant_experts)
 
     def add_outputs(self, x: Tensor, mixture: Mixture, exchange: RowExchange) -> Tensor:
         """Add the output of the mixture to x, the rows of this rank, in place and return x."""
@@ -54,6 +73,7 @@ class ExpertDispatch:
         numbers = exchange.gather(selected.numbers).long()
         slots = self.slots.choose(numbers)  # [rows of all ranks, experts per row]
         groups, ranks_per_group = slots // self.slots.per_group, comm.size // self.slots.groups
+        self.load.record(numbers.cpu().numpy(), groups.cpu().numpy())
         group_of = [rank // ranks_per_group for rank in range(comm.size)]
         first = sum(exchange.counts[: comm.rank])
         own_groups, own_group = groups[first : first + exchange.own], group_of[comm.rank]

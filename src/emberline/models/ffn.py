@@ -57,10 +57,14 @@ class FeedForward:
         """Add the network's output for `inputs`, or x itself, to x in place.
 
         `exchange`: of ranks that have different rows."""
-        product = ops.gate_up_silu if self.activation == "silu" else ops.gate_up_gelu
         inputs = x if inputs is None else inputs
-        inner = product(inputs if exchange is None else exchange.gather(inputs), self.gate_up, unpacker=unpacker)
+        inner = self.compute_inner(inputs if exchange is None else exchange.gather(inputs), self.gate_up, unpacker)
         return add_output(inner, self.down, x, self.scaling, unpacker, exchange)
+
+    def compute_inner(self, x: Tensor, gate_up: ops.LinearLayer, unpacker: ops.WeightUnpacker | None) -> Tensor:
+        """Return the activated product of x and the gate, times that of x and up."""
+        product = ops.gate_up_silu if self.activation == "silu" else ops.gate_up_gelu
+        return product(x, gate_up, unpacker=unpacker)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,11 @@ class OutputScaling:
         norm = weights.load_vector(norm_name, config.hidden, offset=parts.norm_offset) if has_norm else None
         return OutputScaling(norm, config.norm_eps, parts.residual_multiplier, comm)
 
+    @property
+    def sums_only(self) -> bool:
+        """Whether outputs of ranks are summed and not changed otherwise."""
+        return self.comm is not None and self.norm is None and self.multiplier == 1.0
+
 
 def add_output(
     inner: Tensor,
@@ -86,6 +91,8 @@ def add_output(
         y = ops.linear(inner, layer, unpacker=unpacker)
     else:
         y = ops.linear(inner, ops.LinearLayer(layer.weight), unpacker=unpacker)
+        if scaling.sums_only and layer.bias is None and exchange is None:
+            return scaling.comm.all_reduce_add(x, y)
         y = scaling.comm.all_reduce(y) if exchange is None else exchange.sum_own(y)
         if layer.bias is not None:
             y.add_(layer.bias)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from emberline.kernels.comm.communicator import Communicator
 from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert
 from emberline.models.config import ModelConfig
 from emberline.models.expert_dispatch import ExpertDispatch
+from emberline.models.expert_placement import EMPTY, Placement
 from emberline.models.experts_spec import ExpertsSpec, ExpertTensors, SharedExpertSpec
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.registry import ARCHITECTURES
@@ -20,9 +22,9 @@ from emberline.models.stacked_experts import keep_down_bias, load_stacked_expert
 from emberline.models.weights import Weights
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SparseFeedForward:
-    mixture: Mixture
+    mixture: Mixture  # replaced if the rank gets other experts
     comm: Communicator | None = None  # sums the outputs of ranks, which have parts of the experts
     dispatch: ExpertDispatch | None = None  # sends rows to the ranks that have their experts instead
 
@@ -81,7 +83,25 @@ class SparseFeedForward:
         if exchange is not None:
             rows = exchange.gather(x)
             return x.add_(exchange.sum_own(ops.run_mixture(rows, self.mixture, add_to=torch.zeros_like(rows))))
-        return x.add_(self.comm.all_reduce(ops.run_mixture(x, self.mixture, add_to=torch.zeros_like(x))))
+        return self.comm.all_reduce_add(x, ops.run_mixture(x, self.mixture, add_to=torch.zeros_like(x)))
+
+    def place_experts(self, placement: Placement, group: int, loaded: Mapping[int, Expert]) -> None:
+        """Keep the experts of this placement. `group`: of this rank. `loaded`: its experts that were elsewhere."""
+        assert self.dispatch is not None and isinstance(self.mixture.experts, tuple)
+        kept = dict(zip(self.dispatch.placement[group], self.mixture.experts, strict=False))
+        available = kept | dict(loaded)
+        unused = next(iter(self.mixture.experts))  # in an empty slot, to which no row is sent
+        experts = tuple(unused if number == EMPTY else available[number] for number in placement[group])
+        self.mixture = replace(self.mixture, experts=experts)
+        self.dispatch.set_placement(placement)
+
+
+def load_expert(config: ModelConfig, weights: Weights, layer: int) -> Expert:
+    """Load the only expert of a layer that `config` and the weights' shard have."""
+    spec, experts, at = ARCHITECTURES[config.model_type].experts, config.experts, f"model.layers.{layer}"
+    assert spec is not None and experts is not None
+    (expert,) = _load_experts(weights, experts, _find_tensors(spec, experts, weights, at), at, config.hidden)
+    return expert
 
 
 def _find_tensors(spec: ExpertsSpec, experts: ExpertsConfig, weights: Weights, at: str) -> ExpertTensors:

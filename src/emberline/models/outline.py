@@ -112,7 +112,8 @@ class ModelOutline:
     def divide(self, num_gpus: int, *, divide_attention: bool = True, row_unit: int = 1) -> ModelOutline:
         """Return the outline of one GPU's part under tensor parallelism. Raises UnsupportedModel.
 
-        A GPU has at least one KV head. Without `divide_attention`, each GPU has the attention of all heads.
+        A GPU has at least one KV head. Without `divide_attention`, each GPU has the attention of all heads, and if
+        whole experts can be divided, also the shared experts: rows are then sent to the GPUs that have their experts.
         `row_unit`: rows of quantised matrices of attention that cannot be divided."""
         if num_gpus == 1:
             return self
@@ -121,7 +122,9 @@ class ModelOutline:
             self,
             ffn=divide_evenly(self.ffn, num_gpus, "columns of the feed-forward network") if has_dense else self.ffn,
             vocab=divide_vocabulary(self.vocab, num_gpus),
-            experts=None if self.experts is None else _divide_experts(self.experts, num_gpus),
+            experts=None
+            if self.experts is None
+            else _divide_experts(self.experts, num_gpus, whole=not divide_attention),
         )
         if not divide_attention:
             return divided
@@ -154,7 +157,9 @@ def divide_vocabulary(vocab: int, parts: int) -> int:
     raise UnsupportedModel(message, hint="choose another number of ranks")
 
 
-def _divide_experts(experts: ExpertSizes, parts: int) -> ExpertSizes:
+def _divide_experts(experts: ExpertSizes, parts: int, *, whole: bool) -> ExpertSizes:
+    if whole and experts.count % parts == 0:
+        return replace(experts, num_own=experts.count // parts)
     shared = divide_evenly(experts.shared_ffn, parts, "columns of the shared experts")
     if experts.ffn % parts == 0:
         return replace(experts, ffn=experts.ffn // parts, shared_ffn=shared)

@@ -19,7 +19,7 @@ class PipelineModel:
     stage: Stage
     comm: Communicator  # its ranks are the stages, in order
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
+    def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [S, vocab] of `batch.logit_rows`; [0, vocab] if this is not the last stage.
 
         The input comes from the stage before this one, and the output goes to the stage after it. Raises RankLost.
@@ -28,13 +28,13 @@ class PipelineModel:
         if self.stage.is_first:
             x = self.model.embed(batch)
         else:
-            x = torch.empty(len(batch.tokens), config.hidden)
+            x = torch.empty(len(batch.tokens), config.hidden, dtype=self._input_dtype, device=batch.tokens.device)
             self.comm.receive(x, self.stage.index - 1)
             self._receive_captured(batch)
         if (capture := batch.capture) is not None:
             batch = replace(batch, capture=capture.select_stage(self.stage.layers, is_last=self.stage.is_last))
         if self.stage.is_last:
-            return self.model.compute_logits(self.model.run_layers(x, batch))
+            return self.model.compute_logits(self.model.run_layers(x, batch), out)
         # The next stage needs all rows, since their keys and values are cached in its layers too.
         x = self.model.run_layers(x, replace(batch, logit_rows=None))
         self.comm.send(x.contiguous(), self.stage.index + 1)
@@ -51,3 +51,8 @@ class PipelineModel:
             received = torch.empty_like(states, memory_format=torch.contiguous_format)
             self.comm.receive(received, self.stage.index - 1)
             states.copy_(received)
+
+    @property
+    def _input_dtype(self) -> torch.dtype:
+        """The dtype of activations between layers: on a CPU, kernels compute with float32."""
+        return torch.float32 if self.model.device.type == "cpu" else self.model.dtype

@@ -26,6 +26,8 @@ class Shard:
     world_size: int = 1
     expert_parts: int = 1  # groups of ranks among which whole experts are divided; a group divides their width
     divides_attention: bool = True  # False: each rank has all heads, and attends to requests of its own
+    redundant_experts: int = 0  # further experts of which each group of ranks can keep copies
+    only_expert: int | None = None  # of all experts, load only this one
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -63,8 +65,10 @@ class Shard:
 
     def experts(self, count: int) -> range:
         """Return the indexes of the experts of which this rank has all columns or a part of them."""
+        if self.only_expert is not None:
+            return range(self.only_expert, self.only_expert + 1)
         each = divide_evenly(count, self.expert_parts, "experts")
-        first = self.rank // self._expert_ranks * each
+        first = self.expert_group * each
         return range(first, first + each)
 
     def expert_columns(self, width: int) -> range:
@@ -72,6 +76,11 @@ class Shard:
         each = divide_evenly(width, self._expert_ranks, "columns of an expert")
         first = self.rank % self._expert_ranks * each
         return range(first, first + each)
+
+    @property
+    def expert_group(self) -> int:
+        """The group of ranks to which this rank belongs."""
+        return self.rank // self._expert_ranks
 
     @property
     def dispatches_rows(self) -> bool:

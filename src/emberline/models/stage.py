@@ -6,7 +6,7 @@ The first stage also has the embedding, the last one the final norm and the LM h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from emberline.core.errors import InvalidRequest
@@ -47,6 +47,32 @@ class Stage:
     @property
     def is_last(self) -> bool:
         return self.index == self.count - 1
+
+    def select_config(self, config: ModelConfig) -> ModelConfig:
+        """Return the config of a model with only this stage's layers, from which the stage's memory follows.
+
+        The first and the last of several stages have one matrix of the vocabulary each, and stages between have none.
+        """
+        if self.count == 1:
+            return config
+        own, experts, attention = slice(self.layers.start, self.layers.stop), config.experts, config.parts.attention
+        states = self._renumber(attention.state_layers)
+        attention = replace(attention, state=attention.state if states else None, state_layers=states)
+        return replace(
+            config,
+            layers=len(self.layers),
+            windows=config.windows[own],
+            experts=None if experts is None else replace(experts, layers=experts.layers[own]),
+            tie_embeddings=True,
+            vocab_rows=config.vocab_rows if self.is_first or self.is_last else 1,
+            parts=replace(
+                config.parts, attention=attention, unrotated_layers=self._renumber(config.parts.unrotated_layers)
+            ),
+        )
+
+    def _renumber(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """Return the place in this stage of those of a model's layers that it has."""
+        return tuple(layer - self.layers.start for layer in layers if layer in self.layers)
 
     def foreign_tensors(self, config: ModelConfig) -> str:
         """Return a pattern of the names of tensors that only other stages use; empty: there are none."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from emberline.core.breaker import CircuitBreaker
-from emberline.core.numerics import Numerics
+from emberline.core.numerics import Numerics, can_exchange_blocks
 from emberline.router.prefill_rate import PrefillRate
 
 DURATION_WEIGHT = 0.1
@@ -72,8 +72,8 @@ class Worker:
         return not self.failed_since_heartbeat and not any(load.is_suspect for load in self.loads.values())
 
     def can_fetch_blocks_from(self, other: Worker, model: str) -> bool:
-        return other.engine_ids.get(model) in self.paired_engine_ids and self.numerics.get(model) == other.numerics.get(
-            model
+        return other.engine_ids.get(model) in self.paired_engine_ids and can_exchange_blocks(
+            self.numerics.get(model), other.numerics.get(model)
         )
 
     @property

@@ -33,7 +33,7 @@ from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.generation_handler import GenerationHandler
 from emberline.worker.prompt_builder import LONG_TEXT_CHARS
 from emberline.worker.protocols import PROTOCOLS, parse_with_result_limit
-from emberline.worker.rank_metrics import build_rank_metrics
+from emberline.worker.rank_metrics import build_expert_metrics, build_rank_metrics
 from emberline.worker.request_context import RequestContext
 from emberline.worker.response_store import ResponseStore
 from emberline.worker.stored_responses import RESPONSE_PATH_PREFIX as RESPONSES
@@ -237,6 +237,8 @@ class EngineApp:
         )
         if info.ranks:
             yield from build_rank_metrics(model.metrics.labels, info.ranks)
+        if (experts := engine.stats[model.name].experts) is not None:
+            yield from build_expert_metrics(model.metrics.labels, experts)
         if (transfer := engine.stats[model.name].transfer) is not None:
             yield from build_transfer_metrics(model.metrics.labels, transfer)
         yield from model.metrics.build_sleep_metrics(engine.sleep_states[model.name].turns, engine.is_awake(model.name))

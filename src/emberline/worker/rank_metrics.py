@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from emberline.core.events import ExpertStats
 from emberline.engine.rank_summary import RankSummary
 from emberline.server.metrics import MetricFamily
 
@@ -21,3 +22,25 @@ def build_rank_metrics(model_labels: str, ranks: Sequence[RankSummary]) -> Itera
     ):
         samples = list(zip(labels, values, strict=True))
         yield MetricFamily.from_samples(f"emberline:rank_{name}", help_text, "gauge", samples)
+
+
+def build_expert_metrics(model_labels: str, stats: ExpertStats) -> Iterator[MetricFamily]:
+    """Yield how evenly the ranks compute experts."""
+    yield MetricFamily.from_samples(
+        "emberline:rank_expert_rows_total",
+        "Pairs of a token and one of its experts that a rank computed, in all layers.",
+        "counter",
+        [(f'{model_labels},rank="{rank}"', rows) for rank, rows in enumerate(stats.rows)],
+    )
+    yield MetricFamily.from_samples(
+        "emberline:expert_imbalance",
+        "Recent rows of the busiest rank of each layer, divided by the mean of all ranks. 1: ranks have equal load.",
+        "gauge",
+        [(model_labels, stats.imbalance)],
+    )
+    yield MetricFamily.from_samples(
+        "emberline:experts_moved_total",
+        "Experts that ranks loaded because the load had changed.",
+        "counter",
+        [(model_labels, stats.moved)],
+    )

@@ -60,6 +60,7 @@ class WorkerReporter:
             peer=info.peer,
             sampling=dict(model.sampling_defaults),
             numerics=info.numerics,
+            ranks=max(1, len(info.ranks)),
         )
 
     def build_heartbeat(self) -> Heartbeat:

@@ -23,7 +23,7 @@ from emberline.bench.report import BenchReport, BenchResult
 
 KERNEL_BENCHES = ("linear", "narrow", "decode", "prefill", "attention_kinds", "latent", "elementwise", "sample")
 DEADLINE_S = 460.0
-BENCHES = ("engine", "speculation", "open", "cold", "handoff", "kernels", "all")
+BENCHES = ("engine", "speculation", "open", "cold", "handoff", "collectives", "kernels", "all")
 PEER_FIGURES_NOTE = (
     "vLLM on a machine of the same kind, measured once: 0.24.0 for llama-8b, 0.26.0 for other shapes; those of kernels"
     " are measured in this run"
@@ -93,6 +93,8 @@ def select_parts(args: argparse.Namespace) -> list[BenchPart]:
         from emberline.bench.gpu import handoff
 
         selected.append(BenchPart("handoff", 180.0, partial(handoff.measure, rounds=rounds)))
+    if args.what == "collectives":  # needs settings of the whole process, so it is not part of "kernels"
+        selected.append(BenchPart("collectives", 200.0, _load_kernel_bench("collectives")))
     if args.what in ("kernels", "all"):
         selected += [
             BenchPart(f"kernels.{name}", 100.0, _load_kernel_bench(name))

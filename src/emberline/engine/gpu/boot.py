@@ -19,27 +19,25 @@ from emberline.core.engine_config import EngineConfig, SchedulerConfig
 from emberline.core.params import SamplingParams
 from emberline.core.plan import PENDING_TOKEN, Admission, StepPlan, StepResult, WorkItem
 from emberline.core.request import Submission
-from emberline.engine import expert_limits, kv_shape, memory
+from emberline.engine import expert_limits, memory
 from emberline.engine.engine import Engine
-from emberline.engine.gpu.attention_log import log_portable_attention
 from emberline.engine.gpu.device import CudaDevice, Device, measure_memory
-from emberline.engine.gpu.draft_boot import load_on_device, measure_draft_model
+from emberline.engine.gpu.draft_boot import load_on_device
 from emberline.engine.gpu.exact import require_fixed_order
 from emberline.engine.gpu.kernel_compilation import compile_kernels
+from emberline.engine.gpu.planned_model import PlannedModel
 from emberline.engine.gpu.portable_limits import reject_unsupported_settings
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
-from emberline.engine.gpu.shape import captured_token_counts
 from emberline.engine.gpu.weight_format import check_packed_size, name_weight_format, open_device_weights
 from emberline.engine.gpu.zero_weights import make_zero_weight_model
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.make_drafter import make_drafter
-from emberline.engine.state_memory import allocate_device_states
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
-from emberline.kv.cache import KVCache, KVShape
+from emberline.kv.cache import KVShape
 from emberline.kv.tiers.stack import TierStack
 from emberline.kv.transfer.endpoint import TransferEndpoint
 from emberline.models.config import ModelConfig
@@ -61,7 +59,6 @@ if TYPE_CHECKING:
 __all__ = ["BootedGPUEngine", "SyncRunner", "boot_from_checkpoint", "boot_gpu"]
 
 log = logging.getLogger("emberline.engine")
-KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
 WARM_UP_TOKENS = 16
 CAPTURE_BUDGET_S = 4.0  # for capturing steps before requests are accepted; the rest is captured in idle time
 MakeTiers = Callable[[str, KVShape, int], TierStack]  # layout and shape of the cache, blocks of a snapshot of states
@@ -119,26 +116,16 @@ def boot_gpu(
     packs_experts = weights.packed and config.experts is not None
     reject_unsupported_settings(settings, device.torch_device, has_packed_experts=packs_experts)
     model = load_model(config, weights, context)
-    dtype = str(model.dtype).removeprefix("torch.")
-    kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
-    served = settings.with_settings(max_context=context)
-    extra = measure_draft_model(draft := load_draft(model))
-    (total, others), packed, narrow = measure_memory(device), weights.packed, weights.narrow_sizes
-    plan = memory.plan_engine_memory(
-        config, served, total, dtype, packed=packed, narrow=narrow, draft=extra, other_bytes=others
-    )
-    shape = kv_shape.make_kv_shape(config, settings.scheduler.block_size, kv_dtype, plan.groups)
-    if exact := settings.gpu.exact:
-        require_fixed_order(model, shape)
-    tuned = 0.0 if exact else _tune_matrix_products(model, settings)  # before the cache fills the memory
-    cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
-    recurrent = allocate_device_states(config, plan.state_slots, device.torch_device, settings, model.dtype)
-    planned = time.perf_counter()
-    make_state = SamplingStateFactory(eos := frozenset(config.eos), make_compiler)
-    runner = GPURunner(model, cache, eos, make_state, settings, device, context, draft, plan.groups, recurrent)
-    log_portable_attention(model, shape)
-    seconds = {"plan": planned - began - tuned, "tune": tuned, "runner": time.perf_counter() - planned}
-    weight_format, spent = _fill_and_identify(weights, runner, settings, plan, compute_fingerprint)
+    draft = load_draft(model)
+    planned = PlannedModel.of(model, weights, settings, device, measure_memory(device), draft=draft)
+    if settings.gpu.exact:
+        require_fixed_order(model, planned.kv_shape)
+    tuned, plan = planned.tune_matrix_products(), planned.plan  # before the cache fills the memory
+    made = time.perf_counter()
+    make_state = SamplingStateFactory(frozenset(config.eos), make_compiler)
+    runner = planned.make_runner(make_state, plan.kv_blocks, plan.state_slots)
+    seconds = {"plan": made - began - tuned, "tune": tuned, "runner": time.perf_counter() - made}
+    weight_format, spent = fill_and_identify(weights, runner, settings, plan, compute_fingerprint)
     seconds |= spent
     scheduler = settings.scheduler.for_model(context)
     begun = time.perf_counter()
@@ -149,12 +136,12 @@ def boot_gpu(
     continues = settings.gpu.overlap
     drafter = make_drafter(settings.speculation, find_library, scheduler.max_running, continues_on_device=continues)
     engine = Engine(scheduler, steps, tiers=below, transfer_endpoint=shared, drafter=drafter)
-    seconds["capture"] = _capture_first_shapes(runner, scheduler)
+    seconds["capture"] = capture_first_shapes(runner, scheduler)
     gc.freeze()  # excludes half a million objects of imported libraries, which take 0.1 s in each collection
     return BootedGPUEngine(engine, runner, plan, seconds, weight_format)
 
 
-def _fill_and_identify(
+def fill_and_identify(
     weights: Weights,
     runner: GPURunner,
     settings: EngineConfig,
@@ -166,6 +153,7 @@ def _fill_and_identify(
     Return the format of the weights, and the seconds of each phase, by name."""
     model, seconds = runner.model, _load_weights(weights, runner)
     copies_head = weights.narrow_sizes and not weights.packed and is_head_large(outline_of(model.config))
+    copies_head = copies_head and model.head.weight.n > 0  # only the last stage of a pipeline has a head
     if settings.gpu.weights == "both" or copies_head:
         within = model if settings.gpu.weights == "both" else model.head.weight
         seconds["pack"] = _add_packed_copies(weights, runner, within)
@@ -203,7 +191,7 @@ def boot_from_checkpoint(
     packed = memory.uses_packed_weights(checkpoint, settings, used, config)
     opened = time.perf_counter()
     with ThreadPoolExecutor(1, "codec") as other:
-        codec = other.submit(_load_codec, checkpoint)
+        codec = other.submit(load_codec, checkpoint)
         device = CudaDevice(settings.gpu.kernels)
         torch.cuda.synchronize(device.torch_device)
     codec.result()
@@ -243,24 +231,7 @@ def make_region(runner: GPURunner, device: Device) -> DeviceRegion:
     return DeviceRegion(layout, runner.cache, device)
 
 
-def _tune_matrix_products(model: DecoderModel, settings: EngineConfig) -> float:
-    """Find the fastest matrix product kernel for each number of tokens; return the seconds spent.
-
-    Measurements of an earlier start are reused. Without a GPU or captured graphs, nothing is measured."""
-    if model.device.type != "cuda" or not settings.gpu.graphs:
-        return 0.0
-    from emberline.kernels import tuning
-
-    weights = set(iter_instances(ops.PackedWeight, model.layers))
-    return tuning.tune_products(
-        weights,
-        model.config.hidden,
-        captured_token_counts(settings.scheduler.max_running, settings.scheduler.max_batch_tokens),
-        portable=not ops.has_hopper_kernels(),
-    )
-
-
-def _capture_first_shapes(runner: GPURunner, config: SchedulerConfig) -> float:
+def capture_first_shapes(runner: GPURunner, config: SchedulerConfig) -> float:
     """Capture CUDA graphs for the first requests, and run one test request; return the seconds spent."""
     began = time.perf_counter()
     if runner.graphs and runner.cache.keys.is_cuda:
@@ -293,6 +264,7 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
 
     Return the seconds of each of these phases, by name."""
     model, late = runner.model, isinstance(weights, DeviceWeights) and weights.fills_late
+    ignorable = ignorable_tensors(model.config, runner.rank.stage)
 
     def compile_and_warm_up() -> float:
         try:
@@ -308,7 +280,7 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
     try:
         with ThreadPoolExecutor(1, "warm-up") as other:
             warmed = other.submit(compile_and_warm_up)
-            weights.finish(ignorable_tensors(model.config))
+            weights.finish(ignorable)
             loaded = time.perf_counter()
             warm_seconds = warmed.result()
             if late:
@@ -328,12 +300,14 @@ def _add_packed_copies(weights: Weights, runner: GPURunner, within: object) -> f
 
     The kernels that read the copies are loaded too."""
     began = time.perf_counter()
-    weights.loaded_bytes += sum(ops.add_packed_copy(weight) for weight in iter_instances(ops.PackedWeight, within))
+    weights.loaded_bytes += sum(
+        ops.add_packed_copy(each) for each in iter_instances(ops.PackedWeight, within) if each.n
+    )
     warm_up(runner)
     return time.perf_counter() - began
 
 
-def _load_codec(checkpoint: Checkpoint) -> None:
+def load_codec(checkpoint: Checkpoint) -> None:
     """If the checkpoint has packed tensors, load the codec that unpacks them, compiling it if needed."""
     if any(tensor.packing is not None for tensor in checkpoint.tensors.values()):
         backend = ops.start_backend(threads=1)

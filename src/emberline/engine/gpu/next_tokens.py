@@ -24,7 +24,7 @@ from emberline.engine.gpu.sampling import (
     list_newest_indexes,
     words_per_mask,
 )
-from emberline.engine.gpu.staging import InputStaging
+from emberline.engine.gpu.staging import RING_BUFFERS, InputStaging
 from emberline.kernels.comm.communicator import Communicator
 
 
@@ -69,12 +69,16 @@ class TokenSampler:
         vocab_size: int,
         max_input_bytes: int,
         share_tokens: ShareTokens | None = None,
+        num_buffers: int = RING_BUFFERS,
     ) -> None:
-        """`max_input_bytes`: of sampling in one step, without grammar masks. `share_tokens`: sends sampled tokens."""
+        """`max_input_bytes`: of sampling in one step, without grammar masks. `share_tokens`: sends sampled tokens.
+
+        `num_buffers`: see InputStaging."""
         self._rows, self._stream, self._vocab_size = rows, device.step_stream, vocab_size
         self._share_tokens = share_tokens
         self._penalties = DevicePenalties(rows.padding_row + 1, vocab_size, device.torch_device)
-        self._inputs = InputStaging(max_input_bytes + rows.padding_row * words_per_mask(vocab_size) * 4, device)
+        mask_bytes = rows.padding_row * words_per_mask(vocab_size) * 4
+        self._inputs = InputStaging(max_input_bytes + mask_bytes, device, num_buffers)
         self._waiting: StepSampling | None = None  # the newest step, if it waits for tokens of the previous one
 
     def launch(self, step: ComputedStep) -> Callable[[], StepResult]:
@@ -141,7 +145,7 @@ class TokenReceiver:
             staged = self._inputs.new_inputs()
             indexes = staged.put(list_newest_indexes(work, self._rows))
             staged.send()
-            tokens = torch.empty_like(indexes)
+            tokens = torch.zeros_like(indexes)  # ids of tokens also while a rank starts and receives nothing
             self._comm.broadcast(tokens, 0)
             self._rows.newest.index_copy_(0, indexes, tokens)
         end = self._stream.record_event()

@@ -27,7 +27,8 @@ from emberline.engine.gpu.draft_boot import max_row_queries
 from emberline.engine.gpu.drafting import DeviceDrafting
 from emberline.engine.gpu.expert_kernels import launch_expert_kernels
 from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs, max_input_bytes
-from emberline.engine.gpu.next_tokens import ComputedStep, NextTokens, TokenSampler
+from emberline.engine.gpu.next_tokens import ComputedStep
+from emberline.engine.gpu.rank_role import RankRole
 from emberline.engine.gpu.rows import DeviceRows
 from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows, max_step_tokens, order_by_expected_use
 from emberline.engine.gpu.staging import InputStaging, StagedInputs
@@ -58,16 +59,19 @@ class GPURunner:
         draft_model: DraftModel | None = None,
         groups: LayerGroups | None = None,
         states: StateCache | None = None,
+        rank: RankRole | None = None,
     ) -> None:
-        """`groups`: layers that share block tables; None: all share one.
+        """`groups`: layers of the whole model that share block tables; None: all share one.
 
-        `states`: memory of recurrent layers, with a slot for padding; None: the model has none."""
+        `states`: memory of recurrent layers, with a slot for padding; None: the model has none. `rank`: this runner's
+        part of an engine on several ranks, of which `model`, `cache` and `states` are; None: there is only one rank."""
         limits = settings.scheduler
         self.model = model
         self.cache = cache
         self.num_blocks, self._block_size = cache.num_blocks, cache.shape.block_size
         self.groups = groups or LayerGroups.single(model.config.layers)
-        self.states, self.num_state_slots = states, 0 if states is None else states.num_slots
+        self.rank = rank or RankRole.alone(model.config, self.groups, 0 if states is None else states.num_slots)
+        self.states, self.num_state_slots = states, self.rank.num_state_slots
         self.vocab_size = model.config.vocab
         self.eos = eos
         self._make_state, self.prepare = make_state, make_state.prepare
@@ -92,9 +96,9 @@ class GPURunner:
         self.max_batch_tokens = limits.max_batch_tokens
         size = max_input_bytes(limits, self._attention_planner, tables)
         ahead = model.make_unpacker(device.step_stream, device.new_stream())
-        self._graphs = StepGraphs(device.step_stream, InputStaging(size, device), ahead, max_step_rows(running))
-        self._next_tokens: NextTokens = TokenSampler(self._rows, device, self.vocab_size, size)
-        self._table_inputs = InputStaging(size, device)
+        staging, self._table_inputs = (InputStaging(size, device, self.rank.num_plans + 1) for _ in range(2))
+        self._graphs = StepGraphs(device.step_stream, staging, ahead, max_step_rows(running))
+        self._next_tokens = self.rank.make_next_tokens(self._rows, device, self.vocab_size, size)
         self._state_copies = None if states is None else DeviceStateCopies(states, cache)
         self.pages_per_slot = 0 if self._state_copies is None else self._state_copies.pages.per_slot
         self.copier = DeviceCopier(cache, device, self._state_copies) if settings.tiers.has_tiers else None
@@ -235,6 +239,8 @@ class GPURunner:
             step.replay()
         else:
             logits = self._run_model(step.inputs, logits)
+        if not self.rank.has_logits:
+            return logits
         return logits[: step.count] if step.used_rows is None else logits.index_select(0, step.used_rows)
 
     @property
@@ -250,9 +256,11 @@ class GPURunner:
         self._next_shape += 1
         with torch.inference_mode(), self._graphs.stream.activate():
             inputs = self._padding_inputs(shape)
-            _, replay = self._find_or_capture_graph(shape, inputs)
+            logits, replay = self._find_or_capture_graph(shape, inputs)
             if replay is not None:
                 replay()  # the first replay also uploads the graph, which would delay a request
+            elif not self.rank.is_alone:
+                self._run_model(inputs, logits)  # the other ranks replay the step, and exchange tensors in it
             if self._drafting is not None and not shape.chunks:
                 self._drafting.capture_ahead(shape, inputs)
         return True
@@ -265,16 +273,21 @@ class GPURunner:
         mixed = [shape for shape in self.shapes if shape.chunks]
         with torch.inference_mode(), self._graphs.stream.activate():
             for shape in {*without_chunks[:1], *without_chunks[-1:], *mixed[:1], *mixed[-1:]}:
-                logits = self._graphs.get_logits_buffer(shape.rows, self.vocab_size, self.cache.keys.device)
+                logits = self._get_logits_buffer(shape)
                 self._run_model(self._padding_inputs(shape), logits)
 
     def launch_all_kernels(self) -> None:
         """Launch every kernel that steps need, on padding only, so that the kernels are compiled together."""
         with torch.inference_mode(), self._graphs.stream.activate():
             for shape in self.shapes:
-                logits = self._graphs.get_logits_buffer(shape.rows, self.vocab_size, self.cache.keys.device)
+                logits = self._get_logits_buffer(shape)
                 self._run_model(self._padding_inputs(shape), logits)
             launch_expert_kernels(self.model, self.draft_model, self.max_batch_tokens)
+
+    def _get_logits_buffer(self, shape: StepShape) -> Tensor:
+        """Return where a step of this shape writes its logits; a rank of an earlier stage has none."""
+        width = self.vocab_size if self.rank.has_logits else 0
+        return self._graphs.get_logits_buffer(shape.rows, width, self.cache.keys.device)
 
     def _padding_inputs(self, shape: StepShape) -> StepInputs:
         """Return inputs of a step that is only padding. The step writes only logits, which are not used."""
@@ -295,7 +308,7 @@ class GPURunner:
         if shape in graphs.captured:
             captured = graphs.captured[shape]
             return captured.logits, captured.replay
-        logits = graphs.get_logits_buffer(shape.rows, self.vocab_size, self.cache.keys.device)
+        logits = self._get_logits_buffer(shape)
         if graphs.capture_failed:
             return logits, None
         try:
@@ -348,5 +361,5 @@ class GPURunner:
 
     def _run_model(self, inputs: StepInputs, out: Tensor | None) -> Tensor:
         capture = None if self._drafting is None else self._drafting.capture
-        batch = build_step_batch(inputs, self._rows, self.cache, self.groups, capture, self.states)
-        return self.model.forward(batch, out=out)
+        batch = build_step_batch(inputs, self._rows, self.cache, self.rank.groups, capture, self.states)
+        return self.rank.run_model(self.model, batch, out)

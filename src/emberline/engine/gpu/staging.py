@@ -49,18 +49,19 @@ class StagedInputs:
 
 
 class InputStaging:
-    def __init__(self, size: int, device: Device) -> None:
+    def __init__(self, size: int, device: Device, num_buffers: int = RING_BUFFERS) -> None:
+        """`num_buffers`: of the host. With as many steps on the device, the host waits for the first of them."""
         self._stream = device.step_stream
         self.device = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
-        self.host_buffers = [device.allocate_pinned(size) for _ in range(RING_BUFFERS)]
+        self.host_buffers = [device.allocate_pinned(size) for _ in range(num_buffers)]
         self.host_arrays = [host.numpy() for host in self.host_buffers]
-        self._sent_events: list[DeviceEvent | None] = [None] * RING_BUFFERS
+        self._sent_events: list[DeviceEvent | None] = [None] * num_buffers
         self._next_index = 0
         self._views: dict[tuple[object, ...], Tensor] = {}
 
     def new_inputs(self) -> StagedInputs:
         index = self._next_index
-        self._next_index = (index + 1) % RING_BUFFERS
+        self._next_index = (index + 1) % len(self.host_buffers)
         if (sent := self._sent_events[index]) is not None:
             sent.wait()  # has usually passed, unless the host is a whole ring ahead
         return StagedInputs(self, index)

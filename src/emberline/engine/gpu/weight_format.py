@@ -8,9 +8,11 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import ModelError
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels.comm.communicator import Communicator
 from emberline.models.device_weights import DeviceWeights
 from emberline.models.quantisation_config import check_kv_scheme
 from emberline.models.reader import FileReader
+from emberline.models.shard import Shard
 from emberline.models.textmodel import select_text_config
 from emberline.models.weights import Weights
 
@@ -23,10 +25,13 @@ def open_device_weights(
     settings: EngineConfig,
     *,
     packed: bool,
+    shard: Shard | None = None,
+    comm: Communicator | None = None,
 ) -> DeviceWeights:
     """Return the weights of a checkpoint, not loaded yet, in the format that the settings choose.
 
-    `reader`: already reads the checkpoint's files. `packed`: whether bf16 matrices are kept in 12 bits. Raises
+    `reader`: already reads the checkpoint's files. `packed`: whether bf16 matrices are kept in 12 bits. `shard`: the
+    part of a rank, which `comm` connects to the ranks with the other parts; None: there is one rank. Raises
     UnsupportedModel if a float8 KV cache is set and the checkpoint describes another kind of quantised cache."""
     gpu, uses_kv_scales = settings.gpu, settings.kv_cache.kv_dtype == "float8"
     if uses_kv_scales:
@@ -40,6 +45,8 @@ def open_device_weights(
         online=gpu.online_format,
         keeps_quantised=gpu.weights != "plain" and not gpu.exact,
         kv_scales=uses_kv_scales,
+        shard=shard,
+        comm=comm,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from emberline.engine.boot import (
     make_grammar_compiler,
     max_kv_tokens,
     numerics_of,
+    open_transfer_endpoint,
 )
 from emberline.engine.engine import Engine
 from emberline.engine.rank_summary import RankSummary
@@ -31,36 +33,69 @@ from emberline.engine.ranks.control import (
     digest_settings,
 )
 from emberline.engine.ranks.group import RankGroup
+from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup, LeaderRunner, PipelineLeaderRunner
+from emberline.engine.ranks.node_listener import NodeLauncher
 from emberline.engine.ranks.rank_part import RankPart
-from emberline.engine.ranks.settings import check_divisible, check_rank_settings
+from emberline.engine.ranks.settings import (
+    check_divisible,
+    check_rank_settings,
+    check_transfer,
+    transfer_obstacle,
+)
+from emberline.engine.ranks.shared_caches import SharedCaches
 from emberline.engine.ranks.stage_costs import choose_stages
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.engine.state_plan import count_state_slots
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
+from emberline.kv.transfer.group_region import StepCounter
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import stored_weight_format
 from emberline.models.weight_form import choose_weight_form
 
 
-def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngine:
+def boot_on_ray(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngine:
+    """Like `boot_ranks`, with other nodes that Ray starts."""
+    from emberline.engine.ranks.ray_launcher import RayLauncher
+
+    check_cpu_settings(config)
+    check_divisible(Layout.of(config.parallel), ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model))))
+    began = time.perf_counter()
+    launcher = RayLauncher(config)
+    launched = time.perf_counter()
+    try:
+        loaded = boot_ranks(launcher.config, default_kv_bytes, launcher)
+        return replace(loaded, seconds={"ray": launched - began, **loaded.seconds})
+    except BaseException:
+        launcher.close()
+        raise
+
+
+def boot_ranks(
+    config: EngineConfig, default_kv_bytes: int | None, launcher: NodeLauncher | None = None
+) -> LoadedEngine:
     """Start the other ranks and load the model. Raises EmberlineError if settings, model or a rank are not usable.
 
-    `default_kv_bytes`: size of all ranks' KV caches together, if the config sets none; None: half of the free memory.
+    `default_kv_bytes`: size of the KV caches of all ranks on this node, if the config sets none; None: half of the free
+    memory.
+    `launcher`: what has started the other nodes; it is closed with the engine.
     """
     check_cpu_settings(config)
     check_rank_settings(config)
+    if config.parallel.nodes > 1:
+        config = replace(config, transfer=None)  # it is not required, and other nodes share no memory
     began = time.perf_counter()
     layout = Layout.of(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
+    check_transfer(config, model)
     check_divisible(layout, model)
     ops.start_backend(threads=1)  # compiles the kernels of a first start once: the ranks find them
     layout, cost_shares = choose_stages(config, layout, model)
     measured = time.perf_counter()
-    group = RankGroup(config, layout)
+    group = RankGroup(config, layout, launcher=launcher)
     try:
         check_started(group.wait_for(RankStarted), digest_settings(config, layout), layout)
         started = time.perf_counter()
@@ -72,12 +107,15 @@ def boot_ranks(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngi
         parts = {**group.wait_for(RankLoaded), layout.leader: part.describe()}
         check_same_model(parts, layout)
         loaded = time.perf_counter()
-        num_blocks, num_slots = plan_caches(config, part, parts.values(), default_kv_bytes)
-        group.send(AllocateCaches(num_blocks, num_slots))
-        part.allocate(num_blocks, num_slots)
+        kv_bytes = group.limit_kv_bytes(default_kv_bytes or free_memory() // 2, parts)
+        num_blocks, num_slots = plan_caches(config, part, parts.values(), kv_bytes)
+        caches = share_caches(config, group.memory, layout, model, part, num_blocks)
+        offsets = {} if caches is None else caches.offsets
+        group.send(AllocateCaches(num_blocks, num_slots, cache_offsets=offsets))
+        part.allocate(num_blocks, num_slots, None if caches is None else caches.regions[layout.leader])
         group.wait_for(RankReady)
         group.is_ready = True
-        engine = make_engine(config, group, part, num_slots)
+        engine = make_engine(config, group, part, num_slots, caches)
     except EmberlineError as error:
         group.close(error)
         raise
@@ -116,7 +154,7 @@ def check_same_model(parts: dict[int, RankLoaded], layout: Layout) -> None:
             raise ModelError(
                 f"{layout.describe(rank)} has a checkpoint with the fingerprint {part.fingerprint}, "
                 f"and the leader one with {ours}",
-                hint="do not change the checkpoint while the ranks start",
+                hint="use the same checkpoint on all nodes, and do not change it while the ranks start",
             )
 
 
@@ -127,7 +165,8 @@ def plan_caches(
 
     `kv_memory` is the memory of each rank. Raises ModelError if it is too small for a rank's part."""
     parts = list(parts)
-    memory_bytes = config.kv_cache.kv_memory or (default_kv_bytes or free_memory() // 2) // len(parts)
+    num_local = config.parallel.num_ranks // config.parallel.nodes
+    memory_bytes = config.kv_cache.kv_memory or (default_kv_bytes or free_memory() // 2) // num_local
     max_running = config.scheduler.max_running
     num_slots = min(
         (
@@ -156,14 +195,36 @@ def _state_bytes(part: RankLoaded, num_slots: int, max_running: int) -> int:
     return num_slots * part.slot_bytes + min(num_slots, max_running) * part.draft_bytes
 
 
-def make_engine(config: EngineConfig, group: FollowerGroup, part: RankPart, num_slots: int) -> Engine:
-    """Return the engine of a group. `part`: the leader's. `num_slots`: for recurrent states, on every rank."""
-    model = part.model.config
+def share_caches(
+    config: EngineConfig, memory: GroupMemory, layout: Layout, model: ModelConfig, part: RankPart, num_blocks: int
+) -> SharedCaches | None:
+    """Return shared memory for the ranks' KV caches, if the engine exchanges blocks with other engines.
+
+    `model`: the whole one. `part`: the leader's."""
+    if config.transfer is None or transfer_obstacle(config, model):
+        return None
+    shape = replace(part.kv_shape, layers=part.groups.block_layers, kv_heads=model.kv_heads)
+    whole = shape.layout(part.model.fingerprint, groups=part.groups.name)
+    return SharedCaches.allocate(memory, layout, model, part.groups, whole, num_blocks)
+
+
+def make_engine(
+    config: EngineConfig, group: FollowerGroup, part: RankPart, num_slots: int, caches: SharedCaches | None = None
+) -> Engine:
+    """Return the engine of a group. `part`: the leader's. `num_slots`: for recurrent states, on every rank.
+
+    `caches`: of all ranks, if other engines may copy their blocks."""
+    model, steps = part.model.config, StepCounter()
     make_compiler = partial(make_grammar_compiler, Path(config.model), model)
     runner_class = PipelineLeaderRunner if group.layout.pp > 1 else LeaderRunner
-    runner = runner_class(group, part, frozenset(model.eos), make_compiler, num_slots)
-    drafter = make_drafter(config.speculation, lambda: ops.current_backend().library)
-    return Engine(config.scheduler.for_model(part.model.context), runner, drafter=drafter)
+    runner = runner_class(group, part, frozenset(model.eos), make_compiler, num_slots, steps)
+    library, endpoint = ops.current_backend().library, None
+    if config.transfer is not None and caches is not None:
+        region = caches.make_region(part.groups, steps)
+        endpoint = open_transfer_endpoint(config, config.transfer, region, None, library)
+    drafter = make_drafter(config.speculation, lambda: library)
+    scheduler = config.scheduler.for_model(part.model.context)
+    return Engine(scheduler, runner, transfer_endpoint=endpoint, drafter=drafter)
 
 
 def _summarise_rank(
@@ -188,7 +249,7 @@ def _describe_engine(
         seconds=seconds,
         device="cpu",
         kv_dtype=dtype_name(cache.shape.dtype),
-        numerics=numerics_of(part.model, cache, form, layout.device_name("cpu")),
+        numerics=numerics_of(part.model, cache, form, "cpu", layout.numerics_name),
         stored_dtype=stored_weight_format(checkpoint),
         full_context=full_context(part.model),
         ranks=ranks,

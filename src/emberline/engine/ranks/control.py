@@ -41,15 +41,24 @@ class RankLoaded(msgspec.Struct, tag=True):
     block_bytes: int  # of this rank's part of a KV block
     slot_bytes: int  # of this rank's part of a request's recurrent states
     draft_bytes: int = 0  # of recurrent layers, for the drafted tokens of a running request
+    max_blocks: int = 0  # that fit on this rank's GPU, and slots; 0 on a CPU
+    max_slots: int = 0
+    device_name: str = "cpu"
 
 
 class AllocateCaches(msgspec.Struct, tag=True):
     num_blocks: int
     num_slots: int
+    # On GPUs: kernels of matrix products that the leader has measured. All ranks must choose the same ones, because
+    # other kernels round differently: ranks must not choose different experts for a token.
+    products: list[tuple[int, int, int, str, int]] = []
+    cache_offsets: dict[int, int] = {}  # by rank: the place of its KV cache in the group's memory; empty: in its own
 
 
 class RankReady(msgspec.Struct, tag=True):
     """Reports that a rank waits for plans."""
+
+    weight_bytes: int = 0  # of the weights on its GPU
 
 
 RankMessage = StartRank | RankStarted | ConnectRanks | RankLoaded | AllocateCaches | RankReady | Rejection
@@ -117,7 +126,8 @@ class ControlSocket:
 
 def digest_settings(config: EngineConfig, layout: Layout) -> str:
     """Return a hash of the settings, which all ranks of a group must have in common."""
-    shared = list_shared_settings(config), layout
+    received = msgspec.convert(msgspec.to_builtins(config), EngineConfig)  # as a rank has it: 5 s as 5.0
+    shared = list_shared_settings(received), layout
     encoded = msgspec.msgpack.encode(shared, order="deterministic")  # the order of a set differs by process
     return hashlib.sha256(encoded).hexdigest()[:16]
 
@@ -125,10 +135,11 @@ def digest_settings(config: EngineConfig, layout: Layout) -> str:
 def list_shared_settings(config: EngineConfig) -> dict[str, Any]:
     """Return the settings that all ranks of a group must have in common, by name.
 
-    Other machines may have the checkpoint in another directory, and another number of cores."""
+    Other nodes may have the checkpoint in another directory and another number of cores, and reach node 0 at another
+    address."""
     settings: dict[str, Any] = {}
     for name, value in msgspec.to_builtins(config, order="deterministic").items():
         if name not in ("model", "threads", "transfer", "unset"):
             settings |= value if isinstance(value, dict) else {name: value}
-    del settings["node_rank"], settings["node_address"]
-    return settings | dict.fromkeys(sorted(config.unset), "default")
+    settings |= dict.fromkeys(sorted(config.unset), "default")
+    return {name: value for name, value in settings.items() if name not in ("node_rank", "node_address", "master")}

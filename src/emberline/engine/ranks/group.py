@@ -11,6 +11,7 @@ import queue
 import selectors
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,15 +19,15 @@ from typing import TypeVar
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.engine.messages import Rejection
-from emberline.engine.ranks.control import RankMessage, StartRank, decode_rank_message
-from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS
+from emberline.engine.ranks.control import RankLoaded, RankMessage, StartRank, decode_rank_message
+from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS, GroupMemory
+from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.node_listener import NodeLink
+from emberline.engine.ranks.node_listener import NodeLauncher, NodeLink
 from emberline.engine.ranks.node_messages import FromRank, NodeBeat, RankEnded
 from emberline.engine.ranks.plan_ring import PlanWriter
 from emberline.engine.ranks.rank_part import connect_processes
 from emberline.engine.ranks.rank_processes import (
-    LOST_PEER_STATUS,
     RANK_COMMAND,
     REAP_TIMEOUT_S,
     RankChild,
@@ -58,19 +59,27 @@ class Follower:
 
 
 class RankGroup:
-    def __init__(self, config: EngineConfig, layout: Layout, command: tuple[str, ...] = RANK_COMMAND) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: Layout,
+        command: tuple[str, ...] = RANK_COMMAND,
+        launcher: NodeLauncher | None = None,
+    ) -> None:
         """Start the processes. The caller must call `close`.
 
-        With several nodes, wait for the others first. Raises EmberlineError if one of them does not join."""
-        self.layout = layout
+        With several nodes, wait for the others first. Raises EmberlineError if one of them does not join. `launcher`:
+        what started them, which `close` closes too."""
+        self.layout, self._launcher = layout, launcher
         self._timeout_s = config.parallel.rank_timeout
-        self._nodes = RemoteNodes(config, layout) if layout.nodes > 1 else None
+        self._nodes = RemoteNodes(config, layout, launcher) if layout.nodes > 1 else None
         self._store_fd = os.memfd_create("emberline-rendezvous", os.MFD_CLOEXEC)
         self.rendezvous = Rendezvous(self._store_fd) if self._nodes is None else self._nodes.rendezvous
         self._processes = RankProcesses(layout.num_ranks, command)
         self._memory = self._processes.memory
         self._followers = {rank: Follower(rank) for rank in layout.followers}
         self._communicators: list[Communicator] = []
+        self._device_communicators: list[Communicator] = []
         self._failure: EmberlineError | None = None
         self._is_lost, self._is_closing, self._has_spawned = (threading.Event() for _ in range(3))
         self.is_ready = False  # whether all ranks wait for plans
@@ -132,6 +141,10 @@ class RankGroup:
                 return communicator
             self.check()
 
+    def watch(self, communicator: Communicator) -> None:
+        """Abort this communicator between GPUs if a rank is lost: no connection is closed when its process ends."""
+        self._device_communicators.append(communicator)
+
     def publish(self, plan: bytes) -> None:
         """Send a plan to all ranks. Raises RankLost. The step lasts until `finish_step`."""
         self._num_running += 1
@@ -158,6 +171,20 @@ class RankGroup:
         """Return a number that grows while other ranks compute."""
         return sum(self._memory.get(rank, PROGRESS) for rank in self._followers)
 
+    def limit_kv_bytes(self, kv_bytes: int, parts: Mapping[int, RankLoaded]) -> int:
+        """Return the memory for KV caches on each node: `kv_bytes`, or less if another node has less memory.
+
+        `parts`: what each rank has loaded."""
+        for link in () if self._nodes is None else self._nodes.links:
+            weight_bytes = sum(parts[rank].weight_bytes for rank in self.layout.ranks_of(link.node))
+            kv_bytes = min(kv_bytes, max(0, link.free_bytes - weight_bytes) // 2)
+        return kv_bytes
+
+    @property
+    def memory(self) -> GroupMemory:
+        """The memory that the ranks of this node share."""
+        return self._memory
+
     @property
     def pids(self) -> dict[int, int]:
         """Process ids of the ranks on this node, without the leader's."""
@@ -175,6 +202,8 @@ class RankGroup:
         os.close(self._store_fd)
         if self._nodes is not None:
             self._nodes.close(error or self._failure)
+        if self._launcher is not None:
+            self._launcher.close()
 
     # -- for the watching thread --------------------------------------------------------------------------------------
 
@@ -291,6 +320,8 @@ class RankGroup:
     def _end_all(self) -> None:
         """End all processes. The leader's calls of communicators fail then, at the latest when they are aborted."""
         self._processes.kill_all()
+        for communicator in self._device_communicators:
+            communicator.abort()
         if self._nodes is not None:
             self._nodes.end(self._failure)
             for communicator in self._communicators:

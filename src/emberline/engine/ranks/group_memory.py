@@ -1,4 +1,4 @@
-"""GroupMemory: memory that the ranks of an engine share, for plans and heartbeats.
+"""GroupMemory: memory that the ranks of an engine share, for plans, heartbeats and, if needed, their KV caches.
 
 It is anonymous, so it is freed when the processes end, even by kill -9. This module does not import torch.
 """
@@ -33,6 +33,16 @@ class GroupMemory:
 
     def set(self, rank: int, word: int, value: int) -> None:
         self._words[rank * WORDS_PER_RANK + word] = value
+
+    def extend(self, num_bytes: int) -> int:
+        """Add memory, which is zero, and return its offset. Only the leader calls this."""
+        offset = -(-os.fstat(self.fd).st_size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        os.ftruncate(self.fd, offset + num_bytes)
+        return offset
+
+    def map(self, offset: int, num_bytes: int) -> mmap.mmap:
+        """Return added memory at an offset from `extend`."""
+        return mmap.mmap(self.fd, num_bytes, offset=offset)
 
     def close(self) -> None:
         """Close the file descriptor. The mapping lasts as long as the object."""

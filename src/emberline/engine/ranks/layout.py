@@ -17,13 +17,15 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ep: int = 1  # parts of a stage's ranks among which whole experts are divided
-    nodes: int = 1  # machines
+    nodes: int = 1  # machines, which have the same number of ranks each
     dp_attention: bool = False  # whether ranks attend to different requests, with all heads
+    redundant_experts: int = 0  # further experts of which each of the `ep` parts can keep copies
     stage_layers: tuple[int, ...] = ()  # number of layers of each stage; empty: about the same number of weights
 
     @staticmethod
     def of(config: ParallelConfig) -> Layout:
-        return Layout(config.tp, config.pp, config.ep, config.nodes, config.dp_attention, config.stage_layers)
+        names = ("tp", "pp", "ep", "nodes", "dp_attention", "redundant_experts", "stage_layers")
+        return Layout(**{name: getattr(config, name) for name in names})
 
     @property
     def num_ranks(self) -> int:
@@ -40,7 +42,7 @@ class Layout:
         return [rank for rank in range(self.num_ranks) if rank != self.leader]
 
     def node_of(self, rank: int) -> int:
-        """Return the machine of a rank. node 0 has the last stages, and so the leader; the last one has stage 0."""
+        """Return the node of a rank. Node 0 has the last stages, and so the leader; the last one has stage 0."""
         stage, tensor_rank = divmod(rank, self.tp)
         return ((self.pp - 1 - stage) * self.tp + tensor_rank) // self.ranks_per_node
 
@@ -56,7 +58,13 @@ class Layout:
         return Stage.of(config, rank // self.tp, self.pp, self.stage_layers)
 
     def shard(self, rank: int) -> Shard:
-        return Shard(rank % self.tp, self.tp, self.ep, divides_attention=not self.dp_attention)
+        return Shard(
+            rank % self.tp,
+            self.tp,
+            self.ep,
+            divides_attention=not self.dp_attention,
+            redundant_experts=self.redundant_experts,
+        )
 
     def describe(self, rank: int) -> str:
         """Return the rank's number and place for error messages, such as `rank 1 of 4 (stage 0, tensor rank 1)`."""
@@ -68,10 +76,12 @@ class Layout:
         ranks = self.ranks_of(node)
         return f"node {node} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.num_ranks})"
 
-    def device_name(self, device: str) -> str:
-        """Return the device of this engine for Numerics: stages compute the same bits as one rank, sums do not."""
-        tensor_ranks = f"-tp{self.tp}" if self.tp > 1 else ""
-        return device + tensor_ranks + self._suffix
+    @property
+    def numerics_name(self) -> str:
+        """The ranks for Numerics; empty if they compute the same bits as one rank: stages do, sums of ranks do not."""
+        if self.tp == 1:
+            return ""
+        return f"tp{self.tp}{self._suffix}"
 
     @property
     def num_caches(self) -> int:

@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from emberline.core.errors import EmberlineError
+from emberline.core.events import ExpertStats
 from emberline.core.plan import StepPlan, StepResult, WorkItem
+from emberline.engine.ranks.expert_moves import ExpertMoves, encode_moves
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.leader_experts import LeaderExperts
 from emberline.engine.ranks.rank_part import RankPart
 from emberline.engine.ranks.work_codec import WorkEncoder
 from emberline.engine.runner import TorchRunner
 from emberline.engine.work_executor import StepExecutor, WorkExecutor
+from emberline.kv.transfer.group_region import StepCounter
 from emberline.models.forward import HiddenCapture
 
 if TYPE_CHECKING:
@@ -54,8 +58,8 @@ class FollowerGroup(Protocol):
 class GroupExecutor:
     """Computes steps on all ranks: publishes the work, then computes the leader's part."""
 
-    def __init__(self, group: FollowerGroup, own: WorkExecutor) -> None:
-        self._group, self.own = group, own
+    def __init__(self, group: FollowerGroup, own: WorkExecutor, steps: StepCounter) -> None:
+        self._group, self.own, self._steps = group, own, steps
         self._encoder = WorkEncoder(group.layout.pp)
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
 
@@ -65,7 +69,7 @@ class GroupExecutor:
 
     def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
         """Raises EngineFailed, after which the group cannot be used any more."""
-        with self._ending_group():
+        with ending_group(self._group):
             self.publish(work, captured_layers=() if capture is None else capture.layers)
             return self.compute_own(work, capture)
 
@@ -78,27 +82,39 @@ class GroupExecutor:
         self._group.check()
         self._cleared += cleared
         if work:
-            with self._ending_group():
+            self._steps.start_step()
+            with ending_group(self._group):
                 self._group.publish(self._encoder.encode(work, self._cleared, captured_layers))
             self._cleared = []
 
     def compute_own(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
         """Return the logits of a published step. Steps are computed in the order in which they were published."""
-        with self._ending_group():
+        with ending_group(self._group):
             logits = self.own.compute(work, capture)
         self._group.finish_step()
+        self._steps.finish_step()
         return logits
 
-    @contextmanager
-    def _ending_group(self) -> Iterator[None]:
-        """End the group if the block fails, also by KeyboardInterrupt: the others are in the middle of a step."""
-        try:
-            yield
-        except Exception as error:
-            raise self._group.explain(error) from error
-        except BaseException as error:
-            self._group.explain(error)
-            raise
+    def run_on_all(self, message: bytes, run_own: Callable[[], bool]) -> bool:
+        """Send a message to the other ranks, and return the result of the leader's part."""
+        self._group.check()
+        with ending_group(self._group):
+            self._group.publish(message)
+            result = run_own()
+        self._group.finish_step()
+        return result
+
+
+@contextmanager
+def ending_group(group: FollowerGroup) -> Iterator[None]:
+    """End the group if the block fails, also by KeyboardInterrupt: the others are in the middle of a step."""
+    try:
+        yield
+    except Exception as error:
+        raise group.explain(error) from error
+    except BaseException as error:
+        group.explain(error)
+        raise
 
 
 class PublishedExecutor:
@@ -124,15 +140,18 @@ class LeaderRunner(TorchRunner):
         eos: frozenset[int],
         make_compiler: Callable[[], GrammarCompiler],
         num_state_slots: int,
+        steps: StepCounter,
         executor: StepExecutor | None = None,
     ) -> None:
-        executor = executor or GroupExecutor(group, part.executor)
+        """`steps`: counts the steps that the ranks start and finish."""
+        executor = executor or GroupExecutor(group, part.executor, steps)
         super().__init__(
             part.model, part.cache, eos, make_compiler, part.draft_runner, groups=part.groups, executor=executor
         )
         self.num_state_slots, self.num_caches = num_state_slots, group.layout.num_caches
         self.layout = f"{self.layout}/{group.layout}"
-        self.ranks, self._part = group, part
+        self.ranks, self._part, self._steps = group, part, steps
+        self.experts = LeaderExperts(part.model, group.layout)
 
     def _admit_requests(self, plan: StepPlan) -> tuple[list[WorkItem], dict[str, str]]:
         """Return the work, sorted by the ranks that compute it, because the rows of logits are."""
@@ -147,8 +166,27 @@ class LeaderRunner(TorchRunner):
         """Return a number that grows while other ranks compute."""
         return self.ranks.progress_count()
 
+    def expert_stats(self) -> ExpertStats | None:
+        """Return how evenly ranks compute experts; None: no rows are sent to experts of other ranks."""
+        return self.experts.stats()
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether experts of hot layers may move to other ranks while the engine is idle."""
+        return self.experts.balancer is not None and self.experts.balancer.is_due
+
+    def prepare_next(self) -> bool:
+        """Move the experts of one layer, if that evens out the load of the ranks; return False if none was left."""
+        return self.experts.move_next(self._move_experts)
+
+    def _move_experts(self, moves: ExpertMoves) -> bool:
+        executor = self._executor
+        assert isinstance(executor, GroupExecutor), "data-parallel attention has one stage"
+        return executor.run_on_all(encode_moves(moves), lambda: self._part.move_experts(moves))
+
     def close(self) -> None:
         """End the other ranks and close the connections to them."""
+        self._steps.close()
         self.ranks.close()
         self._part.close()
 
@@ -166,10 +204,11 @@ class PipelineLeaderRunner(LeaderRunner):
         eos: frozenset[int],
         make_compiler: Callable[[], GrammarCompiler],
         num_state_slots: int,
+        steps: StepCounter,
     ) -> None:
-        self._group_executor = GroupExecutor(group, part.executor)
+        self._group_executor = GroupExecutor(group, part.executor, steps)
         published = PublishedExecutor(self._group_executor)
-        super().__init__(group, part, eos, make_compiler, num_state_slots, published)
+        super().__init__(group, part, eos, make_compiler, num_state_slots, steps, published)
         self.max_in_flight = group.layout.pp
         self._unfinished: list[StepPlan] = []  # plans that were launched, in order
         self._refused: set[str] = set()  # requests that cannot be sampled; a plan may have more of their prompt

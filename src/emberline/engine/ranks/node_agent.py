@@ -13,7 +13,7 @@ import threading
 import time
 
 from emberline import __version__
-from emberline.core.config import core_count
+from emberline.core.config import core_count, kernel_dir
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed, EngineUnavailable, NodeRankTaken
 from emberline.core.freememory import free_memory
@@ -22,6 +22,7 @@ from emberline.engine.messages import Rejection
 from emberline.engine.ranks.cluster_key import authenticate_master
 from emberline.engine.ranks.control import StartRank, list_shared_settings
 from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS
+from emberline.engine.ranks.node_address import check_node_address
 from emberline.engine.ranks.node_messages import (
     BEAT_INTERVAL_S,
     FromRank,
@@ -41,6 +42,7 @@ from emberline.engine.ranks.plan_ring import PlanWriter
 from emberline.engine.ranks.rank_processes import RANK_COMMAND, RankChild, RankProcesses
 from emberline.kernels.comm.rank_lost import RankLost
 from emberline.kernels.comm.rendezvous import Rendezvous
+from emberline.kernels.cpu.build import NativeBuildError, build_library
 
 log = logging.getLogger("emberline.ranks")
 
@@ -59,6 +61,10 @@ def run_node(
     `config`: of this node, with the directory of the checkpoint on it. `command`: of a rank's process. The processes
     end with the thread that calls this function. Raises EmberlineError if the node cannot join the group of node 0, or
     if node 0 cannot be reached for `node_timeout`."""
+    check_node_address(config.parallel)
+    if config.device != "cuda":
+        with contextlib.suppress(NativeBuildError):  # the ranks then use torch
+            build_library(kernel_dir())  # once, so that the ranks find it
     while not stop.is_set():
         master = join_master(config, cluster_key, stop)
         if master is None:
@@ -72,7 +78,7 @@ def run_node(
                     log.info("Node ends, because node 0 has shut down: node=%d", config.parallel.node_rank)
                     return
             except ConnectionError as error:
-                log.warning("Node 0 lost, joining again: node=%d reason=%s", config.parallel.node_rank, error)
+                log.warning("Group ended, joining the next one: node=%d reason=%s", config.parallel.node_rank, error)
 
 
 def join_master(config: EngineConfig, cluster_key: str, stop: threading.Event) -> NodeSocket | None:
@@ -191,7 +197,7 @@ class NodeRun:
                     while (message := self._master.take_message()) is not None:
                         if isinstance(message, NodeGoodbye):
                             return True
-                        if isinstance(message, MasterBeat) and message.is_ready:
+                        if isinstance(message, NodePlan) or (isinstance(message, MasterBeat) and message.is_ready):
                             limit = self._config.parallel.rank_timeout
                         self._handle_message(message)
                     if not is_open:
@@ -237,8 +243,9 @@ class NodeRun:
             raise RankLost("a rank of this node has ended")
 
     def _send_beats(self) -> None:
-        memory = self._processes.memory
+        memory, ranks, num_sent = self._processes.memory, self._processes.children, 0
         while not self._is_over.wait(BEAT_INTERVAL_S):
-            ranks = self._processes.children
+            num_sent += 1
+            memory.set(self._start.layout.leader, HEARTBEAT, num_sent)  # shows the ranks that this process runs
             counts = {rank: (memory.get(rank, HEARTBEAT), memory.get(rank, PROGRESS)) for rank in ranks}
             self._master.try_send(NodeBeat(counts))

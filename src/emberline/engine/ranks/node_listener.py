@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import socket
 import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from emberline import __version__
 from emberline.core.engine_config import EngineConfig
@@ -19,6 +18,7 @@ from emberline.engine.messages import Rejection
 from emberline.engine.ranks.cluster_key import authenticate_node, read_cluster_key
 from emberline.engine.ranks.control import list_shared_settings
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.node_address import bind_master, check_node_address
 from emberline.engine.ranks.node_messages import (
     NodeHello,
     NodeJoined,
@@ -52,10 +52,27 @@ class NodeLink:
             self.socket.send(message)
 
 
+class NodeLauncher(Protocol):
+    """Starts the other nodes. RayLauncher implements this protocol."""
+
+    cluster_key: str
+
+    def check(self) -> None:
+        """Raise EmberlineError if a node could not be started, or has ended."""
+        ...
+
+    def close(self) -> None:
+        """End the nodes."""
+        ...
+
+
 class NodeListener:
-    def __init__(self, config: EngineConfig, layout: Layout) -> None:
-        """Listen at the master address. The caller must call `close`. Raises InvalidRequest."""
-        self._config, self._layout, self._key = config, layout, read_cluster_key(config)
+    def __init__(self, config: EngineConfig, layout: Layout, launcher: NodeLauncher | None = None) -> None:
+        """Listen at the master address. The caller must call `close`. Raises InvalidRequest.
+
+        `launcher`: what starts the other nodes; None: the user does."""
+        self._config, self._layout, self._launcher = config, layout, launcher
+        self._key = read_cluster_key(config) if launcher is None else launcher.cluster_key
         self._lock = threading.Condition()
         self._joined: dict[int, NodeLink] = {}
         self._error: EmberlineError | None = None  # of a node that cannot join
@@ -63,6 +80,7 @@ class NodeListener:
         self._is_closing = threading.Event()
         self._pending = threading.BoundedSemaphore(MAX_PENDING_NODES)
         host, port = config.parallel.parse_master()
+        check_node_address(config.parallel)
         self._listener = bind_master(host, port)
         try:
             with bind_master(host, port + 1) as store_listener:
@@ -98,6 +116,8 @@ class NodeListener:
                     refused = f"; {self._refused}" if self._refused else ""
                     hint = f"start the same command there with --node-rank {missing[0]}, and check the network"
                     raise EngineFailed(f"{names} did not join at {address} within {timeout_s:g} s{refused}", hint=hint)
+                if self._launcher is not None:
+                    self._launcher.check()
                 if time.monotonic() > next_log:
                     next_log += WAIT_LOG_INTERVAL_S
                     log.warning("Waiting for nodes: address=%s missing=%s timeout_s=%g", address, missing, timeout_s)
@@ -115,11 +135,14 @@ class NodeListener:
     def start_message(self) -> StartNode:
         return StartNode(self._layout, self.rendezvous.store_port)
 
+    def stop(self) -> None:
+        """Stop listening, soon. The links stay open."""
+        self._is_closing.set()
+
     def close(self) -> None:
         """Stop listening. The links stay open."""
-        self._is_closing.set()
+        self.stop()
         self._thread.join()
-        self._listener.close()
         self._store = None  # ends its threads
 
     def _missing_nodes(self) -> list[int]:
@@ -127,12 +150,19 @@ class NodeListener:
 
     def _accept_nodes(self) -> None:
         self._listener.settimeout(ACCEPT_POLL_S)
+        with self._listener:
+            self._accept_until_closed()
+
+    def _accept_until_closed(self) -> None:
         while not self._is_closing.is_set():
             try:
                 connection, address = self._listener.accept()
-            except OSError:  # nothing came, or no file descriptor is left
+            except TimeoutError:
                 continue
-            if not self._pending.acquire(blocking=False):
+            except OSError:  # for example no file descriptor is left
+                self._is_closing.wait(ACCEPT_POLL_S)
+                continue
+            if self._is_closing.is_set() or not self._pending.acquire(blocking=False):
                 connection.close()
                 continue
             args = NodeSocket(connection, self._config.parallel.rank_timeout), address[0]
@@ -200,24 +230,3 @@ class NodeListener:
                 param="nodes",
                 hint="use more nodes, or set --threads 1 to let ranks share cores",
             )
-
-
-def bind_master(host: str, port: int) -> socket.socket:
-    """Return a listener at an address of this machine. Raises InvalidRequest if that is not possible."""
-    where = f"node 0 cannot listen at {host}, port {port}"
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise InvalidRequest(f"{where}: {error}", param="master", hint="check the host name in --master") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(MAX_PENDING_NODES)
-    except OSError as error:
-        listener.close()
-        hint = "set --master to an address of node 0 on all nodes"
-        if error.errno == errno.EADDRINUSE:
-            hint = "choose another port in --master on all nodes, or end the process that uses this one"
-        raise InvalidRequest(f"{where}: {error.strerror}", param="master", hint=hint) from error
-    return listener

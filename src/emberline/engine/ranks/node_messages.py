@@ -208,18 +208,18 @@ class NodeSocket:
         """Send a last message and wait until the other side has closed the connection.
 
         If this side closed it first, with unread messages, the other side could lose the last one."""
-        deadline = time.monotonic() + timeout_s
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it has ended already
             self.send(message)
-            self.connection.shutdown(socket.SHUT_WR)
-            while (left := deadline - time.monotonic()) > 0:
-                if select.select([self.connection], [], [], left)[0] and not self.read_available():
-                    return
+        self.end()
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([self.connection], [], [], left)[0] and not self.read_available():
+                return
 
     def end(self) -> None:
-        """End the connection, also for another thread that is sending. The socket stays open until `close`."""
+        """Send nothing more; another thread that is sending gets an error. The socket stays open until `close`."""
         with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+            self.connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self.connection.close()

@@ -11,7 +11,7 @@ import sys
 from emberline.core.parent_death import end_with_parent
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.heartbeat import HeartbeatThread
-from emberline.engine.torch_import import prepare_torch_import
+from emberline.engine.torch_import import has_gpu_driver, prepare_torch_import
 
 
 def main() -> int:
@@ -22,7 +22,8 @@ def main() -> int:
     num_ranks, rank, control_fd, memory_fd, notice_fd = map(int, sys.argv[1:])
     memory = GroupMemory(memory_fd, num_ranks)
     heartbeat = HeartbeatThread(memory, rank)
-    prepare_torch_import()
+    if not has_gpu_driver():
+        prepare_torch_import()
     from emberline.engine.preload import skip_unused_torch_imports
 
     skip_unused_torch_imports()

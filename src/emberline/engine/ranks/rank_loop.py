@@ -21,11 +21,12 @@ from emberline.engine.ranks.control import (
     StartRank,
     digest_settings,
 )
+from emberline.engine.ranks.expert_moves import decode_moves
 from emberline.engine.ranks.group_memory import GroupMemory
-from emberline.engine.ranks.heartbeat import HeartbeatThread
+from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS, HeartbeatThread
 from emberline.engine.ranks.plan_ring import PlanReader
 from emberline.engine.ranks.rank_part import RankPart, connect_processes
-from emberline.engine.ranks.rank_processes import LOST_PEER_STATUS
+from emberline.engine.ranks.shared_caches import map_cache
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
@@ -39,18 +40,28 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
     try:
         if not isinstance(start := leader.receive(), StartRank):
             return 1
+        if start.layout.node_of(start.rank):
+            heartbeat.end_with_supervisor(start.layout.leader, start.config.parallel.rank_timeout)
         leader.send(RankStarted(__version__, digest_settings(start.config, start.layout)))
         if not isinstance(leader.receive(), ConnectRanks):
             return 1
-        part = RankPart.load(start.config, start.layout, start.rank, partial(connect_processes, start.rendezvous))
+        connect, reader = partial(connect_processes, start.rendezvous), PlanReader(memory, start.rank, notice_fd)
+        if start.config.device == "cuda":
+            from emberline.engine.ranks.device_rank import run_device_rank  # imported if needed, to start sooner
+
+            return run_device_rank(start, leader, connect, reader)
+        part = RankPart.load(start.config, start.layout, start.rank, connect)
         leader.send(part.describe())
         if not isinstance(sizes := leader.receive(), AllocateCaches):
             return 1
-        part.allocate(sizes.num_blocks, sizes.num_slots)
+        region = None
+        if (offset := sizes.cache_offsets.get(start.rank)) is not None:
+            region = map_cache(memory, offset, part.kv_layout, sizes.num_blocks)
+        part.allocate(sizes.num_blocks, sizes.num_slots, region)
         gc.freeze()  # objects of the start are permanent
         gc.enable()
         leader.send(RankReady())
-        reader, decoder = PlanReader(memory, start.rank, notice_fd), WorkDecoder(start.layout.pp)
+        decoder = WorkDecoder(start.layout.pp)
         while (message := reader.receive()) is not None:
             compute_step(part, decoder, message)
     except RankLost:
@@ -66,7 +77,10 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
 
 
 def compute_step(part: RankPart, decoder: WorkDecoder, message: bytes) -> None:
-    """Compute this rank's part of a step. `message`: from the leader's WorkEncoder."""
+    """Compute this rank's part of a step, or load other experts. `message`: of WorkEncoder or of `encode_moves`."""
+    if (moves := decode_moves(message)) is not None:
+        part.move_experts(moves)
+        return
     step = decoder.decode(message)
     part.executor.clear(step.cleared)
     capture = HiddenCapture.allocate(step.captured_layers, len(step.columns.tokens), part.model.config.hidden)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from emberline.core.config import core_count
 from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import EmberlineError
 from emberline.engine.boot import choose_kv_dtype
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.ranks.control import RankLoaded
 from emberline.engine.ranks.draft_model import load_draft_model_of_ranks
+from emberline.engine.ranks.expert_moves import ExpertMoves
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.own_work import OwnWorkExecutor
+from emberline.engine.ranks.settings import transfer_obstacle
 from emberline.engine.speculation.draft_cache import draft_block_bytes, make_draft_cache
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.work_executor import ForwardModel, WorkExecutor
@@ -25,14 +30,22 @@ from emberline.kernels import ops
 from emberline.kernels.comm.communicator import Communicator
 from emberline.kernels.comm.gloo import GlooGroup
 from emberline.kernels.comm.rendezvous import Rendezvous
+from emberline.kernels.mixture import Expert
 from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.tiers.copier import HostBlockCopier
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.region import HostRegion
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
+from emberline.models.expert_loader import ExpertLoader
+from emberline.models.expert_placement import EMPTY
+from emberline.models.forward import ForwardBatch
 from emberline.models.loader import load_checkpoint
 from emberline.models.pipeline import PipelineModel
 from emberline.models.weight_form import choose_weight_form
+
+log = logging.getLogger("emberline.engine")
 
 CONNECT_TIMEOUT_S = 30.0  # between ranks that have all started
 # Of a collective. A long step of a slow rank must not end the group: the leader notices lost ranks earlier.
@@ -52,7 +65,7 @@ class RankPart:
         self.model, parts = model, model.config.parts
         self.groups = choose_groups(model.config.windows, model.context, parts.attention.state_layers)
         self._own_groups = self.groups.of_layers(layers)
-        self._kv_shape = make_kv_shape(
+        self.kv_shape = make_kv_shape(
             model.config,
             config.scheduler.block_size,
             choose_kv_dtype(config.kv_cache.kv_dtype, model.dtype),
@@ -64,6 +77,8 @@ class RankPart:
         self._forward_model: ForwardModel = model
         self._connections: list[Communicator] = []
         self._attending: Communicator | None = None  # of ranks that attend to different requests
+        self._expert_loader: ExpertLoader | None = None  # None: experts stay where they are
+        self._expert_group = 0
 
     @staticmethod
     def load(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> RankPart:
@@ -72,7 +87,8 @@ class RankPart:
         Raises RankLost if a rank does not connect, EmberlineError if settings or model are not usable."""
         start_rank_backend(config, layout)
         checkpoint = Checkpoint.open(Path(config.model))
-        stage, shard = layout.stage(rank, ModelConfig.from_checkpoint(checkpoint)), layout.shard(rank)
+        whole = ModelConfig.from_checkpoint(checkpoint)
+        stage, shard = layout.stage(rank, whole), layout.shard(rank)
         stages = connect(f"stages-{shard.rank}", stage.index, layout.pp) if layout.pp > 1 else None
         shards = connect(f"shards-{stage.index}", shard.rank, layout.tp) if layout.tp > 1 else None
         form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
@@ -80,16 +96,51 @@ class RankPart:
         part = RankPart(model, stage.layers, config)
         part._connections = [each for each in (stages, shards) if each is not None]
         part._attending = shards if layout.dp_attention else None
+        part._expert_loader = ExpertLoader(checkpoint, config.dtype, form, shard) if shard.redundant_experts else None
+        part._expert_group = shard.expert_group
         if stages is not None:
             part._forward_model = PipelineModel(model, stage, stages)
+        exchanges_blocks = config.transfer is not None and not transfer_obstacle(config, whole)
+        if exchanges_blocks and stage.is_last and shards is not None:
+            part._forward_model = OrderedModel(part._forward_model, shards)
         if rank == layout.leader:
             part.draft_model = load_draft_model_of_ranks(config, checkpoint, model)
         return part
+
+    def move_experts(self, moves: ExpertMoves) -> bool:
+        """Load experts and keep these placements. If a rank cannot load one, change nothing and return False.
+
+        All ranks must call this, between the same two steps. Raises RankLost."""
+        assert self._attending is not None and self._expert_loader is not None
+        networks, group = self.model.dispatching_layers, self._expert_group
+        loaded: dict[int, dict[int, Expert]] = {}
+        try:
+            for layer, placement in moves.items():
+                dispatch = networks[layer].dispatch
+                assert dispatch is not None
+                new = set(placement[group]) - set(dispatch.placement[group]) - {EMPTY}
+                loaded[layer] = {expert: self._expert_loader.load(layer, expert) for expert in sorted(new)}
+            failed = 0.0
+        except (EmberlineError, OSError) as error:
+            log.warning(
+                "Experts stay where they are: a rank cannot load one: rank=%d error=%s", self._attending.rank, error
+            )
+            failed = 1.0
+        if float(self._attending.all_reduce(torch.tensor([failed]))):
+            return False
+        for layer, placement in moves.items():
+            networks[layer].place_experts(placement, group, loaded[layer])
+        return True
 
     def close(self) -> None:
         """Close the connections to other ranks."""
         for connection in self._connections:
             connection.close()
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """The layout of this rank's part of a block."""
+        return self.kv_shape.layout(self.model.fingerprint)
 
     def describe(self) -> RankLoaded:
         draft, states = self.draft_model, self._state_shape
@@ -97,14 +148,16 @@ class RankPart:
             fingerprint=self.model.fingerprint,
             layers=len(self.model.layers),
             weight_bytes=self.model.weight_bytes + (0 if draft is None else draft.weight_bytes),
-            block_bytes=self._kv_shape.block_bytes + (0 if draft is None else draft_block_bytes(draft, self._kv_shape)),
+            block_bytes=self.kv_shape.block_bytes + (0 if draft is None else draft_block_bytes(draft, self.kv_shape)),
             slot_bytes=0 if states is None else states.slot_bytes,
             draft_bytes=0 if states is None else self._max_draft * states.draft_bytes,
         )
 
-    def allocate(self, num_blocks: int, num_slots: int) -> None:
-        """Allocate this rank's part of the KV cache, and of `num_slots` slots for recurrent states."""
-        self.cache = KVCache(self._kv_shape, num_blocks)
+    def allocate(self, num_blocks: int, num_slots: int, region: HostRegion | None = None) -> None:
+        """Allocate this rank's part of the KV cache, and of `num_slots` slots for recurrent states.
+
+        `region`: shared memory for the KV cache; None: it is allocated in this process."""
+        self.cache = KVCache(self.kv_shape, num_blocks, region=region)
         states = None
         if self._state_shape is not None:
             places = min(num_slots, self._max_running)
@@ -115,6 +168,25 @@ class RankPart:
         copier = HostBlockCopier(self.cache)
         args = self._forward_model, self.cache, self._own_groups, states, copier
         self.executor = WorkExecutor(*args) if self._attending is None else OwnWorkExecutor(self._attending, *args)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedModel:
+    """The last stage of a model whose other ranks have written their keys and values when `forward` returns.
+
+    So the leader can let other engines read and overwrite blocks. In each layer, a rank writes its keys and values, and
+    reads those of other tokens, before it takes part in the sum of the attention's outputs. So the ranks of earlier
+    stages have done it when they send their output. In the last layer, a step without logits has no such sum: the ranks
+    then exchange one number instead."""
+
+    model: ForwardModel
+    comm: Communicator  # with the other ranks of the last stage
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        logits = self.model.forward(batch)
+        if not len(logits):
+            self.comm.all_gather(torch.zeros(1))
+        return logits
 
 
 def start_rank_backend(config: EngineConfig, layout: Layout) -> int:

@@ -19,7 +19,6 @@ from emberline.engine.ranks.group_memory import GroupMemory
 RANK_COMMAND = (sys.executable, "-m", "emberline.engine.ranks.process")
 REAP_TIMEOUT_S = 5.0  # for killed processes to end
 EXIT_TIMEOUT_S = 1.0  # for a process to end after it has closed its connection
-LOST_PEER_STATUS = 3  # exit status of a rank that lost its connection to another
 
 
 @dataclass(slots=True)

@@ -7,20 +7,21 @@ from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.control import RankMessage, encode_rank_message
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.node_listener import NodeLink, NodeListener
+from emberline.engine.ranks.node_listener import NodeLauncher, NodeLink, NodeListener
 from emberline.engine.ranks.node_messages import GroupEnded, MasterBeat, NodeGoodbye, NodeMessage, NodePlan, ToRanks
 from emberline.kernels.comm.rank_lost import RankLost
 
 GOODBYE_TIMEOUT_S = 1.0  # for a node to close its connection after the last message
+FAILURE_TIMEOUT_S = 0.1  # the same after a failure, which may be that the node cannot be reached
 
 
 class RemoteNodes:
-    def __init__(self, config: EngineConfig, layout: Layout) -> None:
+    def __init__(self, config: EngineConfig, layout: Layout, launcher: NodeLauncher | None = None) -> None:
         """Wait until all other nodes have joined, and let them start their ranks. The caller must call `close`.
 
         Raises EmberlineError if the address cannot be used, or a node does not join."""
         self._layout = layout
-        self._listener = NodeListener(config, layout)
+        self._listener = NodeListener(config, layout, launcher)
         self.rendezvous = self._listener.rendezvous
         self.links: list[NodeLink] = []
         try:
@@ -65,14 +66,16 @@ class RemoteNodes:
 
     def end(self, error: EmberlineError | None) -> None:
         """Let the nodes end their ranks, and end the connections. `error`: why; None: the engine is shut down."""
+        self._listener.stop()  # nodes that join again get a connection to the next engine process
         for link in self.links:
             link.socket.try_send(_last_message(error))
             link.socket.end()
 
     def close(self, error: EmberlineError | None) -> None:
         """Like `end`, and close everything."""
+        timeout_s = FAILURE_TIMEOUT_S if isinstance(error, EngineFailed) else GOODBYE_TIMEOUT_S
         for link in self.links:
-            link.socket.finish(_last_message(error), GOODBYE_TIMEOUT_S)
+            link.socket.finish(_last_message(error), timeout_s)
             link.socket.close()
         self._listener.close()
 

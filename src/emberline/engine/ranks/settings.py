@@ -16,9 +16,7 @@ def check_rank_settings(config: EngineConfig) -> None:
     parallel = config.parallel
     field = "tp" if parallel.tp > 1 else "pp"
     ranks = f"{parallel.num_ranks} ranks (tp {parallel.tp}, pp {parallel.pp})"
-    if parallel.node_rank:
-        message = f"node_rank is {parallel.node_rank}, but only node 0 has an engine"
-        raise InvalidRequest(message, param="node_rank", hint="run emberline serve on the other nodes")
+    check_node_settings(config)
     if sys.platform != "linux":
         message = f"{field} is {getattr(parallel, field)}, but several ranks need Linux, and this is {sys.platform}"
         raise InvalidRequest(message, param=field, hint=f"drop --{field}")
@@ -38,13 +36,31 @@ def check_rank_settings(config: EngineConfig) -> None:
         "kv_host_memory": config.tiers.kv_host_memory > 0,
         "kv_disk": config.tiers.kv_disk is not None,
         "kv_store": config.tiers.kv_store is not None,
-        "transfer": config.transfer is not None and config.transfer.required,
+        "kv_mooncake": config.network.kv_mooncake,
     }
     for name, is_set in unsupported.items():
         if is_set:
+            hint = f"drop --{name.replace('_', '-')} or --{field}"
+            raise InvalidRequest(f"the setting {name} does not work with {ranks} yet", param=name, hint=hint)
+
+
+def check_node_settings(config: EngineConfig) -> None:
+    """Raise InvalidRequest for settings that an engine on several nodes does not support."""
+    parallel = config.parallel
+    if parallel.node_rank:
+        message = f"node_rank is {parallel.node_rank}, but only node 0 has an engine"
+        raise InvalidRequest(message, param="node_rank", hint="run emberline serve on the other nodes")
+    unsupported = {  # these use memory that all ranks share
+        "kv_host_memory": config.tiers.kv_host_memory > 0,
+        "kv_disk": config.tiers.kv_disk is not None,
+        "kv_store": config.tiers.kv_store is not None,
+        "transfer": config.transfer is not None and config.transfer.required,
+    }
+    for name, is_set in unsupported.items():
+        if is_set and parallel.nodes > 1:
             what = "the exchange of KV blocks with other workers" if name == "transfer" else f"the setting {name}"
-            hint = "use --role both" if name == "transfer" else f"drop --{name.replace('_', '-')} or --{field}"
-            raise InvalidRequest(f"{what} does not work with {ranks} yet", param=name, hint=hint)
+            hint = "use --role both" if name == "transfer" else f"drop --{name.replace('_', '-')} or --nodes"
+            raise InvalidRequest(f"{what} does not work with {parallel.nodes} nodes yet", param=name, hint=hint)
 
 
 def check_dp_attention(config: EngineConfig) -> None:
@@ -53,14 +69,29 @@ def check_dp_attention(config: EngineConfig) -> None:
         "kv_host_memory": (config.tiers.kv_host_memory > 0, "a KV tier"),
         "kv_disk": (config.tiers.kv_disk is not None, "a KV tier"),
         "kv_store": (config.tiers.kv_store is not None, "a KV tier"),
-        "transfer": (config.transfer is not None and config.transfer.required, "the exchange of KV blocks"),
         "speculate": (config.speculation.uses_draft_model, "a draft model"),
     }
     for name, (is_set, what) in reasons.items():
         if is_set:
-            hint = "use --role both" if name == "transfer" else f"drop --{name.replace('_', '-')}"
             message = f"dp_attention is set, and {what} does not work with it yet"
-            raise InvalidRequest(message, param=name, hint=f"{hint} or --dp-attention")
+            raise InvalidRequest(message, param=name, hint=f"drop --{name.replace('_', '-')} or --dp-attention")
+
+
+def check_transfer(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise InvalidRequest if the engine must exchange KV blocks with others and its ranks cannot."""
+    if config.transfer is not None and config.transfer.required and (obstacle := transfer_obstacle(config, model)):
+        hint = "use --role both, which exchanges no KV blocks then, or one rank"
+        message = f"several ranks cannot exchange KV blocks with other workers yet if {obstacle}"
+        raise InvalidRequest(message, param="transfer", hint=hint)
+
+
+def transfer_obstacle(config: EngineConfig, model: ModelConfig) -> str:
+    """Return why the ranks cannot exchange KV blocks with other engines; empty: they can."""
+    if config.parallel.nodes > 1:
+        return "they are on several nodes, which share no memory"
+    if config.parallel.dp_attention:
+        return "dp_attention is set"
+    return "the model has recurrent layers" if model.parts.attention.state is not None else ""
 
 
 def possible_tensor_ranks(config: ModelConfig, max_ranks: int) -> list[int]:
@@ -84,6 +115,11 @@ def check_divisible(layout: Layout, config: ModelConfig) -> None:
     if config.experts is not None and config.experts.count % layout.ep:
         message = f"ep is {layout.ep}, which does not divide the {config.experts.count} experts of the model"
         raise InvalidRequest(message, param="ep", hint="choose another --ep")
+    if config.experts is not None and layout.redundant_experts > (
+        most := config.experts.count * (layout.ep - 1) // layout.ep
+    ):
+        message = f"redundant_experts is {layout.redundant_experts}, but each group of ranks lacks only {most} experts"
+        raise InvalidRequest(message, param="redundant_experts", hint="lower --redundant-experts")
     layout.stage(0, config)
     for rank in range(layout.tp):
         try:

@@ -26,6 +26,7 @@ class Communicator(Protocol):
     rank: int  # of this process or thread in its group
     size: int  # number of ranks
     can_capture: bool  # whether calls with tensors on a GPU can be captured in a CUDA graph
+    fuses_norm: bool = False  # whether `all_reduce_add_norm` takes less time than a sum and a norm
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of the ranks' x, which it may overwrite.

@@ -61,6 +61,8 @@ class IpcGroup(Communicator):
         `max_blocks`: CTAs of a kernel, the same on all ranks.
         """
         self.rank, self.size, self._device, self._max_blocks = host.rank, host.size, device, max_blocks
+        self.fuses_norm = collectives.has_norm_order(device)
+        self.prefers_two_shot = prefers_two_shot  # from bytes and ranks; the same on all ranks
         self._timeout_s, self._slot_bytes = timeout_s, slot_bytes // ALIGNMENT * ALIGNMENT
         self._message_bytes = -(-message_bytes // ALIGNMENT) * ALIGNMENT
         self._memory: ipc.AllocatedMemory | None = None
@@ -158,8 +160,9 @@ class IpcGroup(Communicator):
         return x if out is x else x.copy_(out)
 
     def all_reduce_add_norm(self, x: Tensor, partial: Tensor, weight: Tensor, eps: float) -> Tensor:
-        is_small = x.nbytes <= self._slot_bytes and not prefers_two_shot(x.nbytes, self.size)
-        if not is_small or not collectives.supports_norm(x) or not len(x) or _align(x) is not x:
+        is_small = x.nbytes <= self._slot_bytes and not self.prefers_two_shot(x.nbytes, self.size)
+        is_supported = self.fuses_norm and collectives.supports_norm(x) and _align(x) is x
+        if not is_small or not is_supported or not len(x):
             return super().all_reduce_add_norm(x, partial, weight, eps)
         assert x.shape == partial.shape and x.dtype == partial.dtype
         assert weight.dtype == torch.float32 and weight.is_contiguous()
@@ -172,7 +175,7 @@ class IpcGroup(Communicator):
     def _reduce(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
         self.check()
         signature = _sign("reduce", x.shape, x.dtype)
-        two_shot = prefers_two_shot(x.nbytes, self.size)
+        two_shot = self.prefers_two_shot(x.nbytes, self.size)
         for part in self._split(x.numel(), x.itemsize):
             collectives.reduce(
                 self._group,

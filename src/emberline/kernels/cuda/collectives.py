@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -58,6 +59,9 @@ class _Counts(ctypes.Structure):
 
 def load_kernels() -> None:
     """Compile and load all kernels: a kernel that is loaded later might wait for one that waits for other ranks."""
+    modules = {_get_module(name.partition("<")[0]) for name in VARIANTS}
+    with ThreadPoolExecutor(len(modules), "nvrtc") as pool:  # the compiler releases the GIL
+        list(pool.map(CudaModule.compile, modules))
     for name in VARIANTS:
         _get_kernel(name).load()
 
@@ -79,6 +83,13 @@ def choose_norm_threads(columns: int) -> tuple[int, int]:
     block = max(32, 1 << (columns - 1).bit_length())
     warps = min(max(block // 512, 1), 16)
     return 32 * warps, max(1, block // (32 * warps * 8))
+
+
+def has_norm_order(device: torch.device) -> bool:
+    """Return whether triton/norm.py adds squares in the order of `reduce_add_norm` on this GPU.
+
+    From compute capability 10.0 on, Triton adds two squares with one instruction, in another order."""
+    return torch.cuda.get_device_capability(device) < (10, 0)
 
 
 def supports_norm(x: Tensor) -> bool:
@@ -171,9 +182,10 @@ def _launch(name: str, blocks: int, arguments: Sequence[object], threads: int = 
 
 @cache
 def _get_kernel(name: str) -> CudaKernel:
-    return _module().kernel(name)
+    return _get_module(name.partition("<")[0]).kernel(name)
 
 
 @cache
-def _module() -> CudaModule:
-    return CudaModule(FILE, VARIANTS)
+def _get_module(function: str) -> CudaModule:
+    """Return the module of all variants of a function."""
+    return CudaModule(FILE, [name for name in VARIANTS if name.partition("<")[0] == function])

@@ -34,8 +34,11 @@ class Region(ABC):
         self.generations = np.zeros(num_blocks, np.uint64) if generations is None else generations
         assert len(self.generations) == num_blocks
 
-    def bump_generation(self, block: int) -> None:
-        """Increase the generation number of a block, because it is about to get new content."""
+    def bump_generation(self, block: int, group: int = 0) -> None:
+        """Increase the generation number of a block, because it is about to get new content.
+
+        `group`: the number of the group of layers that the content belongs to.
+        """
         self.generations[block] += 1
 
     def current_generations(self, blocks: BlockIds) -> Generations:
@@ -111,6 +114,10 @@ class HostRegion(Region):
     def piece_views(self, piece: TransferPiece, blocks: BlockIds) -> list[memoryview]:
         """Return the memory of the piece, in wire order."""
         return self._range_views(piece, contiguous_ranges(blocks[piece.first_block : piece.end_block]))
+
+    def plane_elements(self, layer: int, kv_index: int, num_bytes: int) -> NDArray[np.void]:
+        """Return a layer's keys (`kv_index` 0) or values (1) as an array of elements of this size."""
+        return np.frombuffer(self._planes[layer][kv_index], f"V{num_bytes}")
 
     def in_place_views(self, piece: TransferPiece, blocks: BlockIds) -> list[memoryview] | None:
         ranges = contiguous_ranges(blocks[piece.first_block : piece.end_block])

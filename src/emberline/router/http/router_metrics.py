@@ -138,6 +138,7 @@ def _build_status_row(
         "role": member.registration.role,
         "models": sorted(worker.models),
         "numerics": worker.numerics,
+        "ranks": {model.name: model.ranks for model in member.registration.models},
         "health": health.value,
         "breaker": worker.breaker.state,
         "open": worker.open_requests,

@@ -14,7 +14,7 @@ from emberline.core.breaker import CircuitBreaker
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import EngineUnavailable, InvalidRequest, NotFound, Superseded
-from emberline.core.numerics import Numerics, describe_difference
+from emberline.core.numerics import Numerics, can_exchange_blocks, describe_difference
 from emberline.router.http.router_metrics import RouterMetrics
 from emberline.router.http.worker_attempt import WorkerAttempt
 from emberline.router.kvindex import KVIndex
@@ -125,10 +125,13 @@ class WorkerRegistry:
             for other in self.workers.values():
                 if other is worker or model not in other.models or "native" not in (worker.dialect, other.dialect):
                     continue
-                if difference := describe_difference(worker.numerics.get(model), other.numerics.get(model)):
+                ours, theirs = worker.numerics.get(model), other.numerics.get(model)
+                if difference := describe_difference(ours, theirs):
+                    what = "started streams" if can_exchange_blocks(ours, theirs) else "streams or KV blocks"
                     log.warning(
-                        "Workers compute a model differently, no streams or KV blocks move between them:"
+                        "Workers compute a model differently, no %s move between them:"
                         " model=%s worker=%s other=%s difference=%s",
+                        what,
                         model,
                         worker.name,
                         other.name,

@@ -1,0 +1,122 @@
+"""PlannedModel: a model on a GPU whose weights are still being loaded, with the plan of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import InvalidRequest
+from emberline.engine import kv_shape, memory
+from emberline.engine.gpu.attention_log import log_portable_attention
+from emberline.engine.gpu.device import Device
+from emberline.engine.gpu.draft_boot import measure_draft_model
+from emberline.engine.gpu.rank_role import RankRole
+from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.gpu.shape import captured_token_counts
+from emberline.engine.group_choice import choose_groups
+from emberline.engine.memory_plan import MemoryPlan
+from emberline.engine.sampler import SamplingStateFactory
+from emberline.engine.state_memory import allocate_device_states
+from emberline.kernels import ops
+from emberline.kv.cache import KVCache, KVShape
+from emberline.kv.layer_groups import LayerGroups
+from emberline.models.config import ModelConfig
+from emberline.models.decoder import DecoderModel
+from emberline.models.draft_model import DraftModel
+from emberline.models.sleep import iter_instances
+from emberline.models.stage import Stage
+from emberline.models.weights import Weights
+
+KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    model: DecoderModel
+    draft: DraftModel | None
+    settings: EngineConfig
+    device: Device
+    plan: MemoryPlan
+    own_config: ModelConfig  # of the layers that this rank has: all of the model's, if there is one stage
+    groups: LayerGroups  # of all layers of the model
+
+    @staticmethod
+    def of(
+        model: DecoderModel,
+        weights: Weights,
+        settings: EngineConfig,
+        device: Device,
+        device_memory: tuple[int, int],
+        *,
+        draft: DraftModel | None = None,
+        stage: Stage | None = None,
+    ) -> PlannedModel:
+        """Plan the memory of a model, or of a rank's part of it. Raises ModelError if it does not fit, InvalidRequest
+        if the stage cannot be computed.
+
+        `device_memory`: bytes of the GPU's memory, and of these, what others use. `stage`: of a pipeline."""
+        attention = model.config.parts.attention
+        groups = choose_groups(model.config.windows, model.context, attention.state_layers)
+        config, own_groups = model.config, groups
+        if stage is not None:
+            config, own_groups = stage.select_config(model.config), groups.of_layers(stage.layers)
+        if stage is not None and not own_groups.block_layers:
+            message = f"stage {stage.index} of {stage.count} has only recurrent layers, and on a GPU it needs another"
+            raise InvalidRequest(message, param="pp", hint="lower --pp")
+        plan = memory.plan_engine_memory(
+            config,
+            settings.with_settings(max_context=model.context),
+            device_memory[0],
+            str(model.dtype).removeprefix("torch."),
+            packed=weights.packed,
+            narrow=weights.narrow_sizes,
+            draft=measure_draft_model(draft),
+            other_bytes=device_memory[1],
+            groups=own_groups,
+        )
+        return PlannedModel(model, draft, settings, device, plan, config, groups)
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """The shape of this rank's part of a KV block."""
+        dtype = KV_DTYPES[memory.kv_dtype(self.settings, str(self.model.dtype).removeprefix("torch."))]
+        return kv_shape.make_kv_shape(self.own_config, self.settings.scheduler.block_size, dtype, self.plan.groups)
+
+    def make_runner(
+        self,
+        make_state: SamplingStateFactory,
+        num_blocks: int,
+        num_state_slots: int,
+        rank: RankRole | None = None,
+        runner_class: Callable[..., GPURunner] = GPURunner,
+    ) -> GPURunner:
+        """Allocate the caches and return the runner, of one rank if `rank` is given."""
+        model, device, settings = self.model, self.device, self.settings
+        cache = KVCache(self.kv_shape, num_blocks, str(device.torch_device))
+        args = num_state_slots, device.torch_device, settings, model.dtype
+        states = allocate_device_states(self.own_config, *args)
+        first = model, cache, frozenset(model.config.eos), make_state, settings, device, model.context
+        runner = runner_class(*first, self.draft, self.groups, states, rank)
+        log_portable_attention(model, self.kv_shape)
+        return runner
+
+    def tune_matrix_products(self) -> float:
+        """Find the fastest matrix product kernel for each number of tokens; return the seconds spent.
+
+        Call this before a runner fills the memory. Measurements of an earlier start are reused. Without a GPU or
+        captured graphs, nothing is measured."""
+        model, settings = self.model, self.settings
+        if model.device.type != "cuda" or not settings.gpu.graphs or settings.gpu.exact:
+            return 0.0
+        from emberline.kernels import tuning
+
+        weights = set(iter_instances(ops.PackedWeight, model.layers))
+        return tuning.tune_products(
+            weights,
+            model.config.hidden,
+            captured_token_counts(settings.scheduler.max_running, settings.scheduler.max_batch_tokens),
+            portable=not ops.has_hopper_kernels(),
+        )

@@ -1,0 +1,67 @@
+"""RankRole: what a runner computes of the steps of an engine on several ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from emberline.engine.gpu.device import Device
+from emberline.engine.gpu.next_tokens import NextTokens, TokenReceiver, TokenSampler
+from emberline.engine.gpu.rows import DeviceRows
+from emberline.kernels.comm.communicator import Communicator
+from emberline.kv.layer_groups import LayerGroups
+from emberline.models.config import ModelConfig
+from emberline.models.decoder import DecoderModel
+from emberline.models.forward import ForwardBatch
+from emberline.models.pipeline import PipelineModel
+from emberline.models.stage import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class RankRole:
+    groups: LayerGroups  # of the layers of this rank
+    num_state_slots: int  # for recurrent states, on every rank that has recurrent layers
+    is_leader: bool  # whether this rank samples
+    stage: Stage
+    stages: Communicator | None = None  # between the stages; None: there is only one
+    shards: Communicator | None = None  # between the ranks of this stage; None: there is only this one
+
+    @staticmethod
+    def alone(config: ModelConfig, groups: LayerGroups, num_state_slots: int) -> RankRole:
+        """Return the role of the only rank of an engine."""
+        return RankRole(groups, num_state_slots, is_leader=True, stage=Stage.of(config))
+
+    @property
+    def is_alone(self) -> bool:
+        return self.stages is None and self.shards is None
+
+    @property
+    def has_logits(self) -> bool:
+        return self.stage.is_last
+
+    @property
+    def num_plans(self) -> int:
+        """The number of plans that are launched before the result of the first one is read, at most."""
+        return max(2, self.stage.count)
+
+    def make_next_tokens(self, rows: DeviceRows, device: Device, vocab_size: int, max_input_bytes: int) -> NextTokens:
+        """Return how the requests of a step get their next tokens.
+
+        With several stages, a request is planned when its newest token is known: no rank needs it from the device."""
+        comm = self.shards if self.stages is None else None
+        if not self.is_leader:
+            return TokenReceiver(rows, device, max_input_bytes, comm)
+        share = None if comm is None else partial(_send_tokens, comm)
+        return TokenSampler(rows, device, vocab_size, max_input_bytes, share, self.num_plans + 1)
+
+    def run_model(self, model: DecoderModel, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+        """Queue this rank's part of a forward pass, and return the logits; without rows, if another stage has them."""
+        if self.stages is None:
+            return model.forward(batch, out)
+        return PipelineModel(model, self.stage, self.stages).forward(batch, out)
+
+
+def _send_tokens(comm: Communicator, tokens: Tensor) -> None:
+    comm.broadcast(tokens, comm.rank)

@@ -1,0 +1,160 @@
+"""boot_device_ranks: builds an Engine whose model is divided among ranks with a GPU each."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import EmberlineError, EngineFailed
+from emberline.engine.boot import LoadedEngine, dtype_name, full_context, make_grammar_compiler, numerics_of
+from emberline.engine.engine import Engine
+from emberline.engine.gpu.boot import capture_first_shapes
+from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.rank_summary import RankSummary
+from emberline.engine.ranks.boot import check_same_model, check_started
+from emberline.engine.ranks.control import (
+    AllocateCaches,
+    ConnectRanks,
+    RankLoaded,
+    RankReady,
+    RankStarted,
+    digest_settings,
+)
+from emberline.engine.ranks.device_leader import DeviceLeaderRunner, PipelineDeviceLeaderRunner
+from emberline.engine.ranks.device_part import DevicePart
+from emberline.engine.ranks.device_settings import check_device_drafts, check_device_settings
+from emberline.engine.ranks.group import RankGroup
+from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.leader import FollowerGroup
+from emberline.engine.ranks.settings import check_divisible
+from emberline.engine.sampler import SamplingStateFactory
+from emberline.engine.speculation.make_drafter import make_drafter
+from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels import ops, tuning
+from emberline.kernels.comm.communicator import RankLost
+from emberline.kernels.cpu.library import find_library
+from emberline.models.config import ModelConfig
+from emberline.models.weight_dtype import check_requested_dtype, stored_weight_format
+from emberline.models.weight_form import check_requested_weights
+
+
+def boot_device_ranks(config: EngineConfig) -> LoadedEngine:
+    """Start the other ranks and load the model. Raises EmberlineError if settings, model or a rank are not usable.
+
+    `config`: the result of `EngineConfig.with_gpu_defaults`."""
+    config = config.with_settings(device="cuda")  # not auto: all ranks compute on the same kind of device
+    check_device_settings(config, torch.cuda.device_count())
+    check_requested_dtype(config.dtype, on_gpu=True)
+    check_requested_weights(config.gpu.weights, on_gpu=True)
+    began = time.perf_counter()
+    layout = Layout.of(config.parallel)
+    model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
+    check_device_drafts(config, model)
+    check_divisible(layout, model)
+    group = RankGroup(config, layout)
+    try:
+        check_started(group.wait_for(RankStarted), digest_settings(config, layout), layout)
+        started = time.perf_counter()
+        group.send(ConnectRanks())
+        try:
+            part = DevicePart.load(config, layout, layout.leader, group.connect)
+        except RankLost as error:
+            raise group.explain(error) from error
+        for each in part.connections.all:
+            group.watch(each.group)
+        parts = {**group.wait_for(RankLoaded), layout.leader: part.describe()}
+        check_same_model(parts, layout)
+        check_same_devices(parts, layout)
+        planned = time.perf_counter()
+        num_blocks, num_slots = plan_device_caches(parts.values())
+        part.planned.tune_matrix_products()
+        group.send(AllocateCaches(num_blocks, num_slots, tuning.list_choices()))
+        seconds = allocate_leader(config, part, num_blocks, num_slots)
+        ready = group.wait_for(RankReady)
+        group.is_ready = True
+        loaded = time.perf_counter()
+        engine = make_device_engine(config, group, part)
+        seconds["capture"] = capture_first_shapes(part.runner, config.scheduler.for_model(part.runner.model.context))
+    except EmberlineError as error:
+        group.close(error)
+        raise
+    except BaseException:
+        group.close()
+        raise
+    gc.freeze()  # as on one GPU: objects of the start are permanent
+    seconds = {"ranks": started - began, "plan": planned - started, "load": loaded - planned, **seconds}
+    weights = {rank: report.weight_bytes for rank, report in ready.items()}
+    weights[layout.leader] = part.runner.model.weight_bytes
+    ranks = tuple(_summarise_rank(layout, rank, parts[rank], weights[rank], part.runner) for rank in sorted(parts))
+    return _describe_engine(config, engine, part, ranks, seconds)
+
+
+def check_same_devices(parts: dict[int, RankLoaded], layout: Layout) -> None:
+    """Raise EngineFailed if a rank has another kind of GPU than the leader.
+
+    Its kernels may round differently. Then ranks would choose different experts for a token, for example."""
+    ours = parts[layout.leader].device_name
+    for rank, part in parts.items():
+        if part.device_name != ours:
+            message = f"{layout.describe(rank)} has the GPU {part.device_name}, and the leader has {ours}"
+            raise EngineFailed(message, hint="choose GPUs of one kind with CUDA_VISIBLE_DEVICES")
+
+
+def plan_device_caches(parts: Iterable[RankLoaded]) -> tuple[int, int]:
+    """Return the number of KV blocks and of slots for recurrent states, which fit on all ranks."""
+    parts = list(parts)
+    num_slots = min((part.max_slots for part in parts if part.slot_bytes), default=0)
+    return min(part.max_blocks for part in parts), num_slots
+
+
+def allocate_leader(config: EngineConfig, part: DevicePart, num_blocks: int, num_slots: int) -> dict[str, float]:
+    """Build the leader's runner; return the seconds of each phase, by name."""
+    model = part.planned.model.config
+    make_compiler = partial(make_grammar_compiler, Path(config.model), model)
+    runner_class = PipelineDeviceLeaderRunner if config.parallel.pp > 1 else DeviceLeaderRunner
+    make_state = SamplingStateFactory(frozenset(model.eos), make_compiler)
+    return part.allocate(num_blocks, num_slots, make_state, runner_class)
+
+
+def make_device_engine(config: EngineConfig, group: FollowerGroup, part: DevicePart) -> Engine:
+    """Return the engine of a group whose ranks are all ready. `part`: the leader's."""
+    runner = part.runner
+    assert isinstance(runner, DeviceLeaderRunner)
+    runner.lead(group, part)
+    scheduler = config.scheduler.for_model(runner.model.context)
+    drafter = make_drafter(config.speculation, find_library, scheduler.max_running, continues_on_device=True)
+    return Engine(scheduler, runner, drafter=drafter)
+
+
+def _summarise_rank(layout: Layout, rank: int, part: RankLoaded, weight_bytes: int, leader: GPURunner) -> RankSummary:
+    kv_bytes = leader.num_blocks * part.block_bytes + leader.num_state_slots * part.slot_bytes
+    return RankSummary(rank, rank // layout.tp, rank % layout.tp, part.layers, weight_bytes, kv_bytes)
+
+
+def _describe_engine(
+    config: EngineConfig, engine: Engine, part: DevicePart, ranks: tuple[RankSummary, ...], seconds: dict[str, float]
+) -> LoadedEngine:
+    runner, kernels, checkpoint = part.runner, ops.selected_gpu_kernels().name, Checkpoint.open(Path(config.model))
+    device = "cuda-portable" if kernels == "portable" else "cuda"  # their kernels round differently
+    numerics_name = Layout.of(config.parallel).numerics_name
+    return LoadedEngine(
+        engine=engine,
+        max_context=engine.max_context,
+        kv_tokens=runner.num_blocks // len(runner.groups.windows) * config.scheduler.block_size,
+        weight_bytes=sum(each.weight_bytes for each in ranks),
+        kv_bytes=sum(each.kv_bytes for each in ranks),
+        kernels=f"{kernels} ({torch.cuda.get_device_name()})",
+        seconds=seconds,
+        device="cuda",
+        kv_dtype=dtype_name(runner.cache.shape.dtype),
+        numerics=numerics_of(runner.model, runner.cache, part.weight_format, device, numerics_name),
+        stored_dtype=stored_weight_format(checkpoint),
+        full_context=full_context(runner.model),
+        ranks=ranks,
+    )

@@ -1,0 +1,91 @@
+"""DeviceFollower: computes a rank's part of the steps that the leader publishes, on a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from emberline.core.params import SamplingParams
+from emberline.core.plan import Admission, StepPlan, StepResult, WorkItem
+from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.ranks.device_leader import PREPARE_NEXT, RUN_UNCAPTURED
+from emberline.engine.ranks.work_codec import WorkDecoder
+from emberline.kernels import ops
+
+PLAIN_PARAMS = SamplingParams()
+FinishStep = Callable[[], StepResult]
+
+
+class DeviceFollower:
+    def __init__(self, runner: GPURunner, num_plans: int = 1) -> None:
+        """`num_plans`: the number of steps over which the leader remembers requests."""
+        self._runner, self._plans = runner, FollowerPlans(num_plans)
+
+    def handle(self, message: bytes) -> FinishStep | None:
+        """Do what a message of the leader asks for. If it launches a step, return a function that waits for its end."""
+        if message == PREPARE_NEXT:
+            self._runner.prepare_next()
+            return None
+        if message == RUN_UNCAPTURED:
+            self._runner.run_uncaptured_once()
+            return None
+        return self._runner.launch(self._plans.decode(message))
+
+
+class FollowerPlans:
+    """Makes plans for a runner that does not sample from the published work of steps.
+
+    The leader does not send ids. A request that has not been in the newest steps has a new id when it comes back."""
+
+    def __init__(self, num_plans: int) -> None:
+        self._decoder = WorkDecoder(num_plans)
+        self._recent: deque[list[WorkItem]] = deque(maxlen=num_plans)
+        self._count = self._step = 0
+
+    def decode(self, message: bytes) -> StepPlan:
+        step = self._decoder.decode(message)
+        work = step.fill_items()
+        admitted = []
+        for item in work:
+            if not item.id:
+                self._count += 1
+                item.id = str(self._count)
+                admitted.append(Admission(item.id, [], 0, PLAIN_PARAMS, 0))
+        oldest = self._recent[0] if len(self._recent) == self._recent.maxlen else []
+        self._recent.append(list(work))
+        ended: list[str] = []
+        if oldest != work:
+            current = {item.id for step in self._recent for item in step}
+            ended = [item.id for item in oldest if item.id not in current]
+        for item in work:
+            item.cleared_blocks = ()
+        if work:
+            work[0].cleared_blocks = step.cleared
+        self._step += 1
+        return StepPlan(self._step, admitted, work, ended)
+
+
+class StepWaiter:
+    """A thread that waits for launched steps, so that an error on the device is found while no further step comes."""
+
+    def __init__(self, check: Callable[[], None], on_error: Callable[[BaseException], None]) -> None:
+        """`check`: called after each step; raises an error if its collectives failed. `on_error`: ends the process."""
+        self._steps: SimpleQueue[FinishStep] = SimpleQueue()
+        self._check, self._on_error = check, on_error
+        threading.Thread(target=self._run, name="steps", daemon=True).start()
+
+    def add(self, finish: FinishStep) -> None:
+        self._steps.put(finish)
+
+    def _run(self) -> None:
+        while True:
+            finish = self._steps.get()
+            try:
+                finish()
+                self._check()
+            except BaseException as error:
+                self._on_error(error)
+                return
+            ops.mark_progress()  # captured steps do not

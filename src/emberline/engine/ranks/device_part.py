@@ -1,0 +1,210 @@
+"""DevicePart: the part of a model that one rank computes on a GPU, with its caches and connections to other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import InvalidRequest
+from emberline.engine import expert_limits, memory
+from emberline.engine.gpu.boot import fill_and_identify, load_codec
+from emberline.engine.gpu.device import CudaDevice, Device, measure_memory
+from emberline.engine.gpu.planned_model import PlannedModel
+from emberline.engine.gpu.portable_limits import reject_unsupported_settings
+from emberline.engine.gpu.rank_role import RankRole
+from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.gpu.shape import captured_shapes, max_step_tokens
+from emberline.engine.gpu.weight_format import open_device_weights
+from emberline.engine.ranks.control import RankLoaded
+from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.rank_part import ConnectRanksFunction
+from emberline.engine.sampler import SamplingStateFactory
+from emberline.engine.state_plan import state_slot_bytes
+from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels.comm.communicator import CollectivesUnavailable, Communicator
+from emberline.kernels.comm.connect import connect_device_group
+from emberline.kernels.comm.startup import StartupCommunicator
+from emberline.models.config import ModelConfig
+from emberline.models.loader import DTYPES, compute_fingerprint
+from emberline.models.stage import Stage
+from emberline.models.tensor_names import load_model
+from emberline.models.weight_dtype import DTYPE_BYTES, choose_weight_dtype
+from emberline.models.weights import Weights
+
+# Of a kernel that waits for other ranks: longer than a rank's host may be busy between publishing a step and launching
+# it. The leader notices lost ranks earlier.
+COLLECTIVE_TIMEOUT_S = 60.0
+# From a communicator in main memory, and the ranks of it that send tensors to this one.
+ConnectDevices = Callable[[Communicator, Sequence[int]], Communicator]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConnections:
+    """A rank's connections to other ranks: those of its stage, and those that have the same part of other stages."""
+
+    shards: StartupCommunicator | None
+    stages: StartupCommunicator | None
+
+    @staticmethod
+    def connect(
+        layout: Layout, rank: int, connect: ConnectRanksFunction, to_device: ConnectDevices = lambda host, _: host
+    ) -> DeviceConnections:
+        """Connect to the other ranks. Raises RankLost.
+
+        `to_device`: returns the communicator between GPUs of ranks that are connected in main memory."""
+        stage, place = rank // layout.tp, rank % layout.tp
+        stages = shards = None
+        if layout.pp > 1:
+            previous = [stage - 1] if stage else []
+            stages = StartupCommunicator(to_device(connect(f"stages-{place}", stage, layout.pp), previous))
+        if layout.tp > 1:
+            shards = StartupCommunicator(to_device(connect(f"shards-{stage}", place, layout.tp), ()))
+        return DeviceConnections(shards, stages)
+
+    @property
+    def all(self) -> list[StartupCommunicator]:
+        return [each for each in (self.shards, self.stages) if each is not None]
+
+
+class DevicePart:
+    runner: GPURunner  # set by `allocate`
+    weight_format = "plain"
+
+    def __init__(
+        self,
+        planned: PlannedModel,
+        weights: Weights | None,
+        stage: Stage,
+        connections: DeviceConnections,
+        fingerprint: str,
+    ) -> None:
+        """`weights`: those of the model, which are still being loaded; None: they are loaded."""
+        self.planned, self.stage, self.connections = planned, stage, connections
+        self._weights, self._fingerprint = weights, fingerprint
+
+    @staticmethod
+    def load(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> DevicePart:
+        """Connect to the other ranks and plan the memory of this rank's part of the model, on this process's GPU.
+
+        Raises RankLost if a rank does not connect, EmberlineError if settings or model are not usable."""
+        checkpoint = Checkpoint.open(Path(config.model))
+        model_config = ModelConfig.from_checkpoint(checkpoint)
+        expert_limits.reject_unsupported_experts(model_config, config)
+        context = memory.choose_max_context(model_config, config)
+        dtype = choose_weight_dtype(checkpoint, config.dtype, on_gpu=True)
+        packed = memory.uses_packed_weights(checkpoint, config, dtype, model_config)
+        load_codec(checkpoint)
+        device = CudaDevice(config.gpu.kernels)
+        has_packed_experts = packed and model_config.experts is not None
+        reject_unsupported_settings(config, device.torch_device, has_packed_experts=has_packed_experts)
+        shard = layout.shard(rank)
+        own_config = shard.shard_config(model_config)
+        to_device = partial(connect_devices, device, config, max_message_bytes(own_config, config, DTYPE_BYTES[dtype]))
+        connections = DeviceConnections.connect(layout, rank, connect, to_device)
+        if not all(each.group.can_capture for each in connections.all):
+            config = config.with_settings(graphs=False)
+        stage, comm = layout.stage(rank, model_config), cast("Communicator | None", connections.shards)
+        weights = open_device_weights(
+            *(checkpoint, DTYPES[config.dtype], device.torch_device, None, config),
+            packed=packed,
+            shard=shard,
+            comm=comm,
+        )
+        weights.reads_ranges = True  # also if the rank has whole tensors of some layers
+        model = load_model(own_config, weights, context, stage)
+        sizes = share_device_memory(device, config.parallel.ranks_per_gpu, connections)
+        planned = PlannedModel.of(model, weights, config, device, sizes, stage=stage)
+        fingerprint = compute_fingerprint(checkpoint, model_config, dtype, context)
+        return DevicePart(planned, weights, stage, connections, fingerprint)
+
+    def describe(self) -> RankLoaded:
+        plan = self.planned.plan
+        return RankLoaded(
+            fingerprint=self._fingerprint,
+            layers=len(self.planned.model.layers),
+            weight_bytes=plan.weights,
+            block_bytes=self.planned.kv_shape.block_bytes,
+            slot_bytes=state_slot_bytes(self.planned.own_config),
+            max_blocks=plan.kv_blocks,
+            max_slots=plan.state_slots,
+            device_name=describe_device(self.planned.device),
+        )
+
+    def allocate(
+        self,
+        num_blocks: int,
+        num_slots: int,
+        make_state: SamplingStateFactory,
+        runner_class: Callable[..., GPURunner] = GPURunner,
+    ) -> dict[str, float]:
+        """Allocate the caches, wait for the weights, and compile and try the kernels, without other ranks.
+
+        Return the seconds of each phase, by name."""
+        is_leader = self.stage.is_last and (self.connections.shards is None or self.connections.shards.rank == 0)
+        stages, shards = (
+            cast("Communicator | None", each) for each in (self.connections.stages, self.connections.shards)
+        )
+        role = RankRole(self.planned.plan.groups, num_slots, is_leader, self.stage, stages, shards)
+        self.runner = self.planned.make_runner(make_state, num_blocks, num_slots, role, runner_class)
+        seconds: dict[str, float] = {}
+        if self._weights is not None:
+            args = self._weights, self.runner, self.planned.settings, self.planned.plan
+            self.weight_format, seconds = fill_and_identify(*args, lambda: self._fingerprint)
+        for each in self.connections.all:
+            each.open()
+        return seconds
+
+    def check_connections(self) -> None:
+        """Raise RankLost if a collective of a step that was computed gave up."""
+        for each in self.connections.all:
+            each.group.check()
+
+    def close(self) -> None:
+        """Close the connections to other ranks."""
+        for each in self.connections.all:
+            each.close()
+
+
+def connect_devices(
+    device: Device, config: EngineConfig, message_bytes: int, host: Communicator, senders: Sequence[int]
+) -> Communicator:
+    """Return the communicator between the GPUs of ranks that are connected in main memory. Raises InvalidRequest."""
+    collectives = config.parallel.collectives
+    try:
+        return connect_device_group(
+            host,
+            device.torch_device,
+            collectives,
+            timeout_s=COLLECTIVE_TIMEOUT_S,
+            message_bytes=message_bytes,
+            senders=senders,
+        )
+    except CollectivesUnavailable as error:
+        message = f"collectives is {collectives}, but the ranks cannot exchange tensors so: {error}"
+        raise InvalidRequest(message, param="collectives", hint="use --collectives auto") from error
+
+
+def max_message_bytes(config: ModelConfig, settings: EngineConfig, dtype_bytes: int) -> int:
+    """Return the bytes of the activations of the largest step, which one stage sends to the next."""
+    limits = settings.scheduler
+    grid = memory.shape_grid_for(config, limits.max_batch_tokens)
+    shapes = captured_shapes(limits.max_running, limits.max_batch_tokens, grid)
+    return max_step_tokens(shapes, grid, limits) * config.hidden * dtype_bytes
+
+
+def share_device_memory(device: Device, ranks_per_gpu: int, connections: DeviceConnections) -> tuple[int, int]:
+    """Return the bytes of a GPU's memory that a rank may plan with, and how many of these are in use already."""
+    total, others = measure_memory(device)
+    if ranks_per_gpu > 1:  # which use it at the same time
+        total, others = total // ranks_per_gpu, 0
+    return total, others + sum(each.group.nbytes for each in connections.all)
+
+
+def describe_device(device: Device) -> str:
+    return torch.cuda.get_device_name(device.torch_device) if device.torch_device.type == "cuda" else "cpu"

@@ -1,0 +1,84 @@
+"""What the process of a rank with a GPU does: it loads its part of the model, then computes its part of every plan."""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from emberline.core.environment import visible_gpus
+from emberline.core.errors import EmberlineError, EngineFailed
+from emberline.engine.messages import Rejection
+from emberline.engine.ranks.control import AllocateCaches, ControlSocket, RankReady, StartRank
+from emberline.engine.ranks.device_follower import DeviceFollower, StepWaiter
+from emberline.engine.ranks.device_part import DevicePart
+from emberline.engine.ranks.device_settings import order_visible_gpus
+from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
+from emberline.engine.ranks.plan_ring import PlanReader
+from emberline.engine.ranks.rank_part import ConnectRanksFunction
+from emberline.engine.sampler import SamplingStateFactory
+from emberline.kernels import tuning
+from emberline.kernels.comm.communicator import RankLost
+
+
+def run_device_rank(start: StartRank, leader: ControlSocket, connect: ConnectRanksFunction, reader: PlanReader) -> int:
+    """Take part in the group until it ends, and return the exit status of the process. All ranks have started.
+
+    Raises RankLost, or EmberlineError if the rank cannot go on."""
+    gpus = order_visible_gpus(start.layout, start.rank, start.config.parallel.ranks_per_gpu)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # CUDA reads it at its first use, which comes now
+    with naming_gpu():
+        part = DevicePart.load(start.config, start.layout, start.rank, connect)
+        leader.send(part.describe())
+        if not isinstance(sizes := leader.receive(), AllocateCaches):
+            return 1
+        tuning.use_choices(sizes.products)
+        part.allocate(sizes.num_blocks, sizes.num_slots, SamplingStateFactory(frozenset(), None))
+        gc.freeze()  # objects of the start are permanent
+        gc.enable()
+        leader.send(RankReady(part.runner.model.weight_bytes))
+        follower = DeviceFollower(part.runner, start.layout.pp)
+        waiter = StepWaiter(part.check_connections, lambda error: _end_process(leader, error))
+        while (message := reader.receive()) is not None:
+            if (finish := follower.handle(message)) is not None:
+                waiter.add(finish)
+    return 0
+
+
+@contextmanager
+def naming_gpu() -> Iterator[None]:
+    """Let errors of torch and CUDA name this process's GPU."""
+    try:
+        yield
+    except RuntimeError as error:  # those of CUDA, also of memory
+        raise explain_gpu_error(error) from error
+
+
+def explain_gpu_error(error: RuntimeError) -> EngineFailed:
+    reason = str(error).strip().partition("\n")[0]
+    hint = "see the server's log"
+    if isinstance(error, torch.OutOfMemoryError):
+        hint = "lower --gpu-memory-utilization, or end other processes that use the GPU"
+    return EngineFailed(f"GPU {name_own_gpu()} failed: {type(error).__name__}: {reason}", hint=hint)
+
+
+def name_own_gpu() -> str:
+    """Return the name of this process's GPU in CUDA_VISIBLE_DEVICES; the process uses the first one."""
+    return next(iter(visible_gpus() or ["0"]))
+
+
+def _end_process(leader: ControlSocket, error: BaseException) -> None:
+    """Report an error of a step to the leader, and end this process, whose main thread may be waiting for a plan."""
+    if isinstance(error, RankLost):
+        os._exit(LOST_PEER_STATUS)  # the leader finds out which rank was lost
+    traceback.print_exception(error)
+    if isinstance(error, RuntimeError):
+        error = explain_gpu_error(error)
+    elif not isinstance(error, EmberlineError):
+        error = EngineFailed(f"{type(error).__name__}: {error}")
+    leader.send(Rejection.from_error("", error))
+    os._exit(1)

@@ -1,0 +1,55 @@
+"""ExpertBalancer: decides when ranks keep other experts, by the load that was observed.
+
+This module does not import torch, and the clock is given, so that tests decide about time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from emberline.core.clock import Clock
+from emberline.models.expert_load import ExpertLoad, measure_imbalance
+from emberline.models.expert_placement import Placement, group_loads, place_experts
+
+CHECK_INTERVAL_S = 30.0  # between two times at which experts may move
+MIN_IMBALANCE = 1.1  # below this, experts stay where they are
+MIN_ROWS_PER_EXPERT = 16  # recent rows of each layer, on average over its experts: fewer say little about the next
+MIN_LOAD_DECREASE = 0.05  # part by which the load of the busiest ranks of a layer must fall for experts to move
+
+
+class PlacedExperts(Protocol):
+    """The experts of a layer, which are divided among groups of ranks. ExpertDispatch implements this protocol."""
+
+    placement: Placement
+    load: ExpertLoad
+
+
+class ExpertBalancer:
+    def __init__(self, layers: Mapping[int, PlacedExperts], clock: Clock) -> None:
+        self._layers, self._clock = layers, clock
+        self._next_check = clock.now() + CHECK_INTERVAL_S
+        self._unchecked: list[int] = []  # layers whose experts may move now
+
+    @property
+    def is_due(self) -> bool:
+        """Whether experts of some layer may have to move."""
+        if not self._unchecked and self._clock.now() >= self._next_check:
+            self._next_check = self._clock.now() + CHECK_INTERVAL_S
+            loads = [each.load for each in self._layers.values()]
+            is_known = all(load.recent.sum() >= MIN_ROWS_PER_EXPERT * len(load.recent) for load in loads)
+            if is_known and measure_imbalance(loads) >= MIN_IMBALANCE:
+                self._unchecked = list(self._layers)
+        return bool(self._unchecked)
+
+    def choose_move(self) -> tuple[int, Placement] | None:
+        """Return the next layer to check with its new placement; None: its experts stay where they are."""
+        layer = self._unchecked.pop(0)
+        experts = self._layers[layer]
+        loads = experts.load.recent.tolist()
+        placement = place_experts(loads, experts.placement)
+        largest, before = (max(group_loads(loads, each)) for each in (placement, experts.placement))
+        return (layer, placement) if largest <= before * (1 - MIN_LOAD_DECREASE) else None
+
+    def stop(self) -> None:
+        """Never move experts again, because a rank could not load one."""
+        self._unchecked, self._next_check = [], float("inf")

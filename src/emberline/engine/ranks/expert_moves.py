@@ -1,0 +1,23 @@
+"""Messages in the ring of plans after which ranks keep other experts. This module does not import torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from emberline.models.expert_placement import Placement
+
+MOVES_MARK = b"\xc0"  # encoded work, which is a MessagePack array, does not begin with this byte
+
+ExpertMoves = dict[int, Placement]  # by layer
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(ExpertMoves)
+
+
+def encode_moves(moves: ExpertMoves) -> bytes:
+    return MOVES_MARK + _ENCODER.encode(moves)
+
+
+def decode_moves(message: bytes) -> ExpertMoves | None:
+    """Return the placements of a message, or None if it is the work of a step."""
+    return _DECODER.decode(message[len(MOVES_MARK) :]) if message.startswith(MOVES_MARK) else None

@@ -1,0 +1,77 @@
+"""SharedCaches: the KV caches of all ranks in the group's memory, where the leader exchanges blocks with other engines.
+
+This module does not import torch."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass, replace
+
+from emberline.engine.ranks.group_memory import GroupMemory
+from emberline.engine.ranks.layout import Layout
+from emberline.kv.block_part import BlockPart
+from emberline.kv.layer_groups import LayerGroups
+from emberline.kv.transfer.group_region import GroupRegion, StepCounter
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.region import HostRegion
+from emberline.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCaches:
+    layout: KVLayout  # of whole blocks
+    parts: list[BlockPart]  # by rank
+    regions: list[HostRegion]  # by rank: its cache
+    offsets: dict[int, int]  # by rank: where its cache is in the group's memory
+
+    @staticmethod
+    def allocate(
+        memory: GroupMemory, ranks: Layout, model: ModelConfig, groups: LayerGroups, whole: KVLayout, num_blocks: int
+    ) -> SharedCaches:
+        """Add memory for the caches of all ranks. `model`: the whole one. `whole`: the layout of its blocks."""
+        parts, regions, offsets = [], [], {}
+        for rank in range(ranks.num_ranks):
+            layers, shard = ranks.stage(rank, model).layers, ranks.shard(rank)
+            part = BlockPart.of_rank(
+                groups, layers, shard.divide(model.kv_heads), is_first=shard.is_first_of(model.kv_heads)
+            )
+            own = replace(whole, layers=groups.of_layers(layers).block_layers, heads=len(part.heads))
+            offsets[rank] = memory.extend(_cache_bytes(own, num_blocks))
+            regions.append(map_cache(memory, offsets[rank], own, num_blocks))
+            parts.append(part)
+        return SharedCaches(whole, parts, regions, offsets)
+
+    def make_region(self, groups: LayerGroups, steps: StepCounter) -> GroupRegion:
+        """Return the blocks of all ranks together. `groups`: of the whole model."""
+        parts = list(zip(self.parts, self.regions, strict=True))
+        if (unused := _find_unused_places(groups, self.layout.heads)) is not None:
+            # On one rank, places of a block without a layer have memory too, which is sent and counts for checksums.
+            layout = replace(self.layout, layers=max(map(len, unused.layers)))
+            size = layout.layers * self.regions[0].blocks * layout.plane_bytes
+            parts.append((unused, HostRegion(layout, [memoryview(mmap.mmap(-1, size)) for _ in range(layout.parts)])))
+        return GroupRegion(self.layout, parts, steps)
+
+
+def map_cache(memory: GroupMemory, offset: int, layout: KVLayout, num_blocks: int) -> HostRegion:
+    """Return the cache of a rank at this place in the group's memory. `layout`: of the rank's part of a block."""
+    size = _part_bytes(layout, num_blocks)
+    view = memoryview(memory.map(offset, _cache_bytes(layout, num_blocks)))
+    used = layout.layers * num_blocks * layout.plane_bytes
+    return HostRegion(layout, [view[size * i : size * i + used] for i in range(layout.parts)])
+
+
+def _cache_bytes(layout: KVLayout, num_blocks: int) -> int:
+    return layout.parts * _part_bytes(layout, num_blocks)
+
+
+def _part_bytes(layout: KVLayout, num_blocks: int) -> int:
+    """Return the bytes of the keys, or of the values, rounded up to whole pages."""
+    return -(-layout.layers * num_blocks * layout.plane_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _find_unused_places(groups: LayerGroups, num_heads: int) -> BlockPart | None:
+    """Return the places for layers that no layer has, as a part of its own; None: all places are used."""
+    counts = [sum(group == each for each, _ in groups.places) for group in range(len(groups.windows))]
+    if all(count == groups.block_layers for count in counts):
+        return None
+    return BlockPart(tuple(range(count, groups.block_layers) for count in counts), range(num_heads))

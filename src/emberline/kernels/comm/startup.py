@@ -1,0 +1,37 @@
+"""StartupCommunicator: lets a rank compile and try its kernels alone, before all ranks are ready."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from emberline.kernels.comm.communicator import Communicator
+from emberline.kernels.comm.lone_rank import LoneRank
+
+
+class StartupCommunicator:
+    """A Communicator that exchanges nothing until `open` is called, and then is that of a group.
+
+    How many kernels a rank has to compile, and how long that takes, differs between ranks."""
+
+    def __init__(self, group: Communicator) -> None:
+        self.group = group
+        self._lone_rank = LoneRank(group.rank, group.size)
+        self._active: Communicator = self._lone_rank
+
+    def open(self) -> None:
+        """Exchange tensors from now on. All ranks are ready to."""
+        self._active = self.group
+
+    def receive(self, x: Tensor, source: int) -> None:
+        if self._active is self._lone_rank:
+            x.zero_()  # what is there may not be numbers, which would stay in states of padding
+        else:
+            self._active.receive(x, source)
+
+    def close(self) -> None:
+        self.group.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._active, name)

@@ -1,0 +1,132 @@
+"""GroupRegion: the KV blocks of an engine on several ranks, each of which has a part of every block.
+
+Blocks are whole on the wire, as if one rank had computed them. So engines exchange blocks whatever their layouts are:
+layers and heads are cut anew on the way. All parts are in memory that this process has mapped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emberline.kv.block_part import BlockPart
+from emberline.kv.transfer.errors import TransferTimeout
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.piece import TransferPiece
+from emberline.kv.transfer.region import BlockIds, HostRegion, Region
+
+STEP_TIMEOUT_S = 150.0  # for steps that run when blocks arrive; the engine ends stalled steps sooner
+Elements = NDArray[np.void]
+
+
+class StepCounter:
+    """Counts the steps that ranks have started and finished. One thread counts, and any thread may wait."""
+
+    def __init__(self) -> None:
+        self.num_started = 0
+        self._num_finished = 0
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    def start_step(self) -> None:
+        self.num_started += 1
+
+    def finish_step(self) -> None:
+        with self._changed:
+            self._num_finished += 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let no thread wait any more, because the ranks have ended."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def wait_until_finished(self, num_steps: int, timeout_s: float) -> bool:
+        """Wait until this many steps are finished. Return False if they are not after the timeout or `close`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_finished >= num_steps or self._is_closed, timeout_s)
+            return self._num_finished >= num_steps
+
+
+class GroupRegion(Region):
+    def __init__(
+        self, layout: KVLayout, parts: Sequence[tuple[BlockPart, HostRegion]], steps: StepCounter | None = None
+    ) -> None:
+        """`layout`: of whole blocks. `parts`: of each rank, with its memory; they cover whole blocks together.
+
+        `steps`: the steps of the ranks; None: no rank is computing.
+        """
+        super().__init__(layout, parts[0][1].blocks)
+        assert all(memory.blocks == self.blocks for _, memory in parts)
+        self._parts = parts
+        self._num_groups = len(parts[0][0].layers)
+        self._block_groups = np.zeros(self.blocks, np.int8)  # the group of layers that each block belongs to
+        self._steps = steps or StepCounter()
+        self._awaited_steps = 0
+
+    def bump_generation(self, block: int, group: int = 0) -> None:
+        super().bump_generation(block, group)
+        self._block_groups[block] = group
+
+    def wait_for_started_work(self) -> None:
+        """Make later `scatter` calls wait for the steps that the ranks have started.
+
+        With several stages, steps are running while the next one is planned. One of them may still write to the blocks
+        of a request that was aborted meanwhile.
+        """
+        self._awaited_steps = self._steps.num_started
+
+    def gather(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, out: memoryview) -> None:
+        for wire, memory, index in self._iter_parts(piece, blocks, wire_layout, out, includes_copies=False):
+            wire[:] = memory[index]
+
+    def scatter(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview) -> None:
+        if not self._steps.wait_until_finished(self._awaited_steps, STEP_TIMEOUT_S):
+            message = f"a step did not end within {STEP_TIMEOUT_S:g} s, or the ranks have ended"
+            raise TransferTimeout(f"received KV blocks cannot be written: {message}")
+        for wire, memory, index in self._iter_parts(piece, blocks, wire_layout, data, includes_copies=True):
+            memory[index] = wire
+
+    def _iter_parts(
+        self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview, *, includes_copies: bool
+    ) -> Iterator[tuple[Elements, Elements, BlockIds]]:
+        """Yield where the parts of the ranks are: elements of `data`, elements of a rank's memory, and their indices.
+
+        `includes_copies`: also yield parts that an earlier rank has too.
+        """
+        head_bytes, num_blocks = wire_layout.tokens * wire_layout.width, piece.end_block - piece.first_block
+        whole = np.frombuffer(data, np.uint8).reshape(-1, self.layout.parts, num_blocks, self.layout.heads * head_bytes)
+        for group, share in self._split_by_group(piece, blocks):
+            rows = slice(share.first_block - piece.first_block, share.end_block - piece.first_block)
+            for part, memory in self._parts:
+                own = part.layers[group]
+                first, end = max(piece.first_layer, own.start), min(piece.end_layer, own.stop)
+                if first >= end or not (part.is_first or includes_copies):
+                    continue
+                columns = slice(part.heads.start * head_bytes, part.heads.stop * head_bytes)
+                for kv_index in range(self.layout.parts):
+                    size, index = memory.element_indices(share, blocks, wire_layout, kv_index)
+                    for layer in range(first, end):
+                        wire = whole[layer - piece.first_layer, kv_index, rows, columns].view(f"V{size}")
+                        elements = memory.plane_elements(layer - own.start, kv_index, size)
+                        yield wire, elements, index.reshape(wire.shape)
+
+    def _split_by_group(self, piece: TransferPiece, blocks: BlockIds) -> Iterator[tuple[int, TransferPiece]]:
+        """Yield parts of the piece whose blocks belong to the same group of layers, each with this group.
+
+        Engines whose models have several groups exchange blocks only if they have equal block sizes.
+        """
+        if self._num_groups == 1:
+            yield 0, piece
+            return
+        groups = self._block_groups[blocks[piece.first_block : piece.end_block]]
+        cuts = (np.flatnonzero(np.diff(groups)) + 1).tolist()
+        for begin, end in pairwise([0, *cuts, len(groups)]):
+            first_block, end_block = piece.first_block + begin, piece.first_block + end
+            yield int(groups[begin]), replace(piece, first_block=first_block, end_block=end_block)

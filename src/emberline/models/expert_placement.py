@@ -1,0 +1,133 @@
+"""Which ranks keep which experts, by how many rows select each expert.
+
+Ranks form groups that divide whole experts; each group has slots for some. With more slots than experts, experts that
+many rows select get copies in several groups, among which their rows are divided. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+EMPTY = -1  # a slot without an expert
+MOVE_TOLERANCE = 0.1  # a placement with fewer moves is preferred if its largest load is higher by at most this part
+
+Placement = tuple[tuple[int, ...], ...]  # by group: the expert in each of its slots, or EMPTY
+
+
+def place_in_order(experts: int, groups: int, slots: int) -> Placement:
+    """Return the placement that needs no loads: consecutive experts, and empty slots after them."""
+    each = experts // groups
+    empty = (EMPTY,) * (slots - each)
+    return tuple((*range(group * each, (group + 1) * each), *empty) for group in range(groups))
+
+
+def group_loads(loads: Sequence[float], placement: Placement) -> list[float]:
+    """Return the load of each group. An expert's load is divided evenly among its copies."""
+    copies = [0] * len(loads)
+    for slots in placement:
+        for expert in slots:
+            if expert != EMPTY:
+                copies[expert] += 1
+    return [sum(loads[expert] / copies[expert] for expert in slots if expert != EMPTY) for slots in placement]
+
+
+def place_experts(loads: Sequence[float], current: Placement) -> Placement:
+    """Return a placement in which the largest load of a group is small, with the slots of the current one.
+
+    `loads`: of each expert. The largest load is never above that of experts in order without copies, and the current
+    placement is returned if nothing better is found. Of nearly equal ones, that with the fewest moves is returned, and
+    experts that stay in their group keep their slot."""
+    groups, slots = len(current), len(current[0])
+    in_order = place_in_order(len(loads), groups, slots)
+    packed = _pack(loads, _count_copies(loads, groups, slots), groups, slots)
+    candidates = [current, _add_copies(loads, current), *(keep_places(current, each) for each in (packed, in_order))]
+    largest = [max(group_loads(loads, each)) for each in candidates]
+    limit = min(min(largest) * (1 + MOVE_TOLERANCE), largest[0], largest[-1])
+    good = [each for each, load in zip(candidates, largest, strict=True) if load <= limit]
+    return min(good, key=lambda each: len(moved_experts(current, each)))
+
+
+def moved_experts(before: Placement, after: Placement) -> list[tuple[int, int]]:
+    """Return the group and the expert of each slot that gets another expert."""
+    return [
+        (group, expert)
+        for group, (old, new) in enumerate(zip(before, after, strict=True))
+        for expert in set(new) - set(old) - {EMPTY}
+    ]
+
+
+def _add_copies(loads: Sequence[float], current: Placement) -> Placement:
+    """Return the current placement with other copies: from the groups with the most load to those with the least."""
+    seen: set[int] = set()
+    placed: list[list[int]] = []
+    for slots in current:
+        placed.append([EMPTY if expert in seen else expert for expert in slots])
+        seen |= set(slots)
+    while (copy := _find_copy(loads, placed)) is not None:
+        expert, group = copy
+        placed[group][placed[group].index(EMPTY)] = expert
+    return tuple(map(tuple, placed))
+
+
+def _find_copy(loads: Sequence[float], placed: list[list[int]]) -> tuple[int, int] | None:
+    """Return the expert of the group with the most load whose copy lowers the largest load, and the group for it.
+
+    Of several experts that do, the one with the most load is returned, and the group with the least load; None: no
+    copy lowers the largest load."""
+    totals = group_loads(loads, tuple(map(tuple, placed)))
+    hot = max(range(len(placed)), key=totals.__getitem__)
+    for expert in sorted(set(placed[hot]) - {EMPTY}, key=lambda e: (-loads[e], e)):
+        free = [g for g, slots in enumerate(placed) if EMPTY in slots and expert not in slots]
+        if free:
+            group = min(free, key=totals.__getitem__)
+            trial = tuple((*slots, expert) if number == group else tuple(slots) for number, slots in enumerate(placed))
+            if max(group_loads(loads, trial)) < totals[hot]:
+                return expert, group
+    return None
+
+
+def _count_copies(loads: Sequence[float], groups: int, slots: int) -> list[int]:
+    """Return the number of copies of each expert: a further slot goes to the one with the most load in each copy."""
+    copies = [1] * len(loads)
+    for _ in range(groups * slots - len(loads)):
+        expert = max(range(len(loads)), key=lambda e: (copies[e] < groups, loads[e] / copies[e], -e))
+        if copies[expert] == groups or not loads[expert]:
+            break
+        copies[expert] += 1
+    return copies
+
+
+def _pack(loads: Sequence[float], copies: Sequence[int], groups: int, slots: int) -> Placement:
+    """Return a placement: the largest loads first, each in the group with the least load that has room for it."""
+    placed: list[list[int]] = [[] for _ in range(groups)]
+    totals = [0.0] * groups
+    items = sorted(((loads[e] / n, e) for e, n in enumerate(copies) for _ in range(n)), key=lambda i: (-i[0], i[1]))
+    for load, expert in items:
+        free = [g for g in range(groups) if len(placed[g]) < slots and expert not in placed[g]]
+        if not free:
+            continue  # all groups with room have a copy of it
+        group = min(free, key=lambda g: (totals[g], g))
+        placed[group].append(expert)
+        totals[group] += load
+    return tuple((*each, *[EMPTY] * (slots - len(each))) for each in placed)
+
+
+def keep_places(current: Placement, target: Placement) -> Placement:
+    """Return the target with its groups and slots renumbered, so that many experts stay where they are.
+
+    Groups are interchangeable: those that have the most experts in common with a current one take its place."""
+    common = [
+        (-len(set(old) & set(new) - {EMPTY}), i, j) for i, old in enumerate(current) for j, new in enumerate(target)
+    ]
+    chosen: dict[int, int] = {}
+    for _, old, new in sorted(common):
+        if old not in chosen and new not in chosen.values():
+            chosen[old] = new
+    return tuple(_keep_slots(old, target[chosen[group]]) for group, old in enumerate(current))
+
+
+def _keep_slots(current: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:
+    wanted = set(target) - {EMPTY}
+    kept = [expert if expert in wanted else EMPTY for expert in current]
+    new = iter(sorted(wanted - set(kept)))
+    return tuple(next(new, EMPTY) if expert == EMPTY else expert for expert in kept)

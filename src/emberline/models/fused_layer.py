@@ -1,0 +1,67 @@
+"""FusedLayer: a decoder layer on several GPUs whose sums of ranks also compute the norms that follow them.
+
+One kernel adds the ranks' outputs to the residual and norms it for the next product (`all_reduce_add_norm`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from emberline.kernels import ops
+from emberline.kernels.comm.communicator import Communicator
+from emberline.models.attention import Attention
+from emberline.models.ffn import FeedForward
+from emberline.models.forward import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    attention: Attention
+    ffn: FeedForward
+    comm: Communicator
+
+    @staticmethod
+    def of(attention: object, ffn: object) -> FusedLayer | None:
+        """Return the layer with these parts, or None if its sums are not followed by norms, or have no such kernel."""
+        if not isinstance(attention, Attention) or not isinstance(ffn, FeedForward):
+            return None
+        scalings = [each for each in (attention.scaling, ffn.scaling) if each is not None and each.sums_only]
+        comm = scalings[0].comm if len(scalings) == 2 else None
+        if comm is None or not comm.fuses_norm or attention.o.bias is not None:
+            return None
+        if attention.qkv.norm is None or ffn.gate_up.norm is None:
+            return None
+        return FusedLayer(attention, ffn, comm)
+
+    def run(
+        self,
+        x: Tensor,
+        normed: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        batch: ForwardBatch,
+        rows: Tensor | None,
+        following: FusedLayer | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the layer's output for x, which is overwritten, or for `rows` of x, and its norm for `following`.
+
+        `normed`: the norm of x for this layer; None: it is computed here."""
+        attention, ffn, unpacker = self.attention, self.ffn, batch.unpacker
+        mixed = attention.mix(x, keys, values, batch, rows, normed)
+        x = x if rows is None else x[rows]
+        if not len(x):
+            return x, None
+        inputs = self._add_and_norm(x, ops.linear(mixed, attention.o, unpacker=unpacker), ffn.gate_up)
+        partial = ops.linear(
+            ffn.compute_inner(inputs, replace(ffn.gate_up, norm=None), unpacker), ffn.down, unpacker=unpacker
+        )
+        if following is None:
+            return self.comm.all_reduce_add(x, partial), None
+        return x, self._add_and_norm(x, partial, following.attention.qkv)
+
+    def _add_and_norm(self, x: Tensor, partial: Tensor, product: ops.LinearLayer) -> Tensor:
+        """Add the ranks' sum to x in place, and return the input of the product that follows."""
+        assert product.norm is not None
+        return self.comm.all_reduce_add_norm(x, partial, product.norm, product.eps)

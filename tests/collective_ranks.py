@@ -1,0 +1,34 @@
+"""Inputs and expected results of collectives on a GPU, and ranks with random delays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.comm.stream_ranks import StreamRanks, prepare_process
+
+prepare_process()
+
+
+def make_ranks(size: int, *, seed: int = 0, **options: Any) -> StreamRanks:
+    """Return ranks that start their calls in random order, and small slots, so that tensors need several kernels."""
+    return StreamRanks(size, delays=random.Random(seed), **{"slot_bytes": 1 << 20} | options)
+
+
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Return what `all_reduce` must return, bit by bit."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    """Return random numbers of very different sizes, whose sum depends on the order."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(shape, device="cuda", generator=generator)
+    return (x * torch.randint(-6, 7, shape, device="cuda", generator=generator).exp2()).to(dtype)

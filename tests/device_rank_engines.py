@@ -1,0 +1,80 @@
+"""Engines of the GPU runner on several ranks that are threads of this process, with the CPU as their device."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from rank_engines import ThreadRanks
+
+from emberline.core.engine_config import EngineConfig
+from emberline.engine.engine import Engine
+from emberline.engine.gpu.device import HostDevice
+from emberline.engine.gpu.planned_model import PlannedModel
+from emberline.engine.ranks.boot import check_same_model
+from emberline.engine.ranks.device_boot import allocate_leader, make_device_engine, plan_device_caches
+from emberline.engine.ranks.device_follower import DeviceFollower
+from emberline.engine.ranks.device_part import DeviceConnections, DevicePart
+from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.rank_part import ConnectRanksFunction
+from emberline.engine.sampler import SamplingStateFactory
+from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels.comm.thread_group import ThreadGroup
+from emberline.models.config import ModelConfig
+from emberline.models.loader import load_checkpoint
+from emberline.models.weights import Weights
+
+DEVICE_BYTES = 16 << 30  # memory of a simulated GPU
+
+
+def load_host_part(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> DevicePart:
+    """Return a rank's part of a model on the CPU. Its weights are loaded, unlike those of DevicePart.load."""
+    connections = DeviceConnections.connect(layout, rank, connect)
+    checkpoint = Checkpoint.open(Path(config.model))
+    stage, shard = layout.stage(rank, ModelConfig.from_checkpoint(checkpoint)), layout.shard(rank)
+    shards: Any = connections.shards
+    model = load_checkpoint(checkpoint, config.dtype, config.requested_context, None, stage, shard, shards)
+    planned = PlannedModel.of(model, Weights(checkpoint), config, HostDevice(), (DEVICE_BYTES, 0), stage=stage)
+    return DevicePart(planned, None, stage, connections, model.fingerprint)
+
+
+class DeviceThreadRanks(ThreadRanks):
+    def __init__(self, config: EngineConfig) -> None:
+        self._store_fd = None
+        self.layout = layout = Layout.of(config.parallel)
+        self._groups: dict[str, ThreadGroup] = {}
+        self._lock = threading.Lock()
+        self._queues: dict[int, SimpleQueue[bytes | None]] = {rank: SimpleQueue() for rank in layout.followers}
+        self._pool = ThreadPoolExecutor(layout.num_ranks)
+        self.parts = parts = list(
+            self._pool.map(lambda rank: load_host_part(config, layout, rank, self._connect), range(layout.num_ranks))
+        )
+        described = {rank: part.describe() for rank, part in enumerate(parts)}
+        check_same_model(described, layout)
+        sizes = plan_device_caches(described.values())
+        self.device_leader = parts[layout.leader]
+        allocate_leader(config, self.device_leader, *sizes)
+        for rank in layout.followers:
+            parts[rank].allocate(*sizes, SamplingStateFactory(frozenset(), None))
+        self._runs: list[Future[None]] = [
+            self._pool.submit(self._follow, queue, parts[rank]) for rank, queue in self._queues.items()
+        ]
+
+    def _follow(self, queue: SimpleQueue[bytes | None], part: DevicePart) -> None:
+        follower = DeviceFollower(part.runner, self.layout.pp)
+        try:
+            while (message := queue.get()) is not None:
+                if (finish := follower.handle(message)) is not None:
+                    finish()
+        except BaseException:
+            for group in self._groups.values():
+                group.abort()
+            raise
+
+
+def make_device_thread_engine(config: EngineConfig) -> Engine:
+    ranks = DeviceThreadRanks(config)
+    return make_device_engine(config, ranks, ranks.device_leader)

@@ -1,0 +1,162 @@
+"""Engines whose nodes Ray starts, on a Ray cluster of several nodes on this machine. scripts/test runs this alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
+
+from emberline import LLM, SamplingParams
+from emberline.core.engine_config import EngineConfig, TimeSharingConfig
+from emberline.core.errors import EngineFailed, EngineUnavailable
+from emberline.core.request import Submission
+from emberline.engine.async_engine import AsyncEngine
+from emberline.engine.ranks.ray_launcher import RayNodeActor
+
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'emberline[ray]'")
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_memory": 1 << 20, "block_size": 8, "max_running": 3}
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0)
+NODE = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_log_monitor": False}
+MARK = f"ray-test-{os.getpid()}".encode()  # in the environment of all processes of the cluster
+START_ATTEMPTS = 3  # a node of Ray gives up if it does not start within 30 s, as on a busy machine
+
+
+def retry_start(start: Callable[[], Any]) -> Any:
+    for attempt in range(START_ATTEMPTS):
+        try:
+            return start()
+        except Exception:
+            if attempt == START_ATTEMPTS - 1:
+                raise
+    return None
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A cluster of two nodes with two CPUs each."""
+    from ray.cluster_utils import Cluster
+
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "EMBERLINE_TEST": MARK.decode()}
+    head = {**NODE, "include_dashboard": False, "no_monitor": True}
+    made = retry_start(lambda: Cluster(initialize_head=True, head_node_args=head))
+    try:
+        retry_start(lambda: made.add_node(**NODE))
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    config = tiny.config("llama", vocab_size=VOCAB_SIZE, eos_token_id=EOS, num_attention_heads=8)
+    tokenizer_file(tiny.write(directory, config))
+    return directory
+
+
+def find_ranks() -> list[int]:
+    """Return the processes of ranks that were started by this test or by nodes of its cluster."""
+    processes = [file for file in Path("/proc").iterdir() if file.name.isdigit()]
+    is_rank = {
+        p: b"emberline.engine.ranks.process" in read(p / "cmdline") and MARK in read(p / "environ") for p in processes
+    }
+    return [int(process.name) for process, found in is_rank.items() if found]
+
+
+def read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
+
+
+def wait_until(is_done: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def free_cpus() -> float:
+    return float(ray.available_resources().get("CPU", 0))
+
+
+def test_same_tokens_as_one_rank(cluster: Any, directory: Path) -> None:
+    """Stages on different nodes, each divided among the two CPUs of its node."""
+    prompts = ["one", "a second prompt", "three"]
+    with LLM(directory, **SETTINGS) as llm:
+        expected = llm.generate(prompts, PARAMS, progress=False)
+    with LLM(directory, **SETTINGS, tp=2, pp=2, launcher="ray", ray_address=cluster.address) as llm:
+        found = llm.generate(prompts, PARAMS, progress=False)
+        assert len(find_ranks()) == 3 and free_cpus() == 0
+        actors = [row for row in ray.util.placement_group_table().values() if row["state"] == "CREATED"]
+        assert len(actors) == 1 and len(set(actors[0]["bundles_to_node_id"].values())) == 2
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    wait_until(lambda: not find_ranks() and free_cpus() == 4)
+
+
+def test_too_few_resources(cluster: Any, directory: Path) -> None:
+    began = time.monotonic()
+    message = r"did not grant 3 nodes with 1 CPU each, .* for 3 ranks within 1 s.* it has .* \(2 CPUs\), .* \(2 CPUs\)"
+    with pytest.raises(EngineUnavailable, match=message):
+        LLM(directory, **SETTINGS, pp=3, launcher="ray", ray_address=cluster.address, node_timeout=1.0)
+    assert time.monotonic() - began < 15
+    wait_until(lambda: free_cpus() == 4)
+
+
+def test_model_that_another_node_cannot_read(tmp_path: Path) -> None:
+    assert "config.json" in RayNodeActor().check_model(str(tmp_path))
+
+
+async def collect(engine: AsyncEngine, name: str, max_tokens: int = 8) -> list[int]:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    submission = Submission(name, [5, 6, 7], params, model="m")
+    return [token async for output in engine.submit(submission) for token in output.tokens]
+
+
+async def lose_a_node(cluster: Any, config: EngineConfig) -> None:
+    engine = AsyncEngine({"m": config}, TimeSharingConfig())
+    await engine.start()
+    try:
+        expected = await collect(engine, "first")
+        stream = asyncio.create_task(collect(engine, "second", 50))
+        await asyncio.sleep(0)
+        (node,) = cluster.worker_nodes
+        await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+        with pytest.raises(EngineFailed, match=r"node 1 \(rank 0 of 2\)|rank 0 of 2"):
+            await stream
+        with pytest.raises(EngineUnavailable):  # it waits for a node, and requests do not
+            await collect(engine, "third")
+        retry_start(lambda: cluster.add_node(**NODE))  # in this thread, because Ray handles signals in it
+        while (tokens := await try_again(engine)) is None:
+            await asyncio.sleep(0.1)
+        assert tokens == expected
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)  # Ray ends the actors of a driver that has ended
+        await asyncio.to_thread(wait_until, lambda: not find_ranks())
+    finally:
+        await engine.stop()
+
+
+async def try_again(engine: AsyncEngine) -> list[int] | None:
+    try:
+        return await collect(engine, "last")
+    except EngineUnavailable:
+        return None
+
+
+def test_lost_node_and_its_replacement(cluster: Any, directory: Path) -> None:
+    settings = {**SETTINGS, "threads": 2, "pp": 2, "launcher": "ray", "ray_address": cluster.address}
+    config = EngineConfig.build(str(directory), **settings, node_timeout=100.0)
+    asyncio.run(asyncio.wait_for(lose_a_node(cluster, config), 200))
+    wait_until(lambda: not find_ranks() and free_cpus() == 4)
