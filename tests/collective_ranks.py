@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +17,20 @@ prepare_process()
 
 def make_ranks(size: int, *, seed: int = 0, **options: Any) -> StreamRanks:
     """Return ranks that start their calls in random order, and small slots, so that tensors need several kernels."""
+    load_torch_kernels()
     return StreamRanks(size, delays=random.Random(seed), **{"slot_bytes": 1 << 20} | options)
+
+
+@cache
+def load_torch_kernels() -> None:
+    """Run what tests run between collectives: loading a kernel might wait for one that waits for other ranks."""
+    torch.cuda._sleep(1)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8):
+        x = torch.zeros(4, 64, dtype=dtype, device="cuda")
+        _ = x.clone(), x[:, 1:9].contiguous(), x.view(-1)[1:].clone(), x + x, x + 1, torch.cat([x, x], 1)
+        count = (x != x).sum()
+        count += count
+    torch.cuda.synchronize()
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton_cases import BF16, F32, assert_close, random
 
-from emberline.kernels.mixture import ClampedSwiGLU, Routing
-from emberline.kernels.reference import select_experts
+from emberline.kernels.cuda.expert_layer import ExpertLayer
+from emberline.kernels.mixture import ClampedSwiGLU, Mixture, Routing, StackedExperts
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.reference import ReferenceBackend, select_experts
 from emberline.kernels.triton.grouped import ProductTile, add_expert_outputs, multiply_down, multiply_gate_up
 from emberline.kernels.triton.norm import rms_norm
 from emberline.kernels.triton.router import norm_and_score
@@ -207,3 +210,28 @@ def check_sums(
 
 SMALL = (ProductTile(16, 32, 4, 2), ProductTile(32, 16, 4, 2))
 __all__ = ["BF16", "F32", "SMALL"]
+
+
+def check_dispatch(device: str, dtype: torch.dtype, rows: int, sizes: tuple[int, int], layer: ExpertLayer) -> None:
+    """Compare the experts that rows select, and the outputs of given experts of a rank, with the reference."""
+    (hidden, width), count, own = sizes, 6, 3
+    generator = torch.Generator().manual_seed(rows)
+    make = partial(torch.randn, generator=generator)
+    gate_up, down = (make(own, *shape).div(8).to(dtype).to(device) for shape in ((2 * width, hidden), (hidden, width)))
+    experts = StackedExperts(gate_up, down)
+    router = PackedWeight((make(count, hidden) / 4).to(dtype).to(device), count, hidden, dtype, WeightLayout.ROWS)
+    mixture = Mixture(
+        torch.ones(hidden, device=device), 1e-6, router, experts, Routing(2, renormalize=True, own=range(3, 6))
+    )
+    x = make(rows, hidden).to(dtype).to(device)
+    data = router.data.float().cpu()
+    plain = StackedExperts(gate_up.cpu(), down.cpu())
+    wide = replace(mixture, norm=mixture.norm.cpu(), router=PackedWeight(data, count, hidden, dtype), experts=plain)
+    reference = ReferenceBackend()
+    expected, found = reference.select_experts(x.float().cpu(), wide), layer.select(x, mixture)
+    assert torch.equal(found.numbers.cpu(), expected.numbers) and found.numbers.dtype == torch.int32
+    assert torch.allclose(found.weights.cpu(), expected.weights, atol=2e-2 if dtype == torch.bfloat16 else 1e-4)
+    numbers = torch.arange(rows, dtype=torch.int32, device=device) % own
+    outputs = layer.run_given(found.normed, numbers, mixture).float().cpu()
+    whole = reference.run_experts(found.normed.float().cpu(), numbers.cpu(), wide)
+    assert torch.allclose(outputs, whole, atol=0.03 * float(whole.abs().max()))

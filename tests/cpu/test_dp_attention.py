@@ -223,7 +223,7 @@ class TestRedundantExperts:
         for file in tmp_path.glob("*.safetensors"):
             file.unlink()
         assert engine.is_preparing and engine.prepare_next() and not engine.is_preparing
-        assert dispatch.placement == placement and "Experts stay where they are" in caplog.text
+        assert dispatch.placement == placement and "Experts not moved" in caplog.text
         assert run_engine(engine, submissions()) == before
         engine.close()
 

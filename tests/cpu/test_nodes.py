@@ -37,7 +37,7 @@ from emberline.core.request import Submission
 from emberline.engine.async_engine import AsyncEngine
 from emberline.engine.ranks import node_agent
 from emberline.engine.ranks.cluster_key import authenticate_node
-from emberline.engine.ranks.control import RankStarted
+from emberline.engine.ranks.control import RankStarted, digest_settings
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.node_address import bind_master
@@ -220,7 +220,7 @@ def test_node_ends_its_ranks_if_node_0_is_silent() -> None:
     ):
         listener.settimeout(10.0)
         first = accept_node(listener)
-        first.send(StartNode(PP2, 1))
+        first.send(StartNode(build_config("", settings), PP2, 1))
         wait_until(lambda: len(find_children(os.getpid())) == 1)
         (rank,) = find_children(os.getpid())
         first.send(MasterBeat(is_ready=True))
@@ -312,6 +312,20 @@ def test_other_version_and_too_few_cores(monkeypatch: pytest.MonkeyPatch) -> Non
         assert "node 1 has version 0.0 of Emberline, and node 0 has" in str(join_once(config))
     monkeypatch.setattr(node_agent, "core_count", lambda: 0)
     assert "node 1 (rank 0 of 2) needs 1 cores, and its process may use 0" in str(join_once(config))
+    listener.close()
+
+
+def test_node_0_decides_what_depends_on_its_device(directory: Path) -> None:
+    """On a GPU, node 0 changes the defaults before nodes join."""
+    settings = node_settings()
+    asked = build_config(directory, {**settings, "block_size": None, "device": "auto"})
+    config = asked.with_settings(block_size=64, device="cuda")
+    listener = NodeListener(config, PP2)
+    assert join_once(asked) is None
+    own = asked.with_settings(node_rank=1, node_address="127.0.0.2", threads=2)
+    used = node_agent.with_settings_of_node(config, own)
+    assert (used.scheduler.block_size, used.device, used.threads, used.parallel) == (64, "cuda", 2, own.parallel)
+    assert digest_settings(used, PP2) == digest_settings(config, PP2)
     listener.close()
 
 

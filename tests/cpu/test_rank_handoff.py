@@ -241,6 +241,10 @@ def test_ranks_in_processes_and_their_deaths_during_a_transfer(
 
 
 def test_what_ranks_cannot_exchange_is_refused(tmp_path: Path, start_engine: StartEngine) -> None:
+    WRITERS["llama"](tmp_path)
+    with pytest.raises(InvalidRequest, match="float8") as caught:
+        start_engine("p", tp=2, kv_dtype="float8")
+    assert caught.value.param == "kv_dtype"
     config = make_config(tmp_path, "p", tp=2, kv_mooncake=True)
     with pytest.raises(InvalidRequest, match="kv_mooncake does not work with 2 ranks") as caught:
         check_rank_settings(config)

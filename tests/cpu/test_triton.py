@@ -29,10 +29,12 @@ from triton.runtime import driver, interpreter, jit  # noqa: E402
 from triton_cases import BF16, F32, FP8  # noqa: E402
 
 from emberline.kernels.arguments import AttentionInputs, AttentionLayer, AttentionMetadata  # noqa: E402
+from emberline.kernels.cuda import expert_layer  # noqa: E402
 from emberline.kernels.cuda.collectives import choose_norm_threads  # noqa: E402
 from emberline.kernels.cuda.decode import DecodeScratch  # noqa: E402
 from emberline.kernels.mixture import ClampedSwiGLU, Mixture, Routing, StackedExperts  # noqa: E402
 from emberline.kernels.packed_weight import PackedWeight  # noqa: E402
+from emberline.kernels.reference import ReferenceBackend  # noqa: E402
 from emberline.kernels.triton import norm, router, routing  # noqa: E402
 from emberline.kernels.triton.activation import gelu_mul, silu_mul  # noqa: E402
 from emberline.kernels.triton.attention import paged_attention  # noqa: E402
@@ -465,6 +467,24 @@ def test_sums_of_experts_in_the_interpreter(rounding: None, shared: str) -> None
 @pytest.mark.parametrize("biased", [False, True])
 def test_router_in_the_interpreter(rounding: None, rows: int, columns: int, count: int, biased: bool) -> None:
     expert_cases.check_router(CPU, BF16, rows, columns, count, biased=biased)
+
+
+@interpreted
+@pytest.mark.parametrize("rows,dtype", [(1, F32), (5, BF16), (20, BF16)])
+def test_dispatched_experts_in_the_interpreter(
+    rounding: None, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = (
+        (router, "norm_and_score"), (norm, "rms_norm"), (routing, "route_rows"),
+        (expert_layer.experts, "run_routed_experts"), (expert_layer, "add_expert_outputs"),
+    )  # fmt: skip
+    for module, name in functions:  # the interpreter has no dependent launches
+        launch = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, _launch=launch, **given: _launch(*args, **given | {"pdl": False})
+        )
+    layer = expert_layer.ExpertLayer(ReferenceBackend())
+    expert_cases.check_dispatch(CPU, dtype, rows, (64, 32), layer)
 
 
 def test_most_tiles() -> None:

@@ -26,7 +26,7 @@ using std::min;
 
 #define DEVICE inline
 #define __global__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __grid_constant__
 
 struct bf16 { u16 bits; };

@@ -75,7 +75,7 @@ template <class T> static void run_reduce(Rank& own, const Call& call, int numbe
   std::vector<T> expected = sum_ranks<T>(call, group.size, count), before(residual.data(), residual.data() + count);
   T* const out = call.has_residual ? residual.data() : x.data();
   launch(call.blocks, THREADS, [&] {
-    (call.is_two_shot ? reduce_two_shot<T> : reduce_one_shot<T>)(group, x.data(), call.has_residual ? residual.data() : nullptr,
+    (call.is_two_shot ? reduce_two_shot<T, MAX_RANKS> : reduce_one_shot<T, MAX_RANKS>)(group, x.data(), call.has_residual ? residual.data() : nullptr,
                                                                 out, count, call.kind);
   });
   for (int i = 0; call.has_residual && i < count; i++) round_to(expected[i], to_float(before[i]) + to_float(expected[i]));
@@ -91,7 +91,7 @@ static void run_norm(Rank& own, const Call& call, int number) {
   std::vector<bf16> expected = sum_ranks<bf16>(call, group.size, count);
   for (int i = 0; i < count; i++) round_to(expected[i], to_float(x.data()[i]) + to_float(expected[i]));
   launch(min(rows, call.blocks), 32,
-         [&] { reduce_add_norm<bf16, 1>(group, partial.data(), x.data(), weight.data(), 1e-5f, normed.data(), rows, columns, 7); });
+         [&] { reduce_add_norm<bf16, 1, MAX_RANKS>(group, partial.data(), x.data(), weight.data(), 1e-5f, normed.data(), rows, columns, 7); });
   expect(equal(x.data(), expected.data(), count), "residual", group.rank, number);
   for (int row = 0; row < rows; row++) {
     double size = 0;

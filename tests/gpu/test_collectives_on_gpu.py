@@ -1,6 +1,6 @@
 """Collectives of ranks that share one GPU, as streams or as processes: bits, graphs, and ranks that do not come.
 
-`scripts/sanitize-collectives` runs this file under compute-sanitizer.
+`scripts/check-collectives` runs this file, also under compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ def test_views_that_are_not_aligned(ranks: StreamRanks) -> None:
     assert all(torch.equal(each, torch.cat([part[:, 2:7] for part in parts], 1)) for each in columns)
 
 
-@pytest.mark.parametrize("columns", [256, 576, 2048, 4096, 5120, 8192, 16384, 100])
+@pytest.mark.parametrize("columns", [100, 256, 576, 4096, 5120, 16384])
 def test_norms(ranks: StreamRanks, columns: int) -> None:
     """The kernel with the norm computes the bits of the sum, the residual and Triton's norm."""
     weight = torch.rand(columns, device="cuda") + 0.5
-    for rows, dtype in ((1, torch.bfloat16), (5, torch.float16), (31, torch.bfloat16), (3, torch.float32)):
+    cases = [(1, torch.bfloat16), (5, torch.float16), (31, torch.bfloat16)]
+    for rows, dtype in [*cases, (3, torch.float32)] if columns == 4096 else cases:
         parts = [draw(rows, columns, dtype=dtype, seed=rank) for rank in range(ranks.size)]
         x = draw(rows, columns, dtype=dtype, seed=99)
         expected_x = x + sum_in_order(parts)
@@ -84,7 +85,7 @@ def test_norms(ranks: StreamRanks, columns: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.uint8], ids=str)
 def test_copies(ranks: StreamRanks, dtype: torch.dtype) -> None:
     size = ranks.size
-    for rows, columns in ((1, 1), (3, 7), (65, 48), (7, 16_001), (1, 400_001)):
+    for rows, columns in ((0, 5), (1, 1), (3, 7), (65, 48), (7, 16_001), (1, 400_001)):
         parts = [draw(rows, columns, seed=rank).mul(9).to(dtype) for rank in range(size)]
         gathered = ranks.run(lambda comm, parts=parts: comm.all_gather(parts[comm.rank]))
         assert all(torch.equal(each, torch.cat(parts, 1)) for each in gathered), (rows, columns)
@@ -294,7 +295,7 @@ def check_absence(comm: IpcGroup) -> None:
         comm.check()
 
 
-@pytest.mark.parametrize(("size", "last_rank_leaves"), [(2, False), (4, False), (3, True)])
+@pytest.mark.parametrize(("size", "last_rank_leaves"), [(2, False), (3, True)])
 def test_processes(size: int, last_rank_leaves: bool, tmp_path: Path) -> None:
     """Ranks that are processes map each other's memory. The GPU runs them in turns."""
     store, context = tmp_path / "store", multiprocessing.get_context("spawn")

@@ -70,19 +70,22 @@ class NodeFaults:
         self.detection_s: dict[str, list[float]] = {}  # by fault, from the fault to the end of all streams
 
     async def run(self) -> None:
-        """Inject the faults, one after the other, into one engine."""
+        """Inject the faults, each into an engine of its own, because an engine pauses longer before each restart."""
         whole = engine_settings(self._settings) | {"tp": 1, "pp": 1}
         engine = AsyncEngine({MODEL: EngineConfig.build(self._model, **whole)}, TimeSharingConfig())
         await engine.start()
         prompts = range(self._settings.streams)
         self._expected = [await generate(engine, f"expected-{i}", i, self._settings) for i in prompts]
         await engine.stop()
+        for index in range(self._settings.faults):
+            await self._run_engine(index, FAULT_NAMES[index % len(FAULT_NAMES)])
+
+    async def _run_engine(self, index: int, fault: str) -> None:
         config = EngineConfig.build(self._model, **engine_settings(self._settings), **self._nodes)
         engine, self._node = AsyncEngine({MODEL: config}, TimeSharingConfig()), self._start_node()
         try:
             await engine.start()
-            for index in range(self._settings.faults):
-                await self._inject_fault(engine, index, FAULT_NAMES[index % len(FAULT_NAMES)])
+            await self._inject_fault(engine, index, fault)
         finally:
             await engine.stop()
             with suppress(subprocess.TimeoutExpired):

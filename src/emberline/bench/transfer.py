@@ -24,6 +24,7 @@ import numpy as np
 
 from emberline.bench.command_process import SendCommand, running_command_process
 from emberline.bench.report import BenchReport
+from emberline.bench.transfer_layouts import measure_layouts
 from emberline.core.errors import InvalidRequest
 from emberline.kernels.cpu.library import find_library
 from emberline.kv.checksum import Crc, select_crc
@@ -81,6 +82,7 @@ def bench(block_sizes: list[int], total_bytes: int, rounds: int, piece_bytes: in
                 limit,
                 raw,
             )
+    measure_layouts(report, total_bytes, rounds, limit)
     return report
 
 

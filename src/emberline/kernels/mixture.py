@@ -77,6 +77,10 @@ class StackedExperts:
     gate_up_bias: Tensor | None = None  # float32 [experts, 2 * width]
     down_bias: Tensor | None = None  # float32 [experts, hidden]
 
+    @property
+    def count(self) -> int:
+        return self.down.count if isinstance(self.down, PackedExperts) else len(self.down)
+
     def split(self) -> tuple[Expert, ...]:
         """Return each expert with matrices for the reference backend, which are copies in float32."""
         gate_up_bias, down_bias = self.gate_up_bias, self.down_bias

@@ -30,41 +30,41 @@ class ExpertSlots:
     copies: Tensor  # [experts] int64: number of slots of each expert
 
     @staticmethod
-    def of(placement: Placement, experts: int) -> ExpertSlots:
+    def of(placement: Placement, experts: int, device: torch.device) -> ExpertSlots:
         groups, per_group = len(placement), len(placement[0])
         table, copies = torch.zeros(experts, groups, dtype=torch.int64), torch.zeros(experts, dtype=torch.int64)
         for slot, expert in enumerate(expert for slots in placement for expert in slots):
             if expert != EMPTY:
                 table[expert, copies[expert]] = slot
                 copies[expert] += 1
-        return ExpertSlots(groups, per_group, table, copies)
+        return ExpertSlots(groups, per_group, table.to(device), copies.to(device))
 
     def choose(self, experts: Tensor) -> Tensor:
         """Return the slots that compute the experts [rows, n] of rows. Rows take turns with the copies of an expert."""
-        copy = torch.arange(len(experts))[:, None] % self.copies[experts]
+        copy = torch.arange(len(experts), device=experts.device)[:, None] % self.copies[experts]
         return self.table[experts, copy]
 
 
 class ExpertDispatch:
     """The dispatch of one layer."""
 
-    def __init__(self, experts: int, groups: int, redundant: int = 0) -> None:
-        """`redundant`: slots of each group for copies of experts."""
-        self._experts = experts
+    def __init__(self, experts: int, groups: int, redundant: int, device: torch.device) -> None:
+        """`redundant`: slots of each group for copies of experts. `device`: of the rows."""
+        self._experts, self._device = experts, device
         self.load = ExpertLoad(experts, groups)
         self.set_placement(place_in_order(experts, groups, experts // groups + redundant))
 
     def set_placement(self, placement: Placement) -> None:
         """Send rows to these ranks from now on. All ranks must call this before the same step."""
-        self.placement, self.slots = placement, ExpertSlots.of(placement, self._experts)
+        self.placement, self.slots = placement, ExpertSlots.of(placement, self._experts, self._device)
         self.load.forget_groups()
 
     @staticmethod
-    def of(shard: Shard, experts: int) -> ExpertDispatch | None:
+    def of(shard: Shard, experts: int, device: torch.device) -> ExpertDispatch | None:
         """Return the dispatch of a rank, or None if it computes its experts for the rows that it has."""
         if not shard.dispatches_rows:
             return None
-        return ExpertDispatch(experts, shard.expert_parts, shard.redundant_experts)
+        return ExpertDispatch(experts, shard.expert_parts, shard.redundant_experts, device)
 
     def add_outputs(self, x: Tensor, mixture: Mixture, exchange: RowExchange) -> Tensor:
         """Add the output of the mixture to x, the rows of this rank, in place and return x."""

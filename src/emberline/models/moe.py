@@ -69,7 +69,7 @@ class SparseFeedForward:
                 clamp=clamped,
             ),
             weights.comm,
-            ExpertDispatch.of(weights.shard, experts.count),
+            ExpertDispatch.of(weights.shard, experts.count, weights.device),
         )
 
     def __call__(

@@ -13,6 +13,8 @@ from emberline.engine.messages import Rejection
 from emberline.engine.ranks.layout import Layout
 from emberline.kernels.comm.rendezvous import Rendezvous
 
+DEFAULT_SETTING = "default"  # of a setting that gets the default of the device or the model
+
 
 class StartRank(msgspec.Struct, tag=True):
     config: EngineConfig
@@ -141,5 +143,5 @@ def list_shared_settings(config: EngineConfig) -> dict[str, Any]:
     for name, value in msgspec.to_builtins(config, order="deterministic").items():
         if name not in ("model", "threads", "transfer", "unset"):
             settings |= value if isinstance(value, dict) else {name: value}
-    settings |= dict.fromkeys(sorted(config.unset), "default")
+    settings |= dict.fromkeys(sorted(config.unset), DEFAULT_SETTING)
     return {name: value for name, value in settings.items() if name not in ("node_rank", "node_address", "master")}

@@ -156,7 +156,7 @@ class LeaderRunner(TorchRunner):
     def _admit_requests(self, plan: StepPlan) -> tuple[list[WorkItem], dict[str, str]]:
         """Return the work, sorted by the ranks that compute it, because the rows of logits are."""
         work, failed = super()._admit_requests(plan)
-        return sorted(work, key=attrgetter("home")), failed
+        return work if self.num_caches == 1 else sorted(work, key=attrgetter("home")), failed
 
     def check_ranks(self) -> None:
         """Raise EngineFailed if a rank was lost."""

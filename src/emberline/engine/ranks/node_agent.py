@@ -11,6 +11,7 @@ import selectors
 import socket
 import threading
 import time
+from dataclasses import replace
 
 from emberline import __version__
 from emberline.core.config import core_count, kernel_dir
@@ -48,6 +49,7 @@ log = logging.getLogger("emberline.ranks")
 
 CONNECT_TIMEOUT_S = 5.0  # of one attempt
 RETRY_PAUSE_S = 0.5  # between two attempts
+TAKEN_PAUSE_S = 2.0  # between two attempts while node 0 has another node with this number
 RETRY_LOG_INTERVAL_S = 30.0
 START_TIMEOUT_S = 60.0  # without a message of node 0 while the ranks start: imports may block it for long
 PLAN_TIMEOUT_S = 900.0  # for a rank to read plans; node 0 notices earlier if it hangs
@@ -87,14 +89,14 @@ def join_master(config: EngineConfig, cluster_key: str, stop: threading.Event) -
     Attempts are repeated while node 0 cannot be reached. Raises EmberlineError if it refuses this node."""
     parallel, began, logged = config.parallel, time.monotonic(), -RETRY_LOG_INTERVAL_S
     while not stop.is_set():
-        seconds = time.monotonic() - began
+        seconds, pause_s = time.monotonic() - began, RETRY_PAUSE_S
         try:
             return _try_to_join(config, cluster_key)
         except NodeRankTaken as error:
             # The group that this node belonged to may not have noticed yet that it was lost.
             if seconds > 2 * parallel.rank_timeout + START_TIMEOUT_S:
                 raise
-            reason = str(error)
+            reason, pause_s = str(error), TAKEN_PAUSE_S
         except OSError as error:
             reason = error.strerror or str(error)
             if seconds > parallel.node_timeout:
@@ -104,7 +106,7 @@ def join_master(config: EngineConfig, cluster_key: str, stop: threading.Event) -
         if seconds - logged > RETRY_LOG_INTERVAL_S:
             logged = seconds
             log.info("Waiting for node 0: address=%s reason=%s", parallel.master, reason)
-        stop.wait(RETRY_PAUSE_S)
+        stop.wait(pause_s)
     return None
 
 
@@ -125,6 +127,12 @@ def _try_to_join(config: EngineConfig, cluster_key: str) -> NodeSocket:
     return master
 
 
+def with_settings_of_node(config: EngineConfig, own: EngineConfig) -> EngineConfig:
+    """Return the config of node 0 with what may differ on this node. `own`: of this node."""
+    node = {name: getattr(own.parallel, name) for name in ("node_rank", "node_address", "master")}
+    return replace(config, model=own.model, threads=own.threads, parallel=replace(config.parallel, **node))
+
+
 class NodeRun:
     """The ranks of this node in one group, from joining it to its end."""
 
@@ -138,7 +146,7 @@ class NodeRun:
         while not stop.is_set():
             if (message := self._master.poll(BEAT_INTERVAL_S)) is not None:
                 if isinstance(message, StartNode):
-                    self._start = message
+                    self._start, self._config = message, with_settings_of_node(message.config, self._config)
                     return True
                 self._handle_message(message)
             if time.monotonic() > deadline:
@@ -207,7 +215,8 @@ class NodeRun:
                 silent_s, checked = silent_s + min(now - checked, 2 * BEAT_INTERVAL_S), now
                 if silent_s > limit:
                     raise ConnectionError(f"node 0 sent nothing for {limit:g} s")
-        failure = EngineFailed(f"node {self._config.parallel.node_rank} was stopped by a signal")
+        name = self._start.layout.describe_node(self._config.parallel.node_rank)
+        failure = EngineFailed(f"{name} was stopped by a signal")
         self._master.try_send(Rejection.from_error("", failure))
         return False
 

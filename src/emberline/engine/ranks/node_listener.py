@@ -16,7 +16,7 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed, InvalidRequest, NodeRankTaken, WrongClusterKey
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.cluster_key import authenticate_node, read_cluster_key
-from emberline.engine.ranks.control import list_shared_settings
+from emberline.engine.ranks.control import DEFAULT_SETTING, list_shared_settings
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.node_address import bind_master, check_node_address
 from emberline.engine.ranks.node_messages import (
@@ -133,7 +133,7 @@ class NodeListener:
 
     @property
     def start_message(self) -> StartNode:
-        return StartNode(self._layout, self.rendezvous.store_port)
+        return StartNode(self._config, self._layout, self.rendezvous.store_port)
 
     def stop(self) -> None:
         """Stop listening, soon. The links stay open."""
@@ -217,7 +217,9 @@ class NodeListener:
             raise InvalidRequest(message, param="node_rank", hint=hint)
         ours = list_shared_settings(self._config)
         for setting in sorted(ours.keys() | hello.settings.keys()):
-            if (own := ours.get(setting)) != (other := hello.settings.get(setting)):
+            own, other = ours.get(setting), hello.settings.get(setting)
+            is_chosen_by_node_0 = other == DEFAULT_SETTING or (setting, other) == ("device", "auto")
+            if own != other and not is_chosen_by_node_0:
                 hint = f"set --{setting.replace('_', '-')} to the same value on all nodes"
                 message = f"{name} has other settings than node 0: {setting} is {other}, and there it is {own}"
                 raise InvalidRequest(message, param=setting, hint=hint)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from emberline.core.engine_config import EngineConfig
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.control import ControlSocket
 from emberline.engine.ranks.layout import Layout
@@ -40,6 +41,7 @@ class NodeJoined(msgspec.Struct, tag=True):
 class StartNode(msgspec.Struct, tag=True):
     """Asks a node to start its ranks. All nodes have joined."""
 
+    config: EngineConfig  # of node 0, with the defaults of its device
     layout: Layout
     store_port: int  # of the TCPStore at node 0
 

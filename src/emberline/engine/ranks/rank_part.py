@@ -122,9 +122,7 @@ class RankPart:
                 loaded[layer] = {expert: self._expert_loader.load(layer, expert) for expert in sorted(new)}
             failed = 0.0
         except (EmberlineError, OSError) as error:
-            log.warning(
-                "Experts stay where they are: a rank cannot load one: rank=%d error=%s", self._attending.rank, error
-            )
+            log.warning("Experts not moved: rank=%d reason=%s", self._attending.rank, error)
             failed = 1.0
         if float(self._attending.all_reduce(torch.tensor([failed]))):
             return False

@@ -98,7 +98,7 @@ class IpcGroup(Communicator):
             self._memory = ipc.AllocatedMemory(self._nbytes, self._device)
             own |= {"address": self._memory.address, "handle": self._memory.export().hex()}
             own |= {"gpu": ipc.get_device_uuid(self._device.index).hex()}
-            collectives.load_kernels()
+            collectives.load_kernels(self.size)
         except (CudaDriverError, KernelCompileError) as error:
             own["problem"] = f"rank {self.rank} cannot share memory of its GPU: {error}"
         return own
@@ -195,13 +195,13 @@ class IpcGroup(Communicator):
     def all_gather(self, x: Tensor) -> Tensor:
         self.check()
         x, signature = _align(x), _sign("gather", x.shape, x.dtype)
-        rows = x.view(-1, x.shape[-1]) if x.ndim > 1 else x.view(1, -1)
-        out = x.new_empty(len(rows), self.size * rows.shape[1])
+        rows, shape = x.view(math.prod(x.shape[:-1]), x.shape[-1]), (*x.shape[:-1], self.size * x.shape[-1])
         if rows.numel() and rows.shape[1] * x.itemsize > self._slot_bytes:
-            return self._gather_long_rows(rows).view(*x.shape[:-1], -1)
+            return self._gather_long_rows(rows).view(shape)
+        out = x.new_empty(len(rows), self.size * rows.shape[1])
         for part in self._split(len(rows) if rows.numel() else 0, rows.shape[1] * x.itemsize or 1):
             collectives.gather_rows(self._group, rows[part], out[part], signature, self._max_blocks)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(shape)
 
     def _gather_long_rows(self, rows: Tensor) -> Tensor:
         """Gather rows that do not fit into a slot, in parts of their columns."""

@@ -12,6 +12,8 @@
 #include "peer_memory.cuh"
 #include "meeting.cuh"
 
+// Kernels have __launch_bounds__ with 1 CTA per multiprocessor, although more fit: otherwise the compiler saves registers and
+// waits for the first loads of a sum before it starts the others.
 template <class T> constexpr int PER_PACK = 16 / sizeof(T);
 
 // A pack as elements, and as the word that is loaded and stored.
@@ -43,20 +45,32 @@ template <class T> DEVICE void store_pack(T* x, int i, int count, const Pack<T>&
     if (first + j < count) x[first + j] = pack.elements[j];
 }
 
-// Returns the sum of pack i of the slots of all ranks.
-template <class T> DEVICE Pack<T> sum_packs(const Group& group, u64 call, int i) {
-  Pack<T> parts[MAX_RANKS];
+// The slots of up to MOST ranks. If there are fewer ranks, the last one is repeated: loads without conditions are all under
+// way before the first arrives, and a load from another GPU takes a microsecond.
+template <int MOST> struct Slots {
+  const uint4* at[MOST];
+  int size;
+  DEVICE Slots(const Group& group, u64 call) : size(group.size) {
 #pragma unroll
-  for (int rank = 0; rank < MAX_RANKS; rank++)
-    if (rank < group.size)
-      parts[rank].word = load_unit(reinterpret_cast<const uint4*>(slot_of(group, rank, call)) + i);
+    for (int rank = 0; rank < MOST; rank++)
+      at[rank] = reinterpret_cast<const uint4*>(slot_of(group, min(rank, group.size - 1), call));
+  }
+};
+
+// Returns the sum of pack i of the slots of all ranks.
+template <class T, int MOST> DEVICE Pack<T> sum_packs(const Slots<MOST>& slots, int i) {
+  Pack<T> parts[MOST];
+#pragma unroll
+  for (int rank = 0; rank < MOST; rank++) parts[rank].word = load_unit(slots.at[rank] + i);
   Pack<T> sum;
 #pragma unroll
   for (int j = 0; j < PER_PACK<T>; j++) {
     float total = to_float(parts[0].elements[j]);
 #pragma unroll
-    for (int rank = 1; rank < MAX_RANKS; rank++)
-      if (rank < group.size) total += to_float(parts[rank].elements[j]);
+    for (int rank = 1; rank < MOST; rank++) {
+      const float more = total + to_float(parts[rank].elements[j]);
+      total = rank < slots.size ? more : total;
+    }
     round_to(sum.elements[j], total);
   }
   return sum;
@@ -76,9 +90,9 @@ template <class T> DEVICE void finish_pack(const Pack<T>& sum, const T* residual
 
 template <class T> DEVICE int count_packs(int count) { return (count + PER_PACK<T> - 1) / PER_PACK<T>; }
 
-// x, residual, out: [count], aligned to 16 bytes. `residual` may be null. `out` may be x or `residual`.
-template <class T>
-__global__ void __launch_bounds__(512)
+// x, residual, out: [count], aligned to 16 bytes. `residual` may be null. `out` may be x or `residual`. MOST: ranks, at most.
+template <class T, int MOST>
+__global__ void __launch_bounds__(512, 1)
     reduce_one_shot(const __grid_constant__ Group group, const T* x, const T* residual, T* out, int count, u32 signature) {
   const int packs = count_packs<T>(count), first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   begin_kernel(group);
@@ -86,12 +100,13 @@ __global__ void __launch_bounds__(512)
   uint4* const slot = reinterpret_cast<uint4*>(slot_of(group, group.rank, call));
   for (int i = first; i < packs; i += step) slot[i] = load_pack(x, i, count).word;
   if (!meet(group, call, 0, signature)) return;
-  for (int i = first; i < packs; i += step) finish_pack(sum_packs<T>(group, call, i), residual, out, i, count);
+  const Slots<MOST> slots(group, call);
+  for (int i = first; i < packs; i += step) finish_pack(sum_packs<T>(slots, i), residual, out, i, count);
   store_number(header_of(group, group.rank)->calls, call);
 }
 
-template <class T>
-__global__ void __launch_bounds__(512)
+template <class T, int MOST>
+__global__ void __launch_bounds__(512, 1)
     reduce_two_shot(const __grid_constant__ Group group, const T* x, const T* residual, T* out, int count, u32 signature) {
   const int packs = count_packs<T>(count), first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   const int chunk = (packs + group.size - 1) / group.size;  // packs of a rank
@@ -103,8 +118,9 @@ __global__ void __launch_bounds__(512)
       if (const int at = rank * chunk + i; at < packs) slot[at] = load_pack(x, at, count).word;
   if (!meet(group, call, 0, signature)) return;
   // No other rank reads this rank's part of its own chunk, so the sum can replace it.
+  const Slots<MOST> slots(group, call);
   for (int i = first; i < chunk; i += step)
-    if (const int at = group.rank * chunk + i; at < packs) slot[at] = sum_packs<T>(group, call, at).word;
+    if (const int at = group.rank * chunk + i; at < packs) slot[at] = sum_packs<T>(slots, at).word;
   if (!meet(group, call, 1, signature)) return;
   for (int offset = 0; offset < group.size; offset++) {
     const int rank = (group.rank + offset) % group.size;  // ranks read from different ranks at the same time
@@ -126,8 +142,8 @@ DEVICE float sum_lanes(float value, int lanes) {
 //
 // The bits are those of reduce_one_shot, and of the norm in triton/norm.py: it adds squares in the same order. A thread has the
 // same packs there: CHUNKS packs, which are blockDim.x packs apart. Its first two squares are added in reverse.
-template <class T, int CHUNKS>
-__global__ void __launch_bounds__(512)
+template <class T, int CHUNKS, int MOST>
+__global__ void __launch_bounds__(512, 1)
     reduce_add_norm(const __grid_constant__ Group group, const T* partial, T* x, const float* weight, float eps, T* normed,
                     int rows, int columns, u32 signature) {
   constexpr int PER = PER_PACK<T>;
@@ -139,17 +155,18 @@ __global__ void __launch_bounds__(512)
   for (int row = blockIdx.x; row < rows; row += gridDim.x)
     for (int i = row * packs + threadIdx.x; i < (row + 1) * packs; i += blockDim.x) slot[i] = load_pack(partial, i, count).word;
   if (!meet(group, call, 0, signature)) return;
+  const Slots<MOST> slots(group, call);
   int turn = 0;
   for (int row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
     Pack<T> values[CHUNKS];
     float size = 0.f;
 #pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++)
+      if (const int i = threadIdx.x + chunk * blockDim.x; i < packs)
+        values[chunk] = add_packs(load_pack(x, row * packs + i, count), sum_packs<T>(slots, row * packs + i));
+#pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
-      const int i = threadIdx.x + chunk * blockDim.x, at = row * packs + i;
-      if (i < packs) {
-        values[chunk] = add_packs(load_pack(x, at, count), sum_packs<T>(group, call, at));
-        store_pack(x, at, count, values[chunk]);
-      }
+      if (const int i = threadIdx.x + chunk * blockDim.x; i < packs) store_pack(x, row * packs + i, count, values[chunk]);
 #pragma unroll
       for (int j = 0; j < PER; j++) {
         const float value = to_float(values[chunk].elements[chunk == 0 && j < 2 ? 1 - j : j]);
@@ -182,7 +199,7 @@ __global__ void __launch_bounds__(512)
 
 // out[row] = the rows of all ranks' x, in order. x: [rows, width], out: [rows, ranks, width], of Units of memory.
 template <class Unit>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(512, 1)
     gather_rows(const __grid_constant__ Group group, const Unit* x, Unit* out, int rows, int width, u32 signature) {
   const int count = rows * width, first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   begin_kernel(group);
@@ -200,7 +217,7 @@ __global__ void __launch_bounds__(512)
 }
 
 // x of `source` replaces x of the other ranks. x: `count` bytes, aligned to 16.
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(512, 1)
     broadcast(const __grid_constant__ Group group, u8* x, int count, int source, u32 signature) {
   const int packs = count_packs<u8>(count), first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   begin_kernel(group);
@@ -221,7 +238,7 @@ struct Counts {  // of Units, by rank
 // Sends the first counts.sent[0] Units of x to rank 0, and so on; `out` is what was received from rank 0, then rank 1, ...
 // Each slot has an area for each rank. If a part is larger, all ranks exchange areas in several rounds, each a call.
 template <class Unit>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(512, 1)
     exchange_parts(const __grid_constant__ Group group, const Unit* x, Unit* out, const __grid_constant__ Counts counts,
                    u32 signature) {
   const int area = int(group.slot_bytes / group.size / 16 * (16 / sizeof(Unit)));
@@ -254,7 +271,7 @@ __global__ void __launch_bounds__(512)
 }
 
 // Writes x, `count` bytes, into the inbox of rank `to`, which has two places: the message before the last must have been taken.
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(512, 1)
     send_message(const __grid_constant__ Group group, const u8* x, int count, int to, u32 signature) {
   const int packs = count_packs<u8>(count), first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   begin_kernel(group);
@@ -273,7 +290,7 @@ __global__ void __launch_bounds__(512)
   store_number(own->sent[to], message);
 }
 
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(512, 1)
     receive_message(const __grid_constant__ Group group, u8* x, int count, int source, u32 signature) {
   const int packs = count_packs<u8>(count), first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   begin_kernel(group);

@@ -24,14 +24,23 @@ UNITS = {16: "uint4", 4: "u32", 1: "u8"}  # types of memory units, by their byte
 NORM_DTYPES = (torch.bfloat16, torch.float16)
 NORM_CHUNKS = (1, 2, 4)  # packs of 8 elements of a row that a thread may have
 
-VARIANTS = (
-    *(f"reduce_{kind}_shot<{element}>" for kind in ("one", "two") for element in ELEMENTS.values()),
-    *(f"reduce_add_norm<{ELEMENTS[dtype]}, {chunks}>" for dtype in NORM_DTYPES for chunks in NORM_CHUNKS),
-    *(f"{name}<{unit}>" for name in ("gather_rows", "exchange_parts") for unit in UNITS.values()),
-    "broadcast",
-    "send_message",
-    "receive_message",
-)
+RANK_LIMITS = (2, 4, 8)  # the most ranks that a variant of a kernel sums
+
+
+def _list_variants(rank_limits: Sequence[int]) -> tuple[str, ...]:
+    """Return the kernels for groups of so many ranks at most."""
+    norms = [f"{ELEMENTS[dtype]}, {chunks}" for dtype in NORM_DTYPES for chunks in NORM_CHUNKS]
+    return (
+        *(f"reduce_{kind}_shot<{x}, {m}>" for m in rank_limits for kind in ("one", "two") for x in ELEMENTS.values()),
+        *(f"reduce_add_norm<{norm}, {most}>" for most in rank_limits for norm in norms),
+        *(f"{name}<{unit}>" for name in ("gather_rows", "exchange_parts") for unit in UNITS.values()),
+        "broadcast",
+        "send_message",
+        "receive_message",
+    )
+
+
+VARIANTS = _list_variants(RANK_LIMITS)
 
 
 class Group(ctypes.Structure):
@@ -57,13 +66,20 @@ class _Counts(ctypes.Structure):
     _fields_ = (("sent", ctypes.c_int * MAX_RANKS), ("received", ctypes.c_int * MAX_RANKS))
 
 
-def load_kernels() -> None:
-    """Compile and load all kernels: a kernel that is loaded later might wait for one that waits for other ranks."""
-    modules = {_get_module(name.partition("<")[0]) for name in VARIANTS}
+def load_kernels(size: int) -> None:
+    """Compile and load all kernels for a group of `size` ranks.
+
+    A kernel that is loaded later might wait for one that waits for other ranks."""
+    names = _list_variants([_limit_ranks(size)])
+    modules = {_get_module(name.partition("<")[0], _limit_ranks(size)) for name in names}
     with ThreadPoolExecutor(len(modules), "nvrtc") as pool:  # the compiler releases the GIL
         list(pool.map(CudaModule.compile, modules))
-    for name in VARIANTS:
-        _get_kernel(name).load()
+    for name in names:
+        _get_kernel(name, _limit_ranks(size)).load()
+
+
+def _limit_ranks(size: int) -> int:
+    return next(limit for limit in RANK_LIMITS if size <= limit)
 
 
 def reduce(
@@ -72,9 +88,10 @@ def reduce(
     """Write the sum of all ranks' x, or `residual` plus that sum, to `out`. All are contiguous and aligned."""
     kind, packs = "two" if two_shot else "one", -(-x.nbytes // 16)
     _launch(
-        f"reduce_{kind}_shot<{ELEMENTS[x.dtype]}>",
+        group,
+        f"reduce_{kind}_shot<{ELEMENTS[x.dtype]}, {_limit_ranks(group.size)}>",
         _count_blocks(packs // group.size if two_shot else packs, max_blocks),
-        (group, x, residual, out, x.numel(), signature),
+        (x, residual, out, x.numel(), signature),
     )
 
 
@@ -116,9 +133,10 @@ def reduce_add_norm(
     """Add the sum of all ranks' `partial` to x, and write the RMS norm of x to `normed`."""
     (rows, columns), (threads, chunks) = x.shape, choose_norm_threads(x.shape[1])
     _launch(
-        f"reduce_add_norm<{ELEMENTS[x.dtype]}, {chunks}>",
+        group,
+        f"reduce_add_norm<{ELEMENTS[x.dtype]}, {chunks}, {_limit_ranks(group.size)}>",
         min(rows, max_blocks),
-        (group, partial, x, weight, eps, normed, rows, columns, signature),
+        (partial, x, weight, eps, normed, rows, columns, signature),
         threads,
     )
 
@@ -128,12 +146,12 @@ def gather_rows(group: Group, x: Tensor, out: Tensor, signature: int, max_blocks
     rows, row_bytes = len(x), x.nbytes // len(x)
     unit = _choose_unit(row_bytes)
     blocks = _count_blocks(x.nbytes // unit, max_blocks)
-    _launch(f"gather_rows<{UNITS[unit]}>", blocks, (group, x, out, rows, row_bytes // unit, signature))
+    _launch(group, f"gather_rows<{UNITS[unit]}>", blocks, (x, out, rows, row_bytes // unit, signature))
 
 
 def broadcast(group: Group, x: Tensor, source: int, signature: int, max_blocks: int) -> None:
     """Overwrite x with that of the rank `source`."""
-    _launch("broadcast", _count_blocks(-(-x.nbytes // 16), max_blocks), (group, x, x.nbytes, source, signature))
+    _launch(group, "broadcast", _count_blocks(-(-x.nbytes // 16), max_blocks), (x, x.nbytes, source, signature))
 
 
 def exchange_rows(
@@ -155,15 +173,15 @@ def exchange_rows(
     counts = _Counts()
     counts.sent[: group.size] = [count * row_bytes // unit for count in sent]
     counts.received[: group.size] = [count * row_bytes // unit for count in received]
-    _launch(f"exchange_parts<{UNITS[unit]}>", blocks, (group, x, out, counts, signature))
+    _launch(group, f"exchange_parts<{UNITS[unit]}>", blocks, (x, out, counts, signature))
 
 
 def send(group: Group, x: Tensor, to: int, signature: int, max_blocks: int) -> None:
-    _launch("send_message", _count_blocks(-(-x.nbytes // 16), max_blocks), (group, x, x.nbytes, to, signature))
+    _launch(group, "send_message", _count_blocks(-(-x.nbytes // 16), max_blocks), (x, x.nbytes, to, signature))
 
 
 def receive(group: Group, x: Tensor, source: int, signature: int, max_blocks: int) -> None:
-    _launch("receive_message", _count_blocks(-(-x.nbytes // 16), max_blocks), (group, x, x.nbytes, source, signature))
+    _launch(group, "receive_message", _count_blocks(-(-x.nbytes // 16), max_blocks), (x, x.nbytes, source, signature))
 
 
 def _choose_unit(row_bytes: int) -> int:
@@ -176,16 +194,17 @@ def _count_blocks(units: int, max_blocks: int) -> int:
     return max(1, min(max_blocks, -(-units // MAX_THREADS)))
 
 
-def _launch(name: str, blocks: int, arguments: Sequence[object], threads: int = MAX_THREADS) -> None:
-    _get_kernel(name)((blocks, 1, 1), threads, arguments, pdl=True)  # type: ignore[arg-type]
+def _launch(group: Group, name: str, blocks: int, arguments: Sequence[object], threads: int = MAX_THREADS) -> None:
+    kernel = _get_kernel(name, _limit_ranks(group.size))
+    kernel((blocks, 1, 1), threads, (group, *arguments), pdl=True)  # type: ignore[arg-type]
 
 
 @cache
-def _get_kernel(name: str) -> CudaKernel:
-    return _get_module(name.partition("<")[0]).kernel(name)
+def _get_kernel(name: str, rank_limit: int) -> CudaKernel:
+    return _get_module(name.partition("<")[0], rank_limit).kernel(name)
 
 
 @cache
-def _get_module(function: str) -> CudaModule:
-    """Return the module of all variants of a function."""
-    return CudaModule(FILE, [name for name in VARIANTS if name.partition("<")[0] == function])
+def _get_module(function: str, rank_limit: int) -> CudaModule:
+    """Return the module of all variants of a function for groups of so many ranks."""
+    return CudaModule(FILE, [name for name in _list_variants([rank_limit]) if name.partition("<")[0] == function])

@@ -6,18 +6,21 @@ sorted by expert, which leaves most of the memory bandwidth unused.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from emberline.kernels.arguments import LinearLayer, LinearOutput
 from emberline.kernels.cuda import narrow_experts, routed_experts, router, wide
-from emberline.kernels.mixture import Mixture, SharedExpert
+from emberline.kernels.mixture import Mixture, Routing, SelectedExperts, SharedExpert, StackedExperts
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import WeightLayout
-from emberline.kernels.triton import experts, linear, norm
+from emberline.kernels.triton import experts, linear, norm, routing
 from emberline.kernels.triton import router as triton_router
 from emberline.kernels.triton.grouped import add_expert_outputs
 
+UNUSED_TILE_ROWS = 16  # of tiles into which rows are sorted that are sent to other ranks
 MAX_ROWS_IN_TWO_STREAMS = 64  # with 256 rows of DeepSeek-V2-Lite, one stream is 3 % faster
 
 
@@ -50,6 +53,37 @@ class ExpertLayer:
             inner, LinearLayer(shared.expert.down), LinearOutput(add_to=out if adds else None)
         )
         return self._add_experts(out, normed, logits, mixture, None if adds else outputs, gate)
+
+    def select(self, x: Tensor, mixture: Mixture) -> SelectedExperts:
+        """Norm the rows of x, and select the experts of each row, of those of all ranks."""
+        normed, logits = self._norm_and_score(x, mixture)
+        rows = routing.route_rows(logits, replace(mixture.routing, own=None), UNUSED_TILE_ROWS, pdl=True)
+        numbers, order = rows.chosen.view(len(x), -1).sort(dim=1)
+        return SelectedExperts(normed, rows.weights.view(len(x), -1).gather(1, order), numbers)
+
+    def run_given(self, x: Tensor, numbers: Tensor, mixture: Mixture) -> Tensor:
+        """Return the output of one expert for each row of x. `numbers`: indexes into the experts of this rank.
+
+        The kernels select experts by logits, so these have one expert for each row."""
+        given = replace(mixture, routing=Routing(1, renormalize=True), shared=None)
+        assert isinstance(mixture.experts, StackedExperts)
+        logits = torch.zeros(len(x), mixture.experts.count, dtype=torch.float32, device=x.device)
+        logits.scatter_(1, numbers.long()[:, None], 1.0)
+        return self._add_experts(torch.zeros_like(x), x, logits, given)
+
+    def add_shared(self, out: Tensor, normed: Tensor, shared: SharedExpert) -> Tensor:
+        """Add the output of the shared expert for normed rows to `out` in place and return that."""
+        inner = self._backend.gate_up_silu(normed, LinearLayer(shared.expert.gate_up))
+        adds = shared.gate is None and shared.scale == 1.0
+        outputs = self._backend.linear(
+            inner, LinearLayer(shared.expert.down), LinearOutput(add_to=out if adds else None)
+        )
+        if adds:
+            return outputs
+        weights = torch.full((len(out), 1), shared.scale, dtype=torch.float32, device=out.device)
+        if shared.gate is not None:
+            weights *= self._backend.linear(normed, LinearLayer(shared.gate), LinearOutput(float32=True)).sigmoid()
+        return out.add_((outputs * weights).to(out.dtype))
 
     def _norm_and_score(self, x: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
         """Return the normed rows, and the router's logits in float32."""

@@ -29,7 +29,7 @@ log = logging.getLogger("emberline.transfer")
 LEASE_PORT_OFFSET, ENGINE_PORT_OFFSET, STORE_PORT_OFFSET = 1, 2, 4
 # The engines of this process, by address. All models share one, because Mooncake reads its ports only once.
 _mooncake_engines: dict[str, MooncakeEngine] = {}
-GPU_PULL_CONNECTIONS = 4  # more than for a CPU: each piece also passes through staging buffers on both sides
+STAGED_PULL_CONNECTIONS = 4  # for a GPU or several ranks, whose pieces also pass through staging buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class TransferEndpoint:
             region.layout,
         )
         codecs = [options.codec] if options.codec else []
-        streams = 2 if isinstance(region, HostRegion) else GPU_PULL_CONNECTIONS
+        streams = 2 if isinstance(region, HostRegion) else STAGED_PULL_CONNECTIONS
         habits = LinkOptions(streams, crc=options.crc, codecs=codecs, always_encode=options.always_encode)
         transports: list[Transport] = [same_host.transport] if same_host else []
         servers: list[TransferServer] = [same_host.serve(sender)] if same_host else []

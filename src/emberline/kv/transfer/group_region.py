@@ -112,10 +112,12 @@ class GroupRegion(Region):
                 columns = slice(part.heads.start * head_bytes, part.heads.stop * head_bytes)
                 for kv_index in range(self.layout.parts):
                     size, index = memory.element_indices(share, blocks, wire_layout, kv_index)
-                    for layer in range(first, end):
-                        wire = whole[layer - piece.first_layer, kv_index, rows, columns].view(f"V{size}")
-                        elements = memory.plane_elements(layer - own.start, kv_index, size)
-                        yield wire, elements, index.reshape(wire.shape)
+                    layers = slice(first - piece.first_layer, end - piece.first_layer)
+                    wire = whole[layers, kv_index, rows, columns].view(f"V{size}")
+                    elements = np.frombuffer(memory.parts[kv_index], f"V{size}")
+                    own_layers = np.arange(first - own.start, end - own.start).reshape(-1, 1, 1)
+                    layer_size = len(elements) // memory.layout.layers
+                    yield wire, elements, own_layers * layer_size + index.reshape(wire.shape[1:])
 
     def _split_by_group(self, piece: TransferPiece, blocks: BlockIds) -> Iterator[tuple[int, TransferPiece]]:
         """Yield parts of the piece whose blocks belong to the same group of layers, each with this group.

@@ -115,10 +115,6 @@ class HostRegion(Region):
         """Return the memory of the piece, in wire order."""
         return self._range_views(piece, contiguous_ranges(blocks[piece.first_block : piece.end_block]))
 
-    def plane_elements(self, layer: int, kv_index: int, num_bytes: int) -> NDArray[np.void]:
-        """Return a layer's keys (`kv_index` 0) or values (1) as an array of elements of this size."""
-        return np.frombuffer(self._planes[layer][kv_index], f"V{num_bytes}")
-
     def in_place_views(self, piece: TransferPiece, blocks: BlockIds) -> list[memoryview] | None:
         ranges = contiguous_ranges(blocks[piece.first_block : piece.end_block])
         scattered = self.layout.plane_bytes * (piece.end_block - piece.first_block) < MIN_IN_PLACE_BYTES * len(ranges)
