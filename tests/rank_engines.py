@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,10 +16,17 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
-from emberline.engine.ranks.boot import check_same_model, make_engine, plan_caches, share_caches
+from emberline.engine.ranks.boot import (
+    check_same_model,
+    make_engine,
+    make_shared_host_tier,
+    plan_caches,
+    share_caches,
+)
+from emberline.engine.ranks.copy_codec import is_copies
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.rank_loop import compute_step
+from emberline.engine.ranks.rank_loop import compute_step, make_copies
 from emberline.engine.ranks.rank_part import RankPart
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.hub.checkpoint import Checkpoint
@@ -49,6 +57,7 @@ class ThreadRanks:
         parts = list(self._pool.map(lambda rank: RankPart.load(config, self.layout, rank, self._connect), ranks))
         described = {rank: part.describe() for rank, part in enumerate(parts)}
         check_same_model(described, self.layout)
+        self.parts = parts
         self.leader = parts[self.layout.leader]
         num_blocks, num_slots = plan_caches(config, self.leader, described.values(), None)
         if max_blocks is not None:
@@ -59,8 +68,11 @@ class ThreadRanks:
         self.caches = share_caches(config, self.memory, self.layout, model, self.leader, self.sizes[0])
         for rank, part in enumerate(parts):
             part.allocate(*self.sizes, None if self.caches is None else self.caches.regions[rank])
+        self.host, self.buffers = make_shared_host_tier(config, self.memory, self.leader)
+        self._num_copied = dict.fromkeys(self.layout.followers, 0)
+        self._num_finished = 0
         self._runs: list[Future[None]] = [
-            self._pool.submit(self._run, queue, parts[rank]) for rank, queue in self._queues.items()
+            self._pool.submit(self._run, queue, parts[rank], rank) for rank, queue in self._queues.items()
         ]
 
     def _connect(self, name: str, rank: int, size: int) -> Communicator:
@@ -70,11 +82,15 @@ class ThreadRanks:
             group = self._groups.setdefault(name, ThreadGroup(size))
         return group.communicators[rank]
 
-    def _run(self, queue: SimpleQueue[bytes | None], part: RankPart) -> None:
+    def _run(self, queue: SimpleQueue[bytes | None], part: RankPart, rank: int) -> None:
         decoder = WorkDecoder(self.layout.pp)
         try:
             while (message := queue.get()) is not None:
-                compute_step(part, decoder, message)
+                if is_copies(message):
+                    make_copies(part, self.buffers, message)
+                    self._num_copied[rank] += 1
+                else:
+                    compute_step(part, decoder, message)
         except BaseException:
             for group in self._groups.values():
                 group.abort()
@@ -83,6 +99,15 @@ class ThreadRanks:
     def publish(self, plan: bytes) -> None:
         for queue in self._queues.values():
             queue.put(plan)
+
+    def publish_copies(self, copies: bytes) -> None:
+        self.publish(copies)
+
+    def finish_copies(self) -> None:
+        self._num_finished += 1
+        while min(self._num_copied.values()) < self._num_finished:
+            assert not any(run.done() for run in self._runs), "a rank has ended"
+            time.sleep(0.0001)
 
     def finish_step(self) -> None:
         """Nothing measures the time of a step."""
@@ -112,7 +137,7 @@ class ThreadRanks:
 def make_thread_engine(config: EngineConfig, **options: Any) -> Engine:
     """`options`: of ThreadRanks."""
     ranks = ThreadRanks(config, **options)
-    return make_engine(config, ranks, ranks.leader, ranks.sizes[1], ranks.caches)
+    return make_engine(config, ranks, ranks.leader, ranks.sizes[1], ranks.caches, ranks.host, ranks.buffers)
 
 
 def run_threads(config: EngineConfig, pending: list[Submission], **layout: int) -> dict[str, list[int]]:

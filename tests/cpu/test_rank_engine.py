@@ -175,8 +175,8 @@ def test_stages_are_balanced() -> None:
         ({"pp": 2, "pp_layers": "3,0"}, "pp_layers"),
         ({"pp": 2, "pp_layers": "3,x"}, "pp_layers"),
         ({"pp": 2, "rank_timeout": 0.9}, "rank_timeout"),
-        ({"pp": 2, "kv_host_memory": 1 << 20}, "kv_host_memory"),
         ({"tp": 32, "threads": 0}, "tp"),
+        ({"pp": 2, "nodes": 2, "master": "10.0.0.1:7000", "kv_host_memory": 1 << 20}, "kv_host_memory"),
     ],
 )
 def test_settings_that_ranks_refuse(settings: dict[str, Any], field: str) -> None:

@@ -31,6 +31,7 @@ from emberline.engine.llm import Completion
 from emberline.engine.ranks.boot import boot_ranks, check_same_model, check_started
 from emberline.engine.ranks.control import RankLoaded, RankStarted
 from emberline.engine.ranks.group import RankGroup
+from emberline.engine.ranks.group_memory import NUM_COPIED
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.layout import Layout
 from emberline.kernels import ops
@@ -182,6 +183,28 @@ def test_rank_that_cannot_start(directory: Path) -> None:
     (pid,) = group.pids.values()
     group.close()
     assert not is_running(pid)
+
+
+def test_copies_last_until_every_rank_has_made_them(directory: Path) -> None:
+    """And end with an error if one of the ranks dies before."""
+    config = EngineConfig.build(str(directory), **SETTINGS, pp=3)
+    group = RankGroup(config, Layout(pp=3), command=("sleep", "100"))
+    group.publish_copies(b"first")
+    group.publish_copies(b"second")
+    group.memory.set(0, NUM_COPIED, 2)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(group.finish_copies)
+        with pytest.raises(TimeoutError):
+            first.result(timeout=0.05)
+        group.memory.set(1, NUM_COPIED, 1)
+        first.result(timeout=10.0)
+        second = pool.submit(group.finish_copies)
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.05)
+        os.kill(group.pids[1], signal.SIGKILL)
+        with pytest.raises(EngineFailed, match=r"rank 1 of 3 .* was killed by signal 9"):
+            second.result(timeout=10.0)
+    group.close()
 
 
 def test_rank_that_ends_because_of_another_is_not_the_cause(directory: Path) -> None:

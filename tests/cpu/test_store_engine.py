@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from rank_engines import make_thread_engine
 
 from emberline.bench.mooncake_master import MooncakeMaster
 from emberline.core.engine_config import EngineConfig
@@ -23,14 +24,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS["llama"])
 
 
-def engine(model: Path, master: MooncakeMaster | None, codec: str = "auto") -> Engine:
+def settings(model: Path, master: MooncakeMaster | None, codec: str = "auto") -> EngineConfig:
     store = master.address if master is not None else None
-    return boot(
-        EngineConfig.build(
-            str(model), device="cpu", dtype="bfloat16", block_size=8, max_context=64, kv_memory=1 << 18,
-            kv_store=store, kv_store_memory=64 << 20, kv_codec=codec,
-        )
-    ).engine  # fmt: skip
+    return EngineConfig.build(
+        str(model), device="cpu", dtype="bfloat16", block_size=8, max_context=64, kv_memory=1 << 18,
+        kv_store=store, kv_store_memory=64 << 20, kv_codec=codec,
+    )  # fmt: skip
+
+
+def engine(model: Path, master: MooncakeMaster | None, codec: str = "auto") -> Engine:
+    return boot(settings(model, master, codec)).engine
 
 
 def complete(engine: Engine, seed: int, salt: str = "") -> Answer:
@@ -56,6 +59,16 @@ def test_prefix_is_reused_by_another_engine(model: Path, master: MooncakeMaster,
     expected = complete(alone, 1)
     assert complete(one, 1) == expected and expected[2] == 0
     assert complete(two, 1, salt="another tenant")[2] == 0
+    assert complete(two, 1) == (*expected[:2], 40)
+    assert two.stats().tiers["store"].hit_tokens == 40
+    one.close()
+    two.close()
+
+
+def test_stages_reuse_a_prefix_of_one_rank(model: Path, master: MooncakeMaster) -> None:
+    one = engine(model, master)
+    expected = complete(one, 1)
+    two = make_thread_engine(settings(model, master).with_settings(pp=2, threads=1))
     assert complete(two, 1) == (*expected[:2], 40)
     assert two.stats().tiers["store"].hit_tokens == 40
     one.close()

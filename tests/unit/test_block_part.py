@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -32,6 +32,7 @@ def numbered(*dims: int) -> NDArray[np.uint8]:
     return np.random.default_rng(3).integers(1, 255, dims, dtype=np.uint8)
 
 
+@settings(deadline=None)
 @given(divided_layers(), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(1, 2))
 def test_blocks(
     divided: tuple[LayerGroups, list[range]], each: int, factor: int, replicated: bool, num_parts: int
@@ -62,6 +63,7 @@ def test_blocks(
         assert (times[:, exists] == 1).all()
 
 
+@settings(deadline=None)
 @given(divided_layers(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 60))
 def test_states(divided: tuple[LayerGroups, list[range]], tp: int, keys: int, per_key: int, page_numbers: int) -> None:
     groups, stages = divided

@@ -9,9 +9,12 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from msgspec import msgpack
 
-from emberline.core.plan import StateWork, WorkItem
+from emberline.core.plan import BlockCopy, StateWork, WorkItem
+from emberline.engine.ranks.copy_codec import decode_copies, encode_copies, is_copies
 from emberline.engine.ranks.group_memory import PLAN_BYTES, GroupMemory
+from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.plan_ring import MAX_PIECE_BYTES, PlanReader, PlanWriter
 from emberline.engine.ranks.work_codec import WorkDecoder, WorkEncoder
 from emberline.kernels.comm.communicator import RankLost
@@ -81,6 +84,23 @@ def test_requests_of_alternating_steps_are_encoded_once() -> None:
         sizes.append(len(message := encoder.encode(work)))
         assert [normalise(item) for item in decoder.decode(message).fill_items()] == [normalise(item) for item in work]
     assert min(sizes[:2]) > 4 * 900 and max(sizes[2:]) < 100
+
+
+def test_copies_of_blocks() -> None:
+    """Ranks that map the same memory find the same buffers, and no message with work looks like one with copies."""
+    memory = GroupMemory.create(2)
+    ours = HostBuffers.allocate(memory, 4096, 5)
+    theirs = HostBuffers(memory, ours.area)
+    saves = [BlockCopy(7, b"a", ours.find(4), 2), BlockCopy(1 << 40, b"b", ours.find(0))]
+    loads = [BlockCopy(3, b"c", ours.find(2), 1)]
+    message = encode_copies(saves, loads, ours.number)
+    assert is_copies(message) and not is_copies(WorkEncoder().encode([])) and not is_copies(msgpack.encode("prepare"))
+    for sent, got in zip((saves, loads), decode_copies(message, theirs.find), strict=True):
+        assert [(each.block, each.group) for each in got] == [(each.block, each.group) for each in sent]
+        for one, same in zip(sent, got, strict=True):
+            one.buffer[:2] = one.block.to_bytes(8, "little")[:2]
+            assert same.buffer == one.buffer and len(same.buffer) == 4096
+    memory.close()
 
 
 class Ring:

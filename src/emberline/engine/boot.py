@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,13 +129,14 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
     _check_one_rank(config)
     check_requested_dtype(config.dtype, on_gpu=True)
     check_requested_weights(config.gpu.weights, on_gpu=True)
-    _check_host_memory(config)
+    check_host_memory(config)
 
     def load_library() -> ctypes.CDLL | None:
         return ops.start_backend(threads=1).library
 
-    def make_tiers(layout: str, shape: KVShape, snapshot_blocks: int) -> TierStack:
-        return _make_tiers(config, layout, shape, load_library(), snapshot_blocks)
+    def build_tiers(layout: str, shape: KVShape, snapshot_blocks: int) -> TierStack:
+        host = make_host_tier(config, shape, snapshot_blocks)
+        return make_tiers(config, layout, shape, load_library(), host, snapshot_blocks)
 
     def open_endpoint(region: DeviceRegion) -> TransferEndpoint | None:
         assert config.transfer is not None
@@ -146,7 +148,7 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
         dtype=DTYPES[config.dtype],
         reader=reader,
         make_compiler=make_grammar_compiler,
-        build_tiers=make_tiers if config.tiers.has_tiers else None,
+        build_tiers=build_tiers if config.tiers.has_tiers else None,
         build_endpoint=open_endpoint if config.transfer is not None else None,
     )
 
@@ -175,7 +177,7 @@ def to_loaded_engine(booted: BootedGPUEngine) -> LoadedEngine:
 def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngine:
     began = time.perf_counter()
     check_cpu_settings(config)
-    _check_host_memory(config)
+    check_host_memory(config)
     threads = config.threads or core_count()
     backend = ops.start_backend(threads=threads)
     # torch's threads spin for a while after each op, on the cores that our kernels need next: one is enough for torch.
@@ -205,9 +207,10 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     draft_runner = None if draft_model is None else DraftRunner(draft_model, make_draft_cache(draft_model, cache))
     make_compiler = partial(make_grammar_compiler, Path(config.model), model.config)
     runner = TorchRunner(model, cache, eos, make_compiler, draft_runner, groups, states)
-    pages, has_tiers = runner.pages_per_slot, config.tiers.has_tiers
-    tiers = _make_tiers(config, runner.layout, cache.shape, backend.library, pages) if has_tiers else None
-    endpoint = None
+    tiers, endpoint, pages = None, None, runner.pages_per_slot
+    if config.tiers.has_tiers:
+        host = make_host_tier(config, cache.shape, pages)
+        tiers = make_tiers(config, runner.layout, cache.shape, backend.library, host, pages)
     if config.transfer is not None and (segment := cache.segment) is not None:
         endpoint = open_transfer_endpoint(
             config, config.transfer, segment.region, SameHostAccess.via_shared_memory(segment), backend.library
@@ -270,7 +273,7 @@ def check_cpu_settings(config: EngineConfig) -> None:
         raise InvalidRequest(message, param="block_size")
 
 
-def _check_host_memory(config: EngineConfig) -> None:
+def check_host_memory(config: EngineConfig) -> None:
     """Raise InvalidRequest if kv_host_memory is more than the free memory.
 
     On a GPU the whole kv_host_memory is pinned, so it must be available at the start."""
@@ -283,18 +286,34 @@ def _check_host_memory(config: EngineConfig) -> None:
         )
 
 
-def _make_tiers(
-    config: EngineConfig, layout: str, shape: KVShape, library: ctypes.CDLL | None, snapshot_blocks: int = 0
-) -> TierStack:
-    """Return the tiers. `snapshot_blocks`: blocks that hold a snapshot of the model's recurrent states, if it has any.
+def make_host_tier(
+    config: EngineConfig,
+    shape: KVShape,
+    snapshot_blocks: int = 0,
+    allocate: Callable[[int, int], memoryview] | None = None,
+) -> HostTier:
+    """Return the first tier. `snapshot_blocks`: blocks that hold a snapshot of the model's recurrent states, if any.
 
-    Half of the host buffers may wait to be written to lower tiers, and must hold a snapshot."""
+    Half of the host buffers may wait to be written to lower tiers, and must hold a snapshot. `allocate`: HostTier's."""
+    size, tiers = shape.block_bytes, config.tiers
+    staging_bytes = (STAGING_BLOCKS + 2 * snapshot_blocks) * buffer_bytes_for(size)
+    min_buffers = MIN_BUFFERS + 2 * snapshot_blocks
+    memory_bytes = tiers.kv_host_memory or staging_bytes
+    return HostTier(size, memory_bytes, tiers.kv_policy, min_buffers=min_buffers, allocate=allocate)
+
+
+def make_tiers(
+    config: EngineConfig,
+    layout: str,
+    shape: KVShape,
+    library: ctypes.CDLL | None,
+    host: HostTier,
+    snapshot_blocks: int = 0,
+) -> TierStack:
+    """Return all tiers. `host`: the first one. `snapshot_blocks`: as of `make_host_tier`."""
     tiers, network = config.tiers, config.network
     size, crc = shape.block_bytes, select_crc(library)
     codec, coding = select_kv_codec(network.kv_codec, library, str(shape.dtype)), network.kv_codec
-    staging_bytes = (STAGING_BLOCKS + 2 * snapshot_blocks) * buffer_bytes_for(size)
-    min_buffers = MIN_BUFFERS + 2 * snapshot_blocks
-    host = HostTier(size, tiers.kv_host_memory or staging_bytes, tiers.kv_policy, min_buffers=min_buffers)
     below: list[Tier] = []
     if tiers.kv_disk is not None and tiers.kv_disk_size is not None:
         from emberline.kv.tiers.disk import DiskTier  # as the others: imported if needed, to start sooner

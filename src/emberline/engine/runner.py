@@ -54,8 +54,7 @@ class TorchRunner:
         rows = SamplingStateFactory(eos, make_compiler)
         self.prepare = rows.prepare
         self._sampler = Sampler(self.vocab_size, rows)
-        local = WorkExecutor(model, cache, self.groups, states)
-        self._copier, self._executor = local.copier, executor or local
+        self._executor = executor or WorkExecutor(model, cache, self.groups, states)
         self.pages_per_slot = 0
         if states is not None:
             self.pages_per_slot = StatePages.cut(states.shape.slot_bytes, cache.shape.block_bytes, 0).per_slot
@@ -64,8 +63,7 @@ class TorchRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
-        self._copier.save(plan.saves)
-        self._copier.load(plan.loads)
+        self._executor.copy(plan.saves, plan.loads)
         self._executor.clear([block for w in plan.work for block in w.cleared_blocks])
         self._forget_requests(plan.ended_ids)
         work, failed = self._admit_requests(plan)

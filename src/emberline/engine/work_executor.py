@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from emberline.core.plan import WorkItem
+from emberline.core.plan import BlockCopy, WorkItem
 from emberline.engine.batch import build_forward_batch
 from emberline.engine.step_columns import StepColumns
 from emberline.kv.cache import KVCache, StateCache
@@ -26,6 +26,10 @@ class ForwardModel(Protocol):
 
 class StepExecutor(Protocol):
     """Computes the work of steps: in this process, or together with other ranks."""
+
+    def copy(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
+        """Copy blocks of the KV cache to host buffers, then others from host buffers, before the next `compute`."""
+        ...
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Fill blocks of the KV cache with zeros, before the next `compute`."""
@@ -50,6 +54,10 @@ class WorkExecutor:
         `copier`: of blocks; None: one that copies states too."""
         self._model, self._cache, self._groups, self._states = model, cache, groups, states
         self.copier = copier or HostBlockCopier(cache, states)
+
+    def copy(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
+        self.copier.save(saves)
+        self.copier.load(loads)
 
     def clear(self, blocks: Sequence[int]) -> None:
         if blocks:

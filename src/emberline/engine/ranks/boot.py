@@ -15,9 +15,12 @@ from emberline.core.freememory import free_memory
 from emberline.engine.boot import (
     LoadedEngine,
     check_cpu_settings,
+    check_host_memory,
     dtype_name,
     full_context,
     make_grammar_compiler,
+    make_host_tier,
+    make_tiers,
     max_kv_tokens,
     numerics_of,
     open_transfer_endpoint,
@@ -34,6 +37,7 @@ from emberline.engine.ranks.control import (
 )
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.group_memory import GroupMemory
+from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup, LeaderRunner, PipelineLeaderRunner
 from emberline.engine.ranks.node_listener import NodeLauncher
@@ -51,6 +55,7 @@ from emberline.engine.state_plan import count_state_slots
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
+from emberline.kv.tiers.host import HostTier
 from emberline.kv.transfer.group_region import StepCounter
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import stored_weight_format
@@ -84,6 +89,7 @@ def boot_ranks(
     `launcher`: what has started the other nodes; it is closed with the engine.
     """
     check_cpu_settings(config)
+    check_host_memory(config)
     check_rank_settings(config)
     if config.parallel.nodes > 1:
         config = replace(config, transfer=None)  # it is not required, and other nodes share no memory
@@ -107,15 +113,10 @@ def boot_ranks(
         parts = {**group.wait_for(RankLoaded), layout.leader: part.describe()}
         check_same_model(parts, layout)
         loaded = time.perf_counter()
-        kv_bytes = group.limit_kv_bytes(default_kv_bytes or free_memory() // 2, parts)
+        kv_bytes = default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2
+        kv_bytes = group.limit_kv_bytes(kv_bytes, parts)
         num_blocks, num_slots = plan_caches(config, part, parts.values(), kv_bytes)
-        caches = share_caches(config, group.memory, layout, model, part, num_blocks)
-        offsets = {} if caches is None else caches.offsets
-        group.send(AllocateCaches(num_blocks, num_slots, cache_offsets=offsets))
-        part.allocate(num_blocks, num_slots, None if caches is None else caches.regions[layout.leader])
-        group.wait_for(RankReady)
-        group.is_ready = True
-        engine = make_engine(config, group, part, num_slots, caches)
+        engine = _allocate_caches(config, group, model, part, num_blocks, num_slots)
     except EmberlineError as error:
         group.close(error)
         raise
@@ -133,6 +134,21 @@ def boot_ranks(
         _summarise_rank(layout, rank, parts[rank], *sizes, cost_shares[rank // layout.tp]) for rank in sorted(parts)
     )
     return _describe_engine(config, engine, part, summaries, seconds)
+
+
+def _allocate_caches(
+    config: EngineConfig, group: RankGroup, model: ModelConfig, part: RankPart, num_blocks: int, num_slots: int
+) -> Engine:
+    """Let all ranks allocate their caches, and return the engine. `model`: the whole one. `part`: the leader's."""
+    layout = group.layout
+    caches = share_caches(config, group.memory, layout, model, part, num_blocks)
+    host, buffers = make_shared_host_tier(config, group.memory, part)
+    offsets, area = {} if caches is None else caches.offsets, None if buffers is None else buffers.area
+    group.send(AllocateCaches(num_blocks, num_slots, cache_offsets=offsets, host_buffers=area))
+    part.allocate(num_blocks, num_slots, None if caches is None else caches.regions[layout.leader])
+    group.wait_for(RankReady)
+    group.is_ready = True
+    return make_engine(config, group, part, num_slots, caches, host, buffers)
 
 
 def check_started(reports: dict[int, RankStarted], settings: str, layout: Layout) -> None:
@@ -208,23 +224,47 @@ def share_caches(
     return SharedCaches.allocate(memory, layout, model, part.groups, whole, num_blocks)
 
 
+def make_shared_host_tier(
+    config: EngineConfig, memory: GroupMemory, part: RankPart
+) -> tuple[HostTier | None, HostBuffers | None]:
+    """Return the host tier, whose buffers are in the group's memory, and the buffers; None: there are no tiers."""
+    if not config.tiers.has_tiers:
+        return None, None
+    made: list[HostBuffers] = []
+
+    def allocate(buffer_bytes: int, count: int) -> memoryview:
+        made.append(HostBuffers.allocate(memory, buffer_bytes, count))
+        return made[0].memory
+
+    host = make_host_tier(config, part.share.whole, part.share.pages_per_slot, allocate)
+    return host, made[0]
+
+
 def make_engine(
-    config: EngineConfig, group: FollowerGroup, part: RankPart, num_slots: int, caches: SharedCaches | None = None
+    config: EngineConfig,
+    group: FollowerGroup,
+    part: RankPart,
+    num_slots: int,
+    caches: SharedCaches | None = None,
+    host: HostTier | None = None,
+    buffers: HostBuffers | None = None,
 ) -> Engine:
     """Return the engine of a group. `part`: the leader's. `num_slots`: for recurrent states, on every rank.
 
-    `caches`: of all ranks, if other engines may copy their blocks."""
-    model, steps = part.model.config, StepCounter()
+    `caches`: of all ranks, if other engines may copy their blocks. `host`, `buffers`: of `make_shared_host_tier`."""
+    model, steps, share = part.model.config, StepCounter(), part.share
     make_compiler = partial(make_grammar_compiler, Path(config.model), model)
     runner_class = PipelineLeaderRunner if group.layout.pp > 1 else LeaderRunner
-    runner = runner_class(group, part, frozenset(model.eos), make_compiler, num_slots, steps)
-    library, endpoint = ops.current_backend().library, None
+    runner = runner_class(group, part, frozenset(model.eos), make_compiler, num_slots, steps, buffers)
+    library, endpoint, tiers = ops.current_backend().library, None, None
+    if host is not None:
+        tiers = make_tiers(config, runner.layout, share.whole, library, host, share.pages_per_slot)
     if config.transfer is not None and caches is not None:
         region = caches.make_region(part.groups, steps)
         endpoint = open_transfer_endpoint(config, config.transfer, region, None, library)
     drafter = make_drafter(config.speculation, lambda: library)
     scheduler = config.scheduler.for_model(part.model.context)
-    return Engine(scheduler, runner, transfer_endpoint=endpoint, drafter=drafter)
+    return Engine(scheduler, runner, tiers=tiers, transfer_endpoint=endpoint, drafter=drafter)
 
 
 def _summarise_rank(

@@ -48,6 +48,18 @@ class RankLoaded(msgspec.Struct, tag=True):
     device_name: str = "cpu"
 
 
+class BufferArea(msgspec.Struct, frozen=True):
+    """The place of the host tier's buffers in the group's memory."""
+
+    offset: int  # in bytes
+    buffer_bytes: int
+    count: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffer_bytes * self.count
+
+
 class AllocateCaches(msgspec.Struct, tag=True):
     num_blocks: int
     num_slots: int
@@ -55,6 +67,7 @@ class AllocateCaches(msgspec.Struct, tag=True):
     # other kernels round differently: ranks must not choose different experts for a token.
     products: list[tuple[int, int, int, str, int]] = []
     cache_offsets: dict[int, int] = {}  # by rank: the place of its KV cache in the group's memory; empty: in its own
+    host_buffers: BufferArea | None = None  # None: there are no KV tiers
 
 
 class RankReady(msgspec.Struct, tag=True):

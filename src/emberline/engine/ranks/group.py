@@ -20,7 +20,7 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.control import RankLoaded, RankMessage, StartRank, decode_rank_message
-from emberline.engine.ranks.group_memory import HEARTBEAT, PROGRESS, GroupMemory
+from emberline.engine.ranks.group_memory import HEARTBEAT, NUM_COPIED, PROGRESS, GroupMemory
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.node_listener import NodeLauncher, NodeLink
@@ -44,6 +44,7 @@ BOOT_TIMEOUT_S = 900.0  # for imports, kernels and weights of a rank; the same a
 START_TIMEOUT_S = 60.0  # without a heartbeat while a rank starts: imports may block it for long
 STALL_TIMEOUT_S = 120.0  # without progress of any rank in a step; the same as for an engine on one rank
 EXPLAIN_TIMEOUT_S = 2.0  # for finding the rank that was lost after a collective failed
+COPY_POLL_S = 0.00005
 
 MessageT = TypeVar("MessageT", bound=RankMessage)
 
@@ -84,7 +85,8 @@ class RankGroup:
         self._is_lost, self._is_closing, self._has_spawned = (threading.Event() for _ in range(3))
         self.is_ready = False  # whether all ranks wait for plans
         self._lost_peer: str | None = None  # a rank that ended because it lost another
-        self._num_running = 0  # steps that were published and are not finished
+        self._num_running = 0  # steps and copies that were published and are not finished
+        self._num_copies = 0  # messages with copies that are finished
         self._stalled_s, self._last_counts = 0.0, dict[int, int]()  # time without progress in these steps
         # The operating system kills the processes when the thread that started them ends. So the watching thread starts
         # them, which runs as long as the group exists.
@@ -153,6 +155,19 @@ class RankGroup:
         self._writer.publish(plan)
 
     def finish_step(self) -> None:
+        self._num_running -= 1
+
+    def publish_copies(self, copies: bytes) -> None:
+        """Send copies to all ranks, which are on this machine. They are made when `finish_copies` returns."""
+        self._num_running += 1
+        self._writer.publish(copies)
+
+    def finish_copies(self) -> None:
+        """Wait until all ranks have made the oldest copies for which this was not called yet. Raises EngineFailed."""
+        self._num_copies += 1
+        while any(self._memory.get(rank, NUM_COPIED) < self._num_copies for rank in self._followers):
+            self.check()
+            time.sleep(COPY_POLL_S)
         self._num_running -= 1
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""GroupMemory: memory that the ranks of an engine share, for plans, heartbeats and, if needed, their KV caches.
+"""GroupMemory: memory that the ranks of an engine share, for plans, heartbeats and, if needed, KV blocks.
 
 It is anonymous, so it is freed when the processes end, even by kill -9. This module does not import torch.
 """
@@ -10,7 +10,7 @@ import os
 
 PLAN_BYTES = 4 << 20  # capacity for plans that some rank has not read yet
 WORDS_PER_RANK = 16  # two cache lines, so that ranks do not write to the same one
-READ_POSITION, HEARTBEAT, PROGRESS = range(3)  # indexes of a rank's words
+READ_POSITION, HEARTBEAT, PROGRESS, NUM_COPIED = range(4)  # indexes of a rank's words
 
 
 class GroupMemory:

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from emberline.core.errors import EmberlineError
 from emberline.core.events import ExpertStats
-from emberline.core.plan import StepPlan, StepResult, WorkItem
+from emberline.core.plan import BlockCopy, StepPlan, StepResult, WorkItem
+from emberline.engine.ranks.copy_codec import encode_copies
 from emberline.engine.ranks.expert_moves import ExpertMoves, encode_moves
+from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader_experts import LeaderExperts
 from emberline.engine.ranks.rank_part import RankPart
@@ -40,6 +42,14 @@ class FollowerGroup(Protocol):
         """Note that the leader has computed the published plan."""
         ...
 
+    def publish_copies(self, copies: bytes) -> None:
+        """Send copies of KV blocks to all of them. Raises RankLost."""
+        ...
+
+    def finish_copies(self) -> None:
+        """Wait until all of them have made the oldest copies for which this was not called yet. Raises EngineFailed."""
+        ...
+
     def check(self) -> None:
         """Raise EngineFailed if one of them was lost."""
         ...
@@ -58,10 +68,37 @@ class FollowerGroup(Protocol):
 class GroupExecutor:
     """Computes steps on all ranks: publishes the work, then computes the leader's part."""
 
-    def __init__(self, group: FollowerGroup, own: WorkExecutor, steps: StepCounter) -> None:
-        self._group, self.own, self._steps = group, own, steps
+    def __init__(
+        self, group: FollowerGroup, own: WorkExecutor, steps: StepCounter, buffers: HostBuffers | None
+    ) -> None:
+        """`buffers`: shared by all ranks, for copies of KV blocks; None: there are no tiers."""
+        self._group, self.own, self._steps, self._buffers = group, own, steps, buffers
         self._encoder = WorkEncoder(group.layout.pp)
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
+
+    def copy(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
+        """Raises EngineFailed, as `compute`. When this returns, all ranks have copied their part."""
+        self.publish_copies(saves, loads)
+        self.copy_own(saves, loads)
+
+    def publish_copies(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
+        """Let the other ranks copy their part of blocks, after all steps that were published before."""
+        if saves or loads:
+            assert self._buffers is not None
+            self._group.check()
+            self._steps.start_step()
+            with ending_group(self._group):
+                self._group.publish_copies(encode_copies(saves, loads, self._buffers.number))
+
+    def copy_own(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
+        """Copy the leader's part of published copies, and wait until the other ranks have copied theirs.
+
+        Only then the writing thread of the tiers may read a saved block, and a loaded one may be evicted."""
+        if saves or loads:
+            with ending_group(self._group):
+                self.own.copy(saves, loads)
+                self._group.finish_copies()
+            self._steps.finish_step()
 
     def clear(self, blocks: Sequence[int]) -> None:
         self.own.clear(blocks)
@@ -123,6 +160,9 @@ class PublishedExecutor:
     def __init__(self, executor: GroupExecutor) -> None:
         self._executor = executor
 
+    def copy(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
+        self._executor.copy_own(saves, loads)
+
     def clear(self, blocks: Sequence[int]) -> None:
         self._executor.own.clear(blocks)
 
@@ -141,15 +181,19 @@ class LeaderRunner(TorchRunner):
         make_compiler: Callable[[], GrammarCompiler],
         num_state_slots: int,
         steps: StepCounter,
+        buffers: HostBuffers | None = None,
         executor: StepExecutor | None = None,
     ) -> None:
-        """`steps`: counts the steps that the ranks start and finish."""
-        executor = executor or GroupExecutor(group, part.executor, steps)
+        """`steps`: counts the steps that the ranks start and finish.
+
+        `buffers`: shared by all ranks, for copies of KV blocks; None: there are no tiers."""
+        executor = executor or GroupExecutor(group, part.executor, steps, buffers)
         super().__init__(
             part.model, part.cache, eos, make_compiler, part.draft_runner, groups=part.groups, executor=executor
         )
         self.num_state_slots, self.num_caches = num_state_slots, group.layout.num_caches
-        self.layout = f"{self.layout}/{group.layout}"
+        self.pages_per_slot = part.share.pages_per_slot
+        self.layout = "/".join(filter(None, (self.layout, group.layout.numerics_name)))
         self.ranks, self._part, self._steps = group, part, steps
         self.experts = LeaderExperts(part.model, group.layout)
 
@@ -205,10 +249,11 @@ class PipelineLeaderRunner(LeaderRunner):
         make_compiler: Callable[[], GrammarCompiler],
         num_state_slots: int,
         steps: StepCounter,
+        buffers: HostBuffers | None = None,
     ) -> None:
-        self._group_executor = GroupExecutor(group, part.executor, steps)
+        self._group_executor = GroupExecutor(group, part.executor, steps, buffers)
         published = PublishedExecutor(self._group_executor)
-        super().__init__(group, part, eos, make_compiler, num_state_slots, steps, published)
+        super().__init__(group, part, eos, make_compiler, num_state_slots, steps, buffers, published)
         self.max_in_flight = group.layout.pp
         self._unfinished: list[StepPlan] = []  # plans that were launched, in order
         self._refused: set[str] = set()  # requests that cannot be sampled; a plan may have more of their prompt
@@ -228,6 +273,7 @@ class PipelineLeaderRunner(LeaderRunner):
         self._refused |= failed.keys()
         work = [w for w in work if w.id not in self._refused]
         cleared = [block for w in plan.work for block in w.cleared_blocks]
+        self._group_executor.publish_copies(plan.saves, plan.loads)
         captured = () if self._draft_runner is None else self._draft_runner.captured_layers(plan)
         self._group_executor.publish(work, cleared, captured)
         self._unfinished.append(plan)
@@ -235,6 +281,7 @@ class PipelineLeaderRunner(LeaderRunner):
         def finish() -> StepResult:
             assert self._unfinished.pop(0) is plan, "plans are finished in the order in which they were launched"
             began = time.perf_counter()
+            self._executor.copy(plan.saves, plan.loads)
             self._executor.clear(cleared)
             self._forget_requests(list(sampled_later))
             return self._compute_step(plan, work, failed, began)

@@ -21,9 +21,11 @@ from emberline.engine.ranks.control import (
     StartRank,
     digest_settings,
 )
+from emberline.engine.ranks.copy_codec import decode_copies, is_copies
 from emberline.engine.ranks.expert_moves import decode_moves
-from emberline.engine.ranks.group_memory import GroupMemory
+from emberline.engine.ranks.group_memory import NUM_COPIED, GroupMemory
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS, HeartbeatThread
+from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.plan_ring import PlanReader
 from emberline.engine.ranks.rank_part import RankPart, connect_processes
 from emberline.engine.ranks.shared_caches import map_cache
@@ -58,12 +60,19 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
         if (offset := sizes.cache_offsets.get(start.rank)) is not None:
             region = map_cache(memory, offset, part.kv_layout, sizes.num_blocks)
         part.allocate(sizes.num_blocks, sizes.num_slots, region)
+        buffers = None if sizes.host_buffers is None else HostBuffers(memory, sizes.host_buffers)
         gc.freeze()  # objects of the start are permanent
         gc.enable()
         leader.send(RankReady())
         decoder = WorkDecoder(start.layout.pp)
+        num_copied = 0
         while (message := reader.receive()) is not None:
-            compute_step(part, decoder, message)
+            if is_copies(message):
+                make_copies(part, buffers, message)
+                num_copied += 1
+                memory.set(start.rank, NUM_COPIED, num_copied)
+            else:
+                compute_step(part, decoder, message)
     except RankLost:
         return LOST_PEER_STATUS  # the leader finds out which rank was lost
     except EmberlineError as error:
@@ -74,6 +83,12 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
         leader.send(Rejection.from_error("", EngineFailed(f"{type(error).__name__}: {error}")))
         return 1
     return 0
+
+
+def make_copies(part: RankPart, buffers: HostBuffers | None, message: bytes) -> None:
+    """Copy this rank's part of KV blocks to and from host buffers. `message`: from the leader's `encode_copies`."""
+    assert buffers is not None
+    part.executor.copy(*decode_copies(message, buffers.find))
 
 
 def compute_step(part: RankPart, decoder: WorkDecoder, message: bytes) -> None:

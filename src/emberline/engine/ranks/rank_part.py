@@ -31,8 +31,9 @@ from emberline.kernels.comm.communicator import Communicator
 from emberline.kernels.comm.gloo import GlooGroup
 from emberline.kernels.comm.rendezvous import Rendezvous
 from emberline.kernels.mixture import Expert
+from emberline.kv.block_part import BlockPart, StatePart, own_state_layers
 from emberline.kv.cache import KVCache, StateCache
-from emberline.kv.tiers.copier import HostBlockCopier
+from emberline.kv.tiers.part_copier import PartBlockCopier, RankShare
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.region import HostRegion
 from emberline.models.config import ModelConfig
@@ -43,6 +44,7 @@ from emberline.models.expert_placement import EMPTY
 from emberline.models.forward import ForwardBatch
 from emberline.models.loader import load_checkpoint
 from emberline.models.pipeline import PipelineModel
+from emberline.models.shard import Shard
 from emberline.models.weight_form import choose_weight_form
 
 log = logging.getLogger("emberline.engine")
@@ -60,8 +62,10 @@ class RankPart:
     draft_model: DraftModel | None = None  # of the leader
     draft_runner: DraftRunner | None = None
 
-    def __init__(self, model: DecoderModel, layers: range, config: EngineConfig) -> None:
-        """`model`: loaded for this rank, with these layers."""
+    def __init__(
+        self, model: DecoderModel, layers: range, config: EngineConfig, shard: Shard, whole: ModelConfig
+    ) -> None:
+        """`model`: loaded for this rank, with these layers and this shard. `whole`: of the whole model."""
         self.model, parts = model, model.config.parts
         self.groups = choose_groups(model.config.windows, model.context, parts.attention.state_layers)
         self._own_groups = self.groups.of_layers(layers)
@@ -71,6 +75,7 @@ class RankPart:
             choose_kv_dtype(config.kv_cache.kv_dtype, model.dtype),
             self._own_groups,
         )
+        self.share = self._share_of(layers, shard, whole)
         shape, num_layers = make_state_shape(model.config), len(set(layers) & set(parts.attention.state_layers))
         self._state_shape = replace(shape, layers=num_layers) if shape is not None and num_layers else None
         self._max_running, self._max_draft = config.scheduler.max_running, config.speculation.max_new_tokens - 1
@@ -79,6 +84,18 @@ class RankPart:
         self._attending: Communicator | None = None  # of ranks that attend to different requests
         self._expert_loader: ExpertLoader | None = None  # None: experts stay where they are
         self._expert_group = 0
+
+    def _share_of(self, layers: range, shard: Shard, whole: ModelConfig) -> RankShare:
+        """Return what this rank has of the blocks and states of the whole model."""
+        shard = shard if shard.divides_attention else Shard()
+        heads, is_first = shard.divide(whole.kv_heads), shard.is_first_of(whole.kv_heads)
+        blocks = BlockPart.of_rank(self.groups, layers, heads, is_first=is_first)
+        shape = replace(self.kv_shape, layers=self.groups.block_layers, kv_heads=whole.kv_heads)
+        state_shape, state_layers = make_state_shape(whole), own_state_layers(self.groups, layers)
+        if state_shape is None:
+            return RankShare(blocks, shape)
+        states = StatePart.of_rank(state_shape, state_layers, shard.rank, shard.world_size)
+        return RankShare(blocks, shape, states, state_shape.slot_bytes)
 
     @staticmethod
     def load(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> RankPart:
@@ -93,7 +110,7 @@ class RankPart:
         shards = connect(f"shards-{stage.index}", shard.rank, layout.tp) if layout.tp > 1 else None
         form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
         model = load_checkpoint(checkpoint, config.dtype, config.requested_context, form, stage, shard, shards)
-        part = RankPart(model, stage.layers, config)
+        part = RankPart(model, stage.layers, config, shard, whole)
         part._connections = [each for each in (stages, shards) if each is not None]
         part._attending = shards if layout.dp_attention else None
         part._expert_loader = ExpertLoader(checkpoint, config.dtype, form, shard) if shard.redundant_experts else None
@@ -162,8 +179,7 @@ class RankPart:
             states = StateCache(self._state_shape, num_slots, num_places=places, max_draft=self._max_draft)
         if self.draft_model is not None:
             self.draft_runner = DraftRunner(self.draft_model, make_draft_cache(self.draft_model, self.cache))
-        # With several ranks, states are not copied to tiers or other engines. A rank may have states and no blocks.
-        copier = HostBlockCopier(self.cache)
+        copier = PartBlockCopier(self.cache, self.share, states)
         args = self._forward_model, self.cache, self._own_groups, states, copier
         self.executor = WorkExecutor(*args) if self._attending is None else OwnWorkExecutor(self._attending, *args)
 

@@ -32,16 +32,17 @@ def check_rank_settings(config: EngineConfig) -> None:
     if parallel.collectives not in ("auto", "gloo"):
         message = f"collectives is {parallel.collectives}, which connects GPUs, but these ranks compute on CPUs"
         raise InvalidRequest(message, param="collectives", hint="drop --collectives, or use --device cuda")
+    is_remote = parallel.nodes > 1  # ranks on other machines share no memory with the leader
     unsupported = {
-        "kv_host_memory": config.tiers.kv_host_memory > 0,
-        "kv_disk": config.tiers.kv_disk is not None,
-        "kv_store": config.tiers.kv_store is not None,
+        "kv_host_memory": is_remote and config.tiers.kv_host_memory > 0,
+        "kv_disk": is_remote and config.tiers.kv_disk is not None,
+        "kv_store": is_remote and config.tiers.kv_store is not None,
         "kv_mooncake": config.network.kv_mooncake,
     }
     for name, is_set in unsupported.items():
         if is_set:
-            hint = f"drop --{name.replace('_', '-')} or --{field}"
-            raise InvalidRequest(f"the setting {name} does not work with {ranks} yet", param=name, hint=hint)
+            hint, nodes = f"drop --{name.replace('_', '-')} or --{field}", f" on {parallel.nodes} nodes" * is_remote
+            raise InvalidRequest(f"the setting {name} does not work with {ranks}{nodes} yet", param=name, hint=hint)
 
 
 def check_node_settings(config: EngineConfig) -> None:

@@ -136,7 +136,8 @@ def _load_stage(config: EngineConfig, layout: Layout, checkpoint: Checkpoint, st
     model = load_checkpoint(
         checkpoint, config.dtype, config.requested_context, form, stage, layout.shard(0) if comm else None, comm
     )
-    part = RankPart(model, stage.layers, config)
+    whole = ModelConfig.from_checkpoint(checkpoint)
+    part = RankPart(model, stage.layers, config, layout.shard(0), whole)
     num_groups, block_size = len(part.groups.windows), config.scheduler.block_size
     part.allocate(DECODE_ROWS * num_groups * _count_blocks(part, block_size) + 1, DECODE_ROWS + 1)
     return part

@@ -23,9 +23,17 @@ class HostTier:
     name = "host"
 
     def __init__(
-        self, block_bytes: int, memory_bytes: int, policy: str = "lru", *, min_buffers: int = MIN_BUFFERS
+        self,
+        block_bytes: int,
+        memory_bytes: int,
+        policy: str = "lru",
+        *,
+        min_buffers: int = MIN_BUFFERS,
+        allocate: Callable[[int, int], memoryview] | None = None,
     ) -> None:
-        """Allocate the buffers. Raises InvalidRequest if there is memory for fewer than `min_buffers`."""
+        """Allocate the buffers. Raises InvalidRequest if there is memory for fewer than `min_buffers`.
+
+        `allocate`: returns memory for buffers of a size in bytes, and as many; None: memory of this process alone."""
         self.buffer_bytes = buffer_bytes_for(block_bytes)
         self.capacity = memory_bytes // self.buffer_bytes
         if self.capacity < min_buffers:
@@ -35,8 +43,7 @@ class HostTier:
                 param="kv_host_memory",
                 hint=f"raise --kv-host-memory to at least {min_buffers * self.buffer_bytes} bytes",
             )
-        # Pages of an mmap use no memory until they are written.
-        self.memory = memoryview(mmap.mmap(-1, self.capacity * self.buffer_bytes))
+        self.memory = (allocate or _allocate_private)(self.buffer_bytes, self.capacity)
         self.on_close: Callable[[], None] = lambda: None  # set by a GPU engine, to unpin the area
         self._free = list(range(self.capacity - 1, -1, -1))
         self._filling: dict[bytes, int] = {}
@@ -177,3 +184,7 @@ class HostTier:
 
     def _buffer_at(self, slot: int) -> memoryview:
         return self.memory[slot * self.buffer_bytes : (slot + 1) * self.buffer_bytes]
+
+
+def _allocate_private(buffer_bytes: int, count: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, buffer_bytes * count))  # its pages use no memory until they are written

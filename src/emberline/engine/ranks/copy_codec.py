@@ -1,0 +1,52 @@
+"""Copies of KV blocks between the ranks' caches and shared host buffers, as messages in the ring of plans.
+
+They have messages of their own, because a step may have copies and no work. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from emberline.core.plan import BlockCopy
+
+COPIES_MARK = b"\xc1"  # MessagePack does not use this byte, so no encoded work begins with it
+
+
+class EncodedCopies(msgspec.Struct, array_like=True):
+    """Copies by columns: blocks, numbers of buffers and groups of layers, as 64-bit integers. Saves come first."""
+
+    num_saves: int
+    columns: bytes
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(EncodedCopies)
+
+
+def is_copies(message: bytes) -> bool:
+    """Return whether a message has copies; otherwise it has work."""
+    return message.startswith(COPIES_MARK)
+
+
+def encode_copies(
+    saves: Sequence[BlockCopy], loads: Sequence[BlockCopy], buffer_number: Callable[[memoryview], int]
+) -> bytes:
+    """`buffer_number`: returns the number of a buffer, which is the same for all ranks."""
+    copies = [*saves, *loads]
+    columns = array("q", [each.block for each in copies])
+    columns.extend(buffer_number(each.buffer) for each in copies)
+    columns.extend(each.group for each in copies)
+    return COPIES_MARK + _ENCODER.encode(EncodedCopies(len(saves), columns.tobytes()))
+
+
+def decode_copies(message: bytes, find_buffer: Callable[[int], memoryview]) -> tuple[list[BlockCopy], list[BlockCopy]]:
+    """Return saves and loads, without hashes. `find_buffer`: returns the buffer with a number."""
+    encoded = _DECODER.decode(message[len(COPIES_MARK) :])
+    columns = array("q", encoded.columns).tolist()
+    count = len(columns) // 3
+    rows = zip(columns[:count], columns[count : 2 * count], columns[2 * count :], strict=True)
+    copies = [BlockCopy(block, b"", find_buffer(number), group) for block, number, group in rows]
+    return copies[: encoded.num_saves], copies[encoded.num_saves :]
