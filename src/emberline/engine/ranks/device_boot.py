@@ -28,12 +28,12 @@ from emberline.engine.ranks.control import (
 )
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner, PipelineDeviceLeaderRunner
 from emberline.engine.ranks.device_part import DevicePart
-from emberline.engine.ranks.device_settings import check_device_settings
+from emberline.engine.ranks.device_settings import check_device_drafts, check_device_settings
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup
 from emberline.engine.ranks.node_listener import NodeLauncher
-from emberline.engine.ranks.settings import check_divisible, check_drafts
+from emberline.engine.ranks.settings import check_divisible
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.hub.checkpoint import Checkpoint
@@ -57,7 +57,7 @@ def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None
     began = time.perf_counter()
     layout = Layout.of(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
-    check_drafts(config, model)
+    check_device_drafts(config, model)
     check_divisible(layout, model)
     group = RankGroup(config, layout, launcher=launcher)
     try:

@@ -8,6 +8,7 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.environment import visible_gpus
 from emberline.core.errors import InvalidRequest
 from emberline.engine.ranks.layout import Layout
+from emberline.models.config import ModelConfig
 
 
 def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
@@ -38,6 +39,14 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
         seen = "CUDA_VISIBLE_DEVICES lets this process see" if visible_gpus() is not None else "this machine has"
         message = f"{ranks} need {needed} GPUs, and {seen} {num_gpus}"
         raise InvalidRequest(message, param=field, hint=f"lower --{field}, or use --device cpu")
+
+
+def check_device_drafts(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise InvalidRequest if drafts are asked for of a model with recurrent layers, whose GPUs keep no draft rows."""
+    if config.speculation.speculate != "off" and model.parts.attention.state is not None:
+        message = f"speculate is {config.speculation.speculate}, but a {model.model_type} model has recurrent layers"
+        hint = "drop --speculate, or use one GPU"
+        raise InvalidRequest(f"{message}, which several GPUs cannot draft for yet", param="speculate", hint=hint)
 
 
 def gpu_of_rank(layout: Layout, rank: int, ranks_per_gpu: int) -> int:
