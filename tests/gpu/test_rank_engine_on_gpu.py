@@ -97,8 +97,9 @@ def test_latents_and_experts(tmp_path: Path) -> None:
 def test_preemption(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     expected = run_engine(boot(EngineConfig.build(str(directory), **SETTINGS)).engine, make_submissions(2))
-    engine = boot_ranks(directory, tp=2, kv_tokens=512).engine
-    assert run_engine(engine, make_submissions(2)) == expected and engine.scheduler.preemptions
+    engine = boot_ranks(directory, tp=2, kv_tokens=256).engine
+    assert run_engine(engine, make_submissions(2)) == expected
+    assert engine.scheduler.preemptions, "the cache was meant to be too small"
     engine.close()
 
 
