@@ -86,6 +86,17 @@ def test_requests_of_alternating_steps_are_encoded_once() -> None:
     assert min(sizes[:2]) > 4 * 900 and max(sizes[2:]) < 100
 
 
+@pytest.mark.parametrize("num_plans", [1, 2])
+def test_a_new_request_may_have_the_id_of_one_that_ended(num_plans: int) -> None:
+    encoder, decoder = WorkEncoder(num_plans), WorkDecoder(num_plans)
+    for blocks in ([1, 2], [1, 2, 3]):
+        decoder.decode(encoder.encode([WorkItem("r", 0, [7], blocks, samples=True)]))
+    for blocks in ([9], [9, 4, 5, 6]):
+        encoder.forget(["r", "unknown"] if len(blocks) == 1 else [])
+        step = decoder.decode(encoder.encode([WorkItem("r", 0, [7], blocks, samples=True)]))
+        assert [list(item.blocks) for item in step.fill_items()] == [blocks]
+
+
 def test_copies_of_blocks() -> None:
     """Ranks that map the same memory find the same buffers, and no message with work looks like one with copies."""
     memory = GroupMemory.create(2)

@@ -111,6 +111,10 @@ class GroupExecutor:
             self.publish(work)
             return self.compute_own(work)
 
+    def forget(self, ids: Sequence[str]) -> None:
+        """Note that requests have ended. A request of a later step may have the same id."""
+        self._encoder.forget(ids)
+
     def publish(self, work: Sequence[WorkItem], cleared: Sequence[int] = ()) -> None:
         """Let the other ranks begin with a step. `cleared`: blocks that they fill with zeros first."""
         self._group.check()
@@ -198,6 +202,11 @@ class LeaderRunner(TorchRunner):
         work, failed = super()._admit_requests(plan)
         return work if self.num_caches == 1 else sorted(work, key=attrgetter("home")), failed
 
+    def _forget_requests(self, ids: Sequence[str]) -> None:
+        super()._forget_requests(ids)
+        if isinstance(self._executor, GroupExecutor):
+            self._executor.forget(ids)
+
     def check_ranks(self) -> None:
         """Raise EngineFailed if a rank was lost."""
         self.ranks.check()
@@ -265,6 +274,7 @@ class PipelineLeaderRunner(LeaderRunner):
         sampled_later = ended & {w.id for each in self._unfinished for w in each.work}
         self._forget_requests(list(ended - sampled_later))
         self._refused -= ended
+        self._group_executor.forget(plan.ended_ids)
         work, failed = self._admit_requests(plan)
         self._refused |= failed.keys()
         work = [w for w in work if w.id not in self._refused]

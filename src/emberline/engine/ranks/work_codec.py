@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import msgspec
@@ -68,7 +68,17 @@ class WorkEncoder:
         self._slots: dict[str, int] = {}  # of the requests in these
         self._free_slots: list[int] = []
         self._preemptions: list[int] = []  # by slot
+        self._ended: set[str] = set()  # requests that still have a slot, but have ended
         self._num_blocks = np.zeros(0, np.int32)  # by slot: length of the block table that the decoders know
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Note that requests have ended: an item with the same id in a later step belongs to a new request."""
+        if ended := self._slots.keys() & ids:
+            self._ended |= ended
+            # Without their preemptions, these steps are not taken for equal to a later one.
+            self._steps = deque(
+                step if ended.isdisjoint(step.ids) else replace(step, preemptions=()) for step in self._steps
+            )
 
     def encode(self, work: Sequence[WorkItem], cleared: Sequence[int] = ()) -> bytes:
         """Return the work of the next step. `cleared`: blocks to fill with zeros first."""
@@ -109,13 +119,15 @@ class WorkEncoder:
         if oldest is not None:
             for name in set(oldest.ids).difference(*(step.ids for step in self._steps)):
                 self._free_slots.append(self._slots.pop(name))
+                self._ended.discard(name)
         return slots, changed
 
     def _continue_request(self, name: str, preemptions: int) -> int:
         """Return the slot of a request, or ~slot if it begins there: a preemption replaces all blocks of a request."""
         slot = self._slots.get(name)
-        if slot is not None and self._preemptions[slot] == preemptions:
+        if slot is not None and self._preemptions[slot] == preemptions and name not in self._ended:
             return slot
+        self._ended.discard(name)
         if slot is None:
             slot = self._slots[name] = self._free_slots.pop() if self._free_slots else len(self._preemptions)
         if slot == len(self._preemptions):
