@@ -148,6 +148,19 @@ def test_same_tokens_after_a_handoff_between_layouts(family: str, tmp_path: Path
         assert run(d, ask()) == expected, "the blocks stay in the prefix cache"
 
 
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
+def test_requests_with_the_same_id_have_their_own_blocks(
+    layout: dict[str, int], tmp_path: Path, start_engine: StartEngine
+) -> None:
+    """All ranks must use the new blocks, which other engines copy."""
+    WRITERS["llama"](tmp_path)
+    expected, p = run(start_engine(), ask()), start_engine("p", **layout)
+    for number in range(2):
+        submission, d = replace(ask(), salt=f"{number}"), start_engine("d")
+        assert run(d, replace(submission, source=first_ticket(p, submission)), background=p) == expected
+        run(p)
+
+
 def test_block_sizes_may_differ_and_blocks_may_be_compressed(tmp_path: Path, start_engine: StartEngine) -> None:
     WRITERS["llama"](tmp_path)
     expected = run(start_engine(), ask())

@@ -41,6 +41,7 @@ class DeviceLeaderRunner(GPURunner):
         if (group := self._group) is None:
             return super().launch(plan)
         group.check()
+        self._encoder.forget(plan.ended_ids)
         count = self._num_published
         self._encoder.forget(plan.ended_ids)
         self._cleared += [block for w in plan.work for block in w.cleared_blocks]
