@@ -110,6 +110,10 @@ class GroupExecutor:
             self.publish(work, captured_layers=() if capture is None else capture.layers)
             return self.compute_own(work, capture)
 
+    def forget(self, ids: Sequence[str]) -> None:
+        """Note that requests have ended. Their ids may be used again."""
+        self._encoder.forget(ids)
+
     def publish(
         self, work: Sequence[WorkItem], cleared: Sequence[int] = (), captured_layers: Sequence[int] = ()
     ) -> None:
@@ -197,6 +201,11 @@ class LeaderRunner(TorchRunner):
         self.ranks, self._part, self._steps = group, part, steps
         self.experts = LeaderExperts(part.model, group.layout)
 
+    def _forget_requests(self, ids: Sequence[str]) -> None:
+        super()._forget_requests(ids)
+        if isinstance(self._executor, GroupExecutor):
+            self._executor.forget(ids)
+
     def _admit_requests(self, plan: StepPlan) -> tuple[list[WorkItem], dict[str, str]]:
         """Return the work, sorted by the ranks that compute it, because the rows of logits are."""
         work, failed = super()._admit_requests(plan)
@@ -266,6 +275,7 @@ class PipelineLeaderRunner(LeaderRunner):
 
         These functions must be called in the order of the plans."""
         ended = set(plan.ended_ids)
+        self._group_executor.forget(plan.ended_ids)
         sampled_later = ended & {w.id for each in self._unfinished for w in each.work}
         self._forget_requests(list(ended - sampled_later))
         self._refused -= ended
