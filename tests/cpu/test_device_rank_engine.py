@@ -246,6 +246,9 @@ def test_each_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tp": 2, "kv_host_memory": 1 << 20}, "kv_host_memory does not work with 2 ranks .* on GPUs"),
         ({"tp": 2, "exact": True}, "exact does not work"),
         ({"pp": 2, "speculate": "ngram"}, "speculate does not work"),
+        ({"tp": 2, "kv_mooncake": True}, "kv_mooncake does not work"),
+        ({"tp": 2, "launcher": "ray"}, "launcher does not work"),
+        ({"tp": 2, "nodes": 2, "node_rank": 1, "master": "10.0.0.1:29500"}, "node_rank is 1, but only node 0"),
     ],
 )
 def test_settings_that_do_not_work(

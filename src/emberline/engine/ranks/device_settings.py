@@ -8,6 +8,7 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.environment import visible_gpus
 from emberline.core.errors import InvalidRequest
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.settings import check_node_settings
 
 
 def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
@@ -22,6 +23,7 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
         place = f" on each of {parallel.nodes} nodes" if parallel.nodes > 1 else ""
         message = f"{ranks} need {needed} GPUs{place}, and {seen} {num_gpus}"
         raise InvalidRequest(message, param=field, hint=f"lower --{field}, or use --device cpu")
+    check_node_settings(config)
     unsupported = {
         "kv_host_memory": config.tiers.kv_host_memory > 0,
         "kv_disk": config.tiers.kv_disk is not None,
@@ -31,6 +33,8 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
         "dp_attention": parallel.dp_attention,
         "exact": config.gpu.exact,
         "overlap": not config.gpu.overlap,
+        "kv_mooncake": config.network.kv_mooncake,
+        "launcher": parallel.launcher != "processes",
     }
     for name, is_set in unsupported.items():
         if is_set:
