@@ -32,6 +32,7 @@ from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.comm.communicator import Communicator
 from emberline.kernels.comm.gloo import GlooGroup
+from emberline.kernels.comm.rendezvous import Rendezvous
 from emberline.kernels.comm.thread_group import ThreadGroup
 from emberline.models.config import ModelConfig
 
@@ -76,7 +77,7 @@ class ThreadRanks:
 
     def _connect(self, name: str, rank: int, size: int) -> Communicator:
         if self._store_fd is not None:
-            return GlooGroup(self._store_fd, name, rank, size, connect_timeout_s=20.0, timeout_s=20.0)
+            return GlooGroup(Rendezvous(self._store_fd), name, rank, size, connect_timeout_s=20.0, timeout_s=20.0)
         with self._lock:
             group = self._groups.setdefault(name, ThreadGroup(size))
         return group.communicators[rank]

@@ -18,6 +18,7 @@ from emberline.engine.pacing import max_prompt_tokens
 from emberline.engine.ranks import stage_costs
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.stage_costs import ModelCosts, PartCost, RankMemory, choose_stages, measure_costs
+from emberline.engine.request_builder import RequestBuilder
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 
@@ -27,11 +28,7 @@ LARGE = RankMemory(all_bytes=1000, kv_bytes=1000, num_blocks=1)
 
 def make_costs(layers: list[float], embedding: float = 0.0, head: float = 0.0) -> ModelCosts:
     """Return costs with these seconds; each layer has 10 bytes of weights, and 5 in a KV block."""
-
-    def part(seconds: float, *sizes: int) -> PartCost:
-        return PartCost((seconds,) * len(stage_costs.STEP_ROWS), *sizes)
-
-    return ModelCosts(tuple(part(each, 10, 5) for each in layers), part(embedding, 100), part(head, 100))
+    return ModelCosts(tuple(PartCost(each, 10, 5) for each in layers), PartCost(embedding, 100), PartCost(head, 100))
 
 
 def test_the_slowest_stage_is_as_fast_as_possible() -> None:
@@ -55,7 +52,7 @@ def test_each_kind_of_layer_is_timed(name: str, tmp_path: Path, monkeypatch: pyt
     model = ModelConfig.from_checkpoint(Checkpoint.open(tmp_path))
     config = EngineConfig.build(str(tmp_path), **SETTINGS, tp=2, pp=2)
     costs = measure_costs(config, Layout.of(config.parallel))
-    assert len(costs.layers) == model.layers and all(min(each.seconds) > 0 for each in costs.layers)
+    assert len(costs.layers) == model.layers and all(each.seconds > 0 for each in costs.layers)
     sparse = model.experts.layers if model.experts else (False,) * model.layers
     states = [layer in model.parts.attention.state_layers for layer in range(model.layers)]
     kinds = dict(zip(zip(model.windows, states, sparse, strict=True), costs.layers, strict=True))
@@ -79,7 +76,15 @@ def test_stages_chosen_by_hand_compute_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_prompts_are_computed_in_smaller_steps_with_several_stages() -> None:
-    assert max_prompt_tokens(512, 16, num_stages=1) == 496
-    assert max_prompt_tokens(512, 16, num_stages=2) == 128
-    assert max_prompt_tokens(16, 15, num_stages=2) == 1
-    assert max_prompt_tokens(1, 0, num_stages=4) == 1
+    """Their sizes are about equal: a stage waits while another one computes a longer step."""
+
+    def limit(max_batch_tokens: int, planned: int, num_stages: int, prompt_len: int) -> int:
+        submission = Submission("r", [1] * prompt_len, SamplingParams(max_tokens=1))
+        (request,) = RequestBuilder(1 << 20, 2, can_publish=False).build(submission, 0.0)
+        return max_prompt_tokens(max_batch_tokens, planned, num_stages, [request, None])
+
+    assert limit(512, 16, num_stages=1, prompt_len=2000) == 496
+    assert [limit(512, 8, num_stages=2, prompt_len=n) for n in (9000, 400, 100)] == [128, 25, 16]
+    assert limit(512, 60, num_stages=2, prompt_len=100) == 60
+    assert limit(16, 15, num_stages=2, prompt_len=20) == 1
+    assert limit(1, 0, num_stages=4, prompt_len=20) == 1

@@ -6,6 +6,9 @@ module needs neither torch nor a clock."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from emberline.core.request import Request
 from emberline.engine.gpu.shape import TOKEN_GRAIN
 
 NEWEST_STEP_WEIGHT = 0.2  # weight of the newest step in the estimates
@@ -15,16 +18,23 @@ LONG_WAIT_TARGETS = 8  # a prompt that has waited for this many targets gets lon
 # a burst of prompts gets several long steps in a row. This keeps a margin to the promised 90 % of tokens on time.
 TOKENS_PER_LATE_TOKEN = 14
 MAX_LATE_TOKENS = 1000
+STEPS_PER_STAGE = 8  # into which the prompts that are known are divided, for each stage
+MAX_STEPS_OF_STAGES = 32  # into which `max_batch_tokens` tokens of prompts are divided if there are several stages
 TAIL_MARGIN = 0.97  # part of the tail that a long step is planned to take, since its cost is an estimate
 
 
-def max_prompt_tokens(max_batch_tokens: int, planned: int, num_stages: int) -> int:
+def max_prompt_tokens(max_batch_tokens: int, planned: int, num_stages: int, prompts: Sequence[Request | None]) -> int:
     """Return how many tokens of prompts a step may have besides `planned` tokens.
 
-    With several stages, a prompt is computed in more and smaller steps: while a stage computes one of them, the stages
-    before it compute the next ones, instead of waiting for a long step."""
+    With several stages, prompts are computed in more and smaller steps: the stages compute different steps at the same
+    time, and wait for the longest. A step has few more tokens of prompts than others have of decoding requests, or an
+    even share of the prompts that are known. `prompts`: requests whose prompts come next."""
     left = max_batch_tokens - planned
-    return left if num_stages == 1 else min(left, -(-max_batch_tokens // (2 * num_stages)))
+    if num_stages == 1:
+        return left
+    known = sum(each.num_schedulable for each in prompts if each is not None)
+    even, shortest = known // (STEPS_PER_STAGE * num_stages), -(-max_batch_tokens // MAX_STEPS_OF_STAGES)
+    return min(left, max(planned, even, shortest), -(-max_batch_tokens // (2 * num_stages)))
 
 
 class PromptPacer:

@@ -84,8 +84,7 @@ class Scheduler:
             self._end_request(request, finish, error)
 
     def drain_outputs(self) -> list[Output]:
-        outputs, self._outputs = self._outputs, []
-        self.has_early_outputs = False
+        outputs, self._outputs, self.has_early_outputs = self._outputs, [], False
         return outputs
 
     @property
@@ -176,8 +175,8 @@ class Scheduler:
                 self._append_token(request, result.sampled[work.id], now)
 
     def should_wait_for_result(self) -> bool:
-        """Return whether drafts, which continue the newest tokens, make it worth to wait for these before planning."""
-        return self.drafter is not None and self.drafter.expects_draft(self.running)
+        """Return whether drafts make it worth to wait for the newest tokens, unless no plan shares a request."""
+        return self.drafter is not None and self.plan_share == 1 and self.drafter.expects_draft(self.running)
 
     # -- parts of a step ------------------------------------------------------------------------------------------
 
@@ -281,10 +280,11 @@ class Scheduler:
 
     def _chunk_budget(self, planned: int, chunks: list[Request]) -> int:
         """Return how many prompt tokens may be planned in addition to `planned` tokens of decoding requests."""
-        left = max_prompt_tokens(self.config.max_batch_tokens, planned, self.plan_share)
+        prompts = [*chunks, self.waiting.first_unblocked()]
+        left = max_prompt_tokens(self.config.max_batch_tokens, planned, self.plan_share, prompts)
         if self._prompt_pacer is None:
             return left
-        first = chunks[0] if chunks else self.waiting.first_unblocked()
+        first = prompts[0]
         waited = self.clock.now() - first.arrival if first is not None and first.first_token_at is None else 0.0
         allowed = self._prompt_pacer.prompt_token_budget(planned, waited)
         return left if allowed is None else min(left, allowed)

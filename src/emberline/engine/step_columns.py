@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from emberline.core.plan import WorkItem
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepColumns:
     starts: NDArray[np.int32]  # by item
     counts: NDArray[np.int32]  # by item: its number of tokens

@@ -135,7 +135,7 @@ class DecoderModel:
         layers = tuple(
             DecoderLayer.load(config, weights, layer, tables[config.layer_rope(layer)]) for layer in stage.layers
         )
-        embedding, head = _load_vocabulary_matrices(config, weights, stage)
+        embedding, head = load_vocabulary_matrices(config, weights, stage)
         dtype = layers[0].attention.qkv.weight.dtype
         norm = None
         if stage.is_last:
@@ -251,7 +251,7 @@ def _as_fused_layer(layer: DecoderLayer | ParallelLayer) -> FusedLayer | None:
     return FusedLayer.of(layer.attention, layer.ffn) if isinstance(layer, DecoderLayer) else None
 
 
-def _load_vocabulary_matrices(
+def load_vocabulary_matrices(
     config: ModelConfig, weights: Weights, stage: Stage
 ) -> tuple[Tensor | ops.PackedWeight, ops.PackedWeight]:
     """Return the embedding and the head; what other stages have is a matrix without rows."""

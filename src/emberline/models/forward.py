@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from emberline.core.plan import STATE_GROUP
@@ -18,6 +19,29 @@ class HiddenCapture:
 
     layers: tuple[int, ...]  # ascending; the input of each is copied. The number of layers: the output of the last
     out: Tensor  # [at least T, len(layers) * hidden]: for each token, these states side by side
+
+    @staticmethod
+    def allocate(layers: tuple[int, ...], num_tokens: int, hidden: int) -> HiddenCapture | None:
+        """Return memory for the states of this many tokens; None if there are no layers."""
+        return HiddenCapture(layers, torch.empty(num_tokens, len(layers) * hidden)) if layers else None
+
+    def select_stage(self, stage: range, *, is_last: bool) -> HiddenCapture | None:
+        """Return the capture of a stage with these layers, which counts them from 0; None if it captures nothing."""
+        begin, end = self.count_before(stage.start), len(self.layers) if is_last else self.count_before(stage.stop)
+        if begin == end:
+            return None
+        return HiddenCapture(tuple(layer - stage.start for layer in self.layers[begin:end]), self._columns(begin, end))
+
+    def states_before(self, layer: int, num_tokens: int) -> Tensor:
+        """Return the memory for states of captured layers before `layer`: a view, with no columns if there are none."""
+        return self._columns(0, self.count_before(layer))[:num_tokens]
+
+    def count_before(self, layer: int) -> int:
+        return sum(each < layer for each in self.layers)
+
+    def _columns(self, begin: int, end: int) -> Tensor:
+        width = self.out.shape[1] // len(self.layers)
+        return self.out[:, begin * width : end * width]
 
     def copy_input(self, layer: int, x: Tensor) -> None:
         """Copy the input of a layer if it is one of `layers`."""

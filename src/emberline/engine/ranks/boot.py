@@ -44,7 +44,6 @@ from emberline.engine.ranks.node_listener import NodeLauncher
 from emberline.engine.ranks.rank_part import RankPart
 from emberline.engine.ranks.settings import (
     check_divisible,
-    check_drafts,
     check_rank_settings,
     check_transfer,
     transfer_obstacle,
@@ -61,23 +60,6 @@ from emberline.kv.transfer.group_region import StepCounter
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import stored_weight_format
 from emberline.models.weight_form import choose_weight_form
-
-
-def boot_on_ray(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngine:
-    """Like `boot_ranks`, with other nodes that Ray starts."""
-    from emberline.engine.ranks.ray_launcher import RayLauncher
-
-    check_cpu_settings(config)
-    check_divisible(Layout.of(config.parallel), ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model))))
-    began = time.perf_counter()
-    launcher = RayLauncher(config)
-    launched = time.perf_counter()
-    try:
-        loaded = boot_ranks(launcher.config, default_kv_bytes, launcher)
-        return replace(loaded, seconds={"ray": launched - began, **loaded.seconds})
-    except BaseException:
-        launcher.close()
-        raise
 
 
 def boot_ranks(
@@ -97,7 +79,6 @@ def boot_ranks(
     began = time.perf_counter()
     layout = Layout.of(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
-    check_drafts(config, model)
     check_transfer(config, model)
     check_divisible(layout, model)
     ops.start_backend(threads=1)  # compiles the kernels of a first start once: the ranks find them
@@ -131,7 +112,7 @@ def boot_ranks(
         "weights": loaded - started,
         "cache": time.perf_counter() - loaded,
     }
-    sizes = num_blocks, num_slots
+    sizes = num_blocks, num_slots, config.scheduler.max_running
     summaries = tuple(
         _summarise_rank(layout, rank, parts[rank], *sizes, cost_shares[rank // layout.tp]) for rank in sorted(parts)
     )
@@ -185,13 +166,20 @@ def plan_caches(
     parts = list(parts)
     num_local = config.parallel.num_ranks // config.parallel.nodes
     memory_bytes = config.kv_cache.kv_memory or (default_kv_bytes or free_memory() // 2) // num_local
+    max_running = config.scheduler.max_running
     num_slots = min(
-        (count_state_slots(p.slot_bytes, memory_bytes, config.scheduler.max_running) for p in parts if p.slot_bytes),
+        (
+            count_state_slots(p.slot_bytes, memory_bytes, max_running, draft_bytes=p.draft_bytes)
+            for p in parts
+            if p.slot_bytes
+        ),
         default=0,
     )
     num_groups, block_size = len(leader.groups.windows), config.scheduler.block_size
     most = -(-max_kv_tokens(config, leader.model.context) // block_size) * num_groups
-    fitting = min((memory_bytes - num_slots * p.slot_bytes) // p.block_bytes for p in parts if p.block_bytes)
+    fitting = min(
+        (memory_bytes - _state_bytes(p, num_slots, max_running)) // p.block_bytes for p in parts if p.block_bytes
+    )
     if fitting < (least := 2 * num_groups):
         raise ModelError(
             f"the KV cache of a rank has {memory_bytes} bytes, enough for {max(0, fitting)} blocks of "
@@ -199,6 +187,11 @@ def plan_caches(
             hint="raise --kv-memory",
         )
     return min(fitting, most), num_slots
+
+
+def _state_bytes(part: RankLoaded, num_slots: int, max_running: int) -> int:
+    """Return the memory of a rank's recurrent states."""
+    return num_slots * part.slot_bytes + min(num_slots, max_running) * part.draft_bytes
 
 
 def share_caches(
@@ -258,9 +251,9 @@ def make_engine(
 
 
 def _summarise_rank(
-    layout: Layout, rank: int, part: RankLoaded, num_blocks: int, num_slots: int, cost_share: float
+    layout: Layout, rank: int, part: RankLoaded, num_blocks: int, num_slots: int, max_running: int, cost_share: float
 ) -> RankSummary:
-    kv_bytes = num_blocks * part.block_bytes + num_slots * part.slot_bytes
+    kv_bytes = num_blocks * part.block_bytes + _state_bytes(part, num_slots, max_running)
     return RankSummary(rank, rank // layout.tp, rank % layout.tp, part.layers, part.weight_bytes, kv_bytes, cost_share)
 
 

@@ -42,6 +42,7 @@ class RankLoaded(msgspec.Struct, tag=True):
     weight_bytes: int
     block_bytes: int  # of this rank's part of a KV block
     slot_bytes: int  # of this rank's part of a request's recurrent states
+    draft_bytes: int = 0  # of recurrent layers, for the drafted tokens of a running request
     max_blocks: int = 0  # that fit on this rank's GPU, and slots; 0 on a CPU
     max_slots: int = 0
     device_name: str = "cpu"

@@ -106,25 +106,32 @@ class GroupExecutor:
 
     def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
         """Raises EngineFailed, after which the group cannot be used any more."""
-        assert capture is None, "hidden states are only captured for a draft model"
         with ending_group(self._group):
-            self.publish(work)
-            return self.compute_own(work)
+            self.publish(work, captured_layers=() if capture is None else capture.layers)
+            return self.compute_own(work, capture)
 
-    def publish(self, work: Sequence[WorkItem], cleared: Sequence[int] = ()) -> None:
-        """Let the other ranks begin with a step. `cleared`: blocks that they fill with zeros first."""
+    def forget(self, ids: Sequence[str]) -> None:
+        """Note that requests have ended. Their ids may be used again."""
+        self._encoder.forget(ids)
+
+    def publish(
+        self, work: Sequence[WorkItem], cleared: Sequence[int] = (), captured_layers: Sequence[int] = ()
+    ) -> None:
+        """Let the other ranks begin with a step. `cleared`: blocks that they fill with zeros first.
+
+        `captured_layers`: those of the capture with which the leader will compute the step."""
         self._group.check()
         self._cleared += cleared
         if work:
             self._steps.start_step()
             with ending_group(self._group):
-                self._group.publish(self._encoder.encode(work, self._cleared))
+                self._group.publish(self._encoder.encode(work, self._cleared, captured_layers))
             self._cleared = []
 
-    def compute_own(self, work: Sequence[WorkItem]) -> Tensor:
+    def compute_own(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
         """Return the logits of a published step. Steps are computed in the order in which they were published."""
         with ending_group(self._group):
-            logits = self.own.compute(work)
+            logits = self.own.compute(work, capture)
         self._group.finish_step()
         self._steps.finish_step()
         return logits
@@ -164,8 +171,7 @@ class PublishedExecutor:
         self._executor.own.clear(blocks)
 
     def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
-        assert capture is None, "hidden states are only captured for a draft model"
-        return self._executor.compute_own(work)
+        return self._executor.compute_own(work, capture)
 
 
 class LeaderRunner(TorchRunner):
@@ -186,12 +192,19 @@ class LeaderRunner(TorchRunner):
 
         `buffers`: shared by all ranks, for copies of KV blocks; None: there are no tiers."""
         executor = executor or GroupExecutor(group, part.executor, steps, buffers)
-        super().__init__(part.model, part.cache, eos, make_compiler, groups=part.groups, executor=executor)
+        super().__init__(
+            part.model, part.cache, eos, make_compiler, part.draft_runner, groups=part.groups, executor=executor
+        )
         self.num_state_slots, self.num_caches = num_state_slots, group.layout.num_caches
         self.pages_per_slot = part.share.pages_per_slot
         self.layout = "/".join(filter(None, (self.layout, group.layout.numerics_name)))
         self.ranks, self._part, self._steps = group, part, steps
         self.experts = LeaderExperts(part.model, group.layout)
+
+    def _forget_requests(self, ids: Sequence[str]) -> None:
+        super()._forget_requests(ids)
+        if isinstance(self._executor, GroupExecutor):
+            self._executor.forget(ids)
 
     def _admit_requests(self, plan: StepPlan) -> tuple[list[WorkItem], dict[str, str]]:
         """Return the work, sorted by the ranks that compute it, because the rows of logits are."""
@@ -262,6 +275,7 @@ class PipelineLeaderRunner(LeaderRunner):
 
         These functions must be called in the order of the plans."""
         ended = set(plan.ended_ids)
+        self._group_executor.forget(plan.ended_ids)
         sampled_later = ended & {w.id for each in self._unfinished for w in each.work}
         self._forget_requests(list(ended - sampled_later))
         self._refused -= ended
@@ -270,7 +284,8 @@ class PipelineLeaderRunner(LeaderRunner):
         work = [w for w in work if w.id not in self._refused]
         cleared = [block for w in plan.work for block in w.cleared_blocks]
         self._group_executor.publish_copies(plan.saves, plan.loads)
-        self._group_executor.publish(work, cleared)
+        captured = () if self._draft_runner is None else self._draft_runner.captured_layers(plan)
+        self._group_executor.publish(work, cleared, captured)
         self._unfinished.append(plan)
 
         def finish() -> StepResult:

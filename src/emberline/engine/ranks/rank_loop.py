@@ -32,6 +32,7 @@ from emberline.engine.ranks.shared_caches import map_cache
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import RankLost
+from emberline.models.forward import HiddenCapture
 
 
 def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd: int, notice_fd: int) -> int:
@@ -97,4 +98,5 @@ def compute_step(part: RankPart, decoder: WorkDecoder, message: bytes) -> None:
         return
     step = decoder.decode(message)
     part.executor.clear(step.cleared)
-    part.executor.compute(step.requests, columns=step.columns)
+    capture = HiddenCapture.allocate(step.captured_layers, len(step.columns.tokens), part.model.config.hidden)
+    part.executor.compute(step.requests, capture, step.columns)

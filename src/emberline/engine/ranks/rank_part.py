@@ -17,10 +17,13 @@ from emberline.engine.boot import choose_kv_dtype
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.ranks.control import RankLoaded
+from emberline.engine.ranks.draft_model import load_draft_model_of_ranks
 from emberline.engine.ranks.expert_moves import ExpertMoves
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.own_work import OwnWorkExecutor
 from emberline.engine.ranks.settings import transfer_obstacle
+from emberline.engine.speculation.draft_cache import draft_block_bytes, make_draft_cache
+from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.work_executor import ForwardModel, WorkExecutor
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
@@ -35,6 +38,7 @@ from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.region import HostRegion
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
+from emberline.models.draft_model import DraftModel
 from emberline.models.expert_loader import ExpertLoader
 from emberline.models.expert_placement import EMPTY
 from emberline.models.forward import ForwardBatch
@@ -55,6 +59,8 @@ ConnectRanksFunction = Callable[[str, int, int], Communicator]  # from a group's
 class RankPart:
     executor: WorkExecutor  # set by `allocate`
     cache: KVCache
+    draft_model: DraftModel | None = None  # of the leader
+    draft_runner: DraftRunner | None = None
 
     def __init__(
         self, model: DecoderModel, layers: range, config: EngineConfig, shard: Shard, whole: ModelConfig
@@ -72,6 +78,7 @@ class RankPart:
         self.share = self._share_of(layers, shard, whole)
         shape, num_layers = make_state_shape(model.config), len(set(layers) & set(parts.attention.state_layers))
         self._state_shape = replace(shape, layers=num_layers) if shape is not None and num_layers else None
+        self._max_running, self._max_draft = config.scheduler.max_running, config.speculation.max_new_tokens - 1
         self._forward_model: ForwardModel = model
         self._connections: list[Communicator] = []
         self._attending: Communicator | None = None  # of ranks that attend to different requests
@@ -113,6 +120,8 @@ class RankPart:
         exchanges_blocks = config.transfer is not None and not transfer_obstacle(config, whole)
         if exchanges_blocks and stage.is_last and shards is not None:
             part._forward_model = OrderedModel(part._forward_model, shards)
+        if rank == layout.leader:
+            part.draft_model = load_draft_model_of_ranks(config, checkpoint, model)
         return part
 
     def move_experts(self, moves: ExpertMoves) -> bool:
@@ -149,12 +158,14 @@ class RankPart:
         return self.kv_shape.layout(self.model.fingerprint)
 
     def describe(self) -> RankLoaded:
+        draft, states = self.draft_model, self._state_shape
         return RankLoaded(
             fingerprint=self.model.fingerprint,
             layers=len(self.model.layers),
-            weight_bytes=self.model.weight_bytes,
-            block_bytes=self.kv_shape.block_bytes,
-            slot_bytes=0 if self._state_shape is None else self._state_shape.slot_bytes,
+            weight_bytes=self.model.weight_bytes + (0 if draft is None else draft.weight_bytes),
+            block_bytes=self.kv_shape.block_bytes + (0 if draft is None else draft_block_bytes(draft, self.kv_shape)),
+            slot_bytes=0 if states is None else states.slot_bytes,
+            draft_bytes=0 if states is None else self._max_draft * states.draft_bytes,
         )
 
     def allocate(self, num_blocks: int, num_slots: int, region: HostRegion | None = None) -> None:
@@ -162,7 +173,12 @@ class RankPart:
 
         `region`: shared memory for the KV cache; None: it is allocated in this process."""
         self.cache = KVCache(self.kv_shape, num_blocks, region=region)
-        states = None if self._state_shape is None else StateCache(self._state_shape, num_slots)
+        states = None
+        if self._state_shape is not None:
+            places = min(num_slots, self._max_running)
+            states = StateCache(self._state_shape, num_slots, num_places=places, max_draft=self._max_draft)
+        if self.draft_model is not None:
+            self.draft_runner = DraftRunner(self.draft_model, make_draft_cache(self.draft_model, self.cache))
         copier = PartBlockCopier(self.cache, self.share, states)
         args = self._forward_model, self.cache, self._own_groups, states, copier
         self.executor = WorkExecutor(*args) if self._attending is None else OwnWorkExecutor(self._attending, *args)

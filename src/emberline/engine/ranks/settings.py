@@ -37,7 +37,6 @@ def check_rank_settings(config: EngineConfig) -> None:
         "kv_host_memory": is_remote and config.tiers.kv_host_memory > 0,
         "kv_disk": is_remote and config.tiers.kv_disk is not None,
         "kv_store": is_remote and config.tiers.kv_store is not None,
-        "speculate": config.speculation.uses_draft_model or (parallel.pp > 1 and config.speculation.speculate != "off"),
         "kv_mooncake": config.network.kv_mooncake,
     }
     for name, is_set in unsupported.items():
@@ -77,14 +76,6 @@ def check_dp_attention(config: EngineConfig) -> None:
         if is_set:
             message = f"dp_attention is set, and {what} does not work with it yet"
             raise InvalidRequest(message, param=name, hint=f"drop --{name.replace('_', '-')} or --dp-attention")
-
-
-def check_drafts(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise InvalidRequest if drafts are asked for of a model with recurrent layers, whose ranks keep no draft rows."""
-    if config.speculation.speculate != "off" and model.parts.attention.state is not None:
-        message = f"speculate is {config.speculation.speculate}, but a {model.model_type} model has recurrent layers"
-        hint = "drop --speculate, or use one rank"
-        raise InvalidRequest(f"{message}, which several ranks cannot draft for yet", param="speculate", hint=hint)
 
 
 def check_transfer(config: EngineConfig, model: ModelConfig) -> None:

@@ -1,7 +1,9 @@
 """choose_stages: divides a model's layers into pipeline stages by how long they take on this machine.
 
-One layer of each kind is loaded and timed, with the embedding, and with the output head and sampling. Layers are of the
-same kind if their tensors have the same shapes and formats, and their attention reads the same tokens."""
+One layer of each kind is loaded and timed, and so are the embedding, and the output head with sampling. Layers are of
+the same kind if their tensors have the same shapes and formats, and their attention reads the same tokens. A prompt
+needs the output head only for its last token, so the division depends on the load: here, requests have as many tokens
+in their prompts as they generate."""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.freememory import free_memory
@@ -29,8 +31,10 @@ from emberline.models.loader import load_checkpoint
 from emberline.models.stage import Stage, split_layers
 from emberline.models.weight_form import choose_weight_form
 
-STEP_ROWS = (1, 8, 32)  # requests of the timed steps, one token each
-CONTEXT = 128  # tokens before it
+DECODE_ROWS = 8  # requests of a timed step that generates tokens, one each
+CHUNK_TOKENS = 64  # of a timed step that computes a part of one prompt
+SHAPES = ((DECODE_ROWS, 1), (1, CHUNK_TOKENS))  # of the timed steps: requests, and tokens of each
+CONTEXT = 128  # tokens of each request before these
 MIN_REPEATS, MAX_REPEATS, MAX_SECONDS = 3, 20, 0.05  # of a timed call
 
 
@@ -38,7 +42,7 @@ MIN_REPEATS, MAX_REPEATS, MAX_SECONDS = 3, 20, 0.05  # of a timed call
 class PartCost:
     """What a part of a model takes: a layer, the embedding, or the output head with sampling."""
 
-    seconds: tuple[float, ...]  # by STEP_ROWS
+    seconds: float  # for a token of a prompt and a generated token together
     weight_bytes: int
     block_bytes: int = 0  # of a KV block
     slot_bytes: int = 0  # of a request's recurrent states
@@ -73,23 +77,20 @@ class ModelCosts:
             kv_bytes = sum(memory.num_blocks * each.block_bytes + each.slot_bytes for each in parts)
             return kv_bytes <= memory.kv_bytes and kv_bytes + sum(x.weight_bytes for x in parts) <= memory.all_bytes
 
-        costs = list(map(self._mean_share, self.layers))
-        ranges = split_layers(costs, self._mean_share(self.head), stages, self._mean_share(self.embedding), fits)
+        costs = [each.seconds for each in self.layers]
+        ranges = split_layers(costs, self.head.seconds, stages, self.embedding.seconds, fits)
         return tuple(map(len, ranges))
 
     def shares(self, stage_layers: Sequence[int]) -> list[float]:
-        """Return each stage's share of a step's time."""
-        costs = list(map(self._mean_share, self.layers))
-        found = [sum(costs[sum(stage_layers[:i]) :][:count]) for i, count in enumerate(stage_layers)]
-        found[0] += self._mean_share(self.embedding)
-        found[-1] += self._mean_share(self.head)
-        return found
-
-    def _mean_share(self, part: PartCost) -> float:
-        """Return a part's share of a step's time, as a mean over STEP_ROWS."""
-        every = [*self.layers, self.embedding, self.head]
-        shares = [own / sum(each.seconds[i] for each in every) for i, own in enumerate(part.seconds)]
-        return sum(shares) / len(shares)
+        """Return each stage's share of the time of all stages."""
+        ends = list(accumulate(stage_layers))
+        found = [
+            sum(each.seconds for each in self.layers[end - count : end])
+            for end, count in zip(ends, stage_layers, strict=True)
+        ]
+        found[0] += self.embedding.seconds
+        found[-1] += self.head.seconds
+        return [each / sum(found) for each in found]
 
 
 def choose_stages(config: EngineConfig, layout: Layout, model: ModelConfig) -> tuple[Layout, list[float]]:
@@ -120,15 +121,11 @@ def measure_costs(config: EngineConfig, layout: Layout) -> ModelCosts:
             by_kind[kind] = _measure_layer(load(Stage(1, 3, range(layer, layer + 1))), threads)
     layers = tuple(by_kind[kind] for kind in kinds)
     first, last = load(Stage(0, 2, range(1))), load(Stage(1, 2, range(model.layers - 1, model.layers)))
-    head_bytes = last.model.weight_bytes - layers[-1].weight_bytes
-    embedding_bytes = first.model.weight_bytes - layers[0].weight_bytes
+    embed = [partial(first.model.embed, _make_batch(first, *each)) for each in SHAPES]
     return ModelCosts(
         layers,
-        PartCost(
-            tuple(_measure(partial(first.model.embed, _make_batch(first, n)), threads) for n in STEP_ROWS),
-            embedding_bytes,
-        ),
-        PartCost(tuple(_measure_head(last, n, threads) for n in STEP_ROWS), head_bytes),
+        PartCost(_measure_token(embed, threads), first.model.weight_bytes - layers[0].weight_bytes),
+        PartCost(_measure_head(last, threads), last.model.weight_bytes - layers[-1].weight_bytes),
     )
 
 
@@ -142,13 +139,13 @@ def _load_stage(config: EngineConfig, layout: Layout, checkpoint: Checkpoint, st
     whole = ModelConfig.from_checkpoint(checkpoint)
     part = RankPart(model, stage.layers, config, layout.shard(0), whole)
     num_groups, block_size = len(part.groups.windows), config.scheduler.block_size
-    part.allocate(max(STEP_ROWS) * num_groups * _count_blocks(part, block_size) + 1, max(STEP_ROWS) + 1)
+    part.allocate(DECODE_ROWS * num_groups * _count_blocks(part, block_size) + 1, DECODE_ROWS + 1)
     return part
 
 
 def _count_blocks(part: RankPart, block_size: int) -> int:
     """Return the number of blocks of each block table of a request in a timed step."""
-    return min(CONTEXT, part.model.context - 1) // block_size + 1
+    return (min(CONTEXT + CHUNK_TOKENS, part.model.context) - 1) // block_size + 1
 
 
 def _describe_kind(checkpoint: Checkpoint, model: ModelConfig, layer: int) -> object:
@@ -158,37 +155,44 @@ def _describe_kind(checkpoint: Checkpoint, model: ModelConfig, layer: int) -> ob
     return model.windows[layer], layer in model.parts.attention.state_layers, tuple(tensors)
 
 
-def _make_batch(part: RankPart, rows: int) -> ForwardBatch:
-    """Return a step with one token of each of `rows` requests."""
-    count = _count_blocks(part, part.cache.shape.block_size)
-    groups = len(part.groups.windows)
+def _make_batch(part: RankPart, rows: int, tokens_per_row: int) -> ForwardBatch:
+    """Return a step with this many tokens of each of `rows` requests."""
+    count, groups = _count_blocks(part, part.cache.shape.block_size), len(part.groups.windows)
     numbers = iter(range(1, 1 + rows * groups * count))
     has_states = bool(part.model.config.parts.attention.state_layers)
+    length = min(tokens_per_row, part.model.context)
+    start = min(CONTEXT, part.model.context - length)
     work = []
     for row in range(rows):
         first, *windows = [[next(numbers) for _ in range(count)] for _ in range(groups)]
         state = StateWork(1 + row) if has_states else None
-        start = min(CONTEXT, part.model.context - 1)
-        work.append(WorkItem(f"r{row}", start, (row,), first, samples=True, window_blocks=windows, state=state))
+        item = WorkItem(f"r{row}", start, (row,) * length, first, samples=True, window_blocks=windows, state=state)
+        work.append(item)
     return part.executor.build_batch(work)
 
 
 def _measure_layer(part: RankPart, threads: int) -> PartCost:
-    hidden, described = part.model.config.hidden, part.describe()
-    seconds = []
-    for rows in STEP_ROWS:
-        batch, x = replace(_make_batch(part, rows), logit_rows=None), torch.randn(rows, hidden)
-        seconds.append(_measure(partial(part.model.run_layers, x, batch), threads))
-    return PartCost(tuple(seconds), described.weight_bytes, described.block_bytes, described.slot_bytes)
+    calls = []
+    for shape in SHAPES:
+        batch = replace(_make_batch(part, *shape), logit_rows=None)
+        calls.append(partial(part.model.run_layers, torch.randn(len(batch.tokens), part.model.config.hidden), batch))
+    described = part.describe()
+    sizes = described.weight_bytes, described.block_bytes, described.slot_bytes
+    return PartCost(_measure_token(calls, threads), *sizes)
 
 
-def _measure_head(part: RankPart, rows: int, threads: int) -> float:
+def _measure_head(part: RankPart, threads: int) -> float:
     model, sampler = part.model, Sampler(part.model.config.vocab, SamplingStateFactory(frozenset(), None))
-    work = [WorkItem(f"r{row}", 0, (0,), (), samples=True) for row in range(rows)]
+    work = [WorkItem(f"r{row}", 0, (0,), (), samples=True) for row in range(DECODE_ROWS)]
     for each in work:
         sampler.admit(Admission(each.id, [0], 1, SamplingParams(), 0))
-    x: Tensor = torch.randn(rows, model.config.hidden)
-    return _measure(lambda: sampler.sample(work, model.compute_logits(x)), threads)
+    x = torch.randn(DECODE_ROWS, model.config.hidden)
+    return _measure(lambda: sampler.sample(work, model.compute_logits(x)), threads) / DECODE_ROWS
+
+
+def _measure_token(calls: Sequence[Callable[[], object]], threads: int) -> float:
+    """Return the seconds for a generated token and a token of a prompt. `calls`: compute a step of each SHAPES."""
+    return sum(_measure(call, threads) / (rows * tokens) for call, (rows, tokens) in zip(calls, SHAPES, strict=True))
 
 
 def _measure(call: Callable[[], object], threads: int) -> float:

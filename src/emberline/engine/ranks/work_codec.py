@@ -2,9 +2,9 @@
 
 A step mostly continues requests of an earlier one, so only what changed is encoded: new tokens, and new blocks at the
 ends of the block tables. With several stages, steps of different requests alternate, so requests are remembered over
-as many steps as there are stages. Fields that only draft models and KV transfers use are not encoded, since an engine
-on several ranks has neither. Both sides work by columns, because a loop over 256 items in Python costs more than all
-the rest. This module does not import torch.
+as many steps as there are stages. Fields that only the leader's draft model and KV transfers use are not encoded. Both
+sides work by columns, because a loop over 256 items in Python costs more than all the rest. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -45,6 +44,7 @@ class EncodedWork(msgspec.Struct, array_like=True):
     homes: dict[int, int]  # by item, if its request is new: the rank that has its blocks, if that is not 0
     rare: dict[int, RareFields]  # by item, where a field has no default
     cleared: Sequence[int]  # blocks that are filled with zeros before the step
+    captured_layers: Sequence[int] = ()  # whose inputs a draft model reads
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -55,9 +55,12 @@ _DECODER = msgspec.msgpack.Decoder(EncodedWork)
 class _EncodedRequests:
     """The requests of a step that was encoded."""
 
-    ids: Sequence[str]
-    preemptions: Sequence[int]
+    ids: list[str]
+    preemptions: list[int]
     slots: NDArray[np.int32]
+
+
+ENDED = -1  # instead of the number of preemptions of a request
 
 
 class WorkEncoder:
@@ -70,32 +73,47 @@ class WorkEncoder:
         self._preemptions: list[int] = []  # by slot
         self._num_blocks = np.zeros(0, np.int32)  # by slot: length of the block table that the decoders know
 
-    def encode(self, work: Sequence[WorkItem], cleared: Sequence[int] = ()) -> bytes:
-        """Return the work of the next step. `cleared`: blocks to fill with zeros first."""
-        fields = [(w.id, w.preemptions, w.start, w.tokens, w.samples, w.blocks) for w in work]
-        ids, preemptions, starts, tokens, samples, tables = zip(*fields, strict=True) if fields else ((),) * 6
-        slots, changed = self._continue_requests(ids, preemptions)
-        numbers = [*starts, *chain.from_iterable(tokens)]
+    def forget(self, ids: Sequence[str]) -> None:
+        """Note that these requests have ended: a request with the same id, which may follow at once, is another one."""
+        ended = self._slots.keys() & ids if self._slots and ids else ()
+        for name in ended:
+            self._preemptions[self._slots[name]] = ENDED
+        if ended:
+            self._steps = deque(
+                step if ended.isdisjoint(step.ids) else replace(step, preemptions=[]) for step in self._steps
+            )
+
+    def encode(
+        self, work: Sequence[WorkItem], cleared: Sequence[int] = (), captured_layers: Sequence[int] = ()
+    ) -> bytes:
+        """Return the work of the next step. `cleared`: blocks to fill with zeros first.
+
+        `captured_layers`: those whose inputs the leader's draft model reads."""
+        slots, changed = self._continue_requests([w.id for w in work], [w.preemptions for w in work])
+        numbers = [w.start for w in work]
+        numbers += [token for w in work for token in w.tokens]
         if len(numbers) != 2 * len(work):
-            numbers += map(len, tokens)
+            numbers += [len(w.tokens) for w in work]
+        samples = [w.samples for w in work]
         begun = [] if changed is None else np.flatnonzero(changed < 0).tolist()
-        counts, known = np.array(list(map(len, tables)), np.int32), self._num_blocks[slots]
+        counts, known = np.array([len(w.blocks) for w in work], np.int32), self._num_blocks[slots]
         self._num_blocks[slots] = counts
         return _ENCODER.encode(
             EncodedWork(
                 len(work),
                 array("i", numbers).tobytes(),
                 all(samples) or (any(samples) and bytes(samples)),
-                {i: tables[i][known[i] :] for i in np.flatnonzero(counts != known).tolist()},
+                {i: work[i].blocks[known[i] :] for i in np.flatnonzero(counts != known).tolist()},
                 None if changed is None else changed.tobytes(),
                 {i: work[i].home for i in begun if work[i].home},
                 _collect_rare_fields(work),
                 cleared,
+                captured_layers,
             )
         )
 
     def _continue_requests(
-        self, ids: Sequence[str], preemptions: Sequence[int]
+        self, ids: list[str], preemptions: list[int]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
         """Return the slots of the items' requests, and `EncodedWork.slots`."""
         oldest = self._steps.popleft() if len(self._steps) == self._num_plans else None
@@ -126,13 +144,14 @@ class WorkEncoder:
         return ~slot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, because a frozen one takes three times as long to make
 class DecodedStep:
     """The work of a step. The items are valid until the next step is decoded, which changes them."""
 
     requests: list[WorkItem]  # without ids; `start`, `tokens` and `samples` are only in the columns
     columns: StepColumns
     cleared: Sequence[int]  # blocks to fill with zeros before the step
+    captured_layers: tuple[int, ...] = ()  # those whose inputs the leader's draft model reads
 
     def fill_items(self) -> list[WorkItem]:
         """Return the work items with all fields but their ids."""
@@ -146,6 +165,7 @@ class WorkDecoder:
         self._steps: deque[list[WorkItem]] = deque([[] for _ in range(num_plans)], num_plans)
         self._by_slot: list[WorkItem] = []
         self._rare_items: list[WorkItem] = []  # those with rare fields
+        self._ones = np.ones(0, np.int32)
 
     def decode(self, message: bytes) -> DecodedStep:
         """Return the work of the next step."""
@@ -159,7 +179,20 @@ class WorkDecoder:
             assert isinstance(table, list)
             table += blocks
         self._set_rare_fields(items, step.rare)
-        return DecodedStep(items, _decode_columns(step), step.cleared)
+        return DecodedStep(items, self._decode_columns(step), step.cleared, tuple(step.captured_layers))
+
+    def _decode_columns(self, step: EncodedWork) -> StepColumns:
+        items, numbers = step.num_items, np.frombuffer(bytearray(step.numbers), np.int32)  # arrays must be writable
+        tokens, counts = numbers[items:], self._ones
+        if len(numbers) != 2 * items:
+            tokens, counts = numbers[items:-items], numbers[-items:]
+        elif len(counts) != items:
+            counts = self._ones = np.ones(items, np.int32)
+        if isinstance(step.samples, bytes):
+            samples = np.frombuffer(step.samples, np.bool_)
+        else:
+            samples = counts.astype(np.bool_) if step.samples else np.zeros(items, np.bool_)
+        return StepColumns(numbers[:items], counts, tokens, samples)
 
     def _find_item(self, slot: int) -> WorkItem:
         """Return the work item of a slot. ~slot: of a request that begins there."""
@@ -185,17 +218,6 @@ def _collect_rare_fields(work: Sequence[WorkItem]) -> dict[int, RareFields]:
         for index, w in enumerate(work)
         if w.num_draft or w.window_blocks or w.state is not None or w.prompt_logprobs
     }
-
-
-def _decode_columns(step: EncodedWork) -> StepColumns:
-    numbers, items = np.frombuffer(bytearray(step.numbers), np.int32), step.num_items  # arrays must be writable
-    if len(numbers) == 2 * items:
-        tokens, counts = numbers[items:], np.ones(items, np.int32)
-    else:
-        tokens, counts = numbers[items:-items], numbers[-items:]
-    if isinstance(step.samples, bytes):
-        return StepColumns(numbers[:items], counts, tokens, np.frombuffer(step.samples, np.bool_))
-    return StepColumns(numbers[:items], counts, tokens, np.full(items, step.samples))
 
 
 def _read_integers(column: bytes) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from emberline.engine.kv_shape import make_kv_shape
-from emberline.kv.cache import KVCache
+from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config import ModelConfig
 from emberline.models.draft_model import DraftModel
@@ -18,6 +18,11 @@ def make_draft_cache(model: DraftModel, target: KVCache, device: str = "cpu") ->
     request. The blocks of the others are not used in its cache."""
     shape = make_kv_shape(model.config, target.shape.block_size, target.shape.dtype)
     return KVCache(shape, target.num_blocks, device)
+
+
+def draft_block_bytes(model: DraftModel, target: KVShape) -> int:
+    """Return the bytes of a block of the draft model's cache. `target`: the shape of the target model's cache."""
+    return make_kv_shape(model.config, target.block_size, target.dtype).block_bytes
 
 
 def share_cache_memory(memory_bytes: int, target: ModelConfig, draft: DraftModel | None, groups: LayerGroups) -> int:

@@ -54,10 +54,11 @@ class DraftRunner:
 
     def make_capture(self, plan: StepPlan) -> HiddenCapture | None:
         """Return where the target model copies hidden states during this step; None if they are not needed."""
-        layers = self._model.captured_layers
-        if not layers or not plan.runs_draft_model:
-            return None
-        return HiddenCapture(layers, torch.empty(plan.num_tokens, len(layers) * self._model.config.hidden))
+        return HiddenCapture.allocate(self.captured_layers(plan), plan.num_tokens, self._model.config.hidden)
+
+    def captured_layers(self, plan: StepPlan) -> tuple[int, ...]:
+        """Return the layers of the target model whose inputs the draft model reads in this step."""
+        return self._model.captured_layers if plan.runs_draft_model else ()
 
     def forget(self, request_id: str) -> None:
         self._states.pop(request_id, None)

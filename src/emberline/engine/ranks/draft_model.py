@@ -1,0 +1,58 @@
+"""load_draft_model_of_ranks: the leader's draft model. The other ranks only verify its drafts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from emberline.core.engine_config import EngineConfig
+from emberline.hub.checkpoint import Checkpoint
+from emberline.models.config import ModelConfig
+from emberline.models.decoder import DecoderModel, load_vocabulary_matrices
+from emberline.models.draft_model import DraftModel
+from emberline.models.eagle3 import Eagle3Head
+from emberline.models.mtp import MTPHead
+from emberline.models.stage import Stage
+from emberline.models.weight_form import choose_weight_form
+from emberline.models.weights import Weights
+
+
+def load_draft_model_of_ranks(config: EngineConfig, checkpoint: Checkpoint, part: DecoderModel) -> DraftModel | None:
+    """Return the whole draft model that the settings name; None if they name none.
+
+    `part`: the leader's part of the target model, whose checkpoint this is. A head that shares the target's embedding
+    or output head gets whole ones. Raises UnsupportedModel or ModelFileError."""
+    if not config.speculation.uses_draft_model:
+        return None
+    from emberline.engine.speculation.draft_loader import load_draft_model
+
+    dtype = torch.bfloat16 if part.dtype is torch.float16 else part.dtype
+
+    def open_weights(source: Checkpoint) -> Weights:
+        return Weights(source, dtype, form=choose_weight_form(source, config.dtype))
+
+    target = replace(part, config=ModelConfig.from_checkpoint(checkpoint), vocabulary=None)
+    if config.speculation.method != "draft":
+        target = _load_vocabulary(target, open_weights(checkpoint), needs_head=config.speculation.method == "mtp")
+    model = load_draft_model(config.speculation, target, Path(config.model), open_weights)
+    if isinstance(model, Eagle3Head | MTPHead):
+        return replace(model, weight_bytes=model.weight_bytes + _count_copies(model, target))
+    return model
+
+
+def _load_vocabulary(target: DecoderModel, weights: Weights, *, needs_head: bool) -> DecoderModel:
+    """Return the target model with all rows of the embedding, and of the output head if that is needed."""
+    config = target.config
+    stage = Stage.of(config) if needs_head else Stage(0, 2, range(config.layers))
+    embedding, head = load_vocabulary_matrices(config, weights, stage)
+    return replace(target, embedding=embedding, head=replace(target.head, weight=head))
+
+
+def _count_copies(model: Eagle3Head | MTPHead, target: DecoderModel) -> int:
+    """Return the bytes of the matrices of `target` that its head uses. They were loaded for the head."""
+    embedding, head = model.embedding, model.head.weight
+    copies = [embedding.nbytes] * (embedding is target.embedding)
+    copies += [head.nbytes] * (head is target.head.weight and head is not embedding)
+    return sum(copies)
