@@ -249,6 +249,8 @@ def test_each_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tp": 2, "dp_attention": True}, "dp_attention does not work"),
         ({"pp": 2, "nodes": 2, "master": "10.0.0.1:29500"}, "nodes does not work"),
         ({"pp": 2, "speculate": "ngram"}, "speculate does not work"),
+        ({"tp": 2, "kv_mooncake": True}, "kv_mooncake does not work"),
+        ({"tp": 2, "launcher": "ray"}, "launcher does not work"),
     ],
 )
 def test_settings_that_do_not_work(

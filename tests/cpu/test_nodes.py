@@ -37,13 +37,14 @@ from emberline.core.request import Submission
 from emberline.engine.async_engine import AsyncEngine
 from emberline.engine.ranks import node_agent
 from emberline.engine.ranks.cluster_key import authenticate_node
-from emberline.engine.ranks.control import RankStarted, digest_settings
+from emberline.engine.ranks.control import RankStarted, StartRank, digest_settings
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.node_address import bind_master
 from emberline.engine.ranks.node_agent import join_master, run_node
 from emberline.engine.ranks.node_listener import NodeListener
 from emberline.engine.ranks.node_messages import MasterBeat, NodeHello, NodeJoined, NodeSocket, StartNode
+from emberline.engine.ranks.rank_processes import RankProcesses
 from emberline.kernels.comm.communicator import RankLost
 from emberline.kernels.comm.gloo import GlooGroup
 from emberline.kernels.comm.rendezvous import Rendezvous
@@ -201,6 +202,55 @@ def test_silent_node_ends_the_group() -> None:
         assert 0.9 < time.monotonic() - began < 3
         master.close()
         group.close()
+
+
+def test_node_that_sends_no_message_ends_the_group() -> None:
+    """The thread that watches the ranks must not end without a failure: nobody would notice a lost rank."""
+    config = build_config("", node_settings())
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(join_master, config.with_settings(node_rank=1), KEY, threading.Event())
+        group = RankGroup(config, PP2)
+        master = joining.result()
+        assert master is not None
+        master.send_bytes(b"\xc1")
+        with pytest.raises(EngineFailed, match="cannot be watched any more: DecodeError"):
+            group.wait_for(RankStarted, timeout_s=5.0)
+        master.close()
+        group.close()
+
+
+def test_node_joins_no_group_that_has_started() -> None:
+    """A node that was lost, and comes back before that is noticed, must wait for the next group."""
+    config = build_config("", node_settings())
+    listener = NodeListener(config, PP2)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(node_agent._try_to_join, config.with_settings(node_rank=1), KEY).result()
+        (link,) = listener.wait_for_nodes()
+        first.close()
+        assert isinstance(join_once(config), NodeRankTaken)
+    link.socket.close()
+    listener.close()
+
+
+def test_node_that_cannot_start_a_rank_closes_its_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, layout = build_config("", node_settings(tp=2)), Layout(2, 2, nodes=2)
+    spawn = RankProcesses.spawn
+
+    def spawn_once(self: RankProcesses, start: StartRank) -> None:
+        if self.children:
+            raise OSError("no process is left")
+        spawn(self, start)
+
+    monkeypatch.setattr(RankProcesses, "spawn", spawn_once)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        master = NodeSocket(socket.create_connection(server.getsockname()), 1.0)
+        run = node_agent.NodeRun(config.with_settings(node_rank=1), master, ("sleep", "100"))
+        run._start = StartNode(config, layout, 1)
+        with pytest.raises(ConnectionError, match="no process is left"):
+            run.run(threading.Event())
+        (pipe,) = run._processes.notice_fds.values()
+        assert not Path(f"/proc/self/fd/{pipe}").exists()
+        master.close()
 
 
 def accept_node(listener: socket.socket) -> NodeSocket:

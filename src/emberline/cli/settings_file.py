@@ -84,6 +84,7 @@ def _find_action(parser: argparse.ArgumentParser, file: Path, name: str) -> argp
 def _to_words(parser: argparse.ArgumentParser, file: Path, name: str, value: Any) -> list[str]:
     """Return a setting as words of a command line, which the parser then checks as it checks the user's."""
     action = _find_action(parser, file, name)
+    _check_has_value(file, name, value, is_flag=action.nargs == 0)
     if not action.option_strings:
         return [str(value)]
     flag = next(each for each in action.option_strings if each == f"--{name.replace('_', '-')}")
@@ -101,3 +102,14 @@ def _to_words(parser: argparse.ArgumentParser, file: Path, name: str, value: Any
             return [f"{flag}={each}" for each in value]
         value = ",".join(map(str, value))
     return [f"{flag}={value}"]
+
+
+def _check_has_value(file: Path, name: str, value: Any, *, is_flag: bool) -> None:
+    """Raise InvalidRequest if an option has no value, or one that YAML reads as true or false, such as `off`."""
+    if value is None:
+        message = f"{file}: the option {name!r} has no value"
+        raise InvalidRequest(message, param="config", hint=f"write a value after `{name}:`, or drop the line")
+    if isinstance(value, bool) and not is_flag:
+        message = f"{file}: the option {name!r} is {str(value).lower()}, which is no value of it"
+        hint = 'quote words that YAML reads as true or false, such as "off", "on", "no" and "yes"'
+        raise InvalidRequest(message, param="config", hint=hint)

@@ -231,6 +231,15 @@ class RankGroup:
             self._fail(f"a rank's process cannot be started: {error}")
         finally:
             self._has_spawned.set()
+        try:
+            self._watch_until_lost()
+        except Exception as error:  # such as a message of a node that cannot be decoded
+            self._fail(f"the ranks cannot be watched any more: {type(error).__name__}: {error}")
+        self._end_all()
+        self._is_closing.wait()  # when this thread ends, the operating system kills the processes
+
+    def _watch_until_lost(self) -> None:
+        """Read messages and heartbeats of the ranks until one is lost, or the group is closed."""
         tick, checked, lost_s = min(0.25, self._timeout_s / 4), time.monotonic(), 0.0
         with selectors.DefaultSelector() as selector:
             for child in self._processes.children.values():
@@ -247,8 +256,6 @@ class RankGroup:
                 self._find_silent_ranks(min(now - checked, tick))
                 self._find_stall(min(now - checked, tick))
                 checked = now
-        self._end_all()
-        self._is_closing.wait()  # when this thread ends, the operating system kills the processes
 
     def _read_messages(self, source: RankChild | NodeLink) -> bool:
         """Receive messages of a rank or of a node; return False if it has ended."""

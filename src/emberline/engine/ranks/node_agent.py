@@ -185,9 +185,10 @@ class NodeRun:
             failure = EngineFailed(f"node {self._config.parallel.node_rank} cannot start a rank's process: {error}")
             self._master.send(Rejection.from_error("", failure))
             raise
-        self._writer = PlanWriter(
-            self._processes.memory, self._processes.notice_fds, timeout_s=PLAN_TIMEOUT_S, check=self._check
-        )
+        finally:  # the writer closes the pipes, also of ranks that were started before one could not be
+            self._writer = PlanWriter(
+                self._processes.memory, self._processes.notice_fds, timeout_s=PLAN_TIMEOUT_S, check=self._check
+            )
 
     def _serve(self, stop: threading.Event) -> bool:
         silent_s, checked, limit = 0.0, time.monotonic(), max(START_TIMEOUT_S, self._config.parallel.rank_timeout)

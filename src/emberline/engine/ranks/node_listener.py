@@ -76,6 +76,7 @@ class NodeListener:
         self._lock = threading.Condition()
         self._joined: dict[int, NodeLink] = {}
         self._error: EmberlineError | None = None  # of a node that cannot join
+        self._is_complete = False  # whether all nodes have joined; a node that comes back joins the next group
         self._refused = ""  # last connection that was refused
         self._is_closing = threading.Event()
         self._pending = threading.BoundedSemaphore(MAX_PENDING_NODES)
@@ -124,6 +125,7 @@ class NodeListener:
                 self._lock.wait(min(left, 1.0))
             if self._error is not None:
                 raise self._error
+            self._is_complete = True
             return [self._joined[node] for node in sorted(self._joined)]
 
     @property
@@ -198,12 +200,14 @@ class NodeListener:
     def _add_node(self, link: NodeLink) -> None:
         with self._lock:
             before = self._joined.get(link.node)
-            if before is not None and not before.socket.has_ended():
+            if before is not None and (self._is_complete or not before.socket.has_ended()):
                 raise NodeRankTaken(
                     f"{self._layout.describe_node(link.node)} has joined already, from {before.host}",
                     hint="give every node another --node-rank",
                 )
             link.socket.send(NodeJoined())
+            if before is not None:
+                before.socket.close()
             self._joined[link.node] = link
             log.info("Node joined: node=%d address=%s", link.node, link.host)
             self._lock.notify_all()
