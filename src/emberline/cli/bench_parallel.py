@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=300, help="Number of steps. (default: 300)")
     parser.add_argument("--read-model", metavar="MODEL", help="Also count the bytes that ranks of this model read.")
     parser.add_argument(
-        "--tp", type=int, nargs="+", default=[2, 3, 4], help="Numbers of tensor ranks for --read-model. (default: 2 3 4)"
+        "--tp", type=int, nargs="+", default=[2, 3, 4], help="Values of --tp for --read-model. (default: 2 3 4)"
     )
     parser.add_argument(
         "--rank-results",
