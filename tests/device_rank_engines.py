@@ -18,6 +18,7 @@ from emberline.engine.ranks.boot import check_same_model
 from emberline.engine.ranks.device_boot import allocate_leader, make_device_engine, plan_device_caches
 from emberline.engine.ranks.device_follower import DeviceFollower
 from emberline.engine.ranks.device_part import DeviceConnections, DevicePart
+from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.rank_part import ConnectRanksFunction
 from emberline.engine.sampler import SamplingStateFactory
@@ -43,7 +44,7 @@ def load_host_part(config: EngineConfig, layout: Layout, rank: int, connect: Con
 
 class DeviceThreadRanks(ThreadRanks):
     def __init__(self, config: EngineConfig) -> None:
-        self._store_fd = None
+        self._store_fd, self.memory = None, GroupMemory.create(config.parallel.num_ranks)
         self.layout = layout = Layout.of(config.parallel)
         self._groups: dict[str, ThreadGroup] = {}
         self._lock = threading.Lock()

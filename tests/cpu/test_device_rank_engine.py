@@ -89,6 +89,7 @@ def run_on_one_rank(config: EngineConfig, pending: list[Submission]) -> dict[tup
 def run_on_ranks(config: EngineConfig, pending: list[Submission], **layout: int) -> dict[tuple[str, int], list[Any]]:
     engine = make_device_thread_engine(config.with_settings(**layout))
     found = collect(engine, pending)
+    assert collect(engine, pending, gap=0) == found, "requests with the ids of others that have ended"
     engine.close()
     return found
 
@@ -246,6 +247,8 @@ def test_each_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tp": 2, "kv_host_memory": 1 << 20}, "kv_host_memory does not work with 2 ranks .* on GPUs"),
         ({"tp": 2, "exact": True}, "exact does not work"),
         ({"tp": 2, "kv_mooncake": True}, "kv_mooncake does not work"),
+        ({"tp": 2, "dp_attention": True}, "dp_attention does not work"),
+        ({"pp": 2, "nodes": 2, "master": "10.0.0.1:29500"}, "nodes does not work"),
         ({"pp": 2, "speculate": "ngram"}, "speculate does not work"),
     ],
 )

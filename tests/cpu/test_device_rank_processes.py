@@ -74,7 +74,8 @@ def test_same_tokens_as_one_rank_until_a_gpu_fails(
         assert [each.tokens for each in llm.generate(PROMPTS, PARAMS, progress=False)] == expected
         assert [(each.stage, each.tensor_rank) for each in llm.loaded.ranks] == [(0, 0), (0, 1)]
         assert all(each.weight_bytes > 0 and each.kv_bytes > 0 for each in llm.loaded.ranks)
-        assert (llm.loaded.device, llm.loaded.numerics.device) == ("cuda", "cuda-tp2")
+        numerics = llm.loaded.numerics
+        assert (llm.loaded.device, numerics.device, numerics.ranks) == ("cuda", "cuda", "tp2")
         pids = pids_of(llm)
         (tmp_path / "failure").touch()
         with pytest.raises(EngineFailed, match=r"rank 1 of 2 .*: GPU 7 failed: RuntimeError: CUDA error: an illegal"):

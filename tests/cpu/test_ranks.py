@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tiny
 import torch
@@ -29,7 +30,7 @@ from emberline.engine.async_engine import AsyncEngine
 from emberline.engine.boot import LoadedEngine, boot
 from emberline.engine.llm import Completion
 from emberline.engine.ranks.boot import boot_ranks, check_same_model, check_started
-from emberline.engine.ranks.control import RankLoaded, RankStarted
+from emberline.engine.ranks.control import RankLoaded, RankStarted, digest_settings
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.group_memory import NUM_COPIED
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
@@ -230,6 +231,12 @@ def test_kernels_are_compiled_before_ranks_start(directory: Path, monkeypatch: p
     with pytest.raises(EngineFailed, match="the test ends here"):
         boot_ranks(EngineConfig.build(str(directory), **SETTINGS, tp=2), None)
     assert calls == ["kernels", "ranks"]
+
+
+def test_settings_keep_their_hash_on_the_way_to_a_rank() -> None:
+    config, layout = EngineConfig.build("m", tp=2, rank_timeout=5, max_running=7), Layout(tp=2)
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig)
+    assert digest_settings(received, layout) == digest_settings(config, layout)
 
 
 def test_ranks_with_another_version_or_model_are_refused() -> None:

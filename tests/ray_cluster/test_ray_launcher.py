@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,23 +18,30 @@ from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
 from emberline import LLM, SamplingParams
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import EngineFailed, EngineUnavailable
+from emberline.core.freeport import free_port
 from emberline.core.request import Submission
 from emberline.engine.async_engine import AsyncEngine
-from emberline.engine.ranks.ray_launcher import RayNodeActor
+from emberline.engine.ranks.ray_launcher import RayLauncher, RayNodeActor
 
-ray = pytest.importorskip("ray", reason="needs Ray: pip install 'emberline[ray]'")
+try:
+    import ray
+except ImportError:
+    ray = None
+pytestmark = pytest.mark.skipif(ray is None, reason="needs Ray: pip install 'emberline[ray]'")
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_memory": 1 << 20, "block_size": 8, "max_running": 3}
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0)
-NODE = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_log_monitor": False}
+NODE = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 80 << 20, "include_log_monitor": False}
+# Without given ports, a node gives up if these processes of its own have not started within 15 s.
+PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 MARK = f"ray-test-{os.getpid()}".encode()  # in the environment of all processes of the cluster
 START_ATTEMPTS = 3  # a node of Ray gives up if it does not start within 30 s, as on a busy machine
 
 
-def retry_start(start: Callable[[], Any]) -> Any:
+def start_node(start: Callable[[dict[str, Any]], Any]) -> Any:
     for attempt in range(START_ATTEMPTS):
         try:
-            return start()
+            return start({**NODE, **{name: free_port("0.0.0.0") for name in PORTS}})
         except Exception:
             if attempt == START_ATTEMPTS - 1:
                 raise
@@ -42,18 +50,25 @@ def retry_start(start: Callable[[], Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A cluster of two nodes with two CPUs each."""
+    """A cluster of two nodes with two CPUs each. Their GPUs exist only for Ray."""
     from ray.cluster_utils import Cluster
 
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "EMBERLINE_TEST": MARK.decode()}
-    head = {**NODE, "include_dashboard": False, "no_monitor": True}
-    made = retry_start(lambda: Cluster(initialize_head=True, head_node_args=head))
-    try:
-        retry_start(lambda: made.add_node(**NODE))
-        yield made
-    finally:
-        ray.shutdown()
-        made.shutdown()
+    # The paths of Ray's sockets in it have a maximum length, so it is not a directory of pytest.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as files:
+        head = {"include_dashboard": False, "no_monitor": True, "temp_dir": files}
+
+        def start_head(settings: dict[str, Any]) -> Any:
+            settings = {**settings, **head, "gcs_server_port": free_port("0.0.0.0")}
+            return Cluster(initialize_head=True, head_node_args=settings)
+
+        made = start_node(start_head)
+        try:
+            start_node(lambda settings: made.add_node(**settings))
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +122,28 @@ def test_same_tokens_as_one_rank(cluster: Any, directory: Path) -> None:
 
 def test_too_few_resources(cluster: Any, directory: Path) -> None:
     began = time.monotonic()
-    message = r"did not grant 3 nodes with 1 CPU each, .* for 3 ranks within 1 s.* it has .* \(2 CPUs\), .* \(2 CPUs\)"
+    message = (
+        r"3 nodes with 1 CPU each, .* for 3 ranks within 1 s; it has .* \(2 CPUs, 2 GPUs\), .* \(2 CPUs, 2 GPUs\);"
+    )
     with pytest.raises(EngineUnavailable, match=message):
         LLM(directory, **SETTINGS, pp=3, launcher="ray", ray_address=cluster.address, node_timeout=1.0)
     assert time.monotonic() - began < 15
     wait_until(lambda: free_cpus() == 4)
+
+
+def test_gpus_are_reserved(cluster: Any, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both nodes, and on this one those that the engine uses."""
+    settings = {"pp": 4, "launcher": "ray", "ray_address": cluster.address, "node_timeout": 30.0}
+    config = EngineConfig.build(str(directory), **settings)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    launcher = RayLauncher(config, "GPU")
+    try:
+        assert launcher.config.parallel.nodes == 2 and launcher.config.threads == 0
+        assert "GPU" not in ray.available_resources() and free_cpus() == 4
+        launcher.check()
+    finally:
+        launcher.close()
+    wait_until(lambda: ray.available_resources().get("GPU") == 4)
 
 
 def test_model_that_another_node_cannot_read(tmp_path: Path) -> None:
@@ -137,7 +169,7 @@ async def lose_a_node(cluster: Any, config: EngineConfig) -> None:
             await stream
         with pytest.raises(EngineUnavailable):  # it waits for a node, and requests do not
             await collect(engine, "third")
-        retry_start(lambda: cluster.add_node(**NODE))  # in this thread, because Ray handles signals in it
+        start_node(lambda settings: cluster.add_node(**settings))  # in this thread, because Ray handles signals in it
         while (tokens := await try_again(engine)) is None:
             await asyncio.sleep(0.1)
         assert tokens == expected

@@ -86,6 +86,18 @@ def test_requests_of_alternating_steps_are_encoded_once() -> None:
     assert min(sizes[:2]) > 4 * 900 and max(sizes[2:]) < 100
 
 
+@pytest.mark.parametrize("num_plans", [1, 2])
+def test_id_of_an_ended_request_may_be_used_again(num_plans: int) -> None:
+    encoder, decoder = WorkEncoder(num_plans), WorkDecoder(num_plans)
+    for first in (10, 20, 30, 40):
+        encoder.forget(["a", "never seen"])
+        for start in range(3):
+            work = [WorkItem("a", start, (5,), list(range(first, first + start + 2)), samples=True)]
+            work += [WorkItem("b", first + start, (6,), [1, 2], samples=True)] if start != 1 else []
+            found = decoder.decode(encoder.encode(work)).fill_items()
+            assert [normalise(item) for item in found] == [normalise(item) for item in work]
+
+
 def test_copies_of_blocks() -> None:
     """Ranks that map the same memory find the same buffers, and no message with work looks like one with copies."""
     memory = GroupMemory.create(2)

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     engine = EngineConfig.build("", **given_options(args, EngineConfig))
     time_sharing = TimeSharingConfig(**given_options(args, TimeSharingConfig))
     config, child = ServerConfig(**server), args.engine_child
-    if engine.parallel.nodes > 1:
+    if engine.parallel.nodes > 1 or engine.parallel.launcher == "ray":
         _check_one_model(config.models, engine)
     if engine.parallel.node_rank:
         child.end()  # the ranks are started when all nodes have joined
@@ -69,9 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_one_model(models: dict[str, str], engine: EngineConfig) -> None:
     if len(models) > 1:
-        message = (
-            f"--models names {len(models)} models, but an engine on {engine.parallel.nodes} nodes can have only one"
-        )
+        nodes = "nodes of Ray" if engine.parallel.launcher == "ray" else f"{engine.parallel.nodes} nodes"
+        message = f"--models names {len(models)} models, but an engine on {nodes} can have only one"
         raise InvalidRequest(message, param="models", hint="use --models with one node, or serve each model by itself")
 
 

@@ -93,10 +93,14 @@ def boot(
     `default_kv_bytes`: size of the KV cache on a CPU if the config sets none; None: half of the free memory."""
     if runs_on_gpu(config) and config.parallel.num_ranks > 1:
         from emberline.engine.ranks.device_boot import boot_device_ranks  # imported if needed, to start sooner
+        from emberline.engine.ranks.ray_boot import boot_on_ray
 
         if reader is not None:
             reader.close()  # it reads whole files, and each rank reads only its part
-        return boot_device_ranks(config.with_gpu_defaults())
+        config = config.with_gpu_defaults()
+        if config.parallel.launcher == "ray":
+            return boot_on_ray(config.with_settings(device="cuda"), "GPU", boot_device_ranks)
+        return boot_device_ranks(config)
     if runs_on_gpu(config):
         return to_loaded_engine(boot_on_gpu(config.with_gpu_defaults(), reader))
     if config.device == "auto":
@@ -104,9 +108,14 @@ def boot(
     if reader is not None:
         reader.close()
     if config.parallel.num_ranks > 1:
-        from emberline.engine.ranks.boot import boot_on_ray, boot_ranks  # imported if needed, to start sooner
+        from emberline.engine.ranks.boot import boot_ranks
+        from emberline.engine.ranks.ray_boot import boot_on_ray
 
-        return (boot_on_ray if config.parallel.launcher == "ray" else boot_ranks)(config, default_kv_bytes)
+        if config.parallel.launcher == "ray":
+            check_cpu_settings(config)
+            boot_node = partial(boot_ranks, default_kv_bytes=default_kv_bytes)
+            return boot_on_ray(config, "CPU", lambda settings, nodes: boot_node(settings, launcher=nodes))
+        return boot_ranks(config, default_kv_bytes)
     return _boot_on_cpu(config, default_kv_bytes)
 
 

@@ -63,23 +63,6 @@ from emberline.models.weight_dtype import stored_weight_format
 from emberline.models.weight_form import choose_weight_form
 
 
-def boot_on_ray(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngine:
-    """Like `boot_ranks`, with other nodes that Ray starts."""
-    from emberline.engine.ranks.ray_launcher import RayLauncher
-
-    check_cpu_settings(config)
-    check_divisible(Layout.of(config.parallel), ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model))))
-    began = time.perf_counter()
-    launcher = RayLauncher(config)
-    launched = time.perf_counter()
-    try:
-        loaded = boot_ranks(launcher.config, default_kv_bytes, launcher)
-        return replace(loaded, seconds={"ray": launched - began, **loaded.seconds})
-    except BaseException:
-        launcher.close()
-        raise
-
-
 def boot_ranks(
     config: EngineConfig, default_kv_bytes: int | None, launcher: NodeLauncher | None = None
 ) -> LoadedEngine:

@@ -32,6 +32,7 @@ from emberline.engine.ranks.device_settings import check_device_settings
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup
+from emberline.engine.ranks.node_listener import NodeLauncher
 from emberline.engine.ranks.settings import check_divisible, check_drafts
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.make_drafter import make_drafter
@@ -44,10 +45,11 @@ from emberline.models.weight_dtype import check_requested_dtype, stored_weight_f
 from emberline.models.weight_form import check_requested_weights
 
 
-def boot_device_ranks(config: EngineConfig) -> LoadedEngine:
+def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None) -> LoadedEngine:
     """Start the other ranks and load the model. Raises EmberlineError if settings, model or a rank are not usable.
 
-    `config`: the result of `EngineConfig.with_gpu_defaults`."""
+    `config`: the result of `EngineConfig.with_gpu_defaults`. `launcher`: what has started the other nodes; it is closed
+    with the engine."""
     config = config.with_settings(device="cuda")  # not auto: all ranks compute on the same kind of device
     check_device_settings(config, torch.cuda.device_count())
     check_requested_dtype(config.dtype, on_gpu=True)
@@ -57,7 +59,7 @@ def boot_device_ranks(config: EngineConfig) -> LoadedEngine:
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
     check_drafts(config, model)
     check_divisible(layout, model)
-    group = RankGroup(config, layout)
+    group = RankGroup(config, layout, launcher=launcher)
     try:
         check_started(group.wait_for(RankStarted), digest_settings(config, layout), layout)
         started = time.perf_counter()

@@ -42,6 +42,7 @@ class DeviceLeaderRunner(GPURunner):
             return super().launch(plan)
         group.check()
         count = self._num_published
+        self._encoder.forget(plan.ended_ids)
         self._cleared += [block for w in plan.work for block in w.cleared_blocks]
         with ending_group(group):
             finish = super().launch(plan)

@@ -16,12 +16,6 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
     `num_gpus`: that this process can see."""
     parallel, field = config.parallel, "tp" if config.parallel.tp > 1 else "pp"
     ranks = f"{parallel.num_ranks} ranks (tp {parallel.tp}, pp {parallel.pp})"
-    needed = -(-parallel.num_ranks // parallel.nodes // parallel.ranks_per_gpu)
-    if needed > num_gpus:
-        seen = "CUDA_VISIBLE_DEVICES lets this process see" if visible_gpus() is not None else "this machine has"
-        place = f" on each of {parallel.nodes} nodes" if parallel.nodes > 1 else ""
-        message = f"{ranks} need {needed} GPUs{place}, and {seen} {num_gpus}"
-        raise InvalidRequest(message, param=field, hint=f"lower --{field}, or use --device cpu")
     unsupported = {
         "kv_host_memory": config.tiers.kv_host_memory > 0,
         "kv_disk": config.tiers.kv_disk is not None,
@@ -30,6 +24,8 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
         "speculate": config.speculation.uses_draft_model or (parallel.pp > 1 and config.speculation.speculate != "off"),
         "transfer": config.transfer is not None and config.transfer.required,
         "dp_attention": parallel.dp_attention,
+        "nodes": parallel.nodes > 1,
+        "launcher": parallel.launcher != "processes",
         "exact": config.gpu.exact,
         "overlap": not config.gpu.overlap,
     }
@@ -38,6 +34,11 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
             what = "the exchange of KV blocks with other workers" if name == "transfer" else f"the setting {name}"
             hint = "use --role both" if name == "transfer" else f"drop --{name.replace('_', '-')} or --{field}"
             raise InvalidRequest(f"{what} does not work with {ranks} on GPUs yet", param=name, hint=hint)
+    needed = -(-parallel.num_ranks // parallel.ranks_per_gpu)
+    if needed > num_gpus:
+        seen = "CUDA_VISIBLE_DEVICES lets this process see" if visible_gpus() is not None else "this machine has"
+        message = f"{ranks} need {needed} GPUs, and {seen} {num_gpus}"
+        raise InvalidRequest(message, param=field, hint=f"lower --{field}, or use --device cpu")
 
 
 def gpu_of_rank(layout: Layout, rank: int, ranks_per_gpu: int) -> int:

@@ -111,6 +111,10 @@ class GroupExecutor:
             self.publish(work)
             return self.compute_own(work)
 
+    def forget(self, ids: Sequence[str]) -> None:
+        """Note that requests have ended. Their ids may be used again."""
+        self._encoder.forget(ids)
+
     def publish(self, work: Sequence[WorkItem], cleared: Sequence[int] = ()) -> None:
         """Let the other ranks begin with a step. `cleared`: blocks that they fill with zeros first."""
         self._group.check()
@@ -193,6 +197,11 @@ class LeaderRunner(TorchRunner):
         self.ranks, self._part, self._steps = group, part, steps
         self.experts = LeaderExperts(part.model, group.layout)
 
+    def _forget_requests(self, ids: Sequence[str]) -> None:
+        super()._forget_requests(ids)
+        if isinstance(self._executor, GroupExecutor):
+            self._executor.forget(ids)
+
     def _admit_requests(self, plan: StepPlan) -> tuple[list[WorkItem], dict[str, str]]:
         """Return the work, sorted by the ranks that compute it, because the rows of logits are."""
         work, failed = super()._admit_requests(plan)
@@ -262,6 +271,7 @@ class PipelineLeaderRunner(LeaderRunner):
 
         These functions must be called in the order of the plans."""
         ended = set(plan.ended_ids)
+        self._group_executor.forget(plan.ended_ids)
         sampled_later = ended & {w.id for each in self._unfinished for w in each.work}
         self._forget_requests(list(ended - sampled_later))
         self._refused -= ended

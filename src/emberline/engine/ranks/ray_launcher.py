@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from emberline.core.engine_config import EngineConfig
+from emberline.core.environment import visible_gpus
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, InvalidRequest
 from emberline.core.freeport import free_port
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.node_agent import run_node
-from emberline.engine.ranks.ray_placement import CPU, Placement, RayNode, list_placements
+from emberline.engine.ranks.ray_placement import CPU, GPU, Placement, RayNode, list_placements
 from emberline.hub.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -44,9 +45,6 @@ NODE_ID_LABEL = "ray.io/node-id"  # that Ray gives to every node
 class RayNodeActor:
     """Runs the ranks of one node, in a process of Ray."""
 
-    def __init__(self) -> None:
-        self._stop = threading.Event()
-
     def check_model(self, model: str) -> str:
         """Return why the files of a model cannot be read on this node; empty: they can."""
         try:
@@ -57,6 +55,12 @@ class RayNodeActor:
             return str(error)
         return ""
 
+    def list_gpus(self) -> list[str]:
+        """Return the GPUs of this machine that Ray has reserved for this actor."""
+        import ray
+
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
     def run(self, encoded_config: bytes, cluster_key: str) -> bytes:
         """Run the ranks until node 0 shuts down; return an encoded Rejection if they cannot run."""
         import ray
@@ -64,26 +68,24 @@ class RayNodeActor:
         config = msgspec.msgpack.decode(encoded_config, type=EngineConfig)
         address = ray.util.get_node_ip_address()
         try:
-            run_node(config.with_settings(node_address=address), cluster_key, self._stop)
+            run_node(config.with_settings(node_address=address), cluster_key, threading.Event())
         except EmberlineError as error:
             return msgspec.msgpack.encode(Rejection.from_error("", error))
         return b""
 
-    def stop(self) -> None:
-        self._stop.set()
-
 
 class RayLauncher:
-    def __init__(self, config: EngineConfig) -> None:
-        """Reserve resources and start the actors. The caller must call `close`.
+    def __init__(self, config: EngineConfig, kind: str = CPU) -> None:
+        """Reserve CPUs or GPUs and start the actors. The caller must call `close`.
 
         `self.config` is then the config of node 0, with the number of nodes. Raises EmberlineError if Ray is not usable
         or does not grant the resources within `node_timeout`."""
         ray = connect_to_ray(config.parallel.ray_address)
-        self._actors: list[Any] = []
+        self._actors: list[Any] = []  # of the other nodes
+        self._keeper: Any = None  # on a GPU: the actor of this node, which keeps its GPUs reserved
         self._runs: dict[Any, int] = {}  # node by the reference to the result of its actor
         self.cluster_key = secrets.token_hex(16)
-        self._group, placement = reserve(ray, config)
+        self._group, placement = reserve(ray, config, kind)
         try:
             self.config = _with_placement(config, placement, ray.util.get_node_ip_address())
             self._start_actors(ray, placement)
@@ -94,13 +96,18 @@ class RayLauncher:
     def _start_actors(self, ray: Any, placement: Placement) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actor_class = ray.remote(RayNodeActor)
-        resources = {f"num_{kind.lower()}s": count for kind, count in placement.bundle.items()}
-        for node in range(1, placement.num_nodes):
+        actor_class, bundle = ray.remote(RayNodeActor), placement.bundle
+
+        def start_actor(node: int) -> Any:
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
-            # One call runs the ranks, another one stops it.
-            options = {"max_concurrency": 2, "max_restarts": 0, "scheduling_strategy": strategy, **resources}
-            self._actors.append(actor_class.options(**options).remote())
+            options = {"max_restarts": 0, "num_cpus": bundle.get(CPU, 0), "num_gpus": bundle.get(GPU, 0)}
+            return actor_class.options(scheduling_strategy=strategy, **options).remote()
+
+        self._actors += [start_actor(node) for node in range(1, placement.num_nodes)]
+        if placement.kind == GPU:
+            self._keeper = start_actor(0)
+            (gpus,) = _get_results(ray, [self._keeper.list_gpus.remote()])
+            check_own_gpus(gpus)
         model = str(Path(self.config.model).absolute())
         checks = [actor.check_model.remote(model) for actor in self._actors]
         for node, problem in enumerate(_get_results(ray, checks), start=1):
@@ -145,7 +152,7 @@ class RayLauncher:
         group, self._group = self._group, None
         self._runs.clear()
         with contextlib.suppress(Exception):  # the cluster may be gone, which frees everything too
-            for actor in self._actors:
+            for actor in (*self._actors, *([] if self._keeper is None else [self._keeper])):
                 ray.kill(actor)
             ray.util.remove_placement_group(group)
 
@@ -187,7 +194,20 @@ def check_address(address: str) -> None:
         raise EngineUnavailable(message, hint="run `ray start --head` there, and check --ray-address") from error
 
 
-def reserve(ray: Any, config: EngineConfig) -> tuple[PlacementGroup, Placement]:
+def check_own_gpus(granted: list[str]) -> None:
+    """Raise InvalidRequest unless these are the GPUs that this process uses: the first ones that it sees."""
+    visible = visible_gpus()
+    used = ([str(index) for index in range(len(granted))] if visible is None else visible)[: len(granted)]
+    if sorted(used) != sorted(granted):
+        raise InvalidRequest(
+            f"the Ray cluster has reserved GPU {', '.join(granted)} of this machine, but this process uses "
+            f"GPU {', '.join(used)}",
+            param="launcher",
+            hint=f"set CUDA_VISIBLE_DEVICES={','.join(granted)}",
+        )
+
+
+def reserve(ray: Any, config: EngineConfig, kind: str) -> tuple[PlacementGroup, Placement]:
     """Return a placement group with a bundle for each node, and what it has. The first bundle is on this node.
 
     Waits for other programs to free resources, and for nodes to join the cluster. Raises EngineUnavailable after
@@ -200,7 +220,7 @@ def reserve(ray: Any, config: EngineConfig) -> tuple[PlacementGroup, Placement]:
         here = next((node for node in nodes if node.id == here_id), None)
         if here is None:
             raise EngineUnavailable("this machine's Ray node has died", hint="run `ray start` again")
-        for placement in list_placements(config, CPU, here, nodes):
+        for placement in list_placements(config, kind, here, nodes):
             if (group := _try_placement(ray, placement, here)) is not None:
                 return group, placement
             now = time.monotonic()
@@ -252,7 +272,8 @@ def _with_placement(config: EngineConfig, placement: Placement, address: str) ->
     if placement.num_nodes > 1:
         master = f"{address}:{_find_port_pair(address)}"
         settings |= {"nodes": placement.num_nodes, "master": master, "node_address": address}
-    return replace(config, threads=placement.units_per_rank, parallel=replace(config.parallel, **settings))
+    threads = placement.units_per_rank if placement.kind == CPU else config.threads
+    return replace(config, threads=threads, parallel=replace(config.parallel, **settings))
 
 
 def _find_port_pair(address: str) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import msgspec
@@ -60,6 +60,9 @@ class _EncodedRequests:
     slots: NDArray[np.int32]
 
 
+ENDED = -1  # instead of the number of preemptions of a request
+
+
 class WorkEncoder:
     def __init__(self, num_plans: int = 1) -> None:
         """`num_plans`: the number of steps over which requests are remembered, the same as of the decoders."""
@@ -69,6 +72,16 @@ class WorkEncoder:
         self._free_slots: list[int] = []
         self._preemptions: list[int] = []  # by slot
         self._num_blocks = np.zeros(0, np.int32)  # by slot: length of the block table that the decoders know
+
+    def forget(self, ids: Sequence[str]) -> None:
+        """Note that these requests have ended: a request with the same id, which may follow at once, is another one."""
+        ended = self._slots.keys() & ids if self._slots and ids else ()
+        for name in ended:
+            self._preemptions[self._slots[name]] = ENDED
+        if ended:
+            self._steps = deque(
+                step if ended.isdisjoint(step.ids) else replace(step, preemptions=()) for step in self._steps
+            )
 
     def encode(self, work: Sequence[WorkItem], cleared: Sequence[int] = ()) -> bytes:
         """Return the work of the next step. `cleared`: blocks to fill with zeros first."""

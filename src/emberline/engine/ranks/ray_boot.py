@@ -1,0 +1,35 @@
+"""boot_on_ray: builds an Engine whose other nodes Ray starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from emberline.core.engine_config import EngineConfig
+from emberline.engine.boot import LoadedEngine
+from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.node_listener import NodeLauncher
+from emberline.engine.ranks.ray_launcher import RayLauncher
+from emberline.engine.ranks.settings import check_divisible
+from emberline.hub.checkpoint import Checkpoint
+from emberline.models.config import ModelConfig
+
+
+def boot_on_ray(
+    config: EngineConfig, kind: str, boot_node: Callable[[EngineConfig, NodeLauncher], LoadedEngine]
+) -> LoadedEngine:
+    """Start nodes and load the model on them. Raises EmberlineError if settings, model or the cluster are not usable.
+
+    `kind`: CPU or GPU. `boot_node`: loads the model, given the config of node 0 and what has started the others."""
+    check_divisible(Layout.of(config.parallel), ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model))))
+    began = time.perf_counter()
+    launcher = RayLauncher(config, kind)
+    launched = time.perf_counter()
+    try:
+        loaded = boot_node(launcher.config, launcher)
+    except BaseException:
+        launcher.close()
+        raise
+    return replace(loaded, seconds={"ray": launched - began, **loaded.seconds})
