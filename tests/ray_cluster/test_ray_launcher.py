@@ -53,10 +53,13 @@ def cluster() -> Iterator[Any]:
     """A cluster of two nodes with two CPUs each. Their GPUs exist only for Ray."""
     from ray.cluster_utils import Cluster
 
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "EMBERLINE_TEST": MARK.decode()}
-    # The paths of Ray's sockets in it have a maximum length, so it is not a directory of pytest.
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as files:
-        head = {"include_dashboard": False, "no_monitor": True, "temp_dir": files}
+    # The paths of Ray's sockets have a maximum length, so this is not a directory of pytest.
+    files = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
+    with files, pytest.MonkeyPatch.context() as environment:
+        values = {"RAY_TMPDIR": files.name, "RAY_USAGE_STATS_ENABLED": "0", "EMBERLINE_TEST": MARK.decode()}
+        for name, value in values.items():
+            environment.setenv(name, value)
+        head = {"include_dashboard": False, "no_monitor": True}
 
         def start_head(settings: dict[str, Any]) -> Any:
             settings = {**settings, **head, "gcs_server_port": free_port("0.0.0.0")}
