@@ -337,9 +337,9 @@ def test_wrong_key_is_refused_on_both_sides() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"block_size": 16}, r"node 1 has other settings than node 0: block_size is 16, and there it is 8"),
-        ({"max_context": 8192}, r"max_context is 8192, and there it is default"),
-        ({"nodes": 3, "pp": 3}, r"nodes is 3, and there it is 2"),
+        ({"block_size": 16}, r"node 1 has other settings than node 0: block_size is 16, and on node 0 it is 8"),
+        ({"max_context": 8192}, r"max_context is 8192, and on node 0 it is default"),
+        ({"nodes": 3, "pp": 3}, r"nodes is 3, and on node 0 it is 2"),
     ],
 )
 def test_other_settings_end_both_sides(changed: dict[str, Any], message: str) -> None:

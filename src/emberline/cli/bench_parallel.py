@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=300, help="Number of steps. (default: 300)")
     parser.add_argument("--read-model", metavar="MODEL", help="Also count the bytes that ranks of this model read.")
     parser.add_argument(
-        "--tp", type=int, nargs="+", default=[2, 3, 4], help="Ranks, for --read-model. (default: 2 3 4)"
+        "--tp", type=int, nargs="+", default=[2, 3, 4], help="Values of --tp for --read-model. (default: 2 3 4)"
     )
     parser.add_argument(
         "--rank-results",
@@ -36,16 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Results of `python -m emberline.bench.gpu.rank`: project steps on several GPUs from them.",
     )
     parser.add_argument("--stages", metavar="MODEL", help="Also measure how busy the stages of this model are.")
-    parser.add_argument("--pp", type=int, default=2, help="Stages, for --stages. (default: 2)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="Time of each run, for --stages. (default: 20)")
+    parser.add_argument("--pp", type=int, default=2, help="Number of stages for --stages. (default: 2)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="Seconds of each run for --stages. (default: 20)")
     reports.add_report_arguments(parser)
 
 
 def add_fault_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    parser.add_argument("--tp", type=int, default=1, help="Ranks of each stage. (default: 1)")
-    parser.add_argument("--pp", type=int, default=2, help="Stages. (default: 2)")
-    parser.add_argument("--faults", type=int, default=20, help="SIGKILLs and SIGSTOPs to send. (default: 20)")
+    parser.add_argument("--tp", type=int, default=1, help="Tensor ranks of each stage. (default: 1)")
+    parser.add_argument("--pp", type=int, default=2, help="Number of pipeline stages. (default: 2)")
+    parser.add_argument("--faults", type=int, default=20, help="Number of faults. (default: 20)")
     parser.add_argument("--streams", type=int, default=4, help="Streams that are open at a fault. (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="Random seed. (default: 0)")
     reports.add_report_arguments(parser)

@@ -12,7 +12,7 @@ MAX_PORT = 65535
 LAUNCHERS = ("processes", "ray")
 COLLECTIVES = ("auto", "ipc", "nccl", "gloo")
 MAX_REDUNDANT_EXPERTS = 64  # of a group of ranks
-MIN_RANK_TIMEOUT_S = 1.0  # several intervals between two signs of life of a rank
+MIN_RANK_TIMEOUT_S = 1.0  # several intervals between two heartbeats of a rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class ParallelConfig:
     )
     redundant_experts: int = option(
         0,
-        "With --dp-attention and --ep: further experts that each group of ranks can keep, for copies of those that "
-        "most tokens select. Which ones is decided from the observed load while the engine is idle.",
+        "With --dp-attention and --ep: experts per layer that each group of ranks can keep in addition, as copies of "
+        "those that most tokens select. The engine chooses them from the observed load while it is idle.",
     )
     rank_timeout: float = option(
         10.0, "Seconds without a heartbeat after which a rank counts as lost, and the engine restarts.", unit="s"
@@ -56,7 +56,7 @@ class ParallelConfig:
         0, "Number of this node, from 0 on. Node 0 has the API and the scheduler; the others only run their ranks."
     )
     master: str | None = option(
-        None, "Address of node 0 for the other nodes. The next port is used too.", metavar="HOST:PORT"
+        None, "Address at which other nodes reach node 0, which also listens at the next port.", metavar="HOST:PORT"
     )
     node_address: str | None = option(
         None,
@@ -65,7 +65,9 @@ class ParallelConfig:
         default_text="the one from which it reaches --master",
     )
     node_timeout: float = option(
-        300.0, "Seconds that node 0 waits for the other nodes when it starts, and these for node 0.", unit="s"
+        300.0,
+        "Seconds that node 0 waits for the other nodes, and they for node 0, at a start and after a node was lost.",
+        unit="s",
     )
     ranks_per_gpu: int = 1  # that share a GPU, for tests without enough GPUs
 
@@ -77,7 +79,7 @@ class ParallelConfig:
     )
     ray_address: str | None = option(
         None,
-        "Address of the Ray cluster of --launcher ray.",
+        "Address of the Ray cluster for --launcher ray.",
         metavar="HOST:PORT",
         default_text="auto: the cluster that runs on this machine",
     )

@@ -29,7 +29,7 @@ def authenticate_node(node: NodeSocket, key: str) -> None:
     """On node 0: check that the other side knows the key. Raises WrongClusterKey, or OSError if it disconnects."""
     greeting = node.receive_bytes()
     if not greeting.startswith(GREETING) or len(greeting) != len(GREETING) + NONCE_BYTES:
-        raise ConnectionError("it is no Emberline node")
+        raise ConnectionError("the other side is not an Emberline node")
     nonces = greeting + os.urandom(NONCE_BYTES)
     node.send_bytes(nonces[len(greeting) :] + _prove(key, b"master", nonces))
     if not hmac.compare_digest(node.receive_bytes(), _prove(key, b"node", nonces)):

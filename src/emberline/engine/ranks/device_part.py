@@ -186,7 +186,7 @@ def connect_devices(
             senders=senders,
         )
     except CollectivesUnavailable as error:
-        message = f"collectives is {collectives}, but the ranks cannot exchange tensors so: {error}"
+        message = f"collectives is {collectives}, which these ranks cannot use: {error}"
         raise InvalidRequest(message, param="collectives", hint="use --collectives auto") from error
 
 

@@ -107,7 +107,7 @@ class NodeListener:
         return Rendezvous(-1, host, port, self._config.parallel.node_address or host)
 
     def wait_for_nodes(self) -> list[NodeLink]:
-        """Return the links to all other nodes. Raises EmberlineError if one does not come in time or cannot join."""
+        """Return the links to all other nodes. Raises EmberlineError if one does not join in time or is refused."""
         timeout_s, address = self._config.parallel.node_timeout, self._config.parallel.master
         deadline, next_log = time.monotonic() + timeout_s, time.monotonic() + FIRST_LOG_DELAY_S
         with self._lock:
@@ -203,7 +203,7 @@ class NodeListener:
             if before is not None and (self._is_complete or not before.socket.has_ended()):
                 raise NodeRankTaken(
                     f"{self._layout.describe_node(link.node)} has joined already, from {before.host}",
-                    hint="give every node another --node-rank",
+                    hint="give each node a different --node-rank",
                 )
             link.socket.send(NodeJoined())
             if before is not None:
@@ -225,7 +225,7 @@ class NodeListener:
             is_chosen_by_node_0 = other == DEFAULT_SETTING or (setting, other) == ("device", "auto")
             if own != other and not is_chosen_by_node_0:
                 hint = f"set --{setting.replace('_', '-')} to the same value on all nodes"
-                message = f"{name} has other settings than node 0: {setting} is {other}, and there it is {own}"
+                message = f"{name} has other settings than node 0: {setting} is {other}, and on node 0 it is {own}"
                 raise InvalidRequest(message, param=setting, hint=hint)
         if not 0 < hello.node_rank < layout.nodes:
             raise InvalidRequest(f"node_rank is {hello.node_rank}; it must be from 1 to {layout.nodes - 1}")
