@@ -29,7 +29,6 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
         "launcher": parallel.launcher != "processes",
         "exact": config.gpu.exact,
         "overlap": not config.gpu.overlap,
-        "kv_mooncake": config.network.kv_mooncake,
     }
     for name, is_set in unsupported.items():
         if is_set:
