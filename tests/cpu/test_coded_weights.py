@@ -29,12 +29,14 @@ from emberline.core.errors import InvalidRequest, ModelFileError, UnsupportedMod
 from emberline.engine import memory
 from emberline.engine.engine_group_boot import WeightEstimate, plan_time_sharing
 from emberline.engine.gpu import boot
+from emberline.engine.gpu.rank_role import RankRole
 from emberline.engine.gpu.zero_weights import make_zero_weight_model
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.uw12_ref import reference_pack
+from emberline.kv.layer_groups import LayerGroups
 from emberline.models import coded_tensor_load, weight_uploader
 from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoad, combine_crc32
 from emberline.models.config import ModelConfig
@@ -397,7 +399,8 @@ def test_warm_up_while_loading(
     checkpoint = Checkpoint.open(write_tensors(tmp_path, dtype=BF16))
     placed = DeviceWeights(checkpoint, None, "cpu", packed=kept)
     model = DecoderModel.load(ModelConfig.from_hf(checkpoint.config), placed, 64, "")
-    runner, seen = SimpleNamespace(model=model), list[DecoderModel]()
+    rank = RankRole.alone(model.config, LayerGroups.single(model.config.layers), 0)
+    runner, seen = SimpleNamespace(model=model, rank=rank), list[DecoderModel]()
     monkeypatch.setattr(boot, "compile_kernels", lambda runner, narrow, *, packed: 0.0)
     monkeypatch.setattr(boot, "warm_up", lambda runner: seen.append(runner.model) or 1.5)
     seconds = boot._load_weights(placed, runner)  # type: ignore[arg-type]

@@ -37,9 +37,10 @@ class GlooGroup(Communicator):
         """
         self.rank, self.size, self._name = rank, size, name
         self._group: Any = None
+        self._rendezvous: Rendezvous | None = None
         # torch opens the file by its path again when the group is freed: if its descriptor were closed before, the path
         # might name another file. So the group has a descriptor of its own.
-        self._rendezvous: Rendezvous | None = rendezvous.duplicate()
+        self._rendezvous = rendezvous.duplicate()
         options = distributed.ProcessGroupGloo._Options()
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=rendezvous.address)]
         self._connect_timeout = options._timeout = timedelta(seconds=connect_timeout_s)
