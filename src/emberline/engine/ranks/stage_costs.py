@@ -107,7 +107,6 @@ def choose_stages(config: EngineConfig, layout: Layout, model: ModelConfig) -> t
     return layout, costs.shares(layout.stage_layers)
 
 
-@torch.inference_mode()
 def measure_costs(config: EngineConfig, layout: Layout) -> ModelCosts:
     """Time the parts of a model, as one rank of each stage computes them."""
     threads = start_rank_backend(config, layout)
@@ -195,6 +194,7 @@ def _measure_token(calls: Sequence[Callable[[], object]], threads: int) -> float
     return sum(_measure(call, threads) / (rows * tokens) for call, (rows, tokens) in zip(calls, SHAPES, strict=True))
 
 
+@torch.inference_mode()
 def _measure(call: Callable[[], object], threads: int) -> float:
     """Return the shortest time of a call in seconds: other processes can only make it longer.
 
