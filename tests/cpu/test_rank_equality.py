@@ -38,7 +38,7 @@ LAYOUTS = ALL_LAYOUTS if os.environ.get("EMBERLINE_ALL_LAYOUTS") else SOME_LAYOU
 NUM_BLOCKS = 10, 5  # of the first group of layers, and of others: too few for all requests, so some are preempted
 PREFIX = [5, 9, 17, 4, 80, 33, 9, 21, 6, 14]  # more than a block
 PARAMS = [
-    SamplingParams(max_tokens=24, temperature=0.0, logprobs=1, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=0.0, logprobs=1, ignore_eos=True),
     SamplingParams(max_tokens=20, temperature=0.8, seed=11, n=2, top_p=0.9, ignore_eos=True),
     SamplingParams(max_tokens=10, temperature=0.9, seed=3, repetition_penalty=1.3, min_p=0.02, ignore_eos=True),
     SamplingParams(max_tokens=10, temperature=0.0, prompt_logprobs=1, allowed_token_ids=tuple(range(3, 60))),
@@ -111,7 +111,8 @@ def test_layouts_of_each_family(name: str, tmp_path: Path) -> None:
         layouts.remove(Layout(4, 2))  # with experts, the one that divides them too
     assert len(layouts) >= 2
     runs = compare_layouts(config, layouts, make_submissions())
-    assert any(run.preemptions for run in runs)
+    if not any(model.windows):  # with windows, requests free blocks as they advance
+        assert any(run.preemptions for run in runs)
     if model.parts.attention.state is None:  # states are cached at fewer places
         assert any(run.cached_tokens for run in runs)
 
