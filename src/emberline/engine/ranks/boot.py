@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from emberline import __version__
 from emberline.core.engine_config import EngineConfig
@@ -62,6 +64,15 @@ from emberline.models.weight_dtype import stored_weight_format
 from emberline.models.weight_form import choose_weight_form
 
 
+class LoadedPart(Protocol):
+    """A rank's part of a model: RankPart or DevicePart."""
+
+    def describe(self) -> RankLoaded: ...
+
+
+PartT = TypeVar("PartT", bound=LoadedPart)
+
+
 def boot_ranks(
     config: EngineConfig, default_kv_bytes: int | None, launcher: NodeLauncher | None = None
 ) -> LoadedEngine:
@@ -85,27 +96,15 @@ def boot_ranks(
     layout, cost_shares = choose_stages(config, layout, model)
     measured = time.perf_counter()
     group = RankGroup(config, layout, launcher=launcher)
-    try:
-        check_started(group.wait_for(RankStarted), digest_settings(config, layout), layout)
+    with closing_on_error(group):
+        wait_for_start(group, config)
         started = time.perf_counter()
-        group.send(ConnectRanks())
-        try:
-            part = RankPart.load(config, layout, layout.leader, group.connect)
-        except RankLost as error:
-            raise group.explain(error) from error
-        parts = {**group.wait_for(RankLoaded), layout.leader: part.describe()}
-        check_same_model(parts, layout)
+        part, parts = load_parts(group, lambda: RankPart.load(config, layout, layout.leader, group.connect))
         loaded = time.perf_counter()
         kv_bytes = default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2
         kv_bytes = group.limit_kv_bytes(kv_bytes, parts)
         num_blocks, num_slots = plan_caches(config, part, parts.values(), kv_bytes)
         engine = _allocate_caches(config, group, model, part, num_blocks, num_slots)
-    except EmberlineError as error:
-        group.close(error)
-        raise
-    except BaseException:
-        group.close()
-        raise
     seconds = {
         "stages": measured - began,
         "ranks": started - measured,
@@ -132,6 +131,40 @@ def _allocate_caches(
     group.wait_for(RankReady)
     group.is_ready = True
     return make_engine(config, group, part, num_slots, caches, host, buffers)
+
+
+@contextmanager
+def closing_on_error(group: RankGroup) -> Iterator[None]:
+    """End the group if the block fails."""
+    try:
+        yield
+    except EmberlineError as error:
+        group.close(error)
+        raise
+    except BaseException:
+        group.close()
+        raise
+
+
+def wait_for_start(group: RankGroup, config: EngineConfig) -> None:
+    """Wait until the processes of all ranks have started, and check that they can belong to one group."""
+    layout = group.layout
+    check_started(group.wait_for(RankStarted), digest_settings(config, layout), layout)
+
+
+def load_parts(group: RankGroup, load: Callable[[], PartT]) -> tuple[PartT, dict[int, RankLoaded]]:
+    """Let all ranks load their parts of the model; return the leader's, and the reports of all by rank.
+
+    `load`: loads the leader's part."""
+    layout = group.layout
+    group.send(ConnectRanks())
+    try:
+        part = load()
+    except RankLost as error:
+        raise group.explain(error) from error
+    reports = {**group.wait_for(RankLoaded), layout.leader: part.describe()}
+    check_same_model(reports, layout)
+    return part, reports
 
 
 def check_started(reports: dict[int, RankStarted], settings: str, layout: Layout) -> None:

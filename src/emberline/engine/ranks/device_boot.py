@@ -11,20 +11,17 @@ from pathlib import Path
 import torch
 
 from emberline.core.engine_config import EngineConfig
-from emberline.core.errors import EmberlineError, EngineFailed
+from emberline.core.errors import EngineFailed
 from emberline.engine.boot import LoadedEngine, dtype_name, full_context, make_grammar_compiler, numerics_of
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.boot import capture_first_shapes
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.rank_summary import RankSummary
-from emberline.engine.ranks.boot import check_same_model, check_started
+from emberline.engine.ranks.boot import closing_on_error, load_parts, wait_for_start
 from emberline.engine.ranks.control import (
     AllocateCaches,
-    ConnectRanks,
     RankLoaded,
     RankReady,
-    RankStarted,
-    digest_settings,
 )
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner, PipelineDeviceLeaderRunner
 from emberline.engine.ranks.device_part import DevicePart
@@ -38,7 +35,6 @@ from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops, tuning
-from emberline.kernels.comm.communicator import RankLost
 from emberline.kernels.cpu.library import find_library
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import check_requested_dtype, stored_weight_format
@@ -60,18 +56,17 @@ def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None
     check_device_drafts(config, model)
     check_divisible(layout, model)
     group = RankGroup(config, layout, launcher=launcher)
-    try:
-        check_started(group.wait_for(RankStarted), digest_settings(config, layout), layout)
-        started = time.perf_counter()
-        group.send(ConnectRanks())
-        try:
-            part = DevicePart.load(config, layout, layout.leader, group.connect)
-        except RankLost as error:
-            raise group.explain(error) from error
+
+    def load() -> DevicePart:
+        part = DevicePart.load(config, layout, layout.leader, group.connect)
         for each in part.connections.all:
             group.watch(each.group)
-        parts = {**group.wait_for(RankLoaded), layout.leader: part.describe()}
-        check_same_model(parts, layout)
+        return part
+
+    with closing_on_error(group):
+        wait_for_start(group, config)
+        started = time.perf_counter()
+        part, parts = load_parts(group, load)
         check_same_devices(parts, layout)
         planned = time.perf_counter()
         num_blocks, num_slots = plan_device_caches(parts.values())
@@ -83,12 +78,6 @@ def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None
         loaded = time.perf_counter()
         engine = make_device_engine(config, group, part)
         seconds["capture"] = capture_first_shapes(part.runner, config.scheduler.for_model(part.runner.model.context))
-    except EmberlineError as error:
-        group.close(error)
-        raise
-    except BaseException:
-        group.close()
-        raise
     gc.freeze()  # as on one GPU: objects of the start are permanent
     seconds = {"ranks": started - began, "plan": planned - started, "load": loaded - planned, **seconds}
     weights = {rank: report.weight_bytes for rank, report in ready.items()}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -186,12 +186,12 @@ class LeaderRunner(TorchRunner):
         num_state_slots: int,
         steps: StepCounter,
         buffers: HostBuffers | None = None,
-        executor: StepExecutor | None = None,
     ) -> None:
         """`steps`: counts the steps that the ranks start and finish.
 
         `buffers`: shared by all ranks, for copies of KV blocks; None: there are no tiers."""
-        executor = executor or GroupExecutor(group, part.executor, steps, buffers)
+        self._group_executor = GroupExecutor(group, part.executor, steps, buffers)
+        executor = self._make_executor()
         super().__init__(
             part.model, part.cache, eos, make_compiler, part.draft_runner, groups=part.groups, executor=executor
         )
@@ -201,10 +201,13 @@ class LeaderRunner(TorchRunner):
         self.ranks, self._part, self._steps = group, part, steps
         self.experts = LeaderExperts(part.model, group.layout)
 
-    def _forget_requests(self, ids: Sequence[str]) -> None:
-        super()._forget_requests(ids)
-        if isinstance(self._executor, GroupExecutor):
-            self._executor.forget(ids)
+    def _make_executor(self) -> StepExecutor:
+        """Return what computes the steps when they are run."""
+        return self._group_executor
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._group_executor.forget(plan.ended_ids)
+        return super().run(plan)
 
     def _admit_requests(self, plan: StepPlan) -> tuple[list[WorkItem], dict[str, str]]:
         """Return the work, sorted by the ranks that compute it, because the rows of logits are."""
@@ -250,22 +253,15 @@ class PipelineLeaderRunner(LeaderRunner):
     The leader is the last stage. Earlier stages begin with a step as soon as it is launched; the leader computes its
     part, and samples, when the result is asked for."""
 
-    def __init__(
-        self,
-        group: FollowerGroup,
-        part: RankPart,
-        eos: frozenset[int],
-        make_compiler: Callable[[], GrammarCompiler],
-        num_state_slots: int,
-        steps: StepCounter,
-        buffers: HostBuffers | None = None,
-    ) -> None:
-        self._group_executor = GroupExecutor(group, part.executor, steps, buffers)
-        published = PublishedExecutor(self._group_executor)
-        super().__init__(group, part, eos, make_compiler, num_state_slots, steps, buffers, published)
+    def __init__(self, group: FollowerGroup, *args: Any) -> None:
+        """The arguments are those of LeaderRunner."""
+        super().__init__(group, *args)
         self.max_in_flight = group.layout.pp
         self._unfinished: list[StepPlan] = []  # plans that were launched, in order
         self._refused: set[str] = set()  # requests that cannot be sampled; a plan may have more of their prompt
+
+    def _make_executor(self) -> StepExecutor:
+        return PublishedExecutor(self._group_executor)
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.launch(plan)()
