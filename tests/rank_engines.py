@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,7 +16,7 @@ from engine_runs import run_engine
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed
-from emberline.core.request import Submission
+from emberline.core.request import FinishReason, Submission
 from emberline.engine.engine import Engine
 from emberline.engine.ranks.boot import (
     check_same_model,
@@ -146,3 +148,25 @@ def run_threads(config: EngineConfig, pending: list[Submission], **layout: int) 
     tokens = run_engine(engine, pending, steps_between=1)
     engine.close()
     return tokens
+
+
+def run_with_aborts(
+    engine: Engine, pending: list[Submission], aborted: Sequence[str], pick: random.Random
+) -> tuple[dict[str, list[int]], dict[str, FinishReason]]:
+    """Add submissions at random times, abort some, and close the engine; return tokens and ends of requests by id."""
+    tokens: dict[str, list[int]] = {each.id: [] for each in pending}
+    ends: dict[str, FinishReason] = {}
+    while pending or not engine.idle:
+        if pending and pick.random() < 0.7:
+            engine.add(pending.pop(0))
+        for name in aborted:
+            if tokens[name] and pick.random() < 0.2:
+                engine.abort(name)
+        for output in engine.step():
+            tokens[output.id] += output.tokens
+            if output.finish is not None:
+                assert output.id not in ends
+                ends[output.id] = output.finish
+    engine.kv.check_invariants()
+    engine.close()
+    return tokens, ends

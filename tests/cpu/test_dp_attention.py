@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_runs import run_engine
-from rank_engines import make_thread_engine, run_threads
+from rank_engines import make_thread_engine, run_threads, run_with_aborts
 from rank_models import WRITERS
 from test_rank_engine import LENGTHS, PREFIX, build_config, score, submissions
 
@@ -161,21 +161,7 @@ def test_requests_that_are_aborted_between_steps(tmp_path: Path) -> None:
     pending = [Submission(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
     expected = run_engine(boot(config).engine, pending)
     engine = make_thread_engine(config.with_settings(**DISPATCHED))
-    tokens: dict[str, list[int]] = {name: [] for name in expected}
-    ends: dict[str, FinishReason] = {}
-    while pending or not engine.idle:
-        if pending and pick.random() < 0.7:
-            engine.add(pending.pop(0))
-        for name in [f"r{i}" for i in range(1, 16, 2)]:
-            if tokens[name] and pick.random() < 0.2:
-                engine.abort(name)
-        for output in engine.step():
-            tokens[output.id] += output.tokens
-            if output.finish is not None:
-                assert output.id not in ends
-                ends[output.id] = output.finish
-    engine.kv.check_invariants()
-    engine.close()
+    tokens, ends = run_with_aborts(engine, pending, [f"r{i}" for i in range(1, 16, 2)], pick)
     assert ends.keys() == expected.keys() and FinishReason.ABORT in ends.values()
     assert all(tokens[name] == expected[name][: len(tokens[name])] for name in tokens)
     assert all(tokens[name] == expected[name] for name in tokens if ends[name] is not FinishReason.ABORT)

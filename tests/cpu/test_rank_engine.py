@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engine_runs import run_engine
-from rank_engines import make_thread_engine
+from rank_engines import make_thread_engine, run_with_aborts
 from rank_models import WRITERS
 
 from emberline.core.engine_config import EngineConfig
@@ -85,21 +85,7 @@ def test_requests_that_are_aborted_or_refused_between_steps(layout: dict[str, in
     admit = engine.runner._sampler.admit
     refused, aborted = {"r3", "r11", "r12"}, [f"r{i}" for i in range(1, 24, 2) if i not in (3, 11)]
     engine.runner._sampler.admit = lambda new: "refused" if new.id[:-2] in refused else admit(new)  # type: ignore[method-assign]
-    tokens: dict[str, list[int]] = {name: [] for name in expected}
-    ends: dict[str, FinishReason] = {}
-    while pending or not engine.idle:
-        if pending and pick.random() < 0.7:
-            engine.add(pending.pop(0))
-        for name in aborted:
-            if tokens[name] and pick.random() < 0.2:
-                engine.abort(name)
-        for output in engine.step():
-            tokens[output.id] += output.tokens
-            if output.finish is not None:
-                assert output.id not in ends
-                ends[output.id] = output.finish
-    engine.kv.check_invariants()
-    engine.close()
+    tokens, ends = run_with_aborts(engine, pending, aborted, pick)
     assert ends.keys() == expected.keys() and {name for name in ends if ends[name] is FinishReason.ERROR} == refused
     for name, end in ends.items():
         whole = end not in (FinishReason.ERROR, FinishReason.ABORT)
