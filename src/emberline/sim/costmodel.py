@@ -1,10 +1,29 @@
-"""CostModel: estimates the duration of a GPU step from the memory it reads and the tokens it computes."""
+"""Cost models estimate the duration of a GPU step. CostModel does so from the memory read and the tokens computed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from emberline.core.plan import StepPlan
+
+
+class StepCostModel(Protocol):
+    def estimate_step_seconds(self, plan: StepPlan) -> float:
+        """Return the estimated duration of a step with work."""
+        ...
+
+
+@runtime_checkable
+class BatchCostModel(StepCostModel, Protocol):
+    """A cost model that needs only sums over a step's work, so that a run of steps can be estimated at once."""
+
+    def estimate_batch_seconds(self, rows: int, prompt_tokens: int, context: int) -> float:
+        """Return the estimated duration of a step.
+
+        `rows`: requests that decode one token. `prompt_tokens`: tokens of all prompt chunks. `context`: tokens of all
+        requests, decoding or not, up to the end of their work in this step."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,5 +43,7 @@ class CostModel:
 
         The step reads all weights once, while it computes its tokens. After that, each request reads the keys and
         values of its context."""
-        context = sum(work.start + len(work.tokens) for work in plan.work)
-        return max(self.step, self.token * plan.num_tokens) + self.context * context
+        return self.estimate_batch_seconds(0, plan.num_tokens, sum(w.start + len(w.tokens) for w in plan.work))
+
+    def estimate_batch_seconds(self, rows: int, prompt_tokens: int, context: int) -> float:
+        return max(self.step, self.token * (rows + prompt_tokens)) + self.context * context
