@@ -10,7 +10,6 @@ from emberline.core.clock import ManualClock
 from emberline.core.engine_config import SchedulerConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
-from emberline.core.plan import SampledToken, StepPlan, StepResult
 from emberline.core.request import Submission
 from emberline.engine.block_event_log import BlockEventLog
 from emberline.engine.engine import Engine
@@ -19,10 +18,10 @@ from emberline.kv.tiers.base import Tier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.stack import TierStack
 from emberline.router.prefix_block_map import BlockPosition
-from emberline.sim.costmodel import CostModel, StepCostModel
+from emberline.sim.costmodel import CostModel, StepCosts
 from emberline.sim.job import JobOutput, WorkerCounters, WorkerJob
 from emberline.sim.link import KVLink, SimPulls
-from emberline.sim.prompt import VOCAB_SIZE
+from emberline.sim.runners import SimRunner, make_sim_runner
 from emberline.tokens.blockhash import hash_last_full_block, root_hash
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class SimWorkerConfig:
     max_running: int = 64
     batch_tokens: int = 2048
     itl_target_ms: float | None = None  # as the engine's option
-    cost: StepCostModel = field(default_factory=CostModel)
+    cost: StepCosts = field(default_factory=CostModel)
     block_size: int = 16
 
     def scheduler_config(self) -> SchedulerConfig:
@@ -60,38 +59,6 @@ class OpenJob:
     num_generated: int = 0  # at this worker
     last_token_at: float = 0.0
 
-    def token_at(self, position: int) -> int:
-        return self.reply[position - self.job.request.num_prompt_tokens]
-
-
-class SimRunner:
-    """Simulates a GPU: it advances the worker's clock by the estimated duration of each step.
-
-    The sampled tokens are those of the request's reply."""
-
-    layout = "sim"
-    vocab_size = VOCAB_SIZE
-    eos: frozenset[int] = frozenset()
-
-    def __init__(self, num_blocks: int, cost: StepCostModel, clock: ManualClock) -> None:
-        self.num_blocks = num_blocks
-        self.jobs: dict[str, OpenJob] = {}  # by id of the engine's request
-        self.busy_seconds, self.num_steps = 0.0, 0
-        self._cost = cost
-        self._clock = clock
-
-    def run(self, plan: StepPlan) -> StepResult:
-        seconds = self._cost.estimate_step_seconds(plan) if plan.work else 0.0
-        self._clock.advance(seconds)
-        self.busy_seconds += seconds
-        self.num_steps += 1
-        sampled = {
-            work.id: SampledToken(self.jobs[work.id].token_at(work.start + len(work.tokens)))
-            for work in plan.work
-            if work.samples
-        }
-        return StepResult(plan.step, sampled, seconds=seconds)
-
 
 class SimWorker:
     def __init__(
@@ -110,7 +77,9 @@ class SimWorker:
         if store is not None:
             host = HostTier(BLOCK_BUFFER_BYTES, MAX_STAGED_BLOCKS * 4096, "lru")
             self._tiers = TierStack(host, [store.tier], clock=self.clock, threads=False)
-        self._runner = SimRunner(config.kv_tokens // config.block_size, config.cost, self.clock)
+        self._jobs: dict[str, OpenJob] = {}  # by id of the engine's request
+        num_blocks = config.kv_tokens // config.block_size
+        self._runner = make_sim_runner(num_blocks, config.cost, self.clock, self._token_at)
         self.engine = Engine(config.scheduler_config(), self._runner, self.clock, self._tiers)
         self._pulls: SimPulls | None = None
         if link is not None and isinstance(self.engine.kv, KVManager):
@@ -129,16 +98,21 @@ class SimWorker:
         source = None
         if job.source is not None and self._pulls is not None:
             source = {"kv": job.source, "first_token": reply[0]}
-        self._runner.jobs[f"{job.id}#0"] = OpenJob(job, reply)
+        self._jobs[f"{job.id}#0"] = OpenJob(job, reply)
         self.clock.time = max(self.clock.time, now)
         self.engine.add(
             Submission(job.id, request.prompt_tokens(), params, timeout=NEVER_S, resumed=resumed, source=source),
             arrival=now,
         )
 
+    def _token_at(self, request_id: str, position: int) -> int:
+        open_job = self._jobs.get(request_id)
+        # A job may have been removed while a step with it runs.
+        return open_job.reply[position - open_job.job.request.num_prompt_tokens] if open_job is not None else 0
+
     def remove(self, job_id: str, now: float) -> int:
         self.engine.abort(job_id)
-        return self._runner.jobs.pop(f"{job_id}#0").num_generated
+        return self._jobs.pop(f"{job_id}#0").num_generated
 
     def start_run(self, now: float) -> float:
         self.clock.time = now
@@ -162,7 +136,7 @@ class SimWorker:
 
     def _make_output(self, output: Output) -> JobOutput | None:
         request_id = f"{output.id}#0"
-        if (open_job := self._runner.jobs.get(request_id)) is None:
+        if (open_job := self._jobs.get(request_id)) is None:
             return None  # it was removed
         assert output.error is None, output
         if output.tokens:
@@ -171,7 +145,7 @@ class SimWorker:
             open_job.num_generated += len(output.tokens)
             open_job.last_token_at = self._run_end
         if output.finish is not None:
-            del self._runner.jobs[request_id]
+            del self._jobs[request_id]
         timing = output.timing.prefill if output.timing is not None else None
         return JobOutput(
             output.id, len(output.tokens), output.cached_tokens, output.finish is not None, prefill_s=timing or 0.0
@@ -182,7 +156,7 @@ class SimWorker:
         return gaps
 
     def num_generated(self, job_id: str, now: float) -> int:
-        return self._runner.jobs[f"{job_id}#0"].num_generated
+        return self._jobs[f"{job_id}#0"].num_generated
 
     def batches_after(self, incarnation: str, batch_number: int) -> list[BlockBatch]:
         """Return the batches of KV events that follow the batch with this number."""
