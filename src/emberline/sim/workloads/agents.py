@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from emberline.core.errors import InvalidRequest
 from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
 
 
@@ -19,6 +20,16 @@ class AgentWorkload:
     spread: float = 0.7  # sigma of both distributions
     think_seconds: float = 8.0  # mean pause between a reply and the next turn; exponential
     over_seconds: float = 240.0  # time window in which the sessions start
+
+    def __post_init__(self) -> None:
+        for name in ("num_sessions", "systems"):
+            if getattr(self, name) < 1:
+                label = name.removeprefix("num_")
+                raise InvalidRequest(f"{label} is {getattr(self, name)}; it must be at least 1", param=label)
+        if self.turns[0] < 1 or self.system_tokens[0] < 1:
+            raise InvalidRequest("turns and system must be at least 1", param="turns")
+        if min(self.spread, self.over_seconds) < 0 or self.think_seconds <= 0:
+            raise InvalidRequest("spread and seconds must be at least 0, and think must be above 0", param="think")
 
     def sessions(self, seed: int) -> list[AgentSession]:
         """Return the conversations in the order of their start."""
