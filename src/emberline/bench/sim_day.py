@@ -122,6 +122,8 @@ def _add_policy(report: BenchReport, name: str, result: SimResult) -> None:
     report.add(f"{name}: first token p50", result.ttft_seconds.quantile(0.5), "s")
     report.add(f"{name}: first token p90", result.ttft_seconds.quantile(0.9), "s")
     report.add(f"{name}: inter-token p90", 1e3 * result.inter_token_seconds.quantile(0.9), "ms")
+    computed = (result.prompt_tokens - result.cached_tokens) / result.requests
+    report.add(f"{name}: computed prompt tokens per request", computed, "")
     busy_hours = result.busy_seconds / HOUR_S
     report.add(f"{name}: busy worker-hours per million output tokens", 1e6 * busy_hours / result.output_tokens, "h")
     report.add(f"{name}: busy share of workers", 100 * result.busy_seconds / result.worker_seconds, "%")
