@@ -22,6 +22,7 @@ COMMANDS = {
     "cluster": "Run a router and its workers on this machine.",
     "drain": "Send a worker no new requests, and wait until it has finished the open ones.",
     "chaos": "Inject faults into a cluster on this machine, and check that it recovers.",
+    "simulate": "Run a workload on a simulated cluster: latencies, throughput, worker-hours.",
     "chat": "Chat with a running server in the terminal.",
     "pull": "Download a model into the cache.",
     "unweight": "Pack a model's weights losslessly, unpack or verify them, show the savings.",
