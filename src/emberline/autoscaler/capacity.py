@@ -40,13 +40,13 @@ class CapacityEstimate:
             return updated
         known = updated.work_per_s
         if known is None:
-            return replace(updated, work_per_s=load / utilisation / max(pressure, 1.0))
+            return replace(updated, work_per_s=load if pressure > 1 else load / utilisation)
         if pressure > 1 and load < known:
             return updated._reduce(load, known, now)
         if pressure < LOW_PRESSURE and load > 0.97 * utilisation * known:
             higher = known * (1 + RISE_PER_S * seconds)
-            limits = (updated.seed, None if ceiling is None else CEILING_SHARE * ceiling)
-            return replace(updated, work_per_s=max(known, min(higher, *(each for each in limits if each is not None))))
+            limits = (higher, updated.seed, None if ceiling is None else CEILING_SHARE * ceiling)
+            return replace(updated, work_per_s=max(known, min(each for each in limits if each is not None)))
         return updated
 
     def _reduce(self, load: float, known: float, now: float) -> CapacityEstimate:

@@ -25,6 +25,7 @@ class FleetWorker:
     name: str  # under which it registers with the router
     role: str
     is_stopping: bool = False
+    removal_rank: int = 0  # the fleet can remove the workers with the highest rank only
 
 
 class WorkerFleet(Protocol):

@@ -1,4 +1,4 @@
-"""DemandForecast: predicts a pool's demand a short time ahead, from its trend and from the same time of earlier periods.
+"""DemandForecast: predicts a pool's demand a short time ahead, from its trend and from earlier periods.
 
 Demand is smoothed exponentially, once and twice (Brown's method); the difference of the two gives the trend. If the
 load repeats, for example every day, the mean demand of each bucket of the period is kept too, and the forecast is the

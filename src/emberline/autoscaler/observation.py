@@ -17,7 +17,7 @@ class PoolObservation:
     kv_usage: float = 0.0  # share of the pool's KV cache that requests use, from 0 to 1
     prompt_rate: float = 0.0  # prompt tokens to compute that arrived, per second
     output_rate: float = 0.0  # tokens to generate that arrived, per second
-    ttft_s: float | None = None  # at the quantile of the SLO, over the last minute; None: no request
+    ttft_s: float | None = None  # 90th percentile of the last seconds; None: no request
     itl_s: float | None = None
 
     @property

@@ -18,7 +18,6 @@ from emberline.autoscaler.capacity import CapacityEstimate
 from emberline.autoscaler.forecast import DemandForecast
 from emberline.autoscaler.observation import PoolObservation
 from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
-from emberline.core.slo import LatencyTarget
 
 MAX_KV_USAGE = 0.85  # above it, requests are preempted soon
 MAX_SLOT_USAGE = 0.9
@@ -99,15 +98,15 @@ def _assess_pool(
         load = forecast.present / seen.ready
         capacity = capacity.with_load(load, pressure or None, settings.utilisation, now)
     idle_since = (before.idle_since if before.idle_since is not None else now) if seen.is_idle else None
-    after = replace(
-        before, forecast=forecast, capacity=capacity, idle_since=idle_since, is_slo_unreachable=unreachable
-    )
+    after = replace(before, forecast=forecast, capacity=capacity, idle_since=idle_since, is_slo_unreachable=unreachable)
     need = _find_need(pool, seen, after, now, settings)
-    if pressure > 1 and not unreachable and not seen.starting and seen.ready:
-        if now >= before.correct_again_at:
-            more = seen.ready + max(1, math.floor(MISSED_SLO_GROWTH * seen.ready))
-            need = max(need, PoolNeed(more, "latency"), key=lambda each: each.workers)
-            after = replace(after, correct_again_at=now + settings.start_time + settings.cool_down / 3)
+    if pressure > 1 and need.workers < seen.ready:  # not the moment to remove workers
+        need = PoolNeed(seen.ready, "latency")
+    can_correct = seen.ready and not seen.starting and not unreachable and now >= before.correct_again_at
+    if pressure > 1 and can_correct:
+        more = seen.ready + max(1, math.floor(MISSED_SLO_GROWTH * seen.ready))
+        need = max(need, PoolNeed(more, "latency"), key=lambda each: each.workers)
+        after = replace(after, correct_again_at=now + settings.start_time + settings.cool_down / 3)
     kept = tuple(each for each in before.needs if each[0] >= now - settings.cool_down)
     return replace(after, needs=(*kept, (now, need.workers))), need
 
@@ -116,23 +115,19 @@ def _latency_pressure(pool: PoolSettings, seen: PoolObservation, settings: Autos
     """Return the worst latency that this pool determines, as a share of its SLO; 0 without requests.
 
     If prompts have a pool of their own, it determines the first token, and the decode pool the others."""
-    roles = {each.role for each in settings.pools}
-    ttft, itl = settings.slo.ttft, settings.slo.itl
+    has_prefill_pool = any(each.role == "prefill" for each in settings.pools)
+    ttft = (seen.ttft_s or 0.0) / settings.slo.ttft_p90
+    itl = (seen.itl_s or 0.0) / settings.slo.itl_p90
     if pool.role == "prefill":
-        itl = None
-    elif pool.role == "decode" and "prefill" in roles:
-        ttft = None
-    return max(_share_of(seen.ttft_s, ttft), _share_of(seen.itl_s, itl))
-
-
-def _share_of(seconds: float | None, target: LatencyTarget | None) -> float:
-    return 0.0 if seconds is None or target is None else seconds / target.seconds
+        return ttft
+    return itl if has_prefill_pool else max(ttft, itl)
 
 
 def _find_need(
     pool: PoolSettings, seen: PoolObservation, state: PoolState, now: float, settings: AutoscalerSettings
 ) -> PoolNeed:
-    if state.idle_since is not None and now - state.idle_since >= settings.idle_time:
+    is_empty = not (seen.ready or seen.starting)
+    if state.idle_since is not None and (is_empty or now - state.idle_since >= settings.idle_time):
         return PoolNeed(0, "idle")
     needs = [PoolNeed(1, "load")]
     answers = pool.role != "prefill" or len(settings.pools) == 1
@@ -143,9 +138,9 @@ def _find_need(
         planned = settings.utilisation * per_worker
         expected = state.forecast.predict(now, settings.start_time + settings.interval)
         needs += [_need(state.forecast.present / planned, "load"), _need(expected / planned, "forecast")]
-        if settings.slo.ttft is not None and seen.ready:
+        if seen.ready:
             # What is queued must be computed within the SLO, beside what arrives.
-            backlog_rate = max(seen.prompt_backlog / settings.slo.ttft.seconds - seen.ready * planned, 0.0)
+            backlog_rate = max(seen.prompt_backlog / settings.slo.ttft_p90 - seen.ready * planned, 0.0)
             needs.append(_need((state.forecast.present + backlog_rate) / per_worker, "backlog"))
     needs.append(_need(seen.ready * seen.kv_usage / MAX_KV_USAGE, "kv"))
     if seen.slots and answers:
@@ -165,7 +160,7 @@ def _within_budget(desired: Mapping[str, int], settings: AutoscalerSettings) -> 
     pools = [pool for pool in settings.pools if pool.gpus]
     if settings.budget is None or sum(desired[pool.role] * pool.gpus for pool in pools) <= settings.budget:
         return dict(desired)
-    given = {**desired, **{pool.role: pool.min_workers for pool in pools}}
+    given = dict(desired) | {pool.role: pool.min_workers for pool in pools}
     left = settings.budget - sum(given[pool.role] * pool.gpus for pool in pools)
     while unmet := [pool for pool in pools if given[pool.role] < desired[pool.role] and pool.gpus <= left]:
         neediest = max(unmet, key=lambda pool: 1 - given[pool.role] / desired[pool.role])

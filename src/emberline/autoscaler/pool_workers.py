@@ -16,8 +16,8 @@ class PoolWorkers:
     ready: list[StatusRow] = field(default_factory=list)
     starting: list[str] = field(default_factory=list)
     draining: list[StatusRow] = field(default_factory=list)
-    managed: set[str] = field(default_factory=set)  # names of the workers that the fleet can stop, in any state
-    stopping: set[str] = field(default_factory=set)  # names of managed workers that were told to end
+    managed: dict[str, int] = field(default_factory=dict)  # removal rank of the workers that the fleet can stop
+    stopping: set[str] = field(default_factory=set)  # names of managed workers that were asked to end
 
     @property
     def serving_count(self) -> int:
@@ -25,10 +25,12 @@ class PoolWorkers:
         return len(self.ready) + len(self.starting)
 
     def choose_removals(self, count: int) -> list[str]:
-        """Return the names of managed workers to remove: those that start, then those with the fewest requests."""
-        starting = [name for name in reversed(self.starting) if name in self.managed]
-        by_requests = sorted(self.ready, key=lambda row: (row["open"], row["name"]))
-        return [*starting, *(row["name"] for row in by_requests if row["name"] in self.managed)][:count]
+        """Return the names of managed workers to remove: those that start, then those with the fewest requests.
+
+        If the fleet prescribes an order, that comes first."""
+        requests = dict.fromkeys(self.starting, -1) | {row["name"]: row["open"] for row in self.ready}
+        names = sorted((name for name in requests if name in self.managed), reverse=True)
+        return sorted(names, key=lambda name: (-self.managed[name], requests[name]))[:count]
 
 
 def group_workers(
@@ -43,7 +45,7 @@ def group_workers(
     for worker in fleet_workers:
         if (pool := pools.get(worker.role)) is None:
             continue
-        pool.managed.add(worker.name)
+        pool.managed[worker.name] = worker.removal_rank
         row = rows.get(worker.name)
         if worker.is_stopping:
             pool.stopping.add(worker.name)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import get_args
 
 from emberline.core.errors import InvalidRequest
+from emberline.core.foreign_config import ROLES
 from emberline.core.options import option
-from emberline.core.config import Role
-from emberline.core.slo import LatencySLO
+from emberline.core.slo import LatencyTargets
 
 POOL_HINT = "write for example --pool decode:min=1,max=8"
 MAX_POOL_WORKERS = 10_000
@@ -19,7 +18,7 @@ MAX_POOL_WORKERS = 10_000
 class PoolSettings:
     """The limits of one pool: all workers of one role."""
 
-    role: Role
+    role: str  # of workers: prefill, decode or both
     min_workers: int = 1  # 0: the pool may be empty while there are no requests
     max_workers: int = 8
     gpus: int = 1  # of one worker; they count towards the budget
@@ -27,8 +26,8 @@ class PoolSettings:
     target: str = ""  # Kubernetes: the object to scale, such as deployment/decode
 
     def __post_init__(self) -> None:
-        if self.role not in get_args(Role):
-            roles = ", ".join(get_args(Role))
+        if self.role not in ROLES:
+            roles = ", ".join(ROLES)
             message = f"pool {self.role[:100]!r} does not exist; a pool is one of the roles of workers: {roles}"
             raise InvalidRequest(message, param="pool", hint=POOL_HINT)
         if not 0 <= self.min_workers <= MAX_POOL_WORKERS or not 1 <= self.max_workers <= MAX_POOL_WORKERS:
@@ -62,7 +61,7 @@ class PoolSettings:
             values[key] = value
         try:
             return PoolSettings(
-                role,  # type: ignore[arg-type]  # checked when the settings are built
+                role,
                 int(values.get("min", default_min)),
                 int(values.get("max", default_max)),
                 int(values.get("gpus", 1)),
@@ -75,7 +74,7 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True)
 class AutoscalerSettings:
-    slo: LatencySLO
+    slo: LatencyTargets
     pools: tuple[PoolSettings, ...]
     interval: float = option(5.0, "Seconds between two decisions.", unit="s")
     start_time: float = option(
