@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from emberline.autoscaler.observation import PoolObservation
 from emberline.autoscaler.policy import PoolState, ScalingDecision
 from emberline.server.metrics import MetricFamily
 
 PREFIX = "emberline:autoscaler"
+OBSERVATION_GAUGES: tuple[tuple[str, str, Callable[[PoolObservation], float]], ...] = (
+    ("waiting_requests", "Requests without a slot.", lambda each: each.waiting_requests),
+    ("ttft_p90_seconds", "Time to first token, of the last half minute.", lambda each: each.ttft_s or 0.0),
+    ("itl_p90_seconds", "Time between tokens, of the last half minute.", lambda each: each.itl_s or 0.0),
+)
+STATE_GAUGES: tuple[tuple[str, str, Callable[[PoolState], float]], ...] = (
+    ("demand", "Work per second that arrives, in tokens.", lambda each: each.forecast.present),
+    ("capacity", "Work per second of one worker within the SLO.", lambda each: each.capacity.work_per_s or 0.0),
+    ("slo_unreachable", "1 while the SLO is missed with one request per worker.", lambda each: each.is_slo_unreachable),
+)
 
 
 class AutoscalerMetrics:
@@ -58,63 +68,23 @@ class AutoscalerMetrics:
         yield from self._build_pool_gauges()
 
     def _build_pool_gauges(self) -> Iterator[MetricFamily]:
-        seen, pools = self._observations, self._pools
         workers = [
             (f'pool="{role}",state="{state}"', float(count))
-            for role, each in seen.items()
+            for role, each in self._observations.items()
             for state, count in (("ready", each.ready), ("starting", each.starting))
         ]
         yield MetricFamily.from_samples(f"{PREFIX}_workers", "Workers of the pool by state.", "gauge", workers)
-        rows: list[tuple[str, str, str, dict[str, float]]] = [
-            (
-                "desired_workers",
-                "Workers that the pool should have.",
-                "gauge",
-                {r: float(n) for r, n in self._desired.items()},
-            ),
-            (
-                "demand",
-                "Work per second that arrives, in tokens.",
-                "gauge",
-                {r: p.forecast.present for r, p in pools.items()},
-            ),
-            (
-                "capacity",
-                "Work per second of one worker within the SLO.",
-                "gauge",
-                {r: p.capacity.work_per_s or 0.0 for r, p in pools.items()},
-            ),
-            (
-                "waiting_requests",
-                "Requests without a slot.",
-                "gauge",
-                {r: float(o.waiting_requests) for r, o in seen.items()},
-            ),
-            (
-                "ttft_p90_seconds",
-                "Time to first token, of the last half minute.",
-                "gauge",
-                {r: o.ttft_s or 0.0 for r, o in seen.items()},
-            ),
-            (
-                "itl_p90_seconds",
-                "Time between tokens, of the last half minute.",
-                "gauge",
-                {r: o.itl_s or 0.0 for r, o in seen.items()},
-            ),
-            (
-                "slo_unreachable",
-                "1 while the SLO is missed with one request per worker.",
-                "gauge",
-                {r: float(p.is_slo_unreachable) for r, p in pools.items()},
-            ),
-            (
-                "direction_changes_total",
-                "Changes between adding and removing workers.",
-                "counter",
-                {r: float(n) for r, n in self._direction_changes.items()},
-            ),
-        ]
-        for name, help_, kind, values in rows:
-            samples = [(f'pool="{role}"', value) for role, value in values.items()]
-            yield MetricFamily.from_samples(f"{PREFIX}_{name}", help_, kind, samples)
+        changes = [(f'pool="{role}"', float(count)) for role, count in self._direction_changes.items()]
+        yield MetricFamily.from_samples(
+            f"{PREFIX}_direction_changes_total", "Changes between adding and removing workers.", "counter", changes
+        )
+        desired = [(f'pool="{role}"', float(count)) for role, count in self._desired.items()]
+        yield MetricFamily.from_samples(
+            f"{PREFIX}_desired_workers", "Workers that the pool should have.", "gauge", desired
+        )
+        for name, help_, read_observation in OBSERVATION_GAUGES:
+            samples = [(f'pool="{role}"', float(read_observation(each))) for role, each in self._observations.items()]
+            yield MetricFamily.from_samples(f"{PREFIX}_{name}", help_, "gauge", samples)
+        for name, help_, read_state in STATE_GAUGES:
+            samples = [(f'pool="{role}"', float(read_state(each))) for role, each in self._pools.items()]
+            yield MetricFamily.from_samples(f"{PREFIX}_{name}", help_, "gauge", samples)
