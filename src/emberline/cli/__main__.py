@@ -21,6 +21,7 @@ COMMANDS = {
     "gateway": "Serve many providers and the local engine behind one URL.",
     "cluster": "Run a router and its workers on this machine.",
     "drain": "Send a worker no new requests, and wait until it has finished the open ones.",
+    "autoscale": "Start and remove workers of a router, so that latencies stay within an SLO.",
     "chaos": "Inject faults into a cluster on this machine, and check that it recovers.",
     "chat": "Chat with a running server in the terminal.",
     "pull": "Download a model into the cache.",
