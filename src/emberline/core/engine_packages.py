@@ -1,4 +1,4 @@
-"""The packages that only engines need. The extras `cpu` and `gpu` install them, and routers and gateways run without."""
+"""The packages that only engines need. The extras `cpu` and `gpu` install them; routers and gateways run without."""
 
 from __future__ import annotations
 
