@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from emberline import __version__
+from emberline.core.engine_packages import ENGINE_PACKAGES, missing_packages_error, require_engine_packages
 from emberline.core.environment import is_supervised
 from emberline.core.errors import EmberlineError
 from emberline.core.parent_death import end_with_parent
@@ -80,6 +81,11 @@ def main(argv: list[str] | None = None) -> int:
     with ExitStack() as stack:
         child = None
         if selected in ENGINE_COMMANDS and not {"-h", "--help"} & set(argv):
+            try:
+                require_engine_packages(f"emberline {selected}")
+            except EmberlineError as e:
+                print(f"emberline: {e}", file=sys.stderr)
+                return 1
             child = EngineChild.spawn()
             stack.callback(child.end)
         return _run_command(parser, commands, selected, argv, child)
@@ -105,6 +111,11 @@ def _run_command(
 
             apply_settings_file(parser, selected_parser, argv, args)
         return int(command.run(args))
+    except ModuleNotFoundError as e:
+        if e.name is None or (package := e.name.partition(".")[0]) not in ENGINE_PACKAGES:
+            raise
+        print(f"emberline: {missing_packages_error(f'emberline {selected}', package)}", file=sys.stderr)
+        return 1
     except EmberlineError as e:
         print(f"emberline: {e}", file=sys.stderr)
         return 1
