@@ -27,7 +27,7 @@ def _add_sim_day_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compared", type=int, default=125, metavar="N", help="Workers with which all routing policies are compared."
     )
-    parser.add_argument("--requests", type=float, default=1500.0, help="Requests for each worker.")
+    parser.add_argument("--requests", type=float, default=1000.0, help="Requests for each worker.")
     parser.add_argument("--hours", type=float, default=24.0, help="Simulated time.")
     parser.add_argument(
         "--check-minutes", type=float, default=10.0, help="Simulated time in which every step is planned as well."
