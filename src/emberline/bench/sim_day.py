@@ -40,13 +40,13 @@ CHECK_WORKERS, CHECK_SEEDS = 4, 3  # of the comparison with single steps
 class DayPlan:
     workers: int = 1000
     cell_workers: int = 25  # behind one router
-    compared_workers: int = 125  # with which the other policies are simulated
+    compared_workers: int = 75  # with which the other policies are simulated
     requests_per_worker: float = 1000.0
     hours: float = 24.0
     peak_factor: float = 1.7  # highest arrival rate of the day over the mean
     slowdown: float = 8.0  # factor on the measured step times of the 8B model, about a model of 70B
     kv_tokens: int = 360_000
-    check_minutes: float = 10.0  # simulated step by step, to measure the error
+    check_minutes: float = 6.0  # simulated step by step, to measure the error
     processes: int = 2
 
     def workload(self) -> AgentWorkload:
