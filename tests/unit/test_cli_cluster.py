@@ -129,7 +129,7 @@ def test_router_dying_mid_reply_counts_as_unreachable() -> None:
         thread.start()
         assert cluster._fetch_status(url, "key") is None
         with pytest.raises(EmberlineError, match="no router"):
-            drain._call_router(url, "/cluster/status")
+            drain.Router(url, {}).call("/cluster/status")
         thread.join()
 
 
