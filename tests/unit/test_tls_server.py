@@ -7,6 +7,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ import uvloop
 from raw_http import UPGRADE
 
 from emberline.bench.certificates import LocalCA
+from emberline.core.gateway_config import GatewayConfig
 from emberline.core.tls import TLSIdentity
 from emberline.core.tls_config import TLSConfig
+from emberline.gateway.http.main import make_engine_tls
+from emberline.gateway.upstream.client import UpstreamClient
+from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.connection_pool import HTTPConnectionPool
 from emberline.net.errors import UpstreamFailed
 from emberline.net.server import HTTPServer
@@ -111,6 +116,24 @@ def test_client_certificates_may_be_optional_but_never_wrong(ca: LocalCA, tmp_pa
             assert await fetch(port, TLSIdentity(TLSConfig(None, None, str(ca.file)))) == "https None"
             with pytest.raises(UpstreamFailed):
                 await fetch(port, TLSIdentity(config_of(LocalCA(tmp_path), "client", trusted=ca)))
+
+    run(work)
+
+
+def test_only_the_engine_is_checked_by_the_private_ca(ca: LocalCA) -> None:
+    """As in a gateway, whose other providers have certificates of public CAs."""
+    config = GatewayConfig(engine="https://localhost:1", engine_tls_ca=str(ca.file))
+
+    async def work() -> None:
+        async with serving(TLSIdentity(TLSConfig(*map(str, ca.issue("server"))))) as port:
+            engine = f"https://localhost:{port}"
+            contexts = make_engine_tls(replace(config, engine=f"{engine}/v1"))
+            async with UpstreamClient(tls_by_origin=contexts) as upstream:
+                reply = await upstream.send(ProviderRequest("GET", f"{engine}/x", {}, b""), 5.0)
+                assert reply.status == 200
+                reply.close()
+                with pytest.raises(UpstreamFailed, match="CERTIFICATE_VERIFY_FAILED"):
+                    await upstream.send(ProviderRequest("GET", f"https://127.0.0.1:{port}/x", {}, b""), 5.0)
 
     run(work)
 

@@ -41,7 +41,12 @@ def tls_families(identity: TLSIdentity | None) -> Iterator[MetricFamily]:
     if identity is None:
         return
     for name, help_, kind, value in (
-        ("certificate_expiry_seconds", "Unix time at which the TLS certificate expires.", "gauge", identity.expires_at),
+        (
+            "certificate_expiration_timestamp_seconds",
+            "Unix time at which the TLS certificate expires.",
+            "gauge",
+            identity.expires_at,
+        ),
         ("reloads_total", "Times that changed TLS files were put to use.", "counter", identity.reloads),
         ("failed_reloads_total", "Changes of TLS files that were not usable.", "counter", identity.failed_reloads),
         ("failed_handshakes_total", "TLS handshakes of clients that failed.", "counter", identity.failed_handshakes),

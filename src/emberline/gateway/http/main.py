@@ -120,7 +120,7 @@ async def build_gateway(
     store = await open_store(config.store_url)
     stack.push_async_callback(store.close)
     watch = StoreVersionWatch(store, clock)
-    upstream = await stack.enter_async_context(UpstreamClient(tls_by_origin=_engine_tls(config)))
+    upstream = await stack.enter_async_context(UpstreamClient(tls_by_origin=make_engine_tls(config)))
     registry = ProviderRegistry(config.private_providers)
     vault = ProviderKeyVault(store, watch, open_master_keys(config.master_key_file, read_secret(MASTER_KEY_VARIABLE)))
     catalogue = CatalogueFiles(*(Path(file) for file in [config.catalogue] if file))
@@ -167,7 +167,7 @@ async def build_gateway(
     )
 
 
-def _engine_tls(config: GatewayConfig) -> dict[str, ssl.SSLContext]:
+def make_engine_tls(config: GatewayConfig) -> dict[str, ssl.SSLContext]:
     """Return the TLS context for the engine by its origin; {} if the engine is called like any provider."""
     identity = open_identity(config.engine_tls)
     return {} if identity is None else {f"https://{urlsplit(config.engine).netloc}": identity.peer_client_context()}
