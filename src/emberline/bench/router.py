@@ -25,13 +25,16 @@ from emberline.bench.certificates import LocalCA
 from emberline.bench.connection import HTTPRequestFailed, MinimalHTTPConnection
 from emberline.bench.report import BenchReport
 from emberline.bench.server_launch import running_process
+from emberline.bench.transfer import measure_tls
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 from emberline.core.tls import TLSIdentity
 from emberline.core.tls_config import TLSConfig
+from emberline.kv.transfer.receiver import MAX_PIECE_BYTES
 
 READY_TIMEOUT_S = 30.0
 PATH = "/v1/chat/completions"
+KV_TRANSFER_BYTES = 128 << 20  # of each KV transfer with and without TLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +142,17 @@ def bench(plan: RouterBenchPlan, rounds: int) -> BenchReport:
 
 
 def bench_tls(plan: RouterBenchPlan, rounds: int) -> BenchReport:
-    """Measure a router with mutual TLS to clients and workers. The peer of each result is a router without TLS."""
+    """Measure a router with mutual TLS to clients and workers, and KV transfers. The peer of each has no TLS."""
     config = {name: getattr(plan, name) for name in plan.__slots__}
     report = BenchReport("tls", {**config, "rounds": rounds})
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="emberline-tls-")))
         ca = LocalCA(home)
         files = ca.issue("cluster")
-        identity = TLSIdentity(TLSConfig(str(files.cert), str(files.key), str(ca.file)))
+        tls = TLSConfig(str(files.cert), str(files.key), str(ca.file))
+        measure_tls(report, tls, KV_TRANSFER_BYTES, rounds, MAX_PIECE_BYTES)
         options = ("--tls-cert", str(files.cert), "--tls-key", str(files.key), "--tls-ca", str(ca.file))
-        secure = BenchedRouter.start(stack, plan, options, identity.peer_client_context())
+        secure = BenchedRouter.start(stack, plan, options, TLSIdentity(tls).peer_client_context())
         routers = (secure, BenchedRouter.start(stack, plan))
         for name, events, reconnects in (
             ("", 1, False),
