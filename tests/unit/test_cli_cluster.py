@@ -96,7 +96,7 @@ def test_mooncake_host_needs_mooncake() -> None:
 
 
 def test_all_processes_get_the_tls_options() -> None:
-    files = {"tls_cert": "c.pem", "tls_key": "k.pem"}
+    files: dict[str, Any] = {"tls_cert": "c.pem", "tls_key": "k.pem"}
     config = RouterConfig(host="0.0.0.0", **files, tls_ca="ca.pem", tls_names=("a", "*.b"), tls_client_certs="cluster")
     assert cluster._router_url(config, 8000) == "https://127.0.0.1:8000", "a certificate cannot have 0.0.0.0"
     options = cluster._tls_options(config)

@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,7 +112,7 @@ def test_certificate_of_another_ca_is_refused_for_a_worker(tmp_path: Path) -> No
     assert caught.value.param == "tls_ca"
 
 
-CERT = {"tls_cert": "c", "tls_key": "k"}
+CERT: dict[str, Any] = {"tls_cert": "c", "tls_key": "k"}
 SECURE_WORKER = WorkerConfig("https://r")
 
 

@@ -74,7 +74,7 @@ class AccessPolicy:
         names = exchange.client_cert_names
         if names is None:
             raise ClusterCallForbidden(
-                "this cluster call came without a client certificate",
+                f"the cluster call {exchange.path} came without a client certificate",
                 hint="start the caller with --tls-cert, --tls-key and --tls-ca",
             )
         if self.tls.peer_names and not match_names(names, self.tls.peer_names):

@@ -71,4 +71,6 @@ class TLSMessageChannel(MessageChannel):
 
 def make_channel(sock: socket.socket, io_timeout_s: float) -> MessageChannel:
     """Return a channel over a connected socket, which may use TLS."""
-    return (TLSMessageChannel if isinstance(sock, ssl.SSLSocket) else MessageChannel)(sock, io_timeout_s)
+    if isinstance(sock, ssl.SSLSocket):
+        return TLSMessageChannel(sock, io_timeout_s)
+    return MessageChannel(sock, io_timeout_s)
