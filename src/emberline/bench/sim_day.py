@@ -33,20 +33,20 @@ from emberline.sim.workloads.arrivals import ConstantRate, DiurnalRate
 HOUR_S = 3600.0
 TURNS = (4, 12)
 MEAN_TURNS = sum(TURNS) / 2
-CHECK_WORKERS, CHECK_SEEDS = 4, 3  # of the comparison with single steps
+CHECK_WORKERS, CHECK_SEEDS = 4, 2  # of the comparison with single steps
 
 
 @dataclass(frozen=True, slots=True)
 class DayPlan:
     workers: int = 1000
     cell_workers: int = 25  # behind one router
-    compared_workers: int = 75  # with which the other policies are simulated
-    requests_per_worker: float = 1000.0
+    compared_workers: int = 50  # with which the other policies are simulated
+    requests_per_worker: float = 400.0
     hours: float = 24.0
     peak_factor: float = 1.7  # highest arrival rate of the day over the mean
     slowdown: float = 8.0  # factor on the measured step times of the 8B model, about a model of 70B
     kv_tokens: int = 360_000
-    check_minutes: float = 6.0  # simulated step by step, to measure the error
+    check_minutes: float = 4.0  # simulated step by step, to measure the error
     processes: int = 2
 
     def workload(self) -> AgentWorkload:
@@ -58,7 +58,7 @@ class DayPlan:
             system_tokens=(4096, 12_288),
             turns=TURNS,
             user_tokens=800.0,
-            reply_tokens=2000.0,
+            reply_tokens=4000.0,
             think_seconds=30.0,
             over_seconds=seconds,
             arrivals=DiurnalRate(sessions_per_s, self.peak_factor, seconds),
