@@ -26,7 +26,7 @@ from emberline.router.reply_usage import ReplyUsage
 from emberline.router.request_summary import RequestSummary
 from emberline.router.worker import RequestLoad
 from emberline.sim.agents import MODEL_NAME, AgentSession
-from emberline.sim.costmodel import CostModel
+from emberline.sim.costmodel import CostModel, StepCosts
 from emberline.sim.oracle import PrefixOracle
 from emberline.sim.worker import SimStore, SimWorker
 
@@ -85,7 +85,7 @@ class SimClusterConfig:
     kv_tokens: int = 131_072  # KV cache of each worker
     max_running: int = 64
     batch_tokens: int = 2048
-    cost: CostModel = field(default_factory=CostModel)
+    cost: StepCosts = field(default_factory=CostModel)
 
 
 class SimCluster:

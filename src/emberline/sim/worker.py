@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
-
 from emberline.core.blockbatch import BlockBatch
 from emberline.core.clock import ManualClock
 from emberline.core.engine_config import SchedulerConfig
 from emberline.core.events import Output
-from emberline.core.plan import SampledToken, StepPlan, StepResult
 from emberline.core.request import Submission
 from emberline.engine.block_event_log import BlockEventLog
 from emberline.engine.engine import Engine
@@ -16,38 +13,17 @@ from emberline.kv.tiers.base import Tier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.stack import TierStack
 from emberline.router.prefix_block_map import BlockPosition
-from emberline.sim.costmodel import CostModel
+from emberline.sim.costmodel import StepCosts
+from emberline.sim.runners import SimRunner, make_sim_runner
 from emberline.tokens.blockhash import hash_last_full_block, root_hash
 
-VOCAB_SIZE = 100_000
 BLOCK_BUFFER_BYTES = 8  # size of a simulated block; its content does not matter
 MAX_STAGED_BLOCKS = 512  # blocks between the cache and the store
 
 
-class SimRunner:
-    """Simulates a GPU: it advances the worker's clock by the estimated duration of each step.
-
-    The sampled tokens are hashes of request id and position."""
-
-    layout = "sim"
-    vocab_size = VOCAB_SIZE
-    eos: frozenset[int] = frozenset()
-
-    def __init__(self, num_blocks: int, cost: CostModel, clock: ManualClock) -> None:
-        self.num_blocks = num_blocks
-        self._cost = cost
-        self._clock = clock
-
-    def run(self, plan: StepPlan) -> StepResult:
-        seconds = self._cost.estimate_step_seconds(plan) if plan.work else 0.0
-        self._clock.advance(seconds)
-        ends = [(work.id, work.start + len(work.tokens)) for work in plan.work if work.samples]
-        return StepResult(plan.step, {name: SampledToken(_token_at(name, end)) for name, end in ends}, seconds=seconds)
-
-
 class SimWorker:
     def __init__(
-        self, name: str, config: SchedulerConfig, kv_tokens: int, cost: CostModel, store: SimStore | None
+        self, name: str, config: SchedulerConfig, kv_tokens: int, cost: StepCosts, store: SimStore | None
     ) -> None:
         self.name = name
         self.clock = ManualClock()
@@ -57,7 +33,7 @@ class SimWorker:
         if store is not None:
             host = HostTier(BLOCK_BUFFER_BYTES, MAX_STAGED_BLOCKS * 4096, "lru")
             self._tiers = TierStack(host, [store.tier], clock=self.clock, threads=False)
-        runner = SimRunner(kv_tokens // config.block_size, cost, self.clock)
+        runner = make_sim_runner(kv_tokens // config.block_size, cost, self.clock)
         self.engine = Engine(config, runner, self.clock, self._tiers)
         self._block_events = BlockEventLog([name])
         self._store_link_free_at = 0.0
@@ -117,8 +93,3 @@ class SimStore:
     def __init__(self, tier: Tier, seconds: float) -> None:
         self.tier = tier
         self.seconds_per_block = seconds
-
-
-def _token_at(request_id: str, position: int) -> int:
-    digest = blake2b(f"{request_id}:{position}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") % VOCAB_SIZE
