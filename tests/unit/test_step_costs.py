@@ -11,13 +11,14 @@ import pytest
 
 from emberline.bench.cost_tables import build_h200_tables
 from emberline.core.clock import ManualClock
-from emberline.core.engine_config import SchedulerConfig
+from emberline.core.engine_config import EngineConfig, SchedulerConfig
 from emberline.core.errors import InvalidRequest, ModelFileError
 from emberline.core.params import SamplingParams
 from emberline.core.plan import StepPlan, WorkItem
 from emberline.core.request import Submission
 from emberline.core.step_costs import MeasuredStep, StepCostData, StepCostTable, count_prompt_pairs
 from emberline.engine.engine import Engine
+from emberline.engine.paced_executor import PacedExecutor, pace_executor
 from emberline.sim.costs import find_cost_table, list_cost_tables
 from emberline.sim.runners import make_sim_runner
 
@@ -136,6 +137,45 @@ def test_request_waits_one_step_more_for_an_engine_that_plans_ahead(plans_ahead:
             tokens[output.id] += [clock.time] * len(output.tokens)
     assert tokens["first"] == [float(i) for i in range(1, 9)]
     assert tokens["second"][0] == first_token_at
+
+
+class FakeExecutor:
+    """Computes a step in a set time."""
+
+    def __init__(self, clock: ManualClock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+        self.calls: list[str] = []
+
+    def copy(self, saves: object, loads: object) -> None:
+        self.calls.append("copy")
+
+    def clear(self, blocks: object) -> None:
+        self.calls.append("clear")
+
+    def compute(self, work: object, capture: object = None) -> str:
+        self._clock.advance(self._seconds)
+        return "logits"
+
+
+@pytest.mark.parametrize(("computing", "lasts"), [(0.25, 1.5), (4.0, 4.0)])
+def test_paced_steps_take_as_long_as_in_the_table_or_longer(computing: float, lasts: float) -> None:
+    clock = ManualClock()
+    executor: Any = FakeExecutor(clock, computing)
+    paced = PacedExecutor(executor, TABLE, clock=lambda: clock.time, sleep=clock.advance)
+    paced.copy((), ())
+    paced.clear(())
+    assert executor.calls == ["copy", "clear"]
+    assert paced.compute([_work(6, start=0)]) == "logits"
+    assert clock.time == pytest.approx(lasts)
+
+
+def test_only_engines_on_a_cpu_are_paced() -> None:
+    with pytest.raises(InvalidRequest, match=r"step_costs is table.json, but only an engine on the CPU"):
+        EngineConfig.build("model", step_costs="table.json").with_gpu_defaults()
+    executor: Any = object()
+    assert pace_executor(executor, None) is executor
+    with pytest.raises(ModelFileError):
+        pace_executor(executor, "absent.json")
 
 
 def _submission(name: str) -> Submission:

@@ -49,6 +49,7 @@ class StepCostData:
     measured: list[MeasuredStep]
     context_seconds: float  # to read the keys and values of one token
     pair_seconds: float  # attention of one prompt token to one token
+    row_seconds: float = 0.0  # that a decoding request takes longer than a prompt token, since it samples
     kv_bytes_per_token: int = 0
     kv_tokens: int = 0  # capacity of the KV cache with these weights; 0: not known
     plans_ahead: bool = False
@@ -72,6 +73,7 @@ class StepCostTable:
     token_points: tuple[tuple[int, float], ...]  # (tokens of a step, seconds without attention), ascending
     context_seconds: float
     pair_seconds: float
+    row_seconds: float = 0.0
     kv_bytes_per_token: int = 0
     kv_tokens: int = 0
     plans_ahead: bool = False  # whether the engine plans a step while the one before runs, as it does on a GPU
@@ -88,7 +90,8 @@ class StepCostTable:
                 raise InvalidRequest(message, param="measured", hint=MEASURE_HINT)
             attention = data.context_seconds * step.rows * step.context
             attention += data.pair_seconds * count_prompt_pairs(step.start, step.prompt)
-            points[step.tokens] = max(step.seconds - attention, points.get(step.tokens, 0.0))
+            seconds = step.seconds - attention - data.row_seconds * step.rows
+            points[step.tokens] = min(seconds, points.get(step.tokens, seconds))  # noise only adds time
         if len(points) < 2:
             message = f"cost table {name!r} has {len(points)} sizes of steps; at least 2 are needed to interpolate"
             raise InvalidRequest(message, param="measured", hint=MEASURE_HINT)
@@ -102,6 +105,7 @@ class StepCostTable:
             tuple(ascending),
             data.context_seconds,
             data.pair_seconds,
+            data.row_seconds,
             data.kv_bytes_per_token,
             data.kv_tokens,
             data.plans_ahead,
@@ -128,6 +132,7 @@ class StepCostTable:
             token_points=tuple((tokens, factor * seconds) for tokens, seconds in self.token_points),
             context_seconds=factor * self.context_seconds,
             pair_seconds=factor * self.pair_seconds,
+            row_seconds=factor * self.row_seconds,
         )
 
     def estimate_step_seconds(self, plan: StepPlan) -> float:
@@ -156,7 +161,7 @@ class StepCostTable:
         if not (tokens := decode_rows + prompt_tokens):
             return 0.0
         attention = self.context_seconds * decode_context + self.pair_seconds * prompt_pairs
-        return _interpolate(self.token_points, tokens) + attention
+        return _interpolate(self.token_points, tokens) + attention + self.row_seconds * decode_rows
 
 
 def count_prompt_pairs(start: int, count: int) -> int:
@@ -176,7 +181,7 @@ def _interpolate(points: Sequence[tuple[int, float]], tokens: int) -> float:
 
 
 def _check_not_negative(data: StepCostData, name: str) -> None:
-    for field in ("context_seconds", "pair_seconds", "kv_bytes_per_token", "kv_tokens"):
+    for field in ("context_seconds", "pair_seconds", "row_seconds", "kv_bytes_per_token", "kv_tokens"):
         if not 0 <= (value := getattr(data, field)) < float("inf"):
             message = f"{field} of the cost table {name!r} is {value}; it must be 0 or more"
             raise InvalidRequest(message, param=field, hint=MEASURE_HINT)
