@@ -45,7 +45,9 @@ ALLOWED: dict[str, set[str]] = {
     "gateway.http": {"core", "api", "wire", "net", "trace", "server"},
     "worker": {"core", "tokens", "hub", "api", "wire", "engine", "models.config", "net", "trace", "server", "cluster"},
     "sim": {"core", "tokens", "kv", "engine", "router", "cluster"},
+    "planner": {"core", "engine", "models", "sim"},
     "bench": {
+        "planner",
         "core",
         "tokens",
         "hub",
@@ -83,6 +85,7 @@ ALLOWED: dict[str, set[str]] = {
         "sim",
         "chaos",
         "drafter",
+        "planner",
     },
 }
 
@@ -102,6 +105,7 @@ TORCH_FREE = [
     "worker",
     "sim",
     "chaos",
+    "planner",
     "cli",
     "models.config",
     "models.kv_groups",

@@ -34,11 +34,11 @@ class SimulationError:
         if not path.is_file():
             raise InvalidRequest(f"accuracy is {str(path)!r}, which is not a file", param="accuracy", hint=_hint())
         results = read_object(path).get("results")
-        values = [_value(results, name) for name in _NAMES]
-        if None in values:
+        ttft, itl, throughput = (_find_value(results, name) for name in _NAMES)
+        if ttft is None or itl is None or throughput is None:
             message = f"{path} has no results {', '.join(_NAMES)}"
             raise InvalidRequest(message, param="accuracy", hint=_hint())
-        return SimulationError(*values, source=path.name)
+        return SimulationError(ttft, itl, throughput, path.name)
 
     def describe(self, name: str) -> str:
         """Return the error of `ttft_p90`, `itl_p90` or `throughput` in words."""
@@ -46,7 +46,7 @@ class SimulationError:
         return "not measured" if error is None else f"up to {100 * error:.1f} % ({self.source})"
 
 
-def _value(results: Any, name: str) -> float | None:
+def _find_value(results: Any, name: str) -> float | None:
     entry = results.get(name) if isinstance(results, dict) else None
     value = entry.get("value") if isinstance(entry, dict) else None
     return float(value) if isinstance(value, int | float) else None

@@ -31,7 +31,7 @@ DRAFTED_STEPS = {
     ),
 }
 MAX_DRAFT_TOKENS = 4
-DRAFT_HEAD_BYTES = 849_412_096
+DRAFT_HEAD_BYTES = {"plain": 849_412_096, "packed": 638_850_816}
 
 HANDOFF_FILE = "h200-handoff.json"
 # GB/s between two engines: over TCP with 8 connections, and between processes of one machine that share GPU memory.

@@ -14,7 +14,7 @@ from emberline.engine.gpu_plan import plan_gpus
 from emberline.models.config_outline import read_outline
 from emberline.models.outline import ModelOutline
 from emberline.planner.gpu_speeds import GPUSpeed, find_gpu_speed
-from emberline.planner.step_costs import CostCorrection, ProjectedCosts
+from emberline.planner.step_costs import NO_CORRECTION, CostCorrection, ProjectedCosts
 from emberline.planner.step_work import StepWork
 from emberline.sim.costs import list_cost_tables
 
@@ -87,8 +87,10 @@ def projection_error() -> ProjectionError:
     return ProjectionError(len(errors), errors[len(errors) // 2], errors[int(ERROR_QUANTILE * len(errors))])
 
 
-def project_costs(config: dict[str, Any], gpu: GPUSpeed, weights: str) -> ProjectedCosts:
-    """Return the costs of a model on one GPU, without a correction."""
+def project_costs(
+    config: dict[str, Any], gpu: GPUSpeed, weights: str, correction: CostCorrection = NO_CORRECTION
+) -> ProjectedCosts:
+    """Return the costs of a model on one GPU."""
     outline, settings = read_outline(config), EngineConfig.build("", weights=weights).with_gpu_defaults()
     work = StepWork.of_plan(plan_gpus(config, gpu.gpus(1), settings).best, outline)
-    return ProjectedCosts(gpu, work, outline.hidden)
+    return ProjectedCosts(gpu, work, outline.hidden, correction=correction)

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from emberline.planner.plan_table import show_ms
+from emberline.planner.plan_table import count_gpus, show_ms
 from emberline.planner.svg_charts import ChartBar, ChartLine, draw_bars, draw_lines
 
 # Colours as in web/style.css.
@@ -67,7 +67,7 @@ def render_page(report: dict[str, Any]) -> str:
 
 def _head(report: dict[str, Any], title: str) -> Iterable[str]:
     traffic, slo, best = report["traffic"], report["slo"], report["candidates"][0]
-    yield f"<h1>{escape(title)}: {best['gpus']} GPUs as {escape(best['topology'])}</h1>"
+    yield f"<h1>{escape(title)}: {count_gpus(best['gpus'])} as {escape(best['topology'])}</h1>"
     yield (
         f'<p class="soft">Traffic: {traffic["requests_per_second"]:g} requests/s of'
         f" {traffic['mean_prompt_tokens']:g} + {traffic['mean_output_tokens']:g} tokens,"

@@ -18,7 +18,7 @@ def format_plan(report: dict[str, Any]) -> Iterator[str]:
     yield from _format_candidates(report)
     yield ""
     best = report["candidates"][0]
-    yield f"best: {best['topology']}, {best['gpus']} GPUs"
+    yield f"best: {best['topology']}, {count_gpus(best['gpus'])}"
     for pool in best["pools"]:
         yield f"  {pool['workers']} x emberline worker --model MODEL {pool['worker_options']}"
     yield f"worth validating: {'; '.join(report['validate'])}"
@@ -55,7 +55,7 @@ def _format_sensitivity(found: dict[str, Any]) -> Iterator[str]:
     yield f"sensitivity of {found['topology']}"
     for each in found["traffic"]:
         state = "met" if each["meets_slo"] else "missed"
-        needed = "none found" if each["gpus_needed"] is None else f"{each['gpus_needed']} GPUs"
+        needed = "none found" if each["gpus_needed"] is None else count_gpus(each["gpus_needed"])
         yield (
             f"  traffic {each['factor'] - 1:+.0%}: first token p90 {show_ms(each['ttft_p90_ms'])} ms, inter-token p90"
             f" {show_ms(each['itl_p90_ms'])} ms, targets {state}; needs about {needed}"
@@ -67,6 +67,10 @@ def _format_sensitivity(found: dict[str, Any]) -> Iterator[str]:
     yield f"  GPUs by share of shared prefixes: {', '.join(shares)}"
     starts = [f"{each['start_seconds']:.3g} s: {show_ms(each['ttft_p90_ms'])} ms" for each in found["start"]]
     yield f"  first token p90 while one worker is replaced, by start time: {', '.join(starts)}"
+
+
+def count_gpus(count: int) -> str:
+    return f"{count} GPU" + "s" * (count != 1)
 
 
 def show_ms(value: float | None) -> str:

@@ -142,7 +142,7 @@ def _affordable_rate(kinds: Sequence[WorkerKind], task: PlanningTask) -> float:
     low, high = 0.0, 1.0
     for _ in range(RATE_ROUNDS):
         middle = (low + high) / 2
-        scaled = replace(task, traffic=task.traffic.scaled(middle))
+        scaled = replace(task, traffic=task.traffic.with_rate_factor(middle))
         found = list_topologies(kinds, scaled)
         low, high = (middle, high) if found and _fits(found[0], task.max_gpus) else (low, middle)
         if high - low < 0.02:

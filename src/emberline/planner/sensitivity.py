@@ -54,7 +54,7 @@ def analyse_sensitivity(
     offset = _count_offset(kinds, best.topology, task)
     traffic = []
     for factor in TRAFFIC_FACTORS:
-        changed = replace(task, traffic=task.traffic.scaled(factor))
+        changed = replace(task, traffic=task.traffic.with_rate_factor(factor))
         load = simulate_topology(best.topology, changed, seed)
         gpus = _estimated_gpus(kinds, best.topology, changed, offset)
         traffic.append(TrafficChange(factor, changed.traffic.rate, load, load.meets(task), gpus))
@@ -76,7 +76,7 @@ def _with_prefix(task: PlanningTask, share: float) -> PlanningTask:
 def _curve_point(
     kinds: Sequence[WorkerKind], families: Sequence[tuple[str, ...]], task: PlanningTask, factor: float
 ) -> tuple[float, dict[str, int]]:
-    changed = replace(task, traffic=task.traffic.scaled(factor))
+    changed = replace(task, traffic=task.traffic.with_rate_factor(factor))
     gpus = {each.family: each.gpus for each in list_topologies(kinds, changed)}
     return changed.traffic.rate, {" + ".join(family): gpus[family] for family in families if family in gpus}
 
@@ -124,7 +124,7 @@ def _stable_share(topology: Topology, task: PlanningTask) -> float:
     low, high = 0.0, 1.0
     while high - low > 0.01:
         middle = (low + high) / 2
-        scaled = replace(task, traffic=task.traffic.scaled(middle))
+        scaled = replace(task, traffic=task.traffic.with_rate_factor(middle))
         low, high = (middle, high) if _estimate(topology, scaled).is_stable else (low, middle)
     return low
 

@@ -39,6 +39,9 @@ class CostCorrection:
         return first + (second - first) * log(tokens / low) / log(high / low)
 
 
+NO_CORRECTION = CostCorrection()
+
+
 @dataclass(frozen=True, slots=True)
 class ProjectedCosts:
     gpu: GPUSpeed
@@ -46,7 +49,7 @@ class ProjectedCosts:
     hidden: int
     ranks: int = 1  # GPUs that divide each layer
     stages: int = 1  # of a pipeline; a step passes all of them
-    correction: CostCorrection = CostCorrection()
+    correction: CostCorrection = NO_CORRECTION
     plans_ahead: bool = True  # step n + 1 is planned while step n runs
 
     def step_seconds(

@@ -55,7 +55,7 @@ class StepWork:
             groups=plan.groups,
         )
 
-    def repeated(self, stages: int) -> StepWork:
+    def times(self, stages: int) -> StepWork:
         """Return the work of all stages of a pipeline, of which this is one. Only the last computes the head."""
         head_bytes = self.head_bytes
         return replace(

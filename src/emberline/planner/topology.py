@@ -22,6 +22,7 @@ from emberline.planner.kv_handoff import HandoffLink
 from emberline.planner.traffic import Traffic
 from emberline.planner.worker_kind import Basis, WorkerKind
 
+ITL_TARGET_SHARE = 0.97
 PoolRole = Literal["both", "prefill", "decode"]
 
 
@@ -97,6 +98,11 @@ class PlanningTask:
     slo: LatencyTargets
     link: HandoffLink
     max_gpus: int | None = None
+
+    @property
+    def engine_itl_target_s(self) -> float:
+        """The engine's setting, which is lower than the target: it sizes chunks of prompts by estimates."""
+        return ITL_TARGET_SHARE * self.slo.itl_p90
 
 
 def list_topologies(kinds: Sequence[WorkerKind], task: PlanningTask) -> list[Topology]:

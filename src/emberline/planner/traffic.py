@@ -47,7 +47,7 @@ class Traffic:
         lengths = tuple((draw(values["in"]), draw(values["out"])) for _ in range(count))
         return Traffic(values["rate"], lengths, values.get("prefix", 0.0), text)
 
-    def scaled(self, factor: float) -> Traffic:
+    def with_rate_factor(self, factor: float) -> Traffic:
         return replace(self, rate=self.rate * factor)
 
     @cached_property

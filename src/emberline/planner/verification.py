@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from emberline.planner.capacity import prompt_seconds
 from emberline.planner.topology import PlannedPool, PlanningTask, Topology
 from emberline.planner.traffic import Traffic
 from emberline.sim.cluster import SimCluster, SimClusterConfig
@@ -17,13 +18,15 @@ from emberline.sim.result import Distribution
 from emberline.sim.sessions import SingleRequest
 from emberline.sim.worker import SimWorkerConfig
 
-MAX_SIMULATED_ENGINES = 8  # of all pools; larger topologies are simulated in part
-MAX_SIMULATED_TOKENS = 60_000  # output tokens, warm-up included; for these, fewer engines are simulated
-MIN_SIMULATED_REQUESTS = 150
+MAX_SIMULATED_ENGINES = 16  # of all pools; larger topologies are simulated in part
+MAX_SHARE_MISMATCH = 1.1  # between the parts of two pools that are simulated
+# Tokens of outputs and of prompts for which the simulated part and its duration are chosen: about 2 s of computation.
+SIMULATED_TOKENS, SIMULATED_PROMPT_TOKENS = 60_000, 400_000
+MIN_SIMULATED_REQUESTS, MAX_SIMULATED_REQUESTS = 100, 400
 SHARED_PREFIXES = 8  # different ones, if prompts share prefixes
-WARM_UP_LIFETIMES, MEASURED_LIFETIMES = 1.5, 3.0  # mean durations of a request
+SETTLING_LIFETIMES = 0.25  # mean durations of a request, before latencies are measured
+RAMP_UTILISATION = 0.9  # of prompt computation, while the requests arrive with which a simulation starts
 BLOCK_SIZE = 64
-ITL_TARGET_SHARE = 1.0  # of the inter-token target, as the engine's setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +51,18 @@ class SimulatedLoad:
 def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> SimulatedLoad:
     """Simulate a part of the topology that is large enough, with its part of the traffic."""
     engines = [pool.engines for pool in topology.pools]
-    lifetime_s = topology.mean_lifetime_s(task.traffic)
-    tokens = (WARM_UP_LIFETIMES + MEASURED_LIFETIMES) * lifetime_s * task.traffic.rate * task.traffic.mean_output
-    limit = min(MAX_SIMULATED_ENGINES, max(len(engines), round(sum(engines) * MAX_SIMULATED_TOKENS / tokens)))
-    counts = choose_simulated_counts(engines, limit)
+    counts = choose_simulated_counts(engines, _max_engines(topology, task.traffic))
     share = max(n / count for n, count in zip(counts, engines, strict=True))
-    traffic = task.traffic.scaled(share)
-    warm_up_s = WARM_UP_LIFETIMES * lifetime_s
-    end_s = warm_up_s + max(MEASURED_LIFETIMES * lifetime_s, MIN_SIMULATED_REQUESTS / traffic.rate)
+    traffic = task.traffic.with_rate_factor(share)
+    population = round(topology.estimate.decode_rows * counts[-1])
+    computing_s = prompt_seconds(topology.pools[0].kind, traffic.mean_context, 0.0) / counts[0]
+    ramp_s = population * computing_s / RAMP_UTILISATION
+    warm_up_s = ramp_s + SETTLING_LIFETIMES * topology.mean_lifetime_s(task.traffic)
+    requests = min(SIMULATED_TOKENS / traffic.mean_output, SIMULATED_PROMPT_TOKENS / traffic.mean_prompt) - population
+    end_s = warm_up_s + min(max(requests, MIN_SIMULATED_REQUESTS), MAX_SIMULATED_REQUESTS) / traffic.rate
     cluster = _build_cluster(topology, counts, task)
     cluster.at(warm_up_s, lambda: _forget_latencies(cluster))
-    sessions = _Sessions(traffic, seed, end_s)
+    sessions = _Sessions(traffic, seed, population, ramp_s, end_s)
     result = cluster.run(sessions, until=end_s)
     arrived = sum(warm_up_s <= at for at in sessions.arrivals)
     return SimulatedLoad(
@@ -75,46 +79,68 @@ def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> Simu
     )
 
 
-def choose_simulated_counts(engines: Sequence[int], limit: int) -> list[int]:
-    """Return how many engines of each pool are simulated, `limit` at most, in about the proportions of the pools."""
+def _max_engines(topology: Topology, traffic: Traffic) -> int:
+    """Return how many engines can be simulated so that SIMULATED_TOKENS are enough for the fewest requests."""
+    engines = sum(pool.engines for pool in topology.pools)
+    running = topology.estimate.decode_rows * topology.pools[-1].engines
+    left = max(1.0, SIMULATED_TOKENS / traffic.mean_output - MIN_SIMULATED_REQUESTS)
+    return min(MAX_SIMULATED_ENGINES, max(len(topology.pools), round(engines * left / max(running, 1.0))))
+
+
+def choose_simulated_counts(engines: Sequence[int], wanted: int) -> list[int]:
+    """Return how many engines of each pool are simulated: about `wanted`, in the proportions of the pools."""
     total = sum(engines)
-    if total <= limit:
+    if total <= wanted:
         return list(engines)
+    sizes = range(len(engines), min(total, MAX_SIMULATED_ENGINES) + 1)
     best: tuple[float, list[int]] | None = None
-    for size in range(limit, len(engines) - 1, -1):
+    for size in sorted(sizes, key=lambda size: (size > wanted, abs(size - wanted))):
         counts = [max(1, round(size * count / total)) for count in engines]
         shares = [n / count for n, count in zip(counts, engines, strict=True)]
         mismatch = max(shares) / min(shares)
-        if sum(counts) <= limit and (best is None or mismatch < best[0]):
+        if mismatch <= MAX_SHARE_MISMATCH:
+            return counts
+        if best is None or mismatch < best[0]:
             best = (mismatch, counts)
     assert best is not None
     return best[1]
 
 
 class _Sessions:
-    """Requests that arrive at random until `end_s`. `arrivals` collects their times."""
+    """Random arrivals until `end_s`. `arrivals` collects their times.
 
-    def __init__(self, traffic: Traffic, seed: int, end_s: float) -> None:
-        self._traffic, self._seed, self._end_s = traffic, seed, end_s
+    To start near the steady state, the first requests arrive within `ramp_s`, with a part of their replies in their
+    prompts already."""
+
+    def __init__(self, traffic: Traffic, seed: int, population: int, ramp_s: float, end_s: float) -> None:
+        self._traffic, self._seed, self._population = traffic, seed, population
+        self._ramp_s, self._end_s = ramp_s, end_s
         self.arrivals: list[float] = []
 
     def __iter__(self) -> Iterator[SingleRequest]:
         rng, at = random.Random(self._seed), 0.0
+        outputs = [output for _, output in self._traffic.lengths]
+        for number in range(self._population):
+            at = self._ramp_s * number / self._population
+            prompt, output = rng.choices(self._traffic.lengths, outputs)[0]  # long replies run for longer
+            done = rng.randrange(output)
+            yield SingleRequest(at, self._build_request(rng, f"first-{number}", prompt + done, output - done))
+        at = self._ramp_s
         for number in itertools.count():
             at += rng.expovariate(self._traffic.rate)
             if at >= self._end_s:
                 return
             self.arrivals.append(at)
             prompt, output = rng.choice(self._traffic.lengths)
-            yield SingleRequest(at, self._build_request(rng, number, prompt, output))
+            yield SingleRequest(at, self._build_request(rng, str(number), prompt, output))
 
-    def _build_request(self, rng: random.Random, number: int, prompt: int, output: int) -> SimRequest:
+    def _build_request(self, rng: random.Random, name: str, prompt: int, output: int) -> SimRequest:
         builder = SimPromptBuilder()
         shared = round(prompt * self._traffic.prefix_share)
         if shared:
             builder.add(PromptPart(f"prefix-{rng.randrange(SHARED_PREFIXES)}", shared))
-        builder.add(PromptPart(f"prompt-{number}", max(1, prompt - shared)))
-        return builder.build_request(f"request-{number}", PromptPart(f"reply-{number}", output))
+        builder.add(PromptPart(f"prompt-{name}", max(1, prompt - shared)))
+        return builder.build_request(f"request-{name}", PromptPart(f"reply-{name}", output))
 
 
 def _build_cluster(topology: Topology, counts: Sequence[int], task: PlanningTask) -> SimCluster:
@@ -137,7 +163,7 @@ def _worker_config(pool: PlannedPool, task: PlanningTask) -> SimWorkerConfig:
         kv_tokens=kind.kv_tokens // kind.pp // BLOCK_SIZE * BLOCK_SIZE,
         max_running=kind.max_running,
         batch_tokens=kind.max_batch_tokens,
-        itl_target_ms=None if pool.role == "prefill" else 1e3 * task.slo.itl_p90 * ITL_TARGET_SHARE,
+        itl_target_ms=None if pool.role == "prefill" else 1e3 * task.engine_itl_target_s,
         cost=kind.costs,
         block_size=BLOCK_SIZE,
     )

@@ -50,7 +50,8 @@ class WorkerKind:
 
     @property
     def name(self) -> str:
-        parts = [self.weights, f"tp{self.tp}" * (self.tp > 1), f"pp{self.pp}" * (self.pp > 1), "drafts" * self.drafts]
+        weights = "packed+plain" if self.weights == "both" else self.weights
+        parts = [weights, f"tp{self.tp}" * (self.tp > 1), f"pp{self.pp}" * (self.pp > 1), "drafts" * self.drafts]
         return " ".join(filter(None, parts))
 
     @property
@@ -134,7 +135,7 @@ def _make_kinds(
     best = next((each for each in plan.plans if each.sharing in ("one GPU", "tensor parallel")), None)
     if best is None:
         raise ModelError(plan.rejected["tensor parallel"], hint="use more GPUs")
-    work = StepWork.of_plan(best, replace(outline, layers=outline.layers[: len(outline.layers) // pp])).repeated(pp)
+    work = StepWork.of_plan(best, replace(outline, layers=outline.layers[: len(outline.layers) // pp])).times(pp)
     kv_tokens = best.kv_tokens
     if kv_tokens < options.longest_request:
         message = f"the KV cache holds {kv_tokens} tokens, and the longest request has {options.longest_request}"
@@ -155,10 +156,10 @@ def _make_kinds(
         source=source,
     )
     kinds = [kind]
-    if options.tokens_per_step is not None and basis == "measured":
+    if options.tokens_per_step is not None and tp == pp == 1:
         drafted = find_drafted_costs(costs, shape, weights, options.tokens_per_step)
         if drafted is not None:
-            left = kv_tokens - DRAFT_HEAD_BYTES // kind.kv_bytes_per_token
+            left = kv_tokens - DRAFT_HEAD_BYTES[weights] // kind.kv_bytes_per_token
             note = f"{source}, {drafted.source}"
             kinds.append(replace(kind, costs=drafted, kv_tokens=left, source=note, drafts=True))
     return kinds
