@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "gateway": {"core", "api", "wire", "net", "trace"},
     "gateway.http": {"core", "api", "wire", "net", "trace", "server"},
     "worker": {"core", "tokens", "hub", "api", "wire", "engine", "models.config", "net", "trace", "server", "cluster"},
+    "autoscaler": {"core", "net", "server"},
     "sim": {"core", "tokens", "kv", "engine", "router", "cluster"},
     "planner": {"core", "engine", "models", "sim"},
     "bench": {
@@ -63,6 +64,7 @@ ALLOWED: dict[str, set[str]] = {
         "net",
         "trace",
         "cluster",
+        "autoscaler",
     },
     "chaos": {"core", "net", "wire", "cluster", "router.policy", "bench"},
     "cli": {
@@ -86,6 +88,7 @@ ALLOWED: dict[str, set[str]] = {
         "chaos",
         "drafter",
         "planner",
+        "autoscaler",
     },
 }
 
@@ -106,6 +109,7 @@ TORCH_FREE = [
     "sim",
     "chaos",
     "planner",
+    "autoscaler",
     "cli",
     "models.config",
     "models.kv_groups",

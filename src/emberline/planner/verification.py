@@ -16,7 +16,7 @@ from emberline.sim.link import KVLink
 from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
 from emberline.sim.result import Distribution
 from emberline.sim.sessions import SingleRequest
-from emberline.sim.worker import SimWorkerConfig
+from emberline.sim.worker_config import SimWorkerConfig
 
 MAX_SIMULATED_ENGINES = 16  # of all pools; larger topologies are simulated in part
 MAX_SHARE_MISMATCH = 1.1  # between the parts of two pools that are simulated

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerRegistration
+from emberline.cluster.registration import ModelRegistration, WorkerRegistration
 from emberline.core.clock import ManualClock
 from emberline.core.config import Role, RouterConfig
 from emberline.core.errors import InvalidRequest, NotFound
@@ -17,6 +17,7 @@ from emberline.router.http.dispatcher import Dispatcher
 from emberline.router.prefix_block_map import BlockPosition
 from emberline.sim.choosers import WorkerChooser, choose_worker_by_policy
 from emberline.sim.event_queue import Callback, EventQueue
+from emberline.sim.fast_worker import FastWorker
 from emberline.sim.job import JobOutput, WorkerJob, WorkerModel
 from emberline.sim.link import KVLink, KVSource, count_overlapped_tokens
 from emberline.sim.oracle import PrefixOracle
@@ -24,14 +25,18 @@ from emberline.sim.prompt import MODEL_NAME, SimRequest
 from emberline.sim.result import RequestRecord, SimResult
 from emberline.sim.sessions import SimSession
 from emberline.sim.turns import OpenTurn, TurnDispatcher
-from emberline.sim.worker import NEVER_S, SimStore, SimWorker, SimWorkerConfig
+from emberline.sim.worker import SimStore, SimWorker
+from emberline.sim.worker_config import NEVER_S, SimWorkerConfig
+from emberline.sim.worker_status import SimWorkerStatus
 
-WorkerState = Literal["starting", "ready", "draining"]
+SimDetail = Literal["steps", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
 class SimClusterConfig(SimWorkerConfig):
-    """A cluster, with the settings of its workers. `workers` answer requests."""
+    """A cluster, with the settings of its workers. `workers` answer requests.
+
+    `detail`: steps: workers have real engines, which plan every step. runs: workers are FastWorkers."""
 
     workers: int = 4
     prefill_workers: int = 0  # further workers, which compute prompts for the others
@@ -40,40 +45,10 @@ class SimClusterConfig(SimWorkerConfig):
     kv_bytes_per_token: float = 131_072.0
     heartbeat_s: float = 1.0
     sample_s: float = 1.0  # between two samples of the load balance
+    detail: SimDetail = "steps"
 
     def config_for(self, role: Role) -> SimWorkerConfig:
         return self.prefill if role == "prefill" and self.prefill is not None else self
-
-
-@dataclass(slots=True)
-class SimWorkerStatus:
-    """A worker of the cluster, from its start to its end."""
-
-    name: str
-    role: Role
-    config: SimWorkerConfig
-    model: WorkerModel
-    started_at: float
-    state: WorkerState = "starting"
-    run_number: int = 0  # of its current or last run; an event for an earlier run is out of date
-    run_end: float | None = None  # None: it is idle
-
-    def heartbeat(self, paired: tuple[str, ...] = ()) -> Heartbeat:
-        counters = self.model.counters()
-        return Heartbeat(
-            self.name,
-            self.name,
-            ready=self.state != "starting",
-            running=counters.running,
-            waiting=counters.waiting,
-            loading=counters.loading,
-            step=counters.steps,
-            kv_usage=counters.kv_usage,
-            busy_seconds=counters.busy_seconds,
-            prompt_tokens=counters.prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            paired=paired,
-        )
 
 
 class SimDispatcher(Dispatcher):
@@ -97,6 +72,8 @@ class SimCluster:
         `router`: the router's settings; its timeouts for lost and stuck workers are not used."""
         if config.workers < 0 or config.prefill_workers < 0:
             raise InvalidRequest("a simulated cluster cannot have a negative number of workers", param="workers")
+        if config.detail == "runs":
+            _check_simulated_in_runs(config, store, kv_events)
         self.config = config
         self.clock = ManualClock()
         self.result = SimResult()
@@ -133,10 +110,12 @@ class SimCluster:
         self._store = store
         self._worker_numbers: dict[Role, Iterator[int]] = {}
         self._changed: set[str] = set()  # workers that have news for the router
-        self._oracle: PrefixOracle | None = PrefixOracle(config.block_size)
+        # It remembers every prompt, which takes too much memory for the runs of large fleets.
+        self._oracle = PrefixOracle(config.block_size) if config.detail == "steps" else None
         self._live_tokens: dict[str, int] = {}  # tokens of each active conversation
         self._live_sum = 0
         self._has_started = False
+        self._num_prefill_workers = 0
         for role, count in (("both", config.workers), ("prefill", config.prefill_workers)):
             for _ in range(count):
                 self.add_worker("prefill" if role == "prefill" else "both")
@@ -144,6 +123,10 @@ class SimCluster:
     @property
     def now(self) -> float:
         return self.clock.time
+
+    @property
+    def has_prefill_workers(self) -> bool:
+        return self._num_prefill_workers > 0
 
     def at(self, time: float, callback: Callback) -> None:
         """Call `callback` at this virtual time, if the run lasts so long."""
@@ -176,16 +159,24 @@ class SimCluster:
         """Start a worker, which gets requests after `start_seconds`, and return its name."""
         number = next(self._worker_numbers.setdefault(role, itertools.count()))
         name = f"{'worker' if role == 'both' else role}-{number}"
+        self._num_prefill_workers += role == "prefill"
         config = config or self.config.config_for(role)
-        model = SimWorker(name, config, self._store, self.config.link, self.config.kv_bytes_per_token)
-        if self.dispatch.kv_index is not None:
-            model.engine.kv.track_prefix_changes()
+        model = self._make_model(name, config)
         worker = self.workers[name] = SimWorkerStatus(name, role, config, model, self.now)
         if start_seconds > 0:
-            self._events.at(self.now + start_seconds, partial(self._register, worker))
+            self.at(self.now + start_seconds, partial(self._register, worker))
         else:
             self._register(worker)
         return name
+
+    def _make_model(self, name: str, config: SimWorkerConfig) -> WorkerModel:
+        link, token_bytes = self.config.link, self.config.kv_bytes_per_token
+        if self.config.detail == "runs":
+            return FastWorker(name, config, link, token_bytes)
+        model = SimWorker(name, config, self._store, link, token_bytes)
+        if self.dispatch.kv_index is not None:
+            model.engine.kv.track_prefix_changes()
+        return model
 
     def drain_worker(self, name: str, *, move: bool = False) -> None:
         """Send a worker no new requests, and stop it when its requests have ended. `move`: they move at once.
@@ -247,8 +238,10 @@ class SimCluster:
 
     def _remove_worker(self, worker: SimWorkerStatus) -> None:
         del self.workers[worker.name]
+        self._num_prefill_workers -= worker.role == "prefill"
         worker.run_number += 1
         self._changed.discard(worker.name)
+        self._record_gaps(worker)
         self._count_worker_time(worker)
         if (member := self.dispatch.membership.get(worker.name)) is not None:
             member.last_heartbeat_at = -math.inf  # the router forgets it at once
@@ -261,8 +254,14 @@ class SimCluster:
     def _send_heartbeats(self) -> None:
         paired = tuple(name for name, worker in self.workers.items() if worker.role == "prefill")
         for name in sorted(self._changed):
-            self.dispatch.record_heartbeat(self.workers[name].heartbeat(paired))
+            worker = self.workers[name]
+            self.dispatch.record_heartbeat(worker.heartbeat(paired))
+            if self.config.detail == "runs" and worker.role != "prefill":  # outputs do not report every token
+                self._turns.report_progress(name, partial(self._num_generated, worker.model))
         self._changed.clear()
+
+    def _num_generated(self, model: WorkerModel, job_id: str) -> int:
+        return model.num_generated(job_id, self.now)
 
     def _record_load_imbalance(self) -> None:
         work = [w.model.remaining_tokens for w in self.workers.values() if w.role != "prefill" and w.state == "ready"]
@@ -317,8 +316,7 @@ class SimCluster:
         self._changed.add(worker.name)
         if isinstance(worker.model, SimWorker):
             self._apply_kv_events(worker.model)
-        for seconds, count in worker.model.take_gaps():
-            self.result.inter_token_seconds.add(seconds, count)
+        self._record_gaps(worker)
         for output in outputs:
             self._turns.receive_output(output)
         if self.workers.get(worker.name) is worker and worker.run_end is None:
@@ -326,6 +324,10 @@ class SimCluster:
                 self._start_run(worker)
             elif worker.state == "draining":
                 self._remove_if_drained(worker)
+
+    def _record_gaps(self, worker: SimWorkerStatus) -> None:
+        for seconds, count in worker.model.take_gaps():
+            self.result.inter_token_seconds.add(seconds, count)
 
     def _apply_kv_events(self, model: SimWorker) -> None:
         if (index := self.dispatch.kv_index) is None:
@@ -372,3 +374,16 @@ class SimCluster:
         if num_tokens:
             self._live_tokens[session_name] = num_tokens
         self.result.working_set = max(self.result.working_set, self._live_sum)
+
+
+def _check_simulated_in_runs(config: SimClusterConfig, store: SimStore | None, kv_events: bool) -> None:
+    used = {
+        "a KV store": store is not None,
+        "KV events": kv_events,
+        "itl_target_ms": config.itl_target_ms is not None or config.config_for("prefill").itl_target_ms is not None,
+    }
+    for name, is_used in used.items():
+        if is_used:
+            raise InvalidRequest(
+                f"{name} cannot be simulated in runs of steps", param="detail", hint="simulate every step: detail=steps"
+            )
