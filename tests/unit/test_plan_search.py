@@ -73,8 +73,8 @@ def test_slow_links_make_the_first_token_late(kinds: list[WorkerKind]) -> None:
 
 def test_overload_is_unstable(kinds: list[WorkerKind]) -> None:
     task = make_task("rate=100,in=4000,out=10")
-    assert not estimate_colocated(kinds[0], 1, task.traffic, task.slo).is_stable
-    assert estimate_colocated(kinds[0], 20, task.traffic, task.slo).is_stable
+    assert not estimate_colocated(kinds[0], 1, task.traffic, task.slo.itl_p90).is_stable
+    assert estimate_colocated(kinds[0], 20, task.traffic, task.slo.itl_p90).is_stable
 
 
 @pytest.mark.parametrize("least", [1, 2, 3, 7, 8, 100])
@@ -112,7 +112,7 @@ def test_candidates_meet_the_targets_with_as_few_workers_as_possible(kinds: list
     task = make_task("rate=100,in=500,out=10", "ttft_p90=100ms,itl_p90=30ms")
     best = find_candidates(kinds[:1], task, 0)[0]
     assert best.meets_targets and best.load.meets(task)
-    fewer = best.topology.with_counts([best.topology.counts[0] - 1])
+    fewer = best.topology.with_counts([best.topology.counts[0] - 1], task)
     assert not simulate_topology(fewer, task, 0).meets(task)
 
 

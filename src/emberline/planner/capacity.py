@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from emberline.core.slo import LatencyTargets
 from emberline.core.step_costs import count_prompt_pairs
 from emberline.planner.traffic import Traffic
 from emberline.planner.worker_kind import WorkerKind
@@ -18,17 +17,18 @@ MAX_WORKERS = 4096
 MAX_UTILISATION = 0.97  # of prompt computation
 MAX_KV_SHARE = 0.95  # of the KV cache that running requests may hold
 P90_DEVIATIONS = 1.28  # standard deviations from the mean to the 90th percentile
-FIXED_POINT_ROUNDS = 60
+MAX_MIXED_STEPS = 0.1  # share of steps with prompts up to which the 90th percentile is a step without
+MAX_ROUNDS, CONVERGED_SHARE = 400, 1e-4  # of the iteration to the steady state
 
 
 @dataclass(frozen=True, slots=True)
 class LoadEstimate:
-    """The estimated latencies of a pool of equal workers, and what limits it."""
+    """The estimated latencies of a topology in seconds; infinite: the target is missed by far."""
 
     ttft_p90: float
     itl_p90: float
     decode_rows: float  # mean requests that decode in one engine
-    is_stable: bool  # whether prompts and KV cache keep up with the traffic
+    is_stable: bool  # whether the workers keep up with the traffic at all
 
 
 UNSTABLE = LoadEstimate(math.inf, math.inf, math.inf, is_stable=False)
@@ -45,34 +45,23 @@ def prompt_seconds(kind: WorkerKind, tokens: float, cached_share: float) -> floa
     return seconds
 
 
-def estimate_colocated(kind: WorkerKind, workers: int, traffic: Traffic, slo: LatencyTargets) -> LoadEstimate:
-    """Estimate workers that compute prompts and replies. Chunks of prompts are sized by the inter-token target."""
+def estimate_colocated(kind: WorkerKind, workers: int, traffic: Traffic, itl_target_s: float) -> LoadEstimate:
+    """Estimate workers that compute prompts and replies. Chunks of prompts are sized by the engine's setting."""
     engines = workers * kind.pp
-    rate = traffic.rate / engines
+    rate, context = traffic.rate / engines, traffic.mean_context
     computed = traffic.mean_prompt * (1.0 - traffic.prefix_share)
-    rows, context, step_s = 0.0, traffic.mean_context, 0.0
-    for _ in range(FIXED_POINT_ROUNDS):
-        budget = _prompt_budget(kind, rows, context, traffic, slo.itl_p90)
-        if budget <= 0 or rows > _max_rows(kind, context):
-            return UNSTABLE
-        alone = _decode_step_s(kind, rows, context)
-        token_s = (_mixed_step_s(kind, rows, context, budget, traffic) - alone) / budget
-        if (busy := rate * computed * token_s) >= MAX_UTILISATION:
-            return UNSTABLE
-        step_s = max(alone, kind.costs.step_seconds(1, context)) / (1.0 - busy)
-        rows += 0.5 * (rate * traffic.mean_output * step_s - rows)
-    if _peak(rows) > _max_rows(kind, context):
+    if (rows := _steady_rows(kind, rate, traffic)) is None:
         return UNSTABLE
-    chunk_rate = budget / max(slo.itl_p90, step_s)  # prompt tokens per second of one engine
-    service = computed / chunk_rate
-    utilisation = rate * service
-    if utilisation >= MAX_UTILISATION:
-        return UNSTABLE
-    first = traffic.p90_prompt * (1.0 - traffic.prefix_share) / chunk_rate
+    decode_s = _decode_step_s(kind, _peak(rows), context)
+    budget = _prompt_budget(kind, rows, traffic, itl_target_s)
+    service = math.inf if budget <= 0 else computed * itl_target_s / budget
+    if (utilisation := rate * service) >= MAX_UTILISATION:
+        return LoadEstimate(math.inf, decode_s, rows, is_stable=True)
+    first = traffic.p90_prompt * (1.0 - traffic.prefix_share) * itl_target_s / budget
     wait = p90_wait(utilisation, engines, service, traffic.prompt_variation)
-    mixed_share = rate * computed / budget * step_s  # of steps with prompts
-    itl = slo.itl_p90 if mixed_share > 0.1 else _decode_step_s(kind, _peak(rows), context)
-    return LoadEstimate(first + wait, max(itl, _decode_step_s(kind, _peak(rows), context)), rows, is_stable=True)
+    # Steps with prompts last up to the target; if they are few, the 90th percentile is a step without prompts.
+    itl = max(itl_target_s, decode_s) if utilisation > MAX_MIXED_STEPS else decode_s
+    return LoadEstimate(first + wait, itl, rows, is_stable=True)
 
 
 def estimate_prefill(kind: WorkerKind, workers: int, traffic: Traffic, handoff_s: float) -> LoadEstimate:
@@ -89,14 +78,30 @@ def estimate_prefill(kind: WorkerKind, workers: int, traffic: Traffic, handoff_s
 
 def estimate_decode(kind: WorkerKind, workers: int, traffic: Traffic) -> LoadEstimate:
     """Estimate workers that compute replies only."""
-    rate, context, rows = traffic.rate / (workers * kind.pp), traffic.mean_context, 1.0
-    for _ in range(FIXED_POINT_ROUNDS):
-        rows += 0.5 * (rate * traffic.mean_output * _decode_step_s(kind, rows, context) - rows)
-        if rows > 2 * _max_rows(kind, context):
-            return UNSTABLE
-    if _peak(rows) > _max_rows(kind, context):
+    rows = _steady_rows(kind, traffic.rate / (workers * kind.pp), traffic, computes_prompts=False)
+    if rows is None:
         return UNSTABLE
-    return LoadEstimate(0.0, _decode_step_s(kind, _peak(rows), context), rows, is_stable=True)
+    return LoadEstimate(0.0, _decode_step_s(kind, _peak(rows), traffic.mean_context), rows, is_stable=True)
+
+
+def _steady_rows(kind: WorkerKind, rate: float, traffic: Traffic, *, computes_prompts: bool = True) -> float | None:
+    """Return the mean requests that decode in an engine; None: their number grows without end, or beyond its limits.
+
+    In the steady state, a step computes as many tokens as arrive while it lasts."""
+    computed = traffic.mean_prompt * (1.0 - traffic.prefix_share) * computes_prompts
+    context, limit = traffic.mean_context, _max_rows(kind, traffic.mean_context)
+    step_s, rows = 0.0, 0.0
+    for _ in range(MAX_ROUNDS):
+        before = step_s
+        tokens = rate * computed * step_s
+        pairs = tokens * traffic.mean_prompt_context
+        step_s = kind.costs.step_seconds(max(1, round(rows)), max(1.0, rows) * context, round(tokens), pairs)
+        rows = rate * traffic.mean_output * step_s
+        if _peak(rows) > limit or tokens > kind.max_batch_tokens:
+            return None
+        if step_s - before < CONVERGED_SHARE * step_s:
+            return rows
+    return None
 
 
 def fewest_workers(meets: Callable[[int], bool], limit: int = MAX_WORKERS) -> int | None:
@@ -128,19 +133,14 @@ def _decode_step_s(kind: WorkerKind, rows: float, context: float) -> float:
     return kind.costs.step_seconds(whole, whole * context)
 
 
-def _mixed_step_s(kind: WorkerKind, rows: float, context: float, tokens: int, traffic: Traffic) -> float:
-    whole = math.ceil(rows)
-    middle = traffic.mean_prompt * (1 + traffic.prefix_share) / 2  # mean context of the prompt tokens computed
-    return kind.costs.step_seconds(whole, whole * context, tokens, tokens * middle)
-
-
-def _prompt_budget(kind: WorkerKind, rows: float, context: float, traffic: Traffic, target_s: float) -> int:
+def _prompt_budget(kind: WorkerKind, rows: float, traffic: Traffic, target_s: float) -> int:
     """Return how many prompt tokens fit into a step of `target_s`; 0: none."""
-    low, high = 0, kind.max_batch_tokens
+    whole, low, high = math.ceil(rows), 0, kind.max_batch_tokens
     while low < high:
-        middle = (low + high + 1) // 2
-        fits = _mixed_step_s(kind, rows, context, middle, traffic) <= target_s
-        low, high = (middle, high) if fits else (low, middle - 1)
+        tokens = (low + high + 1) // 2
+        pairs = tokens * traffic.mean_prompt_context
+        fits = kind.costs.step_seconds(whole, whole * traffic.mean_context, tokens, pairs) <= target_s
+        low, high = (tokens, high) if fits else (low, tokens - 1)
     return low
 
 

@@ -79,7 +79,7 @@ def _report_load(load: SimulatedLoad) -> dict[str, float | None]:
 def _report_pool(plan: FleetPlan, pool: PlannedPool) -> dict[str, Any]:
     kind = pool.kind
     options = [kind.serve_options, "" if pool.role == "both" else f"--role {pool.role}"]
-    if pool.role != "prefill":
+    if pool.role == "both":
         options.append(f"--itl-target-ms {_ms(plan.task.engine_itl_target_s):g}")
     return {
         "role": pool.role,

@@ -76,13 +76,14 @@ def _verify(topology: Topology, task: PlanningTask, seed: int) -> Candidate:
 
 
 def _with_fewer(topology: Topology, load: SimulatedLoad, task: PlanningTask) -> Topology | None:
-    """Return the topology with a worker less in the pool that has the most time left; None: all have one worker."""
+    """Return the topology with a worker less in the pool that has the most time left; None: none can do without."""
     slack = {0: load.ttft_p90 / task.slo.ttft_p90, len(topology.pools) - 1: load.itl_p90 / task.slo.itl_p90}
     for pool in sorted(slack, key=slack.__getitem__):
         counts = list(topology.counts)
         if counts[pool] > 1:
             counts[pool] -= 1
-            return topology.with_counts(counts)
+            if (smaller := topology.with_counts(counts, task)).estimate.is_stable:
+                return smaller
     return None
 
 
@@ -91,8 +92,8 @@ def _with_more(topology: Topology, load: SimulatedLoad, task: PlanningTask) -> T
     counts = list(topology.counts)
     is_late = load.ttft_p90 > task.slo.ttft_p90, load.itl_p90 > task.slo.itl_p90
     if not topology.is_split:
-        return topology.with_counts([counts[0] + 1])
-    return topology.with_counts([count + late for count, late in zip(counts, is_late, strict=True)])
+        return topology.with_counts([counts[0] + 1], task)
+    return topology.with_counts([count + late for count, late in zip(counts, is_late, strict=True)], task)
 
 
 def _may_fit(topology: Topology, max_gpus: int | None) -> bool:

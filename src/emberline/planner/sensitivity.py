@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from emberline.planner.capacity import LoadEstimate, estimate_colocated, estimate_decode, estimate_prefill
 from emberline.planner.search import Candidate
-from emberline.planner.topology import PlanningTask, Topology, list_topologies
+from emberline.planner.topology import PlanningTask, Topology, estimate_pools, list_topologies
 from emberline.planner.verification import SimulatedLoad, simulate_topology
 from emberline.planner.worker_kind import WorkerKind
 
@@ -111,12 +111,13 @@ def _ttft_without(topology: Topology, task: PlanningTask, missing: int, start_s:
     traffic, whole = task.traffic, topology.counts[missing]
     if not counts[missing]:
         return start_s  # requests wait until the worker is replaced
-    estimate = _estimate(topology.with_counts(counts), task)
-    if estimate.is_stable:
+    estimate = topology.with_counts(counts, task).estimate
+    if math.isfinite(estimate.ttft_p90):
         return estimate.ttft_p90
-    share = _stable_share(topology.with_counts(counts), task)
+    share = _stable_share(topology.with_counts(counts, task), task)
     backlog = traffic.rate * (1.0 - share) * start_s
-    return topology.estimate.ttft_p90 + backlog / (traffic.rate * max(share, 1.0 / whole))
+    usual = topology.estimate.ttft_p90 if math.isfinite(topology.estimate.ttft_p90) else task.slo.ttft_p90
+    return usual + backlog / (traffic.rate * max(share, 1.0 / whole))
 
 
 def _stable_share(topology: Topology, task: PlanningTask) -> float:
@@ -125,17 +126,6 @@ def _stable_share(topology: Topology, task: PlanningTask) -> float:
     while high - low > 0.01:
         middle = (low + high) / 2
         scaled = replace(task, traffic=task.traffic.with_rate_factor(middle))
-        low, high = (middle, high) if _estimate(topology, scaled).is_stable else (low, middle)
+        is_met = math.isfinite(estimate_pools(topology.pools, scaled).ttft_p90)
+        low, high = (middle, high) if is_met else (low, middle)
     return low
-
-
-def _estimate(topology: Topology, task: PlanningTask) -> LoadEstimate:
-    if not topology.is_split:
-        return estimate_colocated(topology.pools[0].kind, topology.pools[0].count, task.traffic, task.slo)
-    prefill, decode = topology.pools
-    handoff_s = task.link.handoff_seconds(prefill.kind, task.traffic.p90_prompt)
-    first = estimate_prefill(prefill.kind, prefill.count, task.traffic, handoff_s)
-    second = estimate_decode(decode.kind, decode.count, task.traffic)
-    return LoadEstimate(
-        first.ttft_p90, second.itl_p90, second.decode_rows, is_stable=first.is_stable and second.is_stable
-    )

@@ -47,6 +47,21 @@ class PlannedPool:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanningTask:
+    """What is planned: the traffic, its targets, the link of handoffs and the budget."""
+
+    traffic: Traffic
+    slo: LatencyTargets
+    link: HandoffLink
+    max_gpus: int | None = None
+
+    @property
+    def engine_itl_target_s(self) -> float:
+        """The engine's setting, which is lower than the target: it sizes chunks of prompts by estimates."""
+        return ITL_TARGET_SHARE * self.slo.itl_p90
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     pools: tuple[PlannedPool, ...]  # one of role both, or prefill and decode
     estimate: LoadEstimate
@@ -69,13 +84,13 @@ class Topology:
         return all(pool.kind.weights not in ONLINE_FORMATS for pool in self.pools)
 
     def mean_lifetime_s(self, traffic: Traffic) -> float:
-        """Return the estimated seconds from a request to its last token, from the requests that decode."""
-        return self.estimate.ttft_p90 + self.estimate.decode_rows * self.pools[-1].engines / traffic.rate
+        """Return the estimated seconds from the first to the last token of a request."""
+        return self.estimate.decode_rows * self.pools[-1].engines / traffic.rate
 
-    def with_counts(self, counts: Sequence[int]) -> Topology:
-        """Return the topology with other numbers of workers, and the estimate of this one."""
-        pools = [replace(pool, count=count) for pool, count in zip(self.pools, counts, strict=True)]
-        return replace(self, pools=tuple(pools))
+    def with_counts(self, counts: Sequence[int], task: PlanningTask) -> Topology:
+        """Return the topology with other numbers of workers."""
+        pools = tuple(replace(pool, count=count) for pool, count in zip(self.pools, counts, strict=True))
+        return Topology(pools, estimate_pools(pools, task))
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -90,31 +105,15 @@ class Topology:
         return " + ".join(map(str, self.pools))
 
 
-@dataclass(frozen=True, slots=True)
-class PlanningTask:
-    """What is planned: the traffic, its targets, the link of handoffs and the budget."""
-
-    traffic: Traffic
-    slo: LatencyTargets
-    link: HandoffLink
-    max_gpus: int | None = None
-
-    @property
-    def engine_itl_target_s(self) -> float:
-        """The engine's setting, which is lower than the target: it sizes chunks of prompts by estimates."""
-        return ITL_TARGET_SHARE * self.slo.itl_p90
-
-
 def list_topologies(kinds: Sequence[WorkerKind], task: PlanningTask) -> list[Topology]:
     """Return the topologies that meet the targets by estimate, the best first. May exceed the budget of GPUs."""
     found = [topology for kind in kinds if (topology := _plan_colocated(kind, task)) is not None]
     prefill = [pool for kind in kinds if (pool := _plan_prefill(kind, task)) is not None]
     decode = [pool for kind in kinds if (pool := _plan_decode(kind, task)) is not None]
-    for first, ttft in prefill:
-        for second, itl in decode:
+    for first in prefill:
+        for second in decode:
             if first.kind.weights == second.kind.weights and not first.kind.drafts:  # KV blocks must be compatible
-                estimate = LoadEstimate(ttft.ttft_p90, itl.itl_p90, itl.decode_rows, is_stable=True)
-                found.append(Topology((first, second), estimate))
+                found.append(Topology((first, second), estimate_pools((first, second), task)))
     return sorted(found, key=_rank)
 
 
@@ -143,29 +142,38 @@ def _rank(topology: Topology) -> tuple[int, bool, float, str]:
     return topology.gpus, topology.basis != "measured", estimate.ttft_p90 + estimate.itl_p90, str(topology)
 
 
+def estimate_pools(pools: Sequence[PlannedPool], task: PlanningTask) -> LoadEstimate:
+    """Estimate the latencies of one pool of role both, or of a prefill and a decode pool."""
+    if len(pools) == 1:
+        return estimate_colocated(pools[0].kind, pools[0].count, task.traffic, task.engine_itl_target_s)
+    prefill, decode = pools
+    handoff_s = task.link.handoff_seconds(prefill.kind, task.traffic.p90_prompt)
+    first = estimate_prefill(prefill.kind, prefill.count, task.traffic, handoff_s)
+    second = estimate_decode(decode.kind, decode.count, task.traffic)
+    return LoadEstimate(
+        first.ttft_p90, second.itl_p90, second.decode_rows, is_stable=first.is_stable and second.is_stable
+    )
+
+
 def _plan_colocated(kind: WorkerKind, task: PlanningTask) -> Topology | None:
     def meets(count: int) -> bool:
-        estimate = estimate_colocated(kind, count, task.traffic, task.slo)
+        estimate = estimate_pools([PlannedPool("both", kind, count)], task)
         return estimate.ttft_p90 <= task.slo.ttft_p90 and estimate.itl_p90 <= task.slo.itl_p90
 
     if (count := fewest_workers(meets, MAX_WORKERS)) is None:
         return None
-    estimate = estimate_colocated(kind, count, task.traffic, task.slo)
-    return Topology((PlannedPool("both", kind, count),), estimate)
+    pool = PlannedPool("both", kind, count)
+    return Topology((pool,), estimate_pools([pool], task))
 
 
-def _plan_prefill(kind: WorkerKind, task: PlanningTask) -> tuple[PlannedPool, LoadEstimate] | None:
+def _plan_prefill(kind: WorkerKind, task: PlanningTask) -> PlannedPool | None:
     handoff_s = task.link.handoff_seconds(kind, task.traffic.p90_prompt)
     count = fewest_workers(
         lambda count: estimate_prefill(kind, count, task.traffic, handoff_s).ttft_p90 <= task.slo.ttft_p90
     )
-    if count is None:
-        return None
-    return PlannedPool("prefill", kind, count), estimate_prefill(kind, count, task.traffic, handoff_s)
+    return None if count is None else PlannedPool("prefill", kind, count)
 
 
-def _plan_decode(kind: WorkerKind, task: PlanningTask) -> tuple[PlannedPool, LoadEstimate] | None:
+def _plan_decode(kind: WorkerKind, task: PlanningTask) -> PlannedPool | None:
     count = fewest_workers(lambda count: estimate_decode(kind, count, task.traffic).itl_p90 <= task.slo.itl_p90)
-    if count is None:
-        return None
-    return PlannedPool("decode", kind, count), estimate_decode(kind, count, task.traffic)
+    return None if count is None else PlannedPool("decode", kind, count)

@@ -73,6 +73,13 @@ class Traffic:
         return weighted / sum(output for _, output in self.lengths)
 
     @cached_property
+    def mean_prompt_context(self) -> float:
+        """The mean number of tokens to which a computed prompt token attends."""
+        share = self.prefix_share
+        attended = sum(prompt * (1 - share) * prompt * (1 + share) / 2 for prompt, _ in self.lengths)
+        return attended / sum(prompt * (1 - share) for prompt, _ in self.lengths)
+
+    @cached_property
     def prompt_variation(self) -> float:
         """The squared coefficient of variation of the prompts' lengths."""
         mean = self.mean_prompt

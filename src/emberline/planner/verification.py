@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from emberline.planner.capacity import prompt_seconds
 from emberline.planner.topology import PlannedPool, PlanningTask, Topology
 from emberline.planner.traffic import Traffic
-from emberline.sim.cluster import SimCluster, SimClusterConfig
+from emberline.sim.cluster import SimCluster, SimClusterConfig, SimDetail
 from emberline.sim.link import KVLink
 from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
 from emberline.sim.result import Distribution
@@ -48,8 +48,16 @@ class SimulatedLoad:
         return self.ttft_p90 <= task.slo.ttft_p90 and self.itl_p90 <= task.slo.itl_p90
 
 
+OVERLOAD = SimulatedLoad(math.inf, math.inf, math.inf, math.inf, 0, 0, 0, 0.0, 0.0, 0.0)
+
+
 def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> SimulatedLoad:
-    """Simulate a part of the topology that is large enough, with its part of the traffic."""
+    """Simulate a part of the topology that is large enough, with its part of the traffic.
+
+    Workers that cannot keep up are not simulated: their latencies grow as long as the traffic lasts."""
+    topology = topology.with_counts(topology.counts, task)  # with the estimate for this traffic
+    if not topology.estimate.is_stable:
+        return OVERLOAD
     engines = [pool.engines for pool in topology.pools]
     counts = choose_simulated_counts(engines, _max_engines(topology, task.traffic))
     share = max(n / count for n, count in zip(counts, engines, strict=True))
@@ -146,7 +154,9 @@ class _Sessions:
 def _build_cluster(topology: Topology, counts: Sequence[int], task: PlanningTask) -> SimCluster:
     kv_bytes = topology.pools[0].kind.kv_bytes_per_token
     link = KVLink(task.link.bytes_per_second)
-    cluster = SimCluster(SimClusterConfig(workers=0, link=link, kv_bytes_per_token=kv_bytes))
+    # Engines with a target for inter-token latencies plan every step; without one, runs of steps are computed at once.
+    detail: SimDetail = "runs" if topology.is_split else "steps"
+    cluster = SimCluster(SimClusterConfig(workers=0, link=link, kv_bytes_per_token=kv_bytes, detail=detail))
     for pool, count in zip(topology.pools, counts, strict=True):
         for _ in range(count):
             cluster.add_worker(pool.role, _worker_config(pool, task))
@@ -163,7 +173,7 @@ def _worker_config(pool: PlannedPool, task: PlanningTask) -> SimWorkerConfig:
         kv_tokens=kind.kv_tokens // kind.pp // BLOCK_SIZE * BLOCK_SIZE,
         max_running=kind.max_running,
         batch_tokens=kind.max_batch_tokens,
-        itl_target_ms=None if pool.role == "prefill" else 1e3 * task.engine_itl_target_s,
+        itl_target_ms=1e3 * task.engine_itl_target_s if pool.role == "both" else None,
         cost=kind.costs,
         block_size=BLOCK_SIZE,
     )
