@@ -53,11 +53,11 @@ def _add_routing_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_routing_bench(args: argparse.Namespace) -> int:
     from emberline.bench import routing
-    from emberline.sim.agents import AgentWorkload
     from emberline.sim.cluster import SimClusterConfig
+    from emberline.sim.workloads.agents import AgentWorkload
 
     shape = SimClusterConfig(workers=args.workers, kv_tokens=args.kv_tokens)
-    report = routing.bench(AgentWorkload(sessions=args.sessions), shape, args.store_blocks, args.seeds)
+    report = routing.bench(AgentWorkload(num_sessions=args.sessions), shape, args.store_blocks, args.seeds)
     report.print_and_save(args.json, args.commit)
     return 0
 

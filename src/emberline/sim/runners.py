@@ -8,21 +8,29 @@ from hashlib import blake2b
 from emberline.core.clock import ManualClock
 from emberline.core.plan import SampledToken, StepPlan, StepResult
 from emberline.sim.costmodel import StepCosts
+from emberline.sim.prompt import VOCAB_SIZE
 
-VOCAB_SIZE = 100_000
+TokenSource = Callable[[str, int], int]  # the token of a request at a position
+
+
+def hash_token(request_id: str, position: int) -> int:
+    digest = blake2b(f"{request_id}:{position}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB_SIZE
 
 
 class SimRunner:
-    """Simulates a device that computes one step at a time. The sampled tokens are hashes of request id and position."""
+    """Simulates a device that computes one step at a time. The sampled tokens are those of a TokenSource."""
 
     layout = "sim"
     vocab_size = VOCAB_SIZE
     eos: frozenset[int] = frozenset()
 
-    def __init__(self, num_blocks: int, costs: StepCosts, clock: ManualClock) -> None:
+    def __init__(self, num_blocks: int, costs: StepCosts, clock: ManualClock, token_at: TokenSource) -> None:
         self.num_blocks = num_blocks
+        self.num_steps, self.busy_seconds = 0, 0.0
         self._costs = costs
         self._clock = clock
+        self._token_at = token_at
 
     def run(self, plan: StepPlan) -> StepResult:
         result = self._compute(plan)
@@ -31,15 +39,19 @@ class SimRunner:
 
     def _compute(self, plan: StepPlan) -> StepResult:
         seconds = self._costs.estimate_step_seconds(plan) if plan.work else 0.0
+        self.num_steps += 1
+        self.busy_seconds += seconds
         ends = [(work.id, work.start + len(work.tokens)) for work in plan.work if work.samples]
-        return StepResult(plan.step, {name: SampledToken(_token_at(name, end)) for name, end in ends}, seconds=seconds)
+        return StepResult(
+            plan.step, {name: SampledToken(self._token_at(name, end)) for name, end in ends}, seconds=seconds
+        )
 
 
 class PipelinedSimRunner(SimRunner):
     """Simulates a GPU: a step is planned while the one before it runs, so a new request waits for one step more."""
 
-    def __init__(self, num_blocks: int, costs: StepCosts, clock: ManualClock) -> None:
-        super().__init__(num_blocks, costs, clock)
+    def __init__(self, num_blocks: int, costs: StepCosts, clock: ManualClock, token_at: TokenSource) -> None:
+        super().__init__(num_blocks, costs, clock, token_at)
         self._free_at = 0.0  # time at which the device has computed all launched steps
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
@@ -54,10 +66,7 @@ class PipelinedSimRunner(SimRunner):
         return wait
 
 
-def make_sim_runner(num_blocks: int, costs: StepCosts, clock: ManualClock) -> SimRunner:
-    return (PipelinedSimRunner if costs.plans_ahead else SimRunner)(num_blocks, costs, clock)
-
-
-def _token_at(request_id: str, position: int) -> int:
-    digest = blake2b(f"{request_id}:{position}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") % VOCAB_SIZE
+def make_sim_runner(
+    num_blocks: int, costs: StepCosts, clock: ManualClock, token_at: TokenSource = hash_token
+) -> SimRunner:
+    return (PipelinedSimRunner if costs.plans_ahead else SimRunner)(num_blocks, costs, clock, token_at)
