@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class LoadResult:
     def from_times(due_times: Sequence[float], token_times: Sequence[Sequence[float]]) -> LoadResult:
         """`token_times`: of each request, on the same clock as `due_times`."""
         ttft = [times[0] - due for due, times in zip(due_times, token_times, strict=True)]
-        gaps = [b - a for times in token_times for a, b in zip(times, times[1:], strict=False)]
+        gaps = [b - a for times in token_times for a, b in pairwise(times)]
         tokens = sum(map(len, token_times))
         rate = tokens / (max(times[-1] for times in token_times) - min(due_times))
         (ttft_p50, ttft_p90), (itl_p50, itl_p90) = (np.percentile(values, (50, 90)).tolist() for values in (ttft, gaps))

@@ -54,7 +54,8 @@ def _random_tensors() -> dict[str, np.ndarray]:
     rng, kv = np.random.default_rng(0), HIDDEN // HEADS * KV_HEADS
 
     def matrix(rows: int, columns: int) -> np.ndarray:
-        return (rng.standard_normal((rows, columns)) / columns**0.5).astype(np.float32)
+        values: np.ndarray = (rng.standard_normal((rows, columns)) / columns**0.5).astype(np.float32)
+        return values
 
     head = matrix(VOCAB, HIDDEN)
     head[:NO_TEXT_TOKENS] = 0.0  # the largest logit of the others is above 0

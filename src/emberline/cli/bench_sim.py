@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from emberline.bench import report as reports
-from emberline.cli.bench_options import add_model_argument, add_rounds_option
+from emberline.cli.bench_options import add_logs_option, add_model_argument, add_rounds_option, choose_log_dir
 from emberline.cli.options import parse_comma_list
 
 
@@ -16,6 +16,28 @@ def add_parsers(kinds: Any) -> None:
     _add_step_costs_arguments(
         kinds.add_parser("step-costs", help="Measure the engine's steps on this CPU, as a table for the simulator.")
     )
+    _add_accuracy_arguments(
+        kinds.add_parser("sim-accuracy", help="Compare the simulator with real clusters of this machine.")
+    )
+
+
+def _add_accuracy_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cases", type=parse_comma_list, default=("tiny", "smollm2"), help="Models to serve, comma-separated."
+    )
+    parser.add_argument(
+        "--loads", type=_parse_numbers, default=(40, 70, 90), help="Percent of the capacity, comma-separated."
+    )
+    parser.add_argument("--seconds", type=float, default=15.0, help="Seconds of arrivals at each load.")
+    add_logs_option(parser)
+
+
+def _run_accuracy(args: argparse.Namespace) -> int:
+    from emberline.bench import sim_accuracy
+
+    report = sim_accuracy.bench(args.cases, args.loads, args.seconds, choose_log_dir(args))
+    report.print_and_save(args.json, args.commit)
+    return 0
 
 
 def _add_step_costs_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,4 +94,5 @@ def _parse_numbers(text: str) -> tuple[int, ...]:
 RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
     "routing": _run_routing_bench,
     "step-costs": _run_step_costs,
+    "sim-accuracy": _run_accuracy,
 }
