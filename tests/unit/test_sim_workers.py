@@ -67,7 +67,7 @@ def test_last_worker_killed_lets_requests_wait_then_fail() -> None:
 
 def test_new_worker_serves_waiting_requests_after_its_start() -> None:
     cluster, records = make_cluster(SimClusterConfig(workers=0, kv_tokens=8192, batch_tokens=256, cost=COST))
-    cluster.at(1.0, lambda: cluster.add_worker(start_seconds=4.0) and None)
+    cluster.at(1.0, lambda: cluster.add_worker(start_seconds=4.0))
     result = cluster.run([single(0)])
     assert records[0].first_token_at == pytest.approx(5.0 + STEP_S)
     assert result.worker_seconds == pytest.approx(records[0].finished_at - 1.0), "start-up is paid for"
@@ -108,6 +108,7 @@ def test_prefill_workers_hand_prompts_over() -> None:
     assert result.handoffs == 1
     # Two chunks of 256 tokens; while the second is computed, the link carries 51 tokens of 1000 bytes.
     prefill_s = 2 * 256 * COST.token
+    assert long.first_token_at is not None
     assert long.first_token_at == pytest.approx(prefill_s + 0.05 + (512 - 51) * 1000 / 1e6, abs=2 * STEP_S)
     assert long.finished_at - long.first_token_at == pytest.approx(100 * STEP_S, rel=0.02)
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from emberline.bench import accuracy_h200
 from emberline.bench.accuracy_load import LoadResult, LoadShape, TimedRequest, measure_load
 from emberline.bench.accuracy_sim import HostOverheads, SimulatedCluster
 from emberline.bench.client import CompletionClient, RequestTrace
@@ -79,11 +80,14 @@ class AccuracyPoint:
         return {
             name: abs(getattr(self.simulated, name) / getattr(self.real, name) - 1)
             for name in (*LATENCIES, "output_rate")
+            if not math.isnan(getattr(self.real, name))
         }
 
 
-def bench(cases: Sequence[str], loads: Sequence[int], seconds: float, log_dir: Path) -> BenchReport:
-    """Measure all cases. `loads`: percent of the capacity. `seconds`: of arrivals for each load."""
+def bench(cases: Sequence[str], loads: Sequence[int], seconds: float, results_dir: Path, log_dir: Path) -> BenchReport:
+    """Measure all cases. `loads`: percent of the capacity. `seconds`: of arrivals for each load.
+
+    `results_dir`: where result files of H200s are, which are compared too."""
     if unknown := [name for name in cases if name not in CASES]:
         raise InvalidRequest(f"unknown case {unknown[0]!r}", param="cases", hint=f"choose from {', '.join(CASES)}")
     if not loads or not all(1 <= load <= 100 for load in loads):
@@ -98,7 +102,14 @@ def bench(cases: Sequence[str], loads: Sequence[int], seconds: float, log_dir: P
         report.config[name] = {"costs": asdict(case.costs), "prompt": case.shape.prompt, "output": case.shape.output}
         points += asyncio.run(_measure_case(case, loads, log_dir / name, report))
     add_points(report, points)
+    add_points(report, list(_compare_with_h200(results_dir)), prefix="h200_")
     return report
+
+
+def _compare_with_h200(results_dir: Path) -> Iterator[AccuracyPoint]:
+    for file in accuracy_h200.FILES:
+        real, simulated, requests = accuracy_h200.compare_with_file(results_dir / file)
+        yield AccuracyPoint(file.removesuffix(".json"), accuracy_h200.RATE, requests, real, simulated)
 
 
 def make_case(name: str, seconds: float, directory: Path) -> AccuracyCase:
@@ -178,26 +189,25 @@ def _step_overhead(trace: RequestTrace, request: TimedRequest, table: StepCostTa
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def add_points(report: BenchReport, points: Sequence[AccuracyPoint]) -> None:
-    """Add each point to the report's config, and the largest errors to its results."""
+def add_points(report: BenchReport, points: Sequence[AccuracyPoint], prefix: str = "") -> None:
+    """Add each point to the report, and the largest errors. `prefix`: of the names of these."""
     worst: dict[str, float] = {}
     for point in points:
         errors = point.errors()
-        report.config["points"][point.name] = _describe_point(point, errors)
+        report.config["points"][point.name] = {
+            "rate": point.rate,
+            "requests": point.requests,
+            "real": _without_nan(asdict(point.real)),
+            "simulated": asdict(point.simulated),
+            "errors": errors,
+        }
         for name in LATENCIES:
             report.add(f"{point.name}_{name}", 1e3 * getattr(point.simulated, name), "ms")
             report.add(f"{point.name}_{name}/real", 1e3 * getattr(point.real, name), "ms")
-        report.add(f"{point.name}_output", point.simulated.output_rate, "tok/s", peer=point.real.output_rate)
         worst = {name: max(error, worst.get(name, 0.0)) for name, error in errors.items()}
     for name, error in worst.items():
-        report.add(f"{'throughput' if name == 'output_rate' else name}_error_max", error, "of the measured")
+        report.add(f"{prefix}{'throughput' if name == 'output_rate' else name}_error_max", error, "of the measured")
 
 
-def _describe_point(point: AccuracyPoint, errors: dict[str, float]) -> dict[str, Any]:
-    return {
-        "rate": point.rate,
-        "requests": point.requests,
-        "real": asdict(point.real),
-        "simulated": asdict(point.simulated),
-        "errors": errors,
-    }
+def _without_nan(values: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if not math.isnan(value)}

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from emberline.bench import report as reports
-from emberline.cli.bench_options import add_logs_option, add_model_argument, add_rounds_option, choose_log_dir
-from emberline.cli.options import parse_comma_list
+from emberline.cli import bench_accuracy
+from emberline.cli.bench_options import add_model_argument, add_rounds_option, parse_numbers
 
 
 def add_parsers(kinds: Any) -> None:
@@ -16,40 +16,53 @@ def add_parsers(kinds: Any) -> None:
     _add_step_costs_arguments(
         kinds.add_parser("step-costs", help="Measure the engine's steps on this CPU, as a table for the simulator.")
     )
-    _add_accuracy_arguments(
-        kinds.add_parser("sim-accuracy", help="Compare the simulator with real clusters of this machine.")
+    bench_accuracy.add_parsers(kinds)
+    _add_sim_day_arguments(
+        kinds.add_parser("sim-day", help="Simulate a day of traffic on a fleet of workers, by routing policy.")
     )
 
 
-def _add_accuracy_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_sim_day_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, default=1000, help="Number of simulated workers.")
+    parser.add_argument("--cell", type=int, default=25, metavar="N", help="Workers behind one router.")
     parser.add_argument(
-        "--cases", type=parse_comma_list, default=("tiny", "smollm2"), help="Models to serve, comma-separated."
+        "--compared", type=int, default=125, metavar="N", help="Workers with which all routing policies are compared."
     )
+    parser.add_argument("--requests", type=float, default=1500.0, help="Requests for each worker.")
+    parser.add_argument("--hours", type=float, default=24.0, help="Simulated time.")
     parser.add_argument(
-        "--loads", type=_parse_numbers, default=(40, 70, 90), help="Percent of the capacity, comma-separated."
+        "--check-minutes", type=float, default=10.0, help="Simulated time in which every step is planned as well."
     )
-    parser.add_argument("--seconds", type=float, default=15.0, help="Seconds of arrivals at each load.")
-    add_logs_option(parser)
+    parser.add_argument("--processes", type=int, default=2, help="Processes that simulate.")
+    reports.add_report_arguments(parser)
 
 
-def _run_accuracy(args: argparse.Namespace) -> int:
-    from emberline.bench import sim_accuracy
+def _run_sim_day(args: argparse.Namespace) -> int:
+    from emberline.bench import sim_day
 
-    report = sim_accuracy.bench(args.cases, args.loads, args.seconds, choose_log_dir(args))
-    report.print_and_save(args.json, args.commit)
+    plan = sim_day.DayPlan(
+        workers=args.workers,
+        cell_workers=args.cell,
+        compared_workers=args.compared,
+        requests_per_worker=args.requests,
+        hours=args.hours,
+        check_minutes=args.check_minutes,
+        processes=args.processes,
+    )
+    sim_day.bench(plan).print_and_save(args.json, args.commit)
     return 0
 
 
 def _add_step_costs_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument(
-        "--rows", type=_parse_numbers, default=(1, 2, 4, 8, 16), help="Decoding requests in a step, comma-separated."
+        "--rows", type=parse_numbers, default=(1, 2, 4, 8, 16), help="Decoding requests in a step, comma-separated."
     )
     parser.add_argument(
-        "--contexts", type=_parse_numbers, default=(64, 512), help="Tokens of their contexts, comma-separated."
+        "--contexts", type=parse_numbers, default=(64, 512), help="Tokens of their contexts, comma-separated."
     )
     parser.add_argument(
-        "--chunks", type=_parse_numbers, default=(16, 64, 256), help="Prompt tokens in a step, comma-separated."
+        "--chunks", type=parse_numbers, default=(16, 64, 256), help="Prompt tokens in a step, comma-separated."
     )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the engine.")
     add_rounds_option(parser, 3)
@@ -84,15 +97,9 @@ def _run_routing_bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _parse_numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(each) for each in parse_comma_list(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers (hint: write 1,8,16)") from None
-
-
 RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
     "routing": _run_routing_bench,
     "step-costs": _run_step_costs,
-    "sim-accuracy": _run_accuracy,
+    "sim-day": _run_sim_day,
+    **bench_accuracy.RUNS,
 }

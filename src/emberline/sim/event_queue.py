@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from emberline.core.clock import ManualClock
 
-Callback = Callable[[], None]
+Callback = Callable[[], object]
 
 
 class EventQueue:
