@@ -17,7 +17,9 @@ from emberline.sim.result import Distribution, RequestRecord
 from emberline.sim.sessions import SingleRequest
 
 WARM_UP_INTERVAL_S = 100.0  # between two of the requests that run alone first
-OVERLOAD_S, OVERLOAD_RUN_S = 4.0, 60.0
+FIRST_RATE = 4.0  # requests per second, with which the search for the capacity begins
+CAPACITY_RUN_S = 60.0  # virtual time, of which the first third is a warm-up
+MAX_SERVED_SHARE = 0.75  # of the arrivals: if more of them are served, the cluster may not be full
 INSTANT_BYTES_PER_S = 1e15  # the time of copies is part of the measured overhead of a handoff
 
 
@@ -64,6 +66,13 @@ class SimulatedCluster:
 
     def capacity(self, shape: LoadShape, overheads: HostOverheads) -> float:
         """Return the requests per second that the cluster serves while more arrive than it can serve."""
+        rate = FIRST_RATE
+        while (served := self._served_rate(shape, overheads, rate)) > MAX_SERVED_SHARE * rate:
+            rate *= 2
+        return served
+
+    def _served_rate(self, shape: LoadShape, overheads: HostOverheads, rate: float) -> float:
+        """Return the requests per second that end, of `rate` that arrive."""
         cluster, ends = self._build(overheads), list[float]()
 
         def record_end(record: RequestRecord) -> None:
@@ -71,12 +80,8 @@ class SimulatedCluster:
                 ends.append(record.finished_at)
 
         cluster.observers.append(record_end)
-        slots = (self.workers + self.prefill_workers) * self.max_running
-        # As many requests as all workers run at the same time arrive in the time that one takes, and more.
-        rate = slots / OVERLOAD_S
-        cluster.run(_make_sessions(shape.draw_poisson(rate, OVERLOAD_RUN_S, seed=1)), until=OVERLOAD_RUN_S)
-        steady = [end for end in ends if end > OVERLOAD_RUN_S / 3]
-        return len(steady) / (OVERLOAD_RUN_S * 2 / 3)
+        cluster.run(_make_sessions(shape.draw_poisson(rate, CAPACITY_RUN_S, seed=1)), until=CAPACITY_RUN_S)
+        return sum(end > CAPACITY_RUN_S / 3 for end in ends) / (CAPACITY_RUN_S * 2 / 3)
 
     def _build(self, overheads: HostOverheads) -> SimCluster:
         points = tuple((tokens, seconds + overheads.step_s) for tokens, seconds in self.table.token_points)
@@ -88,7 +93,7 @@ class SimulatedCluster:
             workers=self.workers,
             prefill_workers=self.prefill_workers,
             link=KVLink(bytes_per_second=INSTANT_BYTES_PER_S, latency_s=overheads.handoff_s),
-            kv_bytes_per_token=self.table.kv_bytes_per_token,
+            kv_bytes_per_token=1.0,
         )
         return SimCluster(config, choose_worker_by_policy, router=RouterConfig(split_tokens=self.split_tokens))
 

@@ -31,7 +31,7 @@ from emberline.core.config import Role
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.step_costs import StepCostData, StepCostTable, count_prompt_pairs
 from emberline.hub.source import resolve_model
-from emberline.sim.costs import list_cost_tables
+from emberline.sim.costs import find_cost_data
 
 SERVED = "bench"
 ARRANGEMENTS: dict[str, dict[Role, int]] = {"colocated": {"both": 3}, "split": {"prefill": 1, "decode": 2}}
@@ -52,7 +52,7 @@ class AccuracyCase:
     split_tokens: int  # shortest prompt that a prefill worker computes
     seconds: float  # of arrivals, for each load
 
-    def simulated(self, arrangement: str) -> SimulatedCluster:
+    def make_simulated_cluster(self, arrangement: str) -> SimulatedCluster:
         counts = ARRANGEMENTS[arrangement]
         return SimulatedCluster(
             StepCostTable.from_data(self.costs),
@@ -67,7 +67,7 @@ class AccuracyCase:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyPoint:
-    """One load at one cluster: what was measured, and what the simulator said."""
+    """One load at one cluster: what was measured, and what was simulated."""
 
     name: str
     rate: float  # requests per second
@@ -116,7 +116,7 @@ def make_case(name: str, seconds: float, directory: Path) -> AccuracyCase:
     """Prepare the model and the paced step costs of a case."""
     smollm2 = resolve_model("smollm2")
     if name == "tiny":
-        (h200,) = (t for t in list_cost_tables() if (t.gpu, t.shape, t.weights) == ("h200", "llama-8b", "plain"))
+        h200 = find_cost_data("h200", "llama-8b", "plain")
         shape = LoadShape(LogNormal(5.3, 0.8, 512), LogNormal(3.2, 0.5, 64), VOCAB)
         model = write_tiny_checkpoint(directory / "model", smollm2)
         return AccuracyCase(name, model, replace(h200.scale(16.0), plans_ahead=False), shape, 128, seconds)
@@ -142,7 +142,7 @@ async def _measure_case(
         ):
             client = CompletionClient(f"{cluster.url}/v1", SERVED)
             overheads, alone = await _measure_overheads(client, case, overheads, arrangement)
-            simulated = case.simulated(arrangement)
+            simulated = case.make_simulated_cluster(arrangement)
             capacity = simulated.capacity(case.shape, overheads)
             report.config[f"{case.name}_{arrangement}"] = {"capacity": capacity, "overheads": asdict(overheads)}
             for load in loads:

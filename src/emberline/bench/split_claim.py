@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from emberline.bench.report import BenchReport
 from emberline.core.errors import EmberlineError, InvalidRequest
-from emberline.core.step_costs import StepCostTable
+from emberline.core.step_costs import StepCostTable, count_prompt_pairs
 from emberline.sim.cluster import SimCluster, SimClusterConfig
 from emberline.sim.costs import find_cost_table
 from emberline.sim.link import KVLink
@@ -94,7 +95,7 @@ def bench(rate: float, seconds: float) -> BenchReport:
 
     colocated = GPUArrangement(round(rate / RATE_PER_GPU))
     base = measure(colocated)
-    split = _find_smallest_split(colocated.gpus, measure)
+    split = _find_smallest_split(colocated.gpus, measure, partial(can_keep_up, table=table, rate=rate))
     # The published claim is about equal numbers of GPUs: some more than the anchors' load needs.
     equal = GPUArrangement(split.gpus)
     at_equal = measure(equal)
@@ -109,7 +110,7 @@ def bench(rate: float, seconds: float) -> BenchReport:
 
 
 def simulate(arrangement: GPUArrangement, table: StepCostTable, rate: float, seconds: float) -> ArrangementLatency:
-    """Return the latencies in the last two thirds of the arrivals."""
+    """Return the latencies in the second half of the arrivals: batches of decode workers grow for some time."""
     workload = RequestWorkload(ConstantRate(rate), seconds, PROMPT_TOKENS, OUTPUT_TOKENS)
     cluster = SimCluster(
         SimClusterConfig(
@@ -125,7 +126,7 @@ def simulate(arrangement: GPUArrangement, table: StepCostTable, rate: float, sec
             kv_bytes_per_token=table.kv_bytes_per_token,
         )
     )
-    begin, gaps, records = seconds / 3, list[Distribution](), list[RequestRecord]()
+    begin, gaps, records = seconds / 2, list[Distribution](), list[RequestRecord]()
 
     def restart_gaps() -> None:
         gaps.append(cluster.result.inter_token_seconds)
@@ -144,15 +145,27 @@ def simulate(arrangement: GPUArrangement, table: StepCostTable, rate: float, sec
     return ArrangementLatency(*(itl.quantile(q) for q in (0.5, 0.9, 0.99)), *(ttft.quantile(q) for q in (0.5, 0.9)))
 
 
-def _find_smallest_split(gpus: int, measure: Callable[[GPUArrangement], ArrangementLatency]) -> GPUArrangement:
+def _find_smallest_split(
+    gpus: int, measure: Callable[[GPUArrangement], ArrangementLatency], can_keep_up: Callable[[GPUArrangement], bool]
+) -> GPUArrangement:
     """Return the split arrangement with the fewest GPUs that meets the targets, of `gpus` or more GPUs."""
     for total in range(max(gpus, 2), 2 * gpus + 1):
-        # With more decode workers than this, prompts would get less than half of the GPUs, and need most of them.
-        for answering in range(1, total // 2 + 1):
+        for answering in range(1, total):
             split = GPUArrangement(answering, total - answering)
-            if measure(split).meets_targets:
+            if can_keep_up(split) and measure(split).meets_targets:
                 return split
     raise EmberlineError(f"no split arrangement of up to {2 * gpus} GPUs meets the targets", hint="lower the rate")
+
+
+def can_keep_up(split: GPUArrangement, table: StepCostTable, rate: float) -> bool:
+    """Return whether prompts, and steps of decoding requests, take less than the time that there is for them.
+
+    This is a rough check that saves simulations of arrangements that cannot meet the targets."""
+    prompt_s = table.step_seconds(0, 0, PROMPT_TOKENS, count_prompt_pairs(0, PROMPT_TOKENS))
+    context = PROMPT_TOKENS + OUTPUT_TOKENS / 2
+    # The number of requests that a GPU decodes if its steps take as long as the target allows.
+    rows = int(rate / split.answering * OUTPUT_TOKENS * ITL_TARGET_S)
+    return prompt_s * rate < split.prefill and table.step_seconds(rows, rows * context) <= ITL_TARGET_S
 
 
 def _add_latency(report: BenchReport, arrangement: GPUArrangement, latency: ArrangementLatency) -> None:
