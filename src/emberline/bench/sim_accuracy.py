@@ -1,10 +1,10 @@
 """`emberline bench sim-accuracy`: compares the simulator with real clusters under the same load.
 
-A cluster has three workers on this machine, once all alike and once split into a prefill and two decode workers. Their
-steps are paced by a cost table (`--step-costs`), several times slower than this machine computes them, so that workers
-and clients can share few cores without waiting for each other. Requests arrive at random times, at several shares of
-the cluster's capacity; the simulator gets the same requests. What the host adds to a step and to a request is measured
-with one request at a time, before the load.
+A cluster has three workers on this machine, once all alike and once split into two prefill workers and a decode
+worker. Their steps are paced by a cost table (`--step-costs`), several times slower than this machine computes them, so
+that workers and clients can share few cores without waiting for each other. Requests arrive at random times, at several
+shares of the cluster's capacity; the simulator gets the same requests. What the host adds to a step and to a request is
+measured with one request at a time, before the load.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from emberline.hub.source import resolve_model
 from emberline.sim.costs import find_cost_data
 
 SERVED = "bench"
-ARRANGEMENTS: dict[str, dict[Role, int]] = {"colocated": {"both": 3}, "split": {"prefill": 1, "decode": 2}}
+ARRANGEMENTS: dict[str, dict[Role, int]] = {"colocated": {"both": 3}, "split": {"prefill": 2, "decode": 1}}
 MAX_RUNNING, BATCH_TOKENS, KV_TOKENS = 64, 512, 65_536
 OPTIONS = ("--served-name", SERVED, "--threads", "1", "--device", "cpu", "--embedder", "none")
 ALONE = 5  # requests that run alone, to measure what the host adds
