@@ -9,6 +9,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.gpu_kernels import KERNEL_CHOICES
 from emberline.core.options import COMPUTED_FIELD, option, update_config
 from emberline.core.parallel_config import ParallelConfig
+from emberline.core.transfer_config import TransferConfig
 
 ITL_TAIL = 3.0  # default of itl_tail
 # Ports reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare.
@@ -270,24 +271,6 @@ class KVNetworkConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferConfig:
-    """Settings of an engine that exchanges KV blocks with other engines."""
-
-    engine_name: str  # this engine's name for its peers
-    listen_host: str = "127.0.0.1"
-    listen_port: int = 0  # 0: any free port
-    advertised_host: str | None = None  # address at which peers reach this engine; None: same as `listen_host`
-    lease_seconds: float = 10.0  # time for which published blocks are kept without a renewal from a reader
-    peer_timeout: float = 30.0  # seconds a request waits for a live peer that sends nothing, then recomputes the blocks
-    required: bool = True  # True: without transfers the engine refuses to start; False: it starts without them
-
-    def __post_init__(self) -> None:
-        for name in ("lease_seconds", "peer_timeout"):
-            if not getattr(self, name) > 0:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
-
-
-@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of an engine process on any device. `EngineConfig.build` accepts all settings by name."""
 
@@ -300,6 +283,9 @@ class EngineConfig:
         "auto",
         "Data type of the weights; auto: that of the checkpoint, but bfloat16 for float16. float16: on a CPU only.",
         choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    step_costs: str | None = option(
+        None, "Cost table: each step takes at least as long as in it, to test a cluster; on a CPU only.", metavar="FILE"
     )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     gpu: GPUConfig = field(default_factory=GPUConfig)
@@ -338,9 +324,10 @@ class EngineConfig:
         """Return these settings with the GPU's default for each scheduler setting that the user left out.
 
         Raises InvalidRequest for settings that a GPU does not support."""
-        if self.threads:
-            message = f"threads is {self.threads}, but only an engine on the CPU uses it"
-            raise InvalidRequest(message, param="threads", hint="drop --threads")
+        for name in ("threads", "step_costs"):
+            if value := getattr(self, name):
+                message = f"{name} is {value}, but only an engine on the CPU uses it"
+                raise InvalidRequest(message, param=name, hint=f"drop --{name.replace('_', '-')}")
         defaults = {name: value for name, value in GPU_SCHEDULER_DEFAULTS.items() if name in self.unset}
         config = self.with_settings(**defaults)
         if config.scheduler.block_size not in GPU_BLOCK_SIZES:

@@ -15,20 +15,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from emberline.core.config import core_count
-from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.freememory import free_memory
 from emberline.core.numerics import Numerics
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import can_use_gpu, warn_of_unused_gpu
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.memory_plan import format_gib
+from emberline.engine.paced_executor import pace_executor
 from emberline.engine.rank_summary import RankSummary
 from emberline.engine.runner import TorchRunner, allocate_cache
 from emberline.engine.speculation.draft_cache import make_draft_cache, share_cache_memory
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.engine.state_memory import allocate_states
+from emberline.engine.work_executor import WorkExecutor
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
@@ -92,15 +95,14 @@ def boot(
     `reader`: for a GPU, a process that has been reading the checkpoint's files since before torch was imported.
     `default_kv_bytes`: size of the KV cache on a CPU if the config sets none; None: half of the free memory."""
     if runs_on_gpu(config) and config.parallel.num_ranks > 1:
-        from emberline.engine.ranks.device_boot import boot_device_ranks  # imported if needed, to start sooner
-        from emberline.engine.ranks.ray_boot import boot_on_ray
+        from emberline.engine.ranks import device_boot  # imported if needed, to start sooner
 
         if reader is not None:
             reader.close()  # it reads whole files, and each rank reads only its part
         config = config.with_gpu_defaults()
         if config.parallel.launcher == "ray":
-            return boot_on_ray(config.with_settings(device="cuda"), "GPU", boot_device_ranks)
-        return boot_device_ranks(config)
+            return device_boot.boot_device_ranks_on_ray(config.with_settings(device="cuda"))
+        return device_boot.boot_device_ranks(config)
     if runs_on_gpu(config):
         return to_loaded_engine(boot_on_gpu(config.with_gpu_defaults(), reader))
     if config.device == "auto":
@@ -215,7 +217,8 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     eos = frozenset(model.config.eos)
     draft_runner = None if draft_model is None else DraftRunner(draft_model, make_draft_cache(draft_model, cache))
     make_compiler = partial(make_grammar_compiler, Path(config.model), model.config)
-    runner = TorchRunner(model, cache, eos, make_compiler, draft_runner, groups, states)
+    executor = pace_executor(WorkExecutor(model, cache, groups, states), config.step_costs)
+    runner = TorchRunner(model, cache, eos, make_compiler, draft_runner, groups, states, executor)
     tiers, endpoint, pages = None, None, runner.pages_per_slot
     if config.tiers.has_tiers:
         host = make_host_tier(config, cache.shape, pages)
@@ -272,6 +275,9 @@ def check_cpu_settings(config: EngineConfig) -> None:
         if value is not None:
             hint = f"drop --{name.replace('_', '-')}"
             raise InvalidRequest(f"{name} is set, but only an engine on a GPU supports it", param=name, hint=hint)
+    if config.step_costs is not None and config.parallel.num_ranks > 1:
+        message = f"step_costs is set, but the engine has {config.parallel.num_ranks} ranks; it must have one"
+        raise InvalidRequest(message, param="step_costs", hint="drop --step-costs, or --tp and --pp")
     if config.gpu.kernels != "auto":
         message = f"kernels is {config.gpu.kernels}, but the CPU computes, and only an engine on a GPU uses it"
         raise InvalidRequest(message, param="kernels", hint="drop --kernels")
