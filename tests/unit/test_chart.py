@@ -97,6 +97,7 @@ def test_schema_accepts_defaults_and_refuses_typing_errors() -> None:
         {"pools": {"mixed": pool | {"nodes": 2, "role": "decode"}}},
         {"router": defaults["router"] | {"replicas": 0}},
         {"clusterKey": {"secret": "", "key": "k"}},
+        {"tls": {"secret": "certificates", "names": ""}},
         {"image": {"repository": "x", "digest": "latest"}},
     ):
         assert not validator.is_valid(defaults | wrong), wrong

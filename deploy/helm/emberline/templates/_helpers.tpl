@@ -44,18 +44,48 @@ capabilities: { drop: [ALL] }
 
 {{- define "emberline.probes" -}}
 livenessProbe:
-  httpGet: { path: /health/live, port: http }
+  httpGet: { path: /health/live, port: http, scheme: {{ include "emberline.scheme" .root | upper }} }
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
 readinessProbe:
-  httpGet: { path: {{ .readiness }}, port: http }
+  httpGet: { path: {{ .readiness }}, port: http, scheme: {{ include "emberline.scheme" .root | upper }} }
   periodSeconds: 5
   timeoutSeconds: 5
 {{- end }}
 
+{{- define "emberline.scheme" -}}
+{{- if .Values.tls.secret }}https{{ else }}http{{ end -}}
+{{- end }}
+
+{{- /* Options of routers, workers and drain. */ -}}
+{{- define "emberline.tlsFiles" -}}
+--tls-cert=/tls/tls.crt --tls-key=/tls/tls.key --tls-ca=/tls/ca.crt{{ with .Values.tls.names }} --tls-names={{ . }}{{ end }}
+{{- end }}
+
+{{- define "emberline.tlsArguments" -}}
+{{- if .Values.tls.secret }}
+{{- range include "emberline.tlsFiles" . | splitList " " }}
+- {{ . | quote }}
+{{- end }}
+- --tls-client-certs=cluster
+{{- end }}
+{{- end }}
+
+{{- define "emberline.tlsMount" -}}
+{{- if .Values.tls.secret }}
+- { name: tls, mountPath: /tls, readOnly: true }
+{{- end }}
+{{- end }}
+
+{{- define "emberline.tlsVolume" -}}
+{{- if .Values.tls.secret }}
+- { name: tls, secret: { secretName: {{ .Values.tls.secret }}, defaultMode: 0440 } }
+{{- end }}
+{{- end }}
+
 {{- define "emberline.routerUrl" -}}
-http://{{ include "emberline.name" . }}-router:{{ .Values.router.port }}
+{{ include "emberline.scheme" . }}://{{ include "emberline.name" . }}-router:{{ .Values.router.port }}
 {{- end }}
 
 {{- define "emberline.scaleTarget" -}}
@@ -73,6 +103,6 @@ name: {{ .name }}
 {{- define "emberline.routerUrls" -}}
 {{- $name := include "emberline.name" . }}
 {{- range $index := until (int .Values.router.replicas) }}
-{{- if $index }} {{ end }}http://{{ $name }}-router-{{ $index }}.{{ $name }}-routers:{{ $.Values.router.port }}
+{{- if $index }} {{ end }}{{ include "emberline.scheme" $ }}://{{ $name }}-router-{{ $index }}.{{ $name }}-routers:{{ $.Values.router.port }}
 {{- end }}
 {{- end }}

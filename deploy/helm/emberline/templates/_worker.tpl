@@ -27,10 +27,11 @@ spec:
         - --router={{ . }}
         {{- end }}
         - --worker-name=$(POD_NAME)
-        - --worker-url=http://$(POD_IP):8001
+        - --worker-url={{ include "emberline.scheme" $root }}://$(POD_IP):8001
         - --host=0.0.0.0
         - --port=8001
         - --kv-port=9000
+        {{- include "emberline.tlsArguments" $root | nindent 8 }}
         {{- if $pool.open }}
         - --open
         {{- end }}
@@ -64,18 +65,18 @@ spec:
         - { name: http, containerPort: 8001 }
         - { name: kv, containerPort: 9000 }
       startupProbe:
-        httpGet: { path: /health/ready, port: http }
+        httpGet: { path: /health/ready, port: http, scheme: {{ include "emberline.scheme" $root | upper }} }
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: {{ div (add (int $pool.startupSeconds) 4) 5 }}
-      {{- include "emberline.probes" (dict "readiness" "/health/ready") | nindent 6 }}
+      {{- include "emberline.probes" (dict "root" $root "readiness" "/health/ready") | nindent 6 }}
       lifecycle: # moves open streams to other workers; SIGTERM then ends the worker
         preStop:
           exec:
             command:
               - sh
-              - -c
-              - exec timeout 90 emberline drain "$POD_NAME" --move{{ range include "emberline.routerUrls" $root | splitList " " }} --router {{ . }}{{ end }}
+              - -fc # no expansion of * in --tls-names
+              - exec timeout 90 emberline drain "$POD_NAME" --move{{ range include "emberline.routerUrls" $root | splitList " " }} --router {{ . }}{{ end }}{{ if $root.Values.tls.secret }} {{ include "emberline.tlsFiles" $root }}{{ end }}
       {{- end }}
       securityContext: {{- include "emberline.containerSecurity" $root | nindent 8 }}
       {{- $resources := deepCopy $pool.resources }}
@@ -87,8 +88,10 @@ spec:
         - { name: tmp, mountPath: /tmp }
         - { name: shm, mountPath: /dev/shm }
         - { name: cache, mountPath: /cache }
+        {{- include "emberline.tlsMount" $root | nindent 8 }}
   volumes:
     - { name: tmp, emptyDir: {} }
+    {{- include "emberline.tlsVolume" $root | nindent 4 }}
     - { name: shm, emptyDir: { medium: Memory, sizeLimit: {{ $pool.sharedMemory }} } }
     {{- if $pool.cacheClaim }}
     - { name: cache, persistentVolumeClaim: { claimName: {{ $pool.cacheClaim }} } }
