@@ -18,7 +18,7 @@ def parse_endpoints(header: str) -> tuple[str, ...]:
     The protocol allows a list: the endpoints after the first are alternatives."""
     endpoints = tuple(part.strip().lower() for part in header.split(",") if part.strip())
     if header and not 0 < len(endpoints) <= MAX_ENDPOINTS:
-        message = f"the header {DESTINATION_HEADER} has {len(endpoints)} endpoints, not 1 to {MAX_ENDPOINTS}"
+        message = f"the header {DESTINATION_HEADER} has {len(endpoints)} endpoints; it must have 1 to {MAX_ENDPOINTS}"
         raise InvalidRequest(message, param=DESTINATION_HEADER)
     for endpoint in endpoints:
         host, _, port = endpoint.rpartition(":")
