@@ -229,7 +229,6 @@ WALL = {
     "worker/response_store.py",  # when a response was stored, which outlives a restart
     "tokens/template.py",  # the date that a prompt may tell
     "kv/tiers/disk.py",  # beside times of files, which are of the wall too
-    "core/tls.py",  # when a certificate expires
 }
 PACKAGES = ("core", "tokens", "kv", "engine", "router", "cluster", "api", "server", "worker", "models", "chaos")
 
