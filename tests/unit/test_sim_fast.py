@@ -13,7 +13,7 @@ from emberline.cli.__main__ import main
 from emberline.core.errors import InvalidRequest
 from emberline.sim.cluster import SimCluster, SimClusterConfig, SimDetail
 from emberline.sim.costmodel import CostModel
-from emberline.sim.fast_worker import FastRun
+from emberline.sim.fast_run import FastRun
 from emberline.sim.prefix_cache import SimPrefixCache
 from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
 from emberline.sim.result import RequestRecord, SimResult
