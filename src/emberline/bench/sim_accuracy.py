@@ -157,6 +157,8 @@ async def _measure_case(
                     AccuracyPoint(name, rate, len(requests), real, simulated.simulate(requests, overheads, alone))
                 )
                 print(f"{name}: {len(requests)} requests", flush=True)
+            handoffs = (await cluster.fetch_router_status() or {}).get("prefills", {})
+            report.config[f"{case.name}_{arrangement}"]["handoffs"] = handoffs
             client.close()
     return points
 
