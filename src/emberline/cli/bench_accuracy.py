@@ -49,7 +49,7 @@ def _run_accuracy(args: argparse.Namespace) -> int:
 
 
 def _add_claim_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rate", type=float, default=64.0, help="Requests per second at the whole cluster.")
+    parser.add_argument("--rate", type=float, default=57.2, help="Requests per second at the whole cluster.")
     parser.add_argument("--seconds", type=float, default=60.0, help="Simulated seconds; the first half is a warm-up.")
     reports.add_report_arguments(parser)
 
