@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from emberline.core.config import RouterConfig, cluster_key_from_environment
 from emberline.core.errors import EmberlineError, WrongClusterKey
+from emberline.core.router_urls import parse_router_urls
 
 POLL_INTERVAL_S = 0.2
 
@@ -22,7 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = RouterConfig()
     parser.add_argument("worker", help="Name of the worker, as on the router's status page.")
     parser.add_argument(
-        "--router", metavar="URL", default=f"http://{default.host}:{default.port}", help="URL of the router."
+        "--router",
+        dest="routers",
+        metavar="URL",
+        action="append",
+        help=f"URL of the router; may be repeated, once for each router. (default: http://{default.host}:{default.port})",
     )
     parser.add_argument("--cluster-key", help="Cluster key of the router. (default: EMBERLINE_CLUSTER_KEY)")
     parser.add_argument(
@@ -40,31 +45,38 @@ def run(args: argparse.Namespace) -> int:
         "content-type": "application/json",
         **({"authorization": f"Bearer {key}"} if key else {}),
     }
-    _call_router(args.router, "/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move}, headers)
+    default = RouterConfig()
+    routers = parse_router_urls(args.routers or (f"http://{default.host}:{default.port}",))
+    for router in routers:  # each must know, since none sends new requests then
+        order = {"name": args.worker, "on": not args.undo, "move": args.move}
+        _call_router(router, "/cluster/drain", order, headers)
     if args.undo:
         print(f"{args.worker} accepts requests again")
         return 0
+    if not args.no_wait:
+        for router in routers:
+            _wait_until_drained(router, args.worker, headers)
+    print(f"{args.worker} {'is draining' if args.no_wait else 'is drained'}")
+    return 0
+
+
+def _wait_until_drained(router: str, worker: str, headers: dict[str, str]) -> None:
+    """Wait until the worker has no requests of this router, and no other worker has to copy its KV blocks."""
     printed, idle_since = None, time.monotonic()
-    incarnation = _find_worker_row(_call_router(args.router, "/cluster/status", headers=headers), args.worker).get(
-        "incarnation"
-    )
-    while not args.no_wait:
-        remaining = _remaining_work(
-            _call_router(args.router, "/cluster/status", headers=headers), args.worker, incarnation
-        )
+    incarnation = _find_worker_row(_call_router(router, "/cluster/status", headers=headers), worker).get("incarnation")
+    while True:
+        remaining = _remaining_work(_call_router(router, "/cluster/status", headers=headers), worker, incarnation)
         idle_since = time.monotonic() if remaining.open_requests else idle_since
         if not any(remaining[:2]) and remaining.report_age_s < time.monotonic() - idle_since:
             break
         if remaining[:2] not in (printed, (0, 0)):
             print(
-                f"{args.worker}: {remaining.open_requests} open requests,"
+                f"{worker}: {remaining.open_requests} open requests,"
                 f" {remaining.leased_prompts} prompts held for other workers",
                 flush=True,
             )
             printed = remaining[:2]
         time.sleep(POLL_INTERVAL_S)
-    print(f"{args.worker} {'is draining' if args.no_wait else 'is drained'}")
-    return 0
 
 
 class RemainingWork(NamedTuple):

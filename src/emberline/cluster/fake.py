@@ -11,13 +11,14 @@ import os
 import signal
 import socket
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from emberline.cluster.fake_completion import FakeCompletion, FakeForwardedRequest, FakeRequest
-from emberline.cluster.registrar import PeersByModel, Registrar
+from emberline.cluster.registrar import PeersByModel
+from emberline.cluster.registrar_group import RegistrarGroup
 from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerRegistration
 from emberline.core.config import Role
 from emberline.core.errors import InvalidRequest
@@ -232,26 +233,22 @@ async def _send_reply(send: Send, status: int, body: bytes, extra_headers: Heade
     await send({"type": "http.response.body", "body": body})
 
 
-async def run_fake_worker(worker: FakeWorker, router_url: str | None, port: int) -> None:
+async def run_fake_worker(worker: FakeWorker, router_urls: Sequence[str], port: int) -> None:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    registrar = (
-        Registrar(router_url, None, lambda: worker.build_registration(url), worker.build_heartbeat, worker.set_peers)
-        if router_url
-        else None
+    registrars = RegistrarGroup(
+        router_urls, None, lambda: worker.build_registration(url), worker.build_heartbeat, worker.set_peers
     )
     stop = asyncio.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(each, stop.set)
     server = HTTPServer(worker)
     await server.start(listener)
-    if registrar is not None:
-        registrar.start()
+    registrars.start()
     await stop.wait()
-    if registrar is not None:
-        await registrar.announce_shutdown()
+    await registrars.announce_shutdown()
     await server.stop(10.0)
 
 
@@ -261,7 +258,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Run a worker without an engine.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--router", help="URL of the router to register with")
+    parser.add_argument(
+        "--router", action="append", default=[], help="URL of a router to register with; may be repeated"
+    )
     parser.add_argument("--name", default="fake", help="name of the worker")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: any free port")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds between two tokens")

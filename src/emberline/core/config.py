@@ -15,6 +15,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.foreign_config import ROLES, ForeignWorkerConfig
 from emberline.core.foreign_config import Role as Role
 from emberline.core.options import option
+from emberline.core.router_urls import parse_router_urls
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
@@ -231,7 +232,14 @@ class RouterConfig(InferenceServiceConfig):
 class WorkerConfig:
     """Settings of a server that gets its requests from a router."""
 
-    router: str = option(MISSING, "URL of a router to register with.", metavar="URL", default_text="none")
+    routers: tuple[str, ...] = option(
+        MISSING,
+        "URL of a router to register with; may be repeated, once for each router.",
+        flag="--router",
+        metavar="URL",
+        is_repeatable=True,
+        default_text="none",
+    )
     worker_name: str | None = option(
         None, "Name at the router, the same after every restart.", default_text="HOST:PORT"
     )
@@ -243,6 +251,9 @@ class WorkerConfig:
         "prefill: compute prompts for other workers; decode: generate from their prompts; both: do both.",
         choices=ROLES,
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "routers", parse_router_urls(self.routers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -67,6 +67,7 @@ class EngineApp:
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.record_step(stats)
         self._start_time = time.time()
         self._tracing = tracing
+        self.extra_metrics: Callable[[], Iterable[MetricFamily]] = tuple  # of the registration with routers
         traced: Callable[[Handler], Handler] = (lambda handler: handler) if tracing is None else tracing.trace_handler
         routes = {
             **{path: HTTPRoute(traced(self._generate)) for path in PROTOCOLS},
@@ -222,7 +223,7 @@ class EngineApp:
     async def _report_metrics(self, exchange: Exchange) -> None:
         models = (f for model in self._catalog for f in self._metric_families(model))
         traced = self._tracing.families() if self._tracing is not None else ()
-        text = render_exposition([*models, self._site.reply_counter.family(), *traced])
+        text = render_exposition([*models, self._site.reply_counter.family(), *traced, *self.extra_metrics()])
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _metric_families(self, model: LoadedModel) -> Iterator[MetricFamily]:

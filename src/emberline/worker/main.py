@@ -36,7 +36,7 @@ from emberline.server.listener import (
 )
 
 if TYPE_CHECKING:
-    from emberline.cluster.registrar import Registrar
+    from emberline.cluster.registrar_group import RegistrarGroup
     from emberline.worker.engine_app import EngineApp
 
 log = logging.getLogger("emberline.server")
@@ -85,7 +85,7 @@ async def serve(
             assembled = assemble_server(config, parts, engine, spans)
             _log_models(engine.model_info)
             if config.worker is not None:
-                registrar = _make_registrar(config.worker, config, port, assembled.app)
+                registrar = _make_registrars(config.worker, config, port, assembled.app)
 
             def announce_ready() -> None:
                 _log_ready(config.host, port, engine.model_info, start_time)
@@ -173,15 +173,22 @@ async def wait_until_blocks_are_fetched(engine: AsyncEngine) -> None:
         await asyncio.sleep(0.05)
 
 
-def _make_registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: EngineApp) -> Registrar:
-    from emberline.cluster.registrar import Registrar
+def _make_registrars(worker: WorkerConfig, config: ServerConfig, port: int, app: EngineApp) -> RegistrarGroup:
+    from emberline.cluster.registrar_group import RegistrarGroup
+    from emberline.worker.router_link_metrics import build_router_metrics
     from emberline.worker.worker_reporter import WorkerReporter
 
     name, url = _worker_name(worker, port), _worker_url(worker, config.host, port)
     reporter = WorkerReporter(name, uuid.uuid4().hex, url, worker.role, app.engine, app.served_models)
-    return Registrar(
-        worker.router, config.cluster_key, reporter.build_registration, reporter.build_heartbeat, reporter.update_peers
+    registrars = RegistrarGroup(
+        worker.routers,
+        config.cluster_key,
+        reporter.build_registration,
+        reporter.build_heartbeat,
+        reporter.update_peers,
     )
+    app.extra_metrics = lambda: build_router_metrics(registrars.registrars)
+    return registrars
 
 
 def check_worker_address(worker: WorkerConfig, host: str, port: int) -> None:
@@ -208,9 +215,9 @@ def with_reachable_url(worker: WorkerConfig, host: str, port: int) -> WorkerConf
     if worker.worker_url or not is_unspecified_address(host):
         return worker
     try:
-        found = find_outgoing_address(worker.router)
+        found = find_outgoing_address(worker.routers[0])
     except (OSError, ValueError) as e:
-        what = f"cannot determine this machine's address towards the router {worker.router}: {e}"
+        what = f"cannot determine this machine's address towards the router {worker.routers[0]}: {e}"
         raise InvalidRequest(what, param="worker_url", hint="set --worker-url http://HOST:PORT") from e
     return replace(worker, worker_url=f"http://{f'[{found}]' if ':' in found else found}:{port}")
 

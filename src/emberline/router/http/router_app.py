@@ -174,7 +174,12 @@ class RouterApp:
         await exchange.reply_json(self._build_registration_reply(heartbeat.name))
 
     def _build_registration_reply(self, worker_name: str) -> RegistrationReply:
-        return RegistrationReply(self._config.beat_seconds, self.dispatcher.peers_by_model(worker_name))
+        worker = self.dispatcher.workers[worker_name]
+        return RegistrationReply(
+            self._config.beat_seconds,
+            self.dispatcher.peers_by_model(worker_name),
+            self.dispatcher.shared_routing.build_report(worker),
+        )
 
     async def _handle_leave(self, exchange: Exchange) -> None:
         request = await self._decode_body(exchange, LeaveRequest)
