@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import socket
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -20,8 +21,16 @@ from emberline.cluster.fake_completion import FakeCompletion, FakeForwardedReque
 from emberline.cluster.registrar import PeersByModel
 from emberline.cluster.registrar_group import RegistrarGroup
 from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerRegistration
+from emberline.cluster.resumable_streams import (
+    EVENT_IDS_HEADER,
+    RECLAIM_PATH,
+    ReclaimRequest,
+    ResumableStream,
+    ResumableStreams,
+    digest_request,
+)
 from emberline.core.config import Role
-from emberline.core.errors import InvalidRequest
+from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.events import TransferStats
 from emberline.core.handoff import Handoff
 from emberline.core.numerics import Numerics
@@ -31,6 +40,7 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+FAKE_PATH = "/v1/chat/completions"  # of all requests that it understands
 RESUME_PATH, PREFILL_PATH = "/cluster/resume", "/cluster/prefill"
 JSON_HEADERS = [(b"content-type", b"application/json")]
 NDJSON_HEADERS = [(b"content-type", b"application/x-ndjson")]
@@ -71,6 +81,7 @@ class FakeWorker:
         self.resumed = self.prefilled = self.pulled = 0
         self.offered_output = 0  # output tokens that prefill requests contained besides the prompt
         self.transfer = TransferStats()
+        self.streams = ResumableStreams(self.incarnation, time.monotonic)
         self.seen: list[dict[str, str]] = []  # headers of the last requests
 
     def build_registration(self, url: str) -> WorkerRegistration:
@@ -133,19 +144,28 @@ class FakeWorker:
     async def _handle_request(
         self, path: str, headers: dict[str, str], body: bytes, fault: FakeFault, send: Send
     ) -> None:
-        if path == PREFILL_PATH:
+        has_ids = headers.get(EVENT_IDS_HEADER) == "1"
+        if path == RECLAIM_PATH:
+            await self._handle_reclaim(msgspec.json.decode(body, type=ReclaimRequest), send)
+        elif path == PREFILL_PATH:
             self.prefilled += 1
             self.transfer.published += 1
             await self._handle_prefill(msgspec.json.decode(body, type=FakeForwardedRequest), fault, send)
         elif path == RESUME_PATH:
             self.resumed += 1
             envelope = msgspec.json.decode(body, type=FakeForwardedRequest)
-            await self._handle_completion(bytes(envelope.body), envelope.seed, envelope, True, fault, send)
+            await self._handle_completion(bytes(envelope.body), envelope.seed, envelope, True, has_ids, fault, send)
         else:
             is_tracked = headers.get("x-emberline-track") == "1"
             await self._handle_completion(
-                body, int(headers.get("x-emberline-seed", "0")), None, is_tracked, fault, send
+                body, int(headers.get("x-emberline-seed", "0")), None, is_tracked, has_ids, fault, send
             )
+
+    async def _handle_reclaim(self, position: ReclaimRequest, send: Send) -> None:
+        try:
+            await _send_reply(send, 200, msgspec.json.encode(self.streams.reclaim(position, "")))
+        except EmberlineError as e:
+            await _send_reply(send, e.status, msgspec.json.encode({"error": {"message": str(e), "code": e.code}}))
 
     async def _handle_prefill(self, forwarded: FakeForwardedRequest, fault: FakeFault, send: Send) -> None:
         self.prompts += len(bytes(forwarded.body)) // 4
@@ -160,6 +180,7 @@ class FakeWorker:
         seed: int,
         forwarded: FakeForwardedRequest | None,
         is_tracked: bool,
+        has_event_ids: bool,
         fault: FakeFault,
         send: Send,
     ) -> None:
@@ -181,14 +202,34 @@ class FakeWorker:
         else:
             self.prompts += prompt_tokens
         if request.stream:
-            return await self._send_chunks(
-                completion.stream_chunks(prompt_tokens, resumed_tokens, is_tracked), SSE_HEADERS, fault, send
-            )
+            stream = self._open_stream(body, completion, seed, forwarded) if has_event_ids and is_tracked else None
+            try:
+                return await self._send_chunks(
+                    completion.stream_chunks(prompt_tokens, resumed_tokens, is_tracked, stream),
+                    SSE_HEADERS,
+                    fault,
+                    send,
+                )
+            finally:
+                if stream is not None:
+                    self.streams.close(stream, is_resumable=True)
         await asyncio.sleep(self.token_interval_s * completion.length)
         # A long reply must not delay heartbeats.
         reply_body = await asyncio.to_thread(completion.build_body, prompt_tokens)
         return await self._send_chunks(
             [reply_body], [*JSON_HEADERS, (b"content-length", str(len(reply_body)).encode())], fault, send
+        )
+
+    def _open_stream(
+        self, body: bytes, completion: FakeCompletion, seed: int, forwarded: FakeForwardedRequest | None
+    ) -> ResumableStream:
+        return self.streams.open(
+            Handoff.parse(forwarded.handoff) if forwarded is not None else Handoff(),
+            tenant="",
+            request_digest=digest_request(FAKE_PATH, body),
+            reply_id=completion.id,
+            created=1,
+            seed=seed,
         )
 
     async def _send_chunks(self, chunks: Iterable[bytes], headers: Headers, fault: FakeFault, send: Send) -> None:

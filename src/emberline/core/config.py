@@ -188,6 +188,9 @@ class RouterConfig(InferenceServiceConfig):
         10.0, "Seconds that a request waits for a worker to start or continue on when none is available.", unit="s"
     )
     kv_events: bool = option(False, "Route by the KV blocks that workers report, instead of inferring them.")
+    event_ids: bool = option(
+        False, "Write an id in each event of a stream; clients can continue a broken stream with Last-Event-ID."
+    )
     foreign: tuple[ForeignWorkerConfig, ...] = option(
         (),
         "A vLLM or SGLang server to use, such as vllm:decode=http://host:8000; may be repeated.",

@@ -10,7 +10,6 @@ import logging
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -179,7 +178,7 @@ def _make_registrars(worker: WorkerConfig, config: ServerConfig, port: int, app:
     from emberline.worker.worker_reporter import WorkerReporter
 
     name, url = _worker_name(worker, port), _worker_url(worker, config.host, port)
-    reporter = WorkerReporter(name, uuid.uuid4().hex, url, worker.role, app.engine, app.served_models)
+    reporter = WorkerReporter(name, app.incarnation, url, worker.role, app.engine, app.served_models)
     registrars = RegistrarGroup(
         worker.routers,
         config.cluster_key,

@@ -21,6 +21,7 @@ from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.router.http.dispatcher import Dispatcher
 from emberline.router.http.relay import Relay
 from emberline.router.http.router_metrics import WorkerView, build_status
+from emberline.router.http.stream_resumption import LAST_EVENT_ID_HEADER, StreamResumer
 from emberline.router.http.worker_registry import TICK_INTERVAL_S
 from emberline.router.request_summary import RequestSummary
 from emberline.router.worker_client import WorkerClient
@@ -65,6 +66,7 @@ class RouterApp:
         self._clock = clock
         self.dispatcher = Dispatcher(config, clock)
         self._relay = Relay(self.dispatcher, client, config)
+        self._stream_resumer = StreamResumer(self.dispatcher, client, config)
         self._tracing = tracing
         self._started_at = int(time.time())
         routes = {
@@ -119,7 +121,14 @@ class RouterApp:
             if len(body) < LARGE_INPUT_BYTES
             else await offload.run(len(body), RequestSummary.parse, body, *affinity)
         )
-        await exchange.run_while_connected(self._relay.run(exchange, summary, body))
+        resumption = None
+        if (last_event_id := exchange.header(LAST_EVENT_ID_HEADER)) and summary.stream:
+            resumption = await self._stream_resumer.find_stream(exchange, summary, last_event_id, body)
+            if resumption.is_complete:
+                await exchange.start_event_stream()
+                await exchange.send(last=True)
+                return
+        await exchange.run_while_connected(self._relay.run(exchange, summary, body, resumption))
 
     async def _relay_stored_response_call(self, exchange: Exchange) -> None:
         """Relay a request that reads or deletes a stored response to any worker.
