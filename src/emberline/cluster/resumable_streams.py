@@ -80,8 +80,9 @@ class ResumableStream:
     resends_last_group: bool = False  # as in Handoff, until the first group is sent
     skip_events: int = 0
     group_count: int = 0
-    cached_tokens: int | None = None
-    drafts: list[tuple[int, DraftCounts]] = field(default_factory=list)  # by the group from which on they hold
+    # As in Handoff, each with the number of the group from which on it is true.
+    cached_tokens: list[tuple[int, int | None]] = field(default_factory=list)
+    drafts: list[tuple[int, DraftCounts]] = field(default_factory=list)
     last_group_events: int | None = None  # events of the group that ends the stream; None before that
     is_taken_over: bool = False  # another router continues it
     ended_at: float = 0.0
@@ -124,7 +125,7 @@ class ResumableStream:
         return Handoff(
             groups,
             bool(groups),
-            self.cached_tokens if groups else None,
+            next((cached for group, cached in reversed(self.cached_tokens) if group < len(groups)), None),
             drafts=next((drafts for group, drafts in reversed(self.drafts) if group < len(groups)), NO_DRAFTS),
             skip_events=position.event,
             resends_last_group=is_partial,
@@ -150,7 +151,7 @@ class ResumableStreams:
         stream = ResumableStream(prefix, tenant, request_digest, reply_id, created, seed, *skipping)
         for group in handoff.groups:
             stream.add_group(group)
-        stream.cached_tokens, stream.drafts = handoff.cached_tokens, [(-1, handoff.drafts)]
+        stream.cached_tokens, stream.drafts = [(-1, handoff.cached_tokens)], [(-1, handoff.drafts)]
         self._running[name] = stream
         return stream
 

@@ -84,7 +84,7 @@ class StreamSender:
             number, token_group = stream.group_count, None if is_last else group.token_group
             events = [stream.write_group(b"".join(events), token_group, self._replayed_events)]
             if group.cached_tokens is not None:
-                stream.cached_tokens = group.cached_tokens
+                stream.cached_tokens.append((number, group.cached_tokens))
             if group.drafts is not None:
                 stream.drafts.append((number, group.drafts))
         return b"".join([*_build_router_comments(group, events), *events] if self._is_tracked else events)
