@@ -178,7 +178,11 @@ class ResumableStreams:
             )
         is_in_last_group = position.group == stream.group_count and position.event > 0
         if position.group > stream.group_count or (is_in_last_group and stream.last_group_events is None):
-            raise InvalidRequest("the event id is beyond the end of the stream", param="last-event-id")
+            raise InvalidRequest(
+                "the event id is beyond the end of the stream",
+                param="last-event-id",
+                hint="send the id of the last event that was received",
+            )
         if position.stream in self._running:
             stream.is_taken_over = True
         is_complete = (

@@ -31,6 +31,7 @@ from emberline.server.listener import (
     bind_listener,
     check_exposure,
     is_exposed,
+    limit_silence,
     serve_until_stopped,
 )
 
@@ -42,6 +43,7 @@ log = logging.getLogger("emberline.server")
 QUANTISED_WEIGHTS = ("quantised", "fp8", "int4", "gguf", "q4", "q8")  # of Numerics.weights
 
 LEASE_DRAIN_TIMEOUT_S = 5.0
+ROUTER_TIMEOUT_S = 120  # after which requests of a router whose machine is unreachable are aborted
 
 T = TypeVar("T")
 
@@ -64,6 +66,7 @@ async def serve(
         config = replace(config, worker=with_reachable_url(config.worker, config.host, port))
         assert config.worker is not None
         check_worker_address(config.worker, config.host, port)
+        limit_silence(listener, ROUTER_TIMEOUT_S)
     server = await answer_while_loading(listener)
     directories = await _run_in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
     if config.worker is not None:

@@ -137,8 +137,8 @@ class Relay(ReplyRelay):
             *limits,
             is_generation,
             is_known_suspect,
-            resumption,
             config.foreign_key,
+            resumption,
         )
 
     def _deadline_error(self, routed: RoutedRequest) -> DeadlineExceeded:

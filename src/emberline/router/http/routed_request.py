@@ -83,8 +83,8 @@ class RoutedRequest:
     max_migrations: int  # times that another worker may continue the stream
     is_generation: bool  # the path generates tokens
     is_known_suspect: bool  # the same prompt was abandoned recently because workers failed while serving it
-    resumption: StreamResumption | None = None  # the stream of an earlier connection, which this request continues
     foreign_key: str | None = None  # API key for vLLM and SGLang servers
+    resumption: StreamResumption | None = None  # the stream of an earlier connection, which this request continues
     state: RequestState = RequestState.CHOOSING  # changed by `handle_event` alone
     tracker: StreamTracker = field(default_factory=StreamTracker)
     prefill: RemotePrefill | None = None
