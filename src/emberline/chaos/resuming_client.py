@@ -28,31 +28,40 @@ class ResumedReply:
 
 
 async def fetch_with_resumption(
-    pool: HTTPConnectionPool, url: str, path: str, headers: Mapping[str, str], body: bytes, reply: ResumedReply
+    pool: HTTPConnectionPool,
+    url: str,
+    path: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    reply: ResumedReply,
+    *,
+    reconnects: bool = True,
 ) -> None:
     """Send a request and store what arrives in `reply`, as a client does that knows Last-Event-ID.
 
     If the connection breaks before the first event, or in a reply that is not a stream, the request is sent again. The
-    caller limits the time. Raises UpstreamFailed if a stream without event ids breaks, or after MAX_RECONNECTS."""
+    caller limits the time. Raises UpstreamFailed if a stream without event ids breaks, or after MAX_RECONNECTS; without
+    `reconnects`, if any connection breaks."""
     received = bytearray()
     while True:
-        ids = _EVENT_ID.findall(received)
+        kept, ids = len(received), _EVENT_ID.findall(received)
         resumption = {"last-event-id": ids[-1].decode()} if ids else {}
         try:
             response = await pool.request(url, "POST", path, {**headers, **resumption}, body)
             with contextlib.closing(response):
                 while part := await response.read():
                     received += part
+                    reply.body = bytes(received)
             reply.status, reply.body = response.status, _EVENT_ID_LINE.sub(b"", bytes(received))
             if response.status != UNAVAILABLE_STATUS or not ids:
                 return
-            received = received[: received.rfind(b"\n\n") + 2]  # without the error
+            del received[kept:]  # the error
         except UpstreamFailed:
-            del received[received.rfind(b"\n\n") + 2 if b"\n\n" in received else 0 :]
             reply.body = _EVENT_ID_LINE.sub(b"", bytes(received))
-            if received and not _EVENT_ID.search(received):
+            if not reconnects or reply.resumptions + reply.repetitions >= MAX_RECONNECTS:
                 raise
-            if reply.resumptions + reply.repetitions >= MAX_RECONNECTS:
+            del received[received.rfind(b"\n\n") + 2 if b"\n\n" in received else 0 :]
+            if received and not _EVENT_ID.search(received):
                 raise
         reply.resumptions += bool(received)
         reply.repetitions += not received

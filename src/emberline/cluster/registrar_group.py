@@ -89,5 +89,6 @@ class RegistrarGroup:
                 continue
             for model, engines in listed.items():
                 known = merged.setdefault(model, [])
-                known += [engine for engine in engines if engine not in known]
+                known_ids = {engine.get("incarnation") for engine in known}
+                known += [engine for engine in engines if engine.get("incarnation") not in known_ids]
         self._on_peers(merged)

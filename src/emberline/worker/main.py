@@ -64,8 +64,6 @@ async def serve(
     config = _check_access(config, listener)
     if config.worker is not None:
         config = replace(config, worker=with_reachable_url(config.worker, config.host, port))
-        assert config.worker is not None
-        check_worker_address(config.worker, config.host, port)
         limit_silence(listener, ROUTER_TIMEOUT_S)
     server = await answer_while_loading(listener)
     directories = await _run_in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
@@ -210,18 +208,21 @@ def with_reachable_url(worker: WorkerConfig, host: str, port: int) -> WorkerConf
     """Return the config with a URL that the router can reach.
 
     For a worker that listens on all interfaces, the URL has the address of the interface that leads to the router.
-    Raises InvalidRequest if that address cannot be found.
+    Raises InvalidRequest if that address cannot be found, or if a router would reject the worker's name or URL.
     """
     from emberline.cluster.address import find_outgoing_address, is_unspecified_address
 
     if worker.worker_url or not is_unspecified_address(host):
+        check_worker_address(worker, host, port)
         return worker
     try:
         found = find_outgoing_address(worker.routers[0])
     except (OSError, ValueError) as e:
         what = f"cannot determine this machine's address towards the router {worker.routers[0]}: {e}"
         raise InvalidRequest(what, param="worker_url", hint="set --worker-url http://HOST:PORT") from e
-    return replace(worker, worker_url=f"http://{f'[{found}]' if ':' in found else found}:{port}")
+    worker = replace(worker, worker_url=f"http://{f'[{found}]' if ':' in found else found}:{port}")
+    check_worker_address(worker, host, port)
+    return worker
 
 
 def _worker_url(worker: WorkerConfig, host: str, port: int) -> str:
