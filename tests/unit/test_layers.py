@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "gateway": {"core", "api", "wire", "net", "trace"},
     "gateway.http": {"core", "api", "wire", "net", "trace", "server"},
     "worker": {"core", "tokens", "hub", "api", "wire", "engine", "models.config", "net", "trace", "server", "cluster"},
+    "autoscaler": {"core", "net", "server"},
     "sim": {"core", "tokens", "kv", "engine", "router", "cluster"},
     "bench": {
         "core",
@@ -61,6 +62,7 @@ ALLOWED: dict[str, set[str]] = {
         "net",
         "trace",
         "cluster",
+        "autoscaler",
     },
     "chaos": {"core", "net", "wire", "cluster", "router.policy", "bench"},
     "cli": {
@@ -83,6 +85,7 @@ ALLOWED: dict[str, set[str]] = {
         "sim",
         "chaos",
         "drafter",
+        "autoscaler",
     },
 }
 
@@ -102,6 +105,7 @@ TORCH_FREE = [
     "worker",
     "sim",
     "chaos",
+    "autoscaler",
     "cli",
     "models.config",
     "models.kv_groups",

@@ -55,10 +55,15 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float | None) -> None:
+    def observe(self, value: float | None, count: int = 1) -> None:
         if value is not None:
-            self._counts[bisect_left(self.bounds, value)] += 1
-            self._sum += value
+            self._counts[bisect_left(self.bounds, value)] += count
+            self._sum += count * value
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of values up to each bound and above the one before; the last is of values above all bounds."""
+        return tuple(self._counts)
 
     def family(self, labels: str) -> MetricFamily:
         lines, total = [], 0

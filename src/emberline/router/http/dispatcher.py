@@ -173,6 +173,9 @@ class Dispatcher(WorkerRegistry):
         """Record that the worker sent bytes of its reply, which contained `event_count` events."""
         if attempt.first_byte_at is None:
             attempt.decision.worker.mark_prefilled(attempt.id)
+        elif event_count:
+            since_last_s = self._clock.now() - attempt.last_activity_at
+            self.metrics.inter_token_seconds.observe(since_last_s / event_count, event_count)
         self.record_activity(attempt)
         attempt.decision.worker.record_generated_tokens(attempt.id, event_count)
 

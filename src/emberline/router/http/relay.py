@@ -51,6 +51,7 @@ from emberline.wire.errors import render_anthropic_error, render_openai_error
 log = logging.getLogger("emberline.router")
 
 FIRST_RETRY_PAUSE_S = 0.1
+MAX_RETRY_PAUSE_S = 1.0  # a worker that has just started must not wait for requests
 MAX_WAITING_REQUESTS = 1024  # requests that wait for a worker at the same time
 HANDOVER_TIMEOUT_S = 2.0  # for a draining worker to offer blocks that it has computed
 ERROR_SEND_TIMEOUT_S = 5.0  # for sending the error event to a client that may have stopped reading
@@ -62,7 +63,7 @@ class Relay(ReplyRelay):
         super().__init__(dispatcher, config)
         self._client = client
         self._suspects = SuspectRequests()
-        self._waiting_requests = 0
+        self.waiting_requests = 0  # requests that wait until a worker is available
 
     async def run(
         self, exchange: Exchange, summary: RequestSummary, body: bytes, resumption: StreamResumption | None = None
@@ -121,7 +122,7 @@ class Relay(ReplyRelay):
         client_request = UpstreamRequest(
             exchange.method, exchange.path + (f"?{exchange.query}" if exchange.query else ""), headers, body
         )
-        config, deadline = self._config, self._now() + self._config.request_timeout
+        config, arrived_at = self._config, self._now()
         seed, created = secrets.randbits(64), int(WallClock.now())
         if resumption is not None:
             seed, created = resumption.seed if resumption.seed is not None else seed, resumption.created
@@ -133,11 +134,12 @@ class Relay(ReplyRelay):
             summary,
             client_request,
             *identity,
-            deadline,
+            arrived_at + config.request_timeout,
             *limits,
             is_generation,
             is_known_suspect,
             config.foreign_key,
+            arrived_at,
             resumption,
         )
 
@@ -208,19 +210,21 @@ class Relay(ReplyRelay):
 
         Return None if the request may not wait or no worker becomes available. The worker may be one that was already
         tried."""
-        self._waiting_requests += 1
+        self.waiting_requests += 1
         try:
-            while self._waiting_requests <= MAX_WAITING_REQUESTS and routed.can_wait_for_worker(
+            while self.waiting_requests <= MAX_WAITING_REQUESTS and routed.can_wait_for_worker(
                 self._config.migration_wait, self._now()
             ):
                 routed.handle_event(RequestEvent.NO_WORKER_YET)
-                await asyncio.sleep(FIRST_RETRY_PAUSE_S + (self._now() - routed.interrupted_at) / 4)
+                pause_s = FIRST_RETRY_PAUSE_S + (self._now() - routed.interrupted_at) / 4
+                await asyncio.sleep(min(pause_s, MAX_RETRY_PAUSE_S))
                 routed.allow_tried_workers_again()
+                routed.summary = self._dispatcher.fill_in_default_model(routed.summary)
                 if (decision := self._choose_next_worker(routed)) is not None:
                     return decision
             return None
         finally:
-            self._waiting_requests -= 1
+            self.waiting_requests -= 1
 
     async def _try_worker(self, routed: RoutedRequest, decision: RoutingDecision) -> AttemptFailure | None:
         routed.total_attempts += 1

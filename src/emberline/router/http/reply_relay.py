@@ -123,6 +123,8 @@ class ReplyRelay:
         self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt
     ) -> None:
         """Start the reply to the client if it has not started, and record that this worker now sends it."""
+        if not routed.has_reply_started:
+            self._metrics.first_token_seconds.observe(self._now() - routed.arrived_at)
         await self._start_reply(routed, reply, attempt)
         if routed.migration_reason:
             self._metrics.migrations[routed.migration_reason, "went on"] += 1

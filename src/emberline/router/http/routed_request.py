@@ -84,6 +84,7 @@ class RoutedRequest:
     is_generation: bool  # the path generates tokens
     is_known_suspect: bool  # the same prompt was abandoned recently because workers failed while serving it
     foreign_key: str | None = None  # API key for vLLM and SGLang servers
+    arrived_at: float = 0.0  # on the event loop's clock
     resumption: StreamResumption | None = None  # the stream of an earlier connection, which this request continues
     state: RequestState = RequestState.CHOOSING  # changed by `handle_event` alone
     tracker: StreamTracker = field(default_factory=StreamTracker)

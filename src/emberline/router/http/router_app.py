@@ -232,6 +232,7 @@ class RouterApp:
             {
                 **body,
                 "open_requests": self.dispatcher.open_attempt_count,
+                "waiting_requests": self._relay.waiting_requests,
                 "uptime_seconds": time.time() - self._started_at,
             }
         )

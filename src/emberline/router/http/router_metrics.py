@@ -14,6 +14,8 @@ from emberline.server.metrics import LATENCY_BUCKETS_S, Histogram, MetricFamily
 
 WorkerView = tuple[Worker, ClusterMember, WorkerHealth]
 
+# Each bound is about a quarter above the one before, so that a quantile between two bounds is known to about 10 %.
+TOKEN_LATENCY_BUCKETS_S = tuple(float(f"{0.002 * 1.25**i:.3g}") for i in range(50))
 FORGOTTEN_WORKER = "(gone)"  # label of all removed workers together
 
 
@@ -33,6 +35,15 @@ class RouterMetrics:
         )
         self._request_seconds = Histogram(
             "emberline:router_request_seconds", "From sending to a reply's end.", LATENCY_BUCKETS_S
+        )
+
+        self.first_token_seconds = Histogram(
+            "emberline:router_first_token_seconds",
+            "From a streamed request's arrival to its first token, with waits for a worker.",
+            TOKEN_LATENCY_BUCKETS_S,
+        )
+        self.inter_token_seconds = Histogram(
+            "emberline:router_inter_token_seconds", "Between two tokens of a stream.", TOKEN_LATENCY_BUCKETS_S
         )
 
     def record_decision(self, decision: RoutingDecision) -> None:
@@ -92,6 +103,8 @@ class RouterMetrics:
         yield MetricFamily("emberline:router_prefixes", "Prompt prefixes remembered.", "gauge", [size])
         yield self._first_byte_seconds.family('at="router"')
         yield self._request_seconds.family('at="router"')
+        yield self.first_token_seconds.family('at="router"')
+        yield self.inter_token_seconds.family('at="router"')
 
 
 def build_status(
@@ -117,6 +130,11 @@ def build_status(
         "prefills": dict(metrics.prefills),
         "refused": metrics.refused,
         "broken": metrics.broken,
+        "latency": {
+            "bounds_s": TOKEN_LATENCY_BUCKETS_S,
+            "first_token": metrics.first_token_seconds.counts,
+            "inter_token": metrics.inter_token_seconds.counts,
+        },
     }
 
 

@@ -1,0 +1,57 @@
+"""CapacityEstimate: how much work per second one worker of a pool serves within the SLO.
+
+Work is counted in tokens: prompt tokens to compute, plus generated tokens times a weight. The estimate rises slowly
+while workers reach the planned load and latencies are low. It falls when latencies exceed the SLO below the planned
+load; the load at which that happened is remembered, so that the estimate does not return to it soon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+LOW_PRESSURE = 0.8  # latency as a share of its SLO up to which more load may be tried
+RISE_PER_S = 0.001
+FALL_FACTOR = 0.93
+FALL_INTERVAL_S = 60.0  # between two reductions: a lower load needs time to show in the latency
+CEILING_SHARE = 0.95  # of the load at which the SLO was missed
+CEILING_RISE_PER_S = 1e-5  # 3.6 % an hour: models and prompts change
+MIN_SHARE_OF_SEED = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityEstimate:
+    work_per_s: float | None = None  # None: nothing is known yet
+    seed: float | None = None  # what the operator stated; the estimate stays between half of it and all of it
+    ceiling: float | None = None  # load per worker at which the SLO was missed
+    reduced_at: float = float("-inf")
+    updated_at: float | None = None
+
+    @staticmethod
+    def from_seed(seed: float | None) -> CapacityEstimate:
+        return CapacityEstimate(work_per_s=seed, seed=seed)
+
+    def with_load(self, load: float, pressure: float | None, utilisation: float, now: float) -> CapacityEstimate:
+        """Return the estimate after a stable pool had `load` work per second at each worker.
+
+        `pressure`: the worst latency as a share of its SLO; None: no request."""
+        seconds = 0.0 if self.updated_at is None else max(now - self.updated_at, 0.0)
+        ceiling = None if self.ceiling is None else self.ceiling * (1 + CEILING_RISE_PER_S * seconds)
+        updated = replace(self, ceiling=ceiling, updated_at=now)
+        if pressure is None or load <= 0:
+            return updated
+        known = updated.work_per_s
+        if known is None:
+            return replace(updated, work_per_s=load if pressure > 1 else load / utilisation)
+        if pressure > 1 and load < known:
+            return updated._reduce(load, known, now)
+        if pressure < LOW_PRESSURE and load > 0.97 * utilisation * known:
+            higher = known * (1 + RISE_PER_S * seconds)
+            limits = (higher, updated.seed, None if ceiling is None else CEILING_SHARE * ceiling)
+            return replace(updated, work_per_s=max(known, min(each for each in limits if each is not None)))
+        return updated
+
+    def _reduce(self, load: float, known: float, now: float) -> CapacityEstimate:
+        if now - self.reduced_at < FALL_INTERVAL_S:
+            return self
+        lowest = 0.0 if self.seed is None else MIN_SHARE_OF_SEED * self.seed
+        ceiling = load if self.ceiling is None else min(load, self.ceiling)
+        return replace(self, work_per_s=max(FALL_FACTOR * known, lowest), ceiling=ceiling, reduced_at=now)

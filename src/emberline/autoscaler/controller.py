@@ -1,0 +1,141 @@
+"""Autoscaler: observes the cluster, asks the policy how many workers each pool needs, and starts or removes workers.
+
+A worker is drained before it is stopped: the router moves its streams to other workers. All state that matters is in
+the cluster (which workers run, which are draining), so the autoscaler can be killed and started again at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import replace
+
+from emberline.autoscaler.fleet import FleetError, WorkerFleet
+from emberline.autoscaler.metrics import AutoscalerMetrics
+from emberline.autoscaler.observer import StatusObserver
+from emberline.autoscaler.policy import PolicyState, ScalingDecision, decide
+from emberline.autoscaler.pool_workers import PoolWorkers, StatusRow, group_workers
+from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
+from emberline.autoscaler.settings import AutoscalerSettings
+from emberline.autoscaler.start_tracker import StartTracker
+from emberline.core.clock import Clock
+from emberline.core.errors import WrongClusterKey
+
+log = logging.getLogger("emberline.autoscaler")
+
+
+class Autoscaler:
+    def __init__(self, settings: AutoscalerSettings, router: RouterClient, fleet: WorkerFleet, clock: Clock) -> None:
+        self._settings = settings
+        self._router = router
+        self._fleet = fleet
+        self._clock = clock
+        self._observer = StatusObserver()
+        self._state = PolicyState()
+        self._starts = StartTracker(settings.start_time)
+        self._draining_since: dict[str, float] = {}
+        self._logged_problem = ""
+        self.metrics = AutoscalerMetrics()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Make decisions until `stop` is set. Failures of the router or the fleet are logged, and tried again."""
+        while not stop.is_set():
+            await self.step()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.interval):
+                    await stop.wait()
+
+    async def step(self) -> None:
+        """Observe, decide and act once. If the router or the fleet does not answer, nothing is changed."""
+        try:
+            status = await self._router.fetch_status()
+            workers = await self._fleet.list_workers()
+            pools = group_workers(status, workers, [pool.role for pool in self._settings.pools])
+            now = self._clock.now()
+            self._starts.update(pools, now)
+            names = {worker.name for worker in workers}
+            self._draining_since = {name: since for name, since in self._draining_since.items() if name in names}
+            observations = self._observer.observe(status, pools, now)
+            settings = replace(self._settings, start_time=max(self._starts.usual_start_s, 0.1))
+            decision = decide(observations, self._state, now, settings)
+            self._state = decision.state
+            self.metrics.record_decision(decision, observations)
+            self.metrics.failed_starts, self.metrics.usual_start_s = self._starts.failed_starts, settings.start_time
+            for role, pool in pools.items():
+                await self._stop_finished_workers(pool, now)
+                await self._reconcile(role, pool, decision, now)
+            self._log_problem_once(self._describe_unreachable_slo(decision))
+        except (RouterUnavailable, WrongClusterKey, FleetError) as e:
+            self.metrics.errors[e.code] += 1
+            self._log_problem_once(str(e))
+
+    async def _reconcile(self, role: str, pool: PoolWorkers, decision: ScalingDecision, now: float) -> None:
+        """Start or drain workers until the pool has the desired number of them."""
+        desired, reason = decision.desired[role], decision.reasons[role]
+        missing = desired - pool.serving_count
+        if missing > 0:
+            missing -= await self._undo_drains(pool, missing)
+        if missing > 0 and self._starts.may_start(role, now):
+            log.info("Starting workers: pool=%s count=%d desired=%d reason=%s", role, missing, desired, reason)
+            await self._fleet.start_workers(role, missing)
+            self.metrics.record_change(role, "up", reason, missing)
+        elif missing < 0 and (names := pool.choose_removals(-missing)):
+            log.info("Draining workers: pool=%s workers=%s desired=%d", role, ",".join(names), desired)
+            self._draining_since |= dict.fromkeys(names, now)
+            await asyncio.gather(*map(self._drain, names))
+            self.metrics.record_change(role, "down", reason, len(names))
+
+    async def _drain(self, name: str) -> None:
+        if not await self._router.drain(name):  # it has not registered yet, so it has no requests
+            self._starts.forget(name)
+            await self._fleet.stop_worker(name)
+
+    async def _undo_drains(self, pool: PoolWorkers, count: int) -> int:
+        """Let draining workers serve again, which is faster than a start. Return how many do."""
+        names = [row["name"] for row in pool.draining if row["name"] in pool.managed.keys() - pool.stopping]
+        for name in names[:count]:
+            log.info("Ending the drain of a worker: worker=%s", name)
+            await self._router.drain(name, on=False)
+            self._draining_since.pop(name, None)
+        return min(len(names), count)
+
+    async def _stop_finished_workers(self, pool: PoolWorkers, now: float) -> None:
+        """Stop the workers that have drained, or take too long to, and those that do not become ready."""
+        for row in pool.draining:
+            if (name := row["name"]) not in pool.managed:
+                continue
+            drained_s = now - self._draining_since.setdefault(name, now)
+            if _has_finished(row, drained_s) or drained_s > self._settings.drain_timeout:
+                log.info("Stopping drained worker: worker=%s open=%d drained_s=%.1f", name, row["open"], drained_s)
+                await self._fleet.stop_worker(name)
+                pool.stopping.add(name)
+        for name in [name for name in pool.starting if name in pool.managed and self._starts.is_hanging(name, now)]:
+            log.warning("Stopping a worker that does not become ready: worker=%s", name)
+            self._starts.forget(name)
+            await self._fleet.stop_worker(name)
+            pool.starting.remove(name)
+
+    def _describe_unreachable_slo(self, decision: ScalingDecision) -> str:
+        roles = [role for role, pool in decision.state.pools.items() if pool.is_slo_unreachable]
+        if not roles:
+            return ""
+        return (
+            f"pool {' and '.join(roles)} misses the SLO {self._settings.slo} with at most one request per worker, so"
+            " more workers do not help (hint: raise --slo, or use faster workers)"
+        )
+
+    def _log_problem_once(self, problem: str) -> None:
+        """Log a problem when it begins and when it ends, but not for every decision in between."""
+        if problem == self._logged_problem:
+            return
+        if problem:
+            log.warning("Autoscaler problem: reason=%s", problem)
+        else:
+            log.info("Autoscaler works again: decisions=%d", self.metrics.decisions)
+        self._logged_problem = problem
+
+
+def _has_finished(row: StatusRow, drained_s: float) -> bool:
+    """Whether a draining worker has no requests, and no other worker still has to copy its KV blocks."""
+    leases = (row["transfer"] or {}).get("leases", 0)
+    return not row["open"] and not leases and row["seconds_since_beat"] < drained_s

@@ -1,0 +1,48 @@
+"""WorkerFleet: the interface of adapters that start and stop workers, and the errors that they raise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from emberline.core.errors import EmberlineError
+
+NAME_PREFIX = "auto"  # of the workers that an autoscaler started
+
+
+class FleetError(EmberlineError):
+    """Workers could not be listed, started or stopped; the next attempt may succeed."""
+
+    status = 503
+    code = "fleet_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetWorker:
+    """A worker that the fleet has started and that has not ended."""
+
+    name: str  # under which it registers with the router
+    role: str
+    is_stopping: bool = False
+    removal_rank: int = 0  # the fleet can remove the workers with the highest rank only
+
+
+class WorkerFleet(Protocol):
+    """Starts and stops workers. The workers outlive the autoscaler: a new one finds them by `list_workers`."""
+
+    async def list_workers(self) -> Sequence[FleetWorker]:
+        """Return all workers of the fleet that have not ended. Raises FleetError."""
+        ...
+
+    async def start_workers(self, role: str, count: int) -> None:
+        """Start workers; return before they are ready. Raises FleetError."""
+        ...
+
+    async def stop_worker(self, name: str) -> None:
+        """Tell a worker, which is drained already, to end; return before it has ended. Raises FleetError."""
+        ...
+
+    async def close(self, *, stop_workers: bool) -> None:
+        """End the use of the fleet. With `stop_workers`, its workers are stopped first."""
+        ...

@@ -1,0 +1,122 @@
+"""KubernetesAPI: the few calls of the Kubernetes API that scaling needs, with the service account of this pod."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import ssl
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from emberline.autoscaler.fleet import FleetError
+from emberline.core.errors import InvalidRequest
+
+SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+CALL_TIMEOUT_S = 5.0
+MAX_REPLY_BYTES = 16 << 20
+API_BY_KIND = {
+    "deployment": "apis/apps/v1/namespaces/{}/deployments/{}",
+    "statefulset": "apis/apps/v1/namespaces/{}/statefulsets/{}",
+    "leaderworkerset": "apis/leaderworkerset.x-k8s.io/v1/namespaces/{}/leaderworkersets/{}",
+}
+
+
+class KubernetesConflict(FleetError):
+    """The object was changed by another client after it was read."""
+
+    code = "fleet_conflict"
+
+
+class KubernetesAPI:
+    def __init__(self, host: str, port: int, account_dir: Path = SERVICE_ACCOUNT_DIR, namespace: str = "") -> None:
+        """`account_dir`: the directory with token, CA certificate and namespace that Kubernetes mounts into a pod."""
+        self._host, self._port = host, port
+        self._token_file = account_dir / "token"
+        try:
+            self.namespace = namespace or (account_dir / "namespace").read_text().strip()
+            self._tls = ssl.create_default_context(cafile=str(account_dir / "ca.crt"))
+            self._token_file.read_text()
+        except (OSError, ssl.SSLError) as e:
+            raise InvalidRequest(
+                f"the Kubernetes service account in {account_dir} cannot be read: {e}",
+                param="adapter",
+                hint="run the autoscaler in a pod with a service account that may patch the scale of the pools",
+            ) from e
+
+    @staticmethod
+    def from_environment(namespace: str = "") -> KubernetesAPI:
+        """Return the API of the cluster in which this process runs. Raises InvalidRequest outside of a cluster."""
+        host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+        if not host or not port.isdigit():
+            raise InvalidRequest(
+                "adapter is kubernetes, but KUBERNETES_SERVICE_HOST is not set: this process runs in no pod",
+                param="adapter",
+                hint="run the autoscaler in the cluster, as the Helm chart does",
+            )
+        return KubernetesAPI(host, int(port), namespace=namespace)
+
+    async def read_scale(self, target: str) -> dict[str, Any]:
+        scale: dict[str, Any] = await self._call("GET", f"{self._path(target)}/scale")
+        return scale
+
+    async def write_scale(self, target: str, scale: dict[str, Any], replicas: int) -> None:
+        """Set the number of replicas. Raises KubernetesConflict if the scale was changed after it was read."""
+        body = {**scale, "spec": {**scale.get("spec", {}), "replicas": replicas}}
+        await self._call("PUT", f"{self._path(target)}/scale", body)
+
+    async def list_pods(self, selector: str) -> list[dict[str, Any]]:
+        query = urlencode({"labelSelector": selector})
+        pods = await self._call("GET", f"api/v1/namespaces/{quote(self.namespace, safe='')}/pods?{query}")
+        return list(pods.get("items", []))
+
+    async def annotate_pod(self, name: str, annotations: dict[str, str]) -> None:
+        path = f"api/v1/namespaces/{quote(self.namespace, safe='')}/pods/{quote(name, safe='')}"
+        await self._call("PATCH", path, {"metadata": {"annotations": annotations}}, "application/merge-patch+json")
+
+    def _path(self, target: str) -> str:
+        kind, _, name = target.partition("/")
+        return API_BY_KIND[kind].format(quote(self.namespace, safe=""), quote(name, safe=""))
+
+    async def _call(self, method: str, path: str, body: Any = None, media_type: str = "application/json") -> Any:
+        try:
+            async with asyncio.timeout(2 * CALL_TIMEOUT_S):
+                return await asyncio.to_thread(self._call_blocking, method, path, body, media_type)
+        except (OSError, http.client.HTTPException, ValueError, TimeoutError) as e:
+            message = f"the Kubernetes API at {self._host}:{self._port} does not answer: {e}"
+            raise FleetError(message, hint="check the network policies of the autoscaler's pod") from e
+
+    def _call_blocking(self, method: str, path: str, body: Any, media_type: str) -> Any:
+        connection = http.client.HTTPSConnection(self._host, self._port, timeout=CALL_TIMEOUT_S, context=self._tls)
+        try:
+            headers = {"authorization": f"Bearer {self._token_file.read_text().strip()}", "accept": "application/json"}
+            data = None
+            if body is not None:
+                data, headers["content-type"] = json.dumps(body).encode(), media_type
+            connection.request(method, f"/{path}", data, headers)
+            reply = connection.getresponse()
+            content = reply.read(MAX_REPLY_BYTES)
+        finally:
+            connection.close()
+        if reply.status == 409:
+            raise KubernetesConflict(f"Kubernetes object {path} was changed by another client", hint="nothing to do")
+        if reply.status >= 300:
+            message = f"Kubernetes answered {reply.status} to {method} {path}: {_read_message(content)}"
+            raise FleetError(message, hint=_hint_for(reply.status, path))
+        return json.loads(content)
+
+
+def _read_message(content: bytes) -> str:
+    """Return the message of a Status object, or the start of the reply."""
+    try:
+        return str(json.loads(content)["message"])[:300]
+    except (ValueError, KeyError, TypeError):
+        return content[:200].decode(errors="replace")
+
+
+def _hint_for(status: int, path: str) -> str:
+    if status in (401, 403):
+        return "give the service account the verbs get and update on the scale of the pools, list and patch on pods"
+    return "check the target of the pool" if status == 404 and "/scale" in path else "see the API server's log"

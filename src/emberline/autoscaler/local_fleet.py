@@ -1,0 +1,171 @@
+"""LocalFleet: workers as processes of this machine.
+
+The processes are not bound to the autoscaler: they go on when it is killed, and the next one finds them by their
+command lines in /proc. Signals are sent through pidfds, so that a process id that was reused gets none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from emberline.autoscaler.fleet import NAME_PREFIX, FleetError, FleetWorker
+from emberline.core.errors import InvalidRequest
+
+STOP_TIMEOUT_S = 30.0  # between SIGTERM and SIGKILL; a worker lets open requests run for 10 s, then moves them
+POLL_INTERVAL_S = 0.05
+GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+BuildCommand = Callable[[str, str], Sequence[str]]  # from role and worker name
+
+
+@dataclass(frozen=True, slots=True)
+class LocalProcess:
+    pid: int
+    name: str
+    role: str
+    gpus: tuple[str, ...]  # that the process may use; empty: not stated
+
+
+class LocalFleet:
+    def __init__(
+        self,
+        build_command: BuildCommand,
+        roles: Sequence[str],
+        *,
+        router_url: str,
+        log_dir: Path,
+        environment: Mapping[str, str],
+        gpus: Sequence[str] = (),
+        gpus_by_role: Mapping[str, int] | None = None,
+    ) -> None:
+        """`build_command`: the command of a worker; it must contain its name and `router_url` as whole arguments.
+
+        `gpus`: the GPUs of this machine, of which each worker gets as many as its role needs. Raises InvalidRequest if
+        another autoscaler on this machine manages workers of the same router, or if the machine has no /proc."""
+        if not Path("/proc/self/cmdline").exists():
+            raise InvalidRequest("adapter local needs /proc, which only Linux has", param="adapter", hint="use Linux")
+        self._build_command = build_command
+        self._roles = roles
+        self._router_url = router_url
+        self._log_dir = log_dir
+        self._environment = dict(environment)
+        self._gpus, self._gpus_by_role = tuple(gpus), dict(gpus_by_role or {})
+        self._children: list[subprocess.Popen[bytes]] = []  # to reap them
+        self._kill_at: dict[str, float] = {}  # by name of a worker that was asked to end
+        self._lock = _lock_router(router_url)
+
+    async def list_workers(self) -> list[FleetWorker]:
+        self._children = [child for child in self._children if child.poll() is None]
+        processes = list(self._find_processes())
+        names = {process.name for process in processes}
+        self._kill_at = {name: at for name, at in self._kill_at.items() if name in names}
+        for process in processes:
+            if time.monotonic() > self._kill_at.get(process.name, float("inf")):
+                self._send_signal(process, signal.SIGKILL)
+        return [FleetWorker(each.name, each.role, each.name in self._kill_at) for each in processes]
+
+    async def start_workers(self, role: str, count: int) -> None:
+        for _ in range(count):
+            name = f"{NAME_PREFIX}-{role}-{secrets.token_hex(4)}"
+            environment = {**os.environ, **self._environment, **self._choose_gpus(role)}
+            try:
+                with (self._log_dir / f"{name}.log").open("ab") as log_file:
+                    child = subprocess.Popen(
+                        self._build_command(role, name),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log_file,
+                        stderr=log_file,
+                        env=environment,
+                        start_new_session=True,  # Ctrl-C at the autoscaler must not reach it
+                    )
+            except OSError as e:
+                message = f"worker {name} cannot be started: {e.strerror or e}"
+                raise FleetError(message, hint=f"see {self._log_dir}, and check memory and disk space") from e
+            self._children.append(child)
+
+    async def stop_worker(self, name: str) -> None:
+        for process in self._find_processes():
+            if process.name == name and name not in self._kill_at:
+                self._kill_at[name] = time.monotonic() + STOP_TIMEOUT_S
+                self._send_signal(process, signal.SIGTERM)
+
+    async def close(self, *, stop_workers: bool) -> None:
+        try:
+            if stop_workers:
+                for worker in await self.list_workers():
+                    await self.stop_worker(worker.name)
+                while await self.list_workers():  # SIGKILL ends those that take too long
+                    await asyncio.sleep(POLL_INTERVAL_S)
+        finally:
+            self._lock.close()
+
+    def _choose_gpus(self, role: str) -> dict[str, str]:
+        count = self._gpus_by_role.get(role, 0)
+        if not self._gpus or not count:
+            return {}
+        used = {gpu for process in self._find_processes() for gpu in process.gpus}
+        free = [gpu for gpu in self._gpus if gpu not in used]
+        if len(free) < count:
+            message = f"a worker of the pool {role} needs {count} GPUs, and {len(free)} of {len(self._gpus)} are free"
+            raise FleetError(message, hint="set --budget to the number of GPUs")
+        return {GPU_VARIABLE: ",".join(free[:count])}
+
+    def _find_processes(self) -> Iterator[LocalProcess]:
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):  # it ended, or belongs to another user
+                arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                if self._router_url not in arguments or entry.stat().st_uid != os.getuid():
+                    continue
+                if os.getsid(int(entry.name)) != int(entry.name):  # a child that the worker forked
+                    continue
+                for role in self._roles:
+                    prefix = f"{NAME_PREFIX}-{role}-"
+                    if name := next((each for each in arguments if each.startswith(prefix)), ""):
+                        yield LocalProcess(int(entry.name), name, role, _read_gpus(entry))
+
+    def _send_signal(self, process: LocalProcess, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(process.pid)
+            try:
+                # The descriptor now keeps the process id from being reused: check that it is still the worker's.
+                arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                if process.name in arguments:
+                    signal.pidfd_send_signal(descriptor, number)
+            except OSError as e:
+                raise FleetError(f"worker {process.name} cannot be signalled: {e.strerror or e}") from e
+            finally:
+                os.close(descriptor)
+
+
+def _read_gpus(process_directory: Path) -> tuple[str, ...]:
+    prefix = f"{GPU_VARIABLE}="
+    variables = (process_directory / "environ").read_bytes().decode(errors="replace").split("\0")
+    value = next((each.removeprefix(prefix) for each in variables if each.startswith(prefix)), "")
+    return tuple(filter(None, value.split(",")))
+
+
+def _lock_router(router_url: str) -> socket.socket:
+    """Return a socket that no second autoscaler of this machine can bind for the same router, until it is closed."""
+    lock = socket.socket(socket.AF_UNIX)
+    try:
+        lock.bind(f"\0emberline-autoscaler-{os.getuid()}-{blake2b(router_url.encode(), digest_size=8).hexdigest()}")
+    except OSError as e:
+        lock.close()
+        raise InvalidRequest(
+            f"another autoscaler on this machine manages the workers of {router_url}",
+            param="router",
+            hint="stop that one first; it leaves its workers running when it is killed",
+        ) from e
+    return lock

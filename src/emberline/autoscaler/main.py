@@ -1,0 +1,97 @@
+"""run_autoscaler: runs the autoscaler's process until a signal stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from emberline.autoscaler.controller import Autoscaler
+from emberline.autoscaler.fleet import WorkerFleet
+from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
+from emberline.autoscaler.settings import AutoscalerSettings
+from emberline.core.clock import SystemClock
+from emberline.core.errors import NotFound
+from emberline.net.server import HTTPServer
+from emberline.server.exchange import Exchange, Receive, Scope, Send
+from emberline.server.listener import bind_listener
+from emberline.server.metrics import render_exposition
+from emberline.server.route_table import reply_error
+
+log = logging.getLogger("emberline.autoscaler")
+
+ROUTER_WAIT_S = 30.0  # for the router at the start; later, the autoscaler tries again without a limit
+ROUTER_RETRY_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsAddress:
+    host: str
+    port: int
+
+
+async def run_autoscaler(
+    settings: AutoscalerSettings,
+    router: RouterClient,
+    fleet: WorkerFleet,
+    metrics_address: MetricsAddress | None,
+    *,
+    keep_workers: bool,
+) -> None:
+    """Scale until SIGTERM or SIGINT. Raises RouterUnavailable if no router answers within ROUTER_WAIT_S.
+
+    `keep_workers`: a signal leaves the workers running. kill -9 always does."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    autoscaler = Autoscaler(settings, router, fleet, SystemClock())
+    server = None
+    try:
+        if metrics_address is not None:
+            server = HTTPServer(MetricsApp(autoscaler))
+            await server.start(bind_listener(metrics_address.host, metrics_address.port))
+        await wait_for_router(router, stop)
+        log.info("Autoscaler ready: router=%s slo=%s pools=%s", router.url, settings.slo, _describe_pools(settings))
+        await autoscaler.run(stop)
+    finally:
+        if server is not None:
+            await server.stop(0.0)
+        router.close()
+        await fleet.close(stop_workers=not keep_workers)
+
+
+async def wait_for_router(router: RouterClient, stop: asyncio.Event, timeout_s: float = ROUTER_WAIT_S) -> None:
+    """Return when the router answers, or `stop` is set. Raises RouterUnavailable or WrongClusterKey."""
+    end = asyncio.get_running_loop().time() + timeout_s
+    while not stop.is_set():
+        try:
+            await router.fetch_status()
+            return
+        except RouterUnavailable:
+            if asyncio.get_running_loop().time() > end:
+                raise
+            await asyncio.sleep(ROUTER_RETRY_INTERVAL_S)
+
+
+def _describe_pools(settings: AutoscalerSettings) -> str:
+    return ",".join(f"{pool.role}:{pool.min_workers}-{pool.max_workers}" for pool in settings.pools)
+
+
+class MetricsApp:
+    """Serves /metrics and /health. Neither has a secret, so no key is needed."""
+
+    def __init__(self, autoscaler: Autoscaler) -> None:
+        self._autoscaler = autoscaler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        if exchange.path == "/metrics":
+            text = render_exposition(self._autoscaler.metrics.metric_families())
+            await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+        elif exchange.path == "/health":
+            body: dict[str, Any] = {"status": "live", "decisions": self._autoscaler.metrics.decisions}
+            await exchange.reply_json(body)
+        else:
+            await reply_error(exchange, NotFound(f"no page at {exchange.path[:200]!r}", hint="use /metrics or /health"))

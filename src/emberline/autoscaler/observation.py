@@ -1,0 +1,25 @@
+"""PoolObservation: what the policy knows about one pool of workers at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PoolObservation:
+    ready: int  # workers that accept requests
+    starting: int = 0  # workers that were started and are not ready yet
+    open_requests: int = 0
+    waiting_requests: int = 0  # without a slot at a worker; also those that wait at the router for any worker
+    refused_share: float = 0.0  # of the requests since the last observation, refused because all workers were full
+    slots: int = 0  # requests that all ready workers together run at the same time; 0: unknown
+    prompt_backlog: float = 0.0  # prompt tokens that arrived and are not computed
+    kv_usage: float = 0.0  # share of the pool's KV cache that requests use, from 0 to 1
+    prompt_rate: float = 0.0  # prompt tokens to compute that arrived, per second
+    output_rate: float = 0.0  # tokens to generate that arrived, per second
+    ttft_s: float | None = None  # 90th percentile of the last seconds; None: no request
+    itl_s: float | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.open_requests or self.waiting_requests or self.refused_share)

@@ -1,0 +1,64 @@
+"""PoolWorkers: the workers of one pool by state, from the router's status and the fleet's list of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from emberline.autoscaler.fleet import FleetWorker
+
+StatusRow = Mapping[str, Any]  # of one worker in /cluster/status
+
+
+@dataclass(slots=True)
+class PoolWorkers:
+    ready: list[StatusRow] = field(default_factory=list)
+    starting: list[str] = field(default_factory=list)
+    draining: list[StatusRow] = field(default_factory=list)
+    managed: dict[str, int] = field(default_factory=dict)  # removal rank of the workers that the fleet can stop
+    stopping: set[str] = field(default_factory=set)  # names of managed workers that were asked to end
+
+    @property
+    def serving_count(self) -> int:
+        """The workers that serve requests now or soon."""
+        return len(self.ready) + len(self.starting)
+
+    def choose_removals(self, count: int) -> list[str]:
+        """Return the names of managed workers to remove: those that start, then those with the fewest requests.
+
+        If the fleet prescribes an order, that comes first."""
+        requests = dict.fromkeys(self.starting, -1) | {row["name"]: row["open"] for row in self.ready}
+        names = sorted((name for name in requests if name in self.managed), reverse=True)
+        return sorted(names, key=lambda name: (-self.managed[name], requests[name]))[:count]
+
+
+def group_workers(
+    status: Mapping[str, Any], fleet_workers: Iterable[FleetWorker], roles: Sequence[str]
+) -> dict[str, PoolWorkers]:
+    """Return the workers of each pool.
+
+    A worker of the fleet that the router does not know, or counts as starting, is starting. Workers that the router has
+    lost are in no list: a lost process may be dead or hang."""
+    pools = {role: PoolWorkers() for role in roles}
+    rows = {row["name"]: row for row in status["workers"]}
+    for worker in fleet_workers:
+        if (pool := pools.get(worker.role)) is None:
+            continue
+        pool.managed[worker.name] = worker.removal_rank
+        row = rows.get(worker.name)
+        if worker.is_stopping:
+            pool.stopping.add(worker.name)
+        elif row is None or row["health"] == "lost":
+            pool.starting.append(worker.name)
+    for name, row in rows.items():
+        if (pool := pools.get(row["role"])) is None or name in pool.stopping:
+            continue
+        match row["health"]:
+            case "ready":
+                pool.ready.append(row)
+            case "starting":
+                pool.starting.append(name)
+            case "draining":
+                pool.draining.append(row)
+    return pools

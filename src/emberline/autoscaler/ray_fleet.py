@@ -1,0 +1,107 @@
+"""RayFleet: workers as detached actors of a Ray cluster, each with a worker process on the actor's node.
+
+Detached actors go on when the autoscaler ends, and the next one finds them by their names. The worker process ends with
+its actor, and so when its node is lost. Ray is imported when the fleet is used."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from emberline.autoscaler.fleet import NAME_PREFIX, FleetError, FleetWorker
+from emberline.core.environment import supervised_environment
+
+NAMESPACE = "emberline"
+CALL_TIMEOUT_S = 20.0  # for a call of Ray; actors are started in the background
+STOP_TIMEOUT_S = 30.0  # between SIGTERM and SIGKILL of the worker process
+
+Result = TypeVar("Result")
+
+
+class RayWorkerActor:
+    """Runs one worker process on its node; the actor ends with the process."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        # A pipe without data: the worker sees its end, and ends, when the actor is killed.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=supervised_environment({**os.environ, **environment})
+        )
+        threading.Thread(target=self._exit_with_process, daemon=True).start()
+
+    def stop(self) -> None:
+        """Tell the worker to end. It drains itself; the actor ends after it."""
+        self._process.send_signal(signal.SIGTERM)
+        threading.Timer(STOP_TIMEOUT_S, self._process.kill).start()
+
+    def _exit_with_process(self) -> None:
+        self._process.wait()
+        os._exit(0)
+
+
+class RayFleet:
+    def __init__(
+        self,
+        ray: Any,
+        build_command: Callable[[str, str], Sequence[str]],
+        roles: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        resources_by_role: Mapping[str, Mapping[str, float]],
+    ) -> None:
+        """`ray`: the module, connected to a cluster. `resources_by_role`: num_cpus and num_gpus of a worker."""
+        self._ray = ray
+        self._build_command = build_command
+        self._roles = roles
+        self._environment = dict(environment)
+        self._resources = resources_by_role
+        self._stopping: set[str] = set()
+
+    async def list_workers(self) -> list[FleetWorker]:
+        rows = await self._call(lambda: self._ray.util.list_named_actors(all_namespaces=True))
+        names = [row["name"] for row in rows if row["namespace"] == NAMESPACE]
+        self._stopping &= {*names}
+        return [
+            FleetWorker(name, role, name in self._stopping)
+            for name in names
+            for role in self._roles
+            if name.startswith(f"{NAME_PREFIX}-{role}-")
+        ]
+
+    async def start_workers(self, role: str, count: int) -> None:
+        for _ in range(count):
+            name = f"{NAME_PREFIX}-{role}-{secrets.token_hex(4)}"
+            options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": 0}
+            actor_class = self._ray.remote(RayWorkerActor).options(**options, **self._resources[role])
+            await self._call(partial(actor_class.remote, list(self._build_command(role, name)), self._environment))
+
+    async def stop_worker(self, name: str) -> None:
+        if name in self._stopping:
+            return
+        self._stopping.add(name)
+
+        def stop() -> None:
+            with contextlib.suppress(ValueError):  # no such actor: it has ended
+                self._ray.get_actor(name, NAMESPACE).stop.remote()
+
+        await self._call(stop)
+
+    async def close(self, *, stop_workers: bool) -> None:
+        """Detached actors belong to the Ray cluster: they are never stopped with the autoscaler."""
+
+    async def _call(self, function: Callable[[], Result]) -> Result:
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return await asyncio.to_thread(function)
+        except TimeoutError as e:
+            message = f"the Ray cluster did not answer within {CALL_TIMEOUT_S:g} s"
+            raise FleetError(message, hint="see `ray status`") from e
+        except Exception as e:  # Ray's own errors, of many classes
+            raise FleetError(f"the Ray cluster refused a call: {e}", hint="see `ray status`") from e

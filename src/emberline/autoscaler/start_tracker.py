@@ -1,0 +1,50 @@
+"""StartTracker: measures how long workers take to become ready, and delays starts after workers ended before that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from emberline.autoscaler.pool_workers import PoolWorkers
+
+MAX_BACKOFF_S = 60.0
+MIN_TIMEOUT_S = 600.0  # a worker that is not ready after it, or after ten times the usual time, hangs
+LAST_START_WEIGHT = 0.3  # of the last measured start against all earlier ones
+
+
+class StartTracker:
+    def __init__(self, expected_start_s: float) -> None:
+        self.usual_start_s = expected_start_s
+        self.failed_starts = 0  # workers that ended before they were ready
+        self._since: dict[str, float] = {}  # by name of a worker that is not ready yet
+        self._failures_in_a_row: dict[str, int] = {}  # by role
+        self._start_again_at: dict[str, float] = {}  # by role
+
+    def update(self, pools: Mapping[str, PoolWorkers], now: float) -> None:
+        """Record which workers are starting now, and what became of those that were starting before."""
+        for role, pool in pools.items():
+            ready = {row["name"] for row in pool.ready}
+            for name in ready & self._since.keys():
+                self.usual_start_s += LAST_START_WEIGHT * (now - self._since.pop(name) - self.usual_start_s)
+                self._failures_in_a_row[role] = 0
+            for name in pool.starting:
+                self._since.setdefault(name, now)
+        known = {name for pool in pools.values() for name in (*pool.starting, *pool.managed)}
+        for name in self._since.keys() - known:
+            del self._since[name]
+            if role := next((role for role in pools if f"-{role}-" in name), ""):
+                self._record_failure(role, now)
+
+    def may_start(self, role: str, now: float) -> bool:
+        return now >= self._start_again_at.get(role, now)
+
+    def forget(self, name: str) -> None:
+        """Forget a worker that is stopped on purpose while it starts."""
+        self._since.pop(name, None)
+
+    def is_hanging(self, name: str, now: float) -> bool:
+        return now - self._since.get(name, now) > max(MIN_TIMEOUT_S, 10 * self.usual_start_s)
+
+    def _record_failure(self, role: str, now: float) -> None:
+        self.failed_starts += 1
+        failures = self._failures_in_a_row[role] = self._failures_in_a_row.get(role, 0) + 1
+        self._start_again_at[role] = now + min(2.0 ** (failures - 1), MAX_BACKOFF_S)

@@ -1,0 +1,157 @@
+"""`emberline autoscale`: starts and removes workers of a router, so that latencies stay within an SLO."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from emberline.cli import service
+from emberline.cli.options import add_options, given_options
+from emberline.core.config import DEFAULT_MODEL, RouterConfig, cluster_key_from_environment, core_count
+from emberline.core.errors import InvalidRequest
+from emberline.core.slo import LatencyTargets
+
+if TYPE_CHECKING:
+    from emberline.autoscaler.fleet import WorkerFleet
+    from emberline.autoscaler.settings import AutoscalerSettings
+
+ADAPTERS = ("local", "kubernetes", "ray")
+PLACEHOLDERS = ("{router}", "{role}", "{name}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
+
+    default = RouterConfig()
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="Model of the workers that are started.")
+    parser.add_argument(
+        "--router", metavar="URL", default=f"http://{default.host}:{default.port}", help="URL of the router."
+    )
+    parser.add_argument("--cluster-key", help="Cluster key of the router. (default: EMBERLINE_CLUSTER_KEY)")
+    parser.add_argument("--slo", required=True, help="Latencies to keep, such as ttft_p90=500ms,itl_p90=50ms.")
+    parser.add_argument(
+        "--pool",
+        action="append",
+        metavar="ROLE[:KEY=VALUE,...]",
+        help="Pool to scale: both, prefill or decode, with the keys min, max, gpus, capacity (work per second of a"
+        " worker), target (Kubernetes object); may be repeated. (default: both)",
+    )
+    parser.add_argument("--min", type=int, default=1, help="Fewest workers of a pool that states none.")
+    parser.add_argument("--max", type=int, default=8, help="Most workers of a pool that states none.")
+    parser.add_argument("--adapter", choices=ADAPTERS, default="local", help="Where workers are started.")
+    example = AutoscalerSettings(LatencyTargets(1.0, 1.0), (PoolSettings("both"),))
+    add_options(parser, example)
+    parser.add_argument(
+        "--worker-command",
+        metavar="TEXT",
+        help="Command that starts a worker, with {router}, {role} and {name}. (default: emberline worker MODEL ...)",
+    )
+    parser.add_argument("--keep-workers", action="store_true", help="Leave local workers running at Ctrl-C or SIGTERM.")
+    parser.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
+    parser.add_argument("--namespace", help="Namespace of the Kubernetes objects. (default: that of this pod)")
+    parser.add_argument("--ray-address", metavar="HOST:PORT", help="Ray cluster. (default: the one of this machine)")
+    parser.add_argument("--ray-cpus", type=float, default=1.0, help="CPUs that Ray reserves for a worker.")
+    parser.add_argument("--metrics-host", default="127.0.0.1", help="Address of /metrics.")
+    parser.add_argument("--metrics-port", type=int, help="Port of /metrics. (default: no metrics are served)")
+    service.add_log_level_option(parser)
+    parser.add_argument(
+        "options", nargs=argparse.REMAINDER, help="Options of every worker, as for emberline serve. (default: none)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    service.configure_logging(args)
+    settings = _build_settings(args)
+    return service.run_service(_run(args, settings))
+
+
+async def _run(args: argparse.Namespace, settings: AutoscalerSettings) -> None:
+    from emberline.autoscaler.main import MetricsAddress, run_autoscaler
+    from emberline.autoscaler.router_client import RouterClient
+
+    key = args.cluster_key or cluster_key_from_environment()
+    fleet = _build_fleet(args, settings, key)
+    address = None if args.metrics_port is None else MetricsAddress(args.metrics_host, args.metrics_port)
+    await run_autoscaler(settings, RouterClient(args.router, key), fleet, address, keep_workers=args.keep_workers)
+
+
+def _build_settings(args: argparse.Namespace) -> AutoscalerSettings:
+    from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
+
+    pools = tuple(PoolSettings.parse(text, args.min, args.max) for text in args.pool or ["both"])
+    return AutoscalerSettings(LatencyTargets.parse(args.slo), pools, **given_options(args, AutoscalerSettings))
+
+
+def _build_fleet(args: argparse.Namespace, settings: AutoscalerSettings, key: str | None) -> WorkerFleet:
+    roles = [pool.role for pool in settings.pools]
+    environment = {} if key is None else {"EMBERLINE_CLUSTER_KEY": key}
+    if args.adapter == "kubernetes":
+        from emberline.autoscaler.kubernetes_api import KubernetesAPI
+        from emberline.autoscaler.kubernetes_fleet import KubernetesFleet
+
+        targets = {pool.role: pool.target or f"deployment/{pool.role}" for pool in settings.pools}
+        return KubernetesFleet(KubernetesAPI.from_environment(args.namespace or ""), targets)
+    if args.adapter == "ray":
+        from emberline.autoscaler.ray_fleet import RayFleet
+        from emberline.engine.ranks.ray_launcher import connect_to_ray
+
+        resources = {pool.role: {"num_cpus": args.ray_cpus, "num_gpus": pool.gpus} for pool in settings.pools}
+        ray = connect_to_ray(args.ray_address)
+        command = _make_command_builder(args, [])
+        return RayFleet(ray, command, roles, environment=environment, resources_by_role=resources)
+    from emberline.autoscaler.local_fleet import LocalFleet
+
+    gpus = _find_gpus(args)
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="emberline-autoscale-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    share = [] if gpus else _cpu_share(args, sum(pool.max_workers for pool in settings.pools))
+    return LocalFleet(
+        _make_command_builder(args, share),
+        roles,
+        router_url=args.router,
+        log_dir=logs,
+        environment=environment,
+        gpus=gpus,
+        gpus_by_role={pool.role: pool.gpus for pool in settings.pools},
+    )
+
+
+def _make_command_builder(args: argparse.Namespace, more_options: Sequence[str]) -> Callable[[str, str], list[str]]:
+    """Return a function from role and name to the command line of a worker. Raises InvalidRequest."""
+    if args.worker_command is None:
+        options = [word for word in args.options if word != "--"]
+        start = [sys.executable, "-m", "emberline.cli", "worker", args.model]
+        words = [*start, "--router", "{router}", "--role", "{role}", "--worker-name", "{name}", *more_options, *options]
+    else:
+        words = shlex.split(args.worker_command)
+        if missing := [each for each in PLACEHOLDERS if each not in words]:
+            message = (
+                f"worker_command must have {', '.join(missing)} as a word of its own: {args.worker_command[:200]!r}"
+            )
+            raise InvalidRequest(message, param="worker_command")
+
+    def build_command(role: str, name: str) -> list[str]:
+        values = dict(zip(PLACEHOLDERS, (args.router, role, name), strict=True))
+        return [values.get(word, word) for word in words]
+
+    return build_command
+
+
+def _find_gpus(args: argparse.Namespace) -> list[str]:
+    """Return the names of the GPUs that local workers may use: none if their options set a CPU device or --threads."""
+    from emberline.core.gpus import usable_gpus
+
+    words = {word.split("=")[0] for word in args.options}
+    wants_cpu = {"--threads", "--device"} & words and not {"cuda", "--device=cuda"} & {*args.options}
+    return [] if args.worker_command or wants_cpu else [gpu.name for gpu in usable_gpus()]
+
+
+def _cpu_share(args: argparse.Namespace, worker_count: int) -> list[str]:
+    if any(word.startswith(("--threads", "--device")) for word in args.options):
+        return []
+    return ["--threads", str(max(1, core_count() // max(worker_count, 1))), "--device", "cpu"]

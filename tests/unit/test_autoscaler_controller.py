@@ -1,0 +1,247 @@
+"""The autoscaler's loop: it starts workers, drains them before it stops them, and goes on after failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from emberline.autoscaler.controller import Autoscaler
+from emberline.autoscaler.fleet import FleetError, FleetWorker
+from emberline.autoscaler.observer import StatusObserver, estimate_p90
+from emberline.autoscaler.pool_workers import group_workers
+from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
+from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
+from emberline.core.clock import ManualClock
+from emberline.core.slo import LatencyTargets
+from emberline.server.metrics import render_exposition
+
+BOUNDS = (0.01, 0.1, 1.0)
+
+
+def make_row(name: str, **changes: Any) -> dict[str, Any]:
+    row = {"name": name, "incarnation": f"i-{name}", "role": "both", "health": "ready", "open": 0, "max_running": 8,
+           "waiting": 0, "kv_usage": 0.0, "prompt_tokens": 0, "generated_tokens": 0, "prefill_tokens": 0,
+           "decode_tokens": 0, "answered": 0, "transfer": None, "seconds_since_beat": 0.0}  # fmt: skip
+    return {**row, **changes}
+
+
+class Cluster:
+    """A router and a fleet in one: workers that start become ready at the next look, unless they fail."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.starting: list[FleetWorker] = []
+        self.stopped: list[str] = []
+        self.drains: list[tuple[str, bool]] = []
+        self.started = 0
+        self.starts_fail = self.router_fails = self.fleet_fails = False
+        self.becomes_ready = True
+        self.waiting = 0
+        self.url = "http://router"
+
+    async def fetch_status(self) -> dict[str, Any]:
+        if self.router_fails:
+            raise RouterUnavailable("no router answers", hint="check it")
+        latency = {"bounds_s": BOUNDS, "first_token": [0] * 4, "inter_token": [0] * 4}
+        rows = list(self.rows.values())
+        return {"workers": rows, "waiting_requests": self.waiting, "refused": 0, "latency": latency}
+
+    async def drain(self, name: str, *, on: bool = True) -> bool:
+        self.drains.append((name, on))
+        if name in self.rows:
+            self.rows[name]["health"] = "draining" if on else "ready"
+        return name in self.rows
+
+    async def list_workers(self) -> list[FleetWorker]:
+        if self.fleet_fails:
+            raise FleetError("the fleet is away")
+        workers = [*self.starting, *(FleetWorker(name, "both") for name in self.rows if name.startswith("auto-"))]
+        if self.starts_fail:
+            self.starting = []
+        elif self.becomes_ready:
+            self.rows |= {worker.name: make_row(worker.name) for worker in self.starting}
+            self.starting = []
+        return workers
+
+    async def start_workers(self, role: str, count: int) -> None:
+        for _ in range(count):
+            self.started += 1
+            self.starting.append(FleetWorker(f"auto-{role}-{self.started}", role))
+
+    async def stop_worker(self, name: str) -> None:
+        self.stopped.append(name)
+        self.rows.pop(name, None)
+        self.starting = [worker for worker in self.starting if worker.name != name]
+
+    async def close(self, *, stop_workers: bool) -> None:
+        pass
+
+
+class Loop:
+    def __init__(self, cluster: Cluster, **changes: Any) -> None:
+        pool = PoolSettings("both", changes.pop("min_workers", 1), 8)
+        self.clock = ManualClock(100.0)
+        self.settings = AutoscalerSettings(LatencyTargets(1.0, 0.05), (pool,), cool_down=20.0, **changes)
+        self.autoscaler = Autoscaler(self.settings, cluster, cluster, self.clock)  # type: ignore[arg-type]
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            asyncio.run(self.autoscaler.step())
+            self.clock.advance(5.0)
+
+
+def metric(loop: Loop, name: str) -> float:
+    text = render_exposition(loop.autoscaler.metrics.metric_families())
+    lines = [line for line in text.splitlines() if line.startswith(f"emberline:autoscaler_{name}")]
+    return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
+
+
+def test_the_minimum_is_started_and_a_dead_worker_is_replaced() -> None:
+    cluster = Cluster()
+    loop = Loop(cluster, min_workers=2)
+    loop.step(3)
+    assert sorted(cluster.rows) == ["auto-both-1", "auto-both-2"] and cluster.started == 2
+    del cluster.rows["auto-both-1"]
+    loop.step(2)
+    assert len(cluster.rows) == 2 and cluster.started == 3
+
+
+def test_a_worker_is_stopped_only_when_it_has_drained() -> None:
+    cluster = Cluster()
+    cluster.rows = {name: make_row(name, open=1) for name in ("auto-both-a", "auto-both-b", "by-hand")}
+    cluster.rows["auto-both-b"]["open"] = 3
+    loop = Loop(cluster)
+    loop.step(12)
+    # The worker that was started by hand cannot be stopped, so both others are drained.
+    assert [name for name, _ in cluster.drains] == ["auto-both-a", "auto-both-b"]
+    assert not cluster.stopped
+    cluster.rows["auto-both-a"]["open"] = 0
+    loop.step()
+    assert cluster.stopped == ["auto-both-a"]
+    loop.step(30)  # drain_timeout
+    assert cluster.stopped == ["auto-both-a", "auto-both-b"] and "by-hand" in cluster.rows
+
+
+def test_a_worker_that_is_draining_serves_again_before_another_is_started() -> None:
+    cluster = Cluster()
+    cluster.rows = {name: make_row(name, open=1) for name in ("auto-both-a", "auto-both-b")}
+    loop = Loop(cluster)
+    loop.step(12)
+    assert len(cluster.drains) == 1
+    drained = cluster.drains[0][0]
+    for row in cluster.rows.values():
+        row.update(open=12, waiting=4)
+    loop.step()
+    assert (drained, False) in cluster.drains and cluster.rows[drained]["health"] == "ready"
+
+
+def test_a_new_autoscaler_finishes_the_drain_of_a_killed_one() -> None:
+    cluster = Cluster()
+    cluster.rows = {name: make_row(name) for name in ("auto-both-a", "auto-both-b")}
+    cluster.rows["auto-both-a"]["health"] = "draining"
+    Loop(cluster).step(2)
+    loop = Loop(cluster)
+    loop.step(2)
+    assert cluster.stopped == ["auto-both-a"] and not cluster.started
+    assert list(cluster.rows) == ["auto-both-b"]
+
+
+@pytest.mark.parametrize("what", ["router_fails", "fleet_fails"])
+def test_nothing_changes_while_the_router_or_the_fleet_does_not_answer(what: str) -> None:
+    cluster = Cluster()
+    loop = Loop(cluster)
+    loop.step(2)
+    setattr(cluster, what, True)
+    loop.step(10)
+    assert cluster.started == 1 and not cluster.drains and metric(loop, "errors_total") == 10
+    setattr(cluster, what, False)
+    del cluster.rows["auto-both-1"]
+    loop.step(2)
+    assert cluster.started == 2
+
+
+def test_starts_that_fail_are_tried_less_and_less_often() -> None:
+    cluster = Cluster()
+    cluster.starts_fail = True
+    loop = Loop(cluster)
+    loop.step(120)  # ten minutes
+    assert 8 < cluster.started < 25 and metric(loop, "failed_starts_total") >= 8
+    cluster.starts_fail = False
+    loop.step(20)
+    assert len(cluster.rows) == 1
+
+
+def test_a_worker_that_never_becomes_ready_is_replaced() -> None:
+    cluster = Cluster()
+    cluster.becomes_ready = False
+    loop = Loop(cluster)
+    loop.step(125)
+    assert cluster.stopped == ["auto-both-1"] and cluster.started == 2
+
+
+def test_an_empty_pool_starts_a_worker_when_a_request_waits() -> None:
+    cluster = Cluster()
+    loop = Loop(cluster, min_workers=0, idle_time=60.0)
+    loop.step(5)
+    assert not cluster.started
+    cluster.waiting = 2
+    loop.step(2)
+    assert len(cluster.rows) == 1 and metric(loop, "workers_changed_total") == 1
+    cluster.waiting = 0
+    loop.step(20)
+    assert cluster.stopped == ["auto-both-1"] and not cluster.rows
+
+
+def test_a_router_that_is_not_there_is_named_soon() -> None:
+    async def run() -> None:
+        client = RouterClient("http://127.0.0.1:9", None)
+        with pytest.raises(RouterUnavailable, match=r"no router answers at http://127.0.0.1:9.*--router"):
+            await client.fetch_status()
+        client.close()
+
+    asyncio.run(run())
+
+
+def observe(observer: StatusObserver, now: float, rows: list[dict[str, Any]], **status: Any) -> Any:
+    latency = {"bounds_s": BOUNDS, "first_token": [0, 0, 0, 0], "inter_token": [0, 0, 0, 0]}
+    full: Mapping[str, Any] = {"workers": rows, "waiting_requests": 0, "refused": 0, "latency": latency, **status}
+    return observer.observe(full, group_workers(full, [], ["both"]), now)["both"]
+
+
+def test_arriving_tokens_are_those_done_and_those_more_in_flight() -> None:
+    observer = StatusObserver()
+    observe(observer, 0.0, [make_row("a", prompt_tokens=1000, generated_tokens=50)])
+    rows = [
+        make_row("a", prompt_tokens=2000, generated_tokens=150, prefill_tokens=500, decode_tokens=100),
+        make_row("b", prompt_tokens=500, generated_tokens=0),
+    ]
+    seen = observe(observer, 10.0, rows)
+    assert seen.prompt_rate == 200.0 and seen.output_rate == 20.0 and seen.prompt_backlog == 500
+    restarted = make_row("a", incarnation="other", prompt_tokens=10)
+    assert observe(observer, 20.0, [restarted]).prompt_rate == 0.0  # fewer in flight than before
+
+
+def test_refused_and_waiting_requests_are_seen() -> None:
+    observer = StatusObserver()
+    observe(observer, 0.0, [make_row("a", answered=10)], refused=5)
+    seen = observe(observer, 5.0, [make_row("a", answered=20, open=12)], refused=15, waiting_requests=3)
+    assert seen.refused_share == 0.5 and seen.waiting_requests == 7 and seen.slots == 8
+
+
+def test_latencies_are_those_of_the_last_half_minute() -> None:
+    observer = StatusObserver()
+
+    def observe_latency(now: float, first_token: list[int]) -> float | None:
+        latency = {"bounds_s": BOUNDS, "first_token": first_token, "inter_token": [0, 0, 0, 0]}
+        seen: float | None = observe(observer, now, [], latency=latency).ttft_s
+        return seen
+
+    assert observe_latency(0.0, [100, 0, 0, 0]) is None
+    assert observe_latency(20.0, [110, 0, 0, 0]) == pytest.approx(0.009)
+    assert observe_latency(40.0, [110, 0, 10, 0]) == pytest.approx(0.1 + 0.9 * 0.8)
+    assert observe_latency(60.0, [110, 0, 10, 10]) == 1.0
+    assert observe_latency(120.0, [110, 0, 10, 10]) is None
+    assert estimate_p90(BOUNDS, [0] * 4, [9, 1, 0, 0]) == pytest.approx(0.01)

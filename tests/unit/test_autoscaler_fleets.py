@@ -1,0 +1,221 @@
+"""Adapters of the autoscaler: local processes and Kubernetes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_kubernetes import TOKEN, FakeKubernetes
+
+from emberline.autoscaler.fleet import FleetError, FleetWorker
+from emberline.autoscaler.kubernetes_api import KubernetesAPI
+from emberline.autoscaler.kubernetes_fleet import KubernetesFleet
+from emberline.autoscaler.local_fleet import LocalFleet
+from emberline.autoscaler.pool_workers import group_workers
+from emberline.core.errors import InvalidRequest
+
+# A process that ends at SIGTERM, like a worker; with "stubborn" in its command line, it does not.
+WORKER = """
+import os, signal, sys, time
+if "stubborn" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pid = os.getpid()
+if os.fork() == 0:  # a forked child has the same command line
+    while os.getppid() == pid: time.sleep(0.05)
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def router_url() -> str:
+    return f"http://router.invalid:{os.getpid()}/{time.monotonic_ns()}"
+
+
+def make_fleet(router_url: str, home: Path, *more: str) -> LocalFleet:
+    def build_command(role: str, name: str) -> list[str]:
+        return [sys.executable, "-c", WORKER, router_url, name, *more]
+
+    return LocalFleet(build_command, ["both", "decode"], router_url=router_url, log_dir=home, environment={})
+
+
+async def wait_for_count(fleet: LocalFleet, count: int) -> list[FleetWorker]:
+    async with asyncio.timeout(10):
+        while len(workers := await fleet.list_workers()) != count:
+            await asyncio.sleep(0.02)
+    return workers
+
+
+def test_local_workers_are_started_listed_and_stopped(router_url: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        fleet = make_fleet(router_url, tmp_path)
+        try:
+            await fleet.start_workers("both", 2)
+            await fleet.start_workers("decode", 1)
+            workers = await wait_for_count(fleet, 3)
+            assert sorted(worker.role for worker in workers) == ["both", "both", "decode"]
+            first = next(worker for worker in workers if worker.role == "decode")
+            await fleet.stop_worker(first.name)
+            assert first.name not in {worker.name for worker in await wait_for_count(fleet, 2)}
+        finally:
+            await fleet.close(stop_workers=True)
+        assert not await make_and_list(router_url, tmp_path)
+
+    asyncio.run(run())
+
+
+async def make_and_list(router_url: str, home: Path) -> list[FleetWorker]:
+    fleet = make_fleet(router_url, home)
+    try:
+        return await fleet.list_workers()
+    finally:
+        await fleet.close(stop_workers=False)
+
+
+def test_a_new_fleet_adopts_the_workers_of_a_killed_one(router_url: str, tmp_path: Path) -> None:
+    code = (
+        "import asyncio, sys, time; from pathlib import Path; sys.path += [sys.argv[3], sys.argv[4]]\n"
+        "from test_autoscaler_fleets import make_fleet\n"
+        "fleet = make_fleet(sys.argv[1], Path(sys.argv[2])); asyncio.run(fleet.start_workers('both', 2))\n"
+        "print('started', flush=True); time.sleep(60)"
+    )
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", code, router_url, str(tmp_path), str(here), str(here.parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as autoscaler:
+        assert autoscaler.stdout is not None and autoscaler.stdout.readline() == b"started\n"
+        with pytest.raises(InvalidRequest, match="another autoscaler"):
+            asyncio.run(make_and_list(router_url, tmp_path))
+        autoscaler.kill()
+
+    async def adopt() -> None:
+        fleet = make_fleet(router_url, tmp_path)
+        workers = await wait_for_count(fleet, 2)
+        assert {worker.role for worker in workers} == {"both"}
+        await fleet.close(stop_workers=True)
+        assert not await make_and_list(router_url, tmp_path)
+
+    asyncio.run(adopt())
+
+
+def test_a_worker_that_does_not_end_is_killed(router_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberline.autoscaler.local_fleet.STOP_TIMEOUT_S", 0.2)
+
+    async def run() -> None:
+        fleet = make_fleet(router_url, tmp_path, "stubborn")
+        await fleet.start_workers("both", 1)
+        await asyncio.sleep(0.3)  # until it ignores SIGTERM
+        async with asyncio.timeout(10):
+            await fleet.close(stop_workers=True)
+        assert not await make_and_list(router_url, tmp_path)
+
+    asyncio.run(run())
+
+
+def test_a_gpu_is_given_to_one_worker_only(router_url: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        def build_command(role: str, name: str) -> list[str]:
+            return [sys.executable, "-c", WORKER, router_url, name]
+
+        fleet = LocalFleet(
+            build_command, ["both"], router_url=router_url, log_dir=tmp_path, environment={}, gpus=["0", "1", "2"],
+            gpus_by_role={"both": 2},
+        )  # fmt: skip
+        try:
+            await fleet.start_workers("both", 1)
+            with pytest.raises(FleetError, match="needs 2 GPUs, and 1 of 3 are free"):
+                await fleet.start_workers("both", 1)
+        finally:
+            await fleet.close(stop_workers=True)
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def kubernetes(tmp_path: Path) -> Iterator[FakeKubernetes]:
+    fake = FakeKubernetes(tmp_path)
+    yield fake
+    fake.close()
+
+
+def make_kubernetes_fleet(fake: FakeKubernetes) -> KubernetesFleet:
+    api = KubernetesAPI("127.0.0.1", fake.port, fake.account_dir)
+    return KubernetesFleet(api, {"decode": "deployment/decode", "prefill": "statefulset/prefill"})
+
+
+def test_kubernetes_scales_up_and_removes_the_drained_pod(kubernetes: FakeKubernetes) -> None:
+    async def run() -> None:
+        fleet = make_kubernetes_fleet(kubernetes)
+        await fleet.start_workers("decode", 2)
+        names = [worker.name for worker in await fleet.list_workers() if worker.role == "decode"]
+        assert names == ["decode-0", "decode-1", "decode-2", "decode-3"]
+        await fleet.stop_worker("decode-1")
+        assert kubernetes.replicas["deployments", "decode"] == 3 and "decode-1" not in kubernetes.pods
+        await fleet.stop_worker("decode-1")  # has no effect a second time
+        assert kubernetes.replicas["deployments", "decode"] == 3
+
+    asyncio.run(run())
+    assert ("PUT", "/apis/apps/v1/namespaces/serving/deployments/decode/scale") in kubernetes.calls
+
+
+def test_kubernetes_that_creates_and_deletes_pods_late_is_not_scaled_twice(kubernetes: FakeKubernetes) -> None:
+    async def run() -> None:
+        fleet = make_kubernetes_fleet(kubernetes)
+        kubernetes.creates_pods = False
+        await fleet.start_workers("decode", 2)
+        pool = group_workers({"workers": []}, await fleet.list_workers(), ["decode"])["decode"]
+        assert pool.serving_count == 4
+        assert pool.choose_removals(1)[0].startswith("deployment/decode/pending-")
+        await fleet.stop_worker(pool.choose_removals(1)[0])
+        assert kubernetes.replicas["deployments", "decode"] == 3
+        kubernetes.reconcile()
+        await fleet.stop_worker("decode-0")
+        await fleet.stop_worker("decode-0")  # the pod is still there, but the number of replicas is lower already
+        assert kubernetes.replicas["deployments", "decode"] == 2
+
+    asyncio.run(run())
+
+
+def test_a_stateful_set_removes_its_last_pod(kubernetes: FakeKubernetes) -> None:
+    async def run() -> None:
+        fleet = make_kubernetes_fleet(kubernetes)
+        await fleet.start_workers("prefill", 2)
+        rows = [{"name": f"prefill-{i}", "role": "prefill", "health": "ready", "open": i} for i in range(3)]
+        pool = group_workers({"workers": rows}, await fleet.list_workers(), ["prefill"])["prefill"]
+        assert pool.choose_removals(2) == ["prefill-2", "prefill-1"]
+
+    asyncio.run(run())
+
+
+def test_kubernetes_errors_are_named(kubernetes: FakeKubernetes, tmp_path: Path) -> None:
+    async def run() -> None:
+        api = KubernetesAPI("127.0.0.1", kubernetes.port, kubernetes.account_dir)
+        with pytest.raises(FleetError, match=r"404.*check the target"):
+            await KubernetesFleet(api, {"both": "deployment/missing"}).list_workers()
+        scale = await api.read_scale("deployment/decode")
+        await api.write_scale("deployment/decode", scale, 3)
+        with pytest.raises(FleetError, match="changed by another client"):
+            await api.write_scale("deployment/decode", scale, 4)
+        (kubernetes.account_dir / "token").write_text("expired")
+        with pytest.raises(FleetError, match=r"401.*service account"):
+            await api.read_scale("deployment/decode")
+        (kubernetes.account_dir / "token").write_text(TOKEN)  # tokens are read again for every call
+        assert (await api.read_scale("deployment/decode"))["spec"]["replicas"] == 3
+
+    asyncio.run(run())
+    with pytest.raises(InvalidRequest, match="KIND/NAME"):
+        KubernetesFleet(KubernetesAPI("x", 1, kubernetes.account_dir), {"both": "pod/x"})
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        KubernetesAPI("127.0.0.1", 1, tmp_path / "missing")
+    with pytest.raises(InvalidRequest, match="runs in no pod"):
+        KubernetesAPI.from_environment()
+
+
+def test_a_kubernetes_that_does_not_answer_is_an_error(kubernetes: FakeKubernetes) -> None:
+    kubernetes.close()
+    with pytest.raises(FleetError, match="does not answer"):
+        asyncio.run(make_kubernetes_fleet(kubernetes).list_workers())
