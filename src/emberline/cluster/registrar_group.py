@@ -7,9 +7,9 @@ does not answer is left out, so that the load of a dead router does not count.""
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -27,8 +27,9 @@ class RegistrarGroup:
         registration: Callable[[], WorkerRegistration],
         heartbeat: Callable[[], Heartbeat],
         on_peers: Callable[[PeersByModel], None] = lambda peers: None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`on_peers` is called with the peers of all routers after each reply of a router."""
+        """`on_peers` is called with the peers of all routers after each reply of a router. `tls`: as in Registrar."""
         self._heartbeat = heartbeat
         self._on_peers = on_peers
         self._peers: list[PeersByModel] = [{} for _ in router_urls]  # as each router listed them last
@@ -38,7 +39,7 @@ class RegistrarGroup:
             [deque[tuple[str, int]](maxlen=MAX_UNSENT_PROMPTS) for _ in router_urls] for _ in router_urls
         ]
         self.registrars = [
-            Registrar(url, cluster_key, registration, *self._make_callbacks(i)) for i, url in enumerate(router_urls)
+            self._make_registrar(i, url, cluster_key, registration, tls) for i, url in enumerate(router_urls)
         ]
 
     def start(self) -> None:
@@ -52,13 +53,21 @@ class RegistrarGroup:
     async def stop(self) -> None:
         await asyncio.gather(*(registrar.stop() for registrar in self.registrars))
 
-    def _make_callbacks(
-        self, index: int
-    ) -> tuple[Callable[[], Heartbeat], Callable[[Any], None], Callable[[Any], None]]:
-        """Return how the registrar of one router builds heartbeats, and handles peers and reports in the replies."""
-        return (
+    def _make_registrar(
+        self,
+        index: int,
+        url: str,
+        cluster_key: str | None,
+        registration: Callable[[], WorkerRegistration],
+        tls: ssl.SSLContext | None,
+    ) -> Registrar:
+        return Registrar(
+            url,
+            cluster_key,
+            registration,
             lambda: self._build_heartbeat(index),
             lambda peers: self._update_peers(index, peers),
+            tls,
             lambda report: self._store_report(index, report),
         )
 

@@ -183,7 +183,7 @@ def _tie_break_rank_by_worker(summary: RequestSummary, workers: Sequence[Worker]
     The worker with the lowest rank is chosen. Ranks depend on load, then on a hash of the session or of the
     conversation's first messages. So different conversations go to different workers, and routers that know nothing of
     each other choose the same worker for all requests of one conversation."""
-    key = summary.session or summary.conversation.hex()
+    key = summary.session or (summary.conversation or summary.digest).hex()
     order = sorted(
         workers, key=lambda worker: (worker.total_open_requests / worker.max_running, rendezvous_hash(key, worker.name))
     )
