@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from emberline.core.config import ServerConfig, WorkerConfig
-from emberline.core.engine_config import EngineConfig, TimeSharingConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
 from emberline.core.tls import TLSIdentity, open_identity
 from emberline.core.tls_config import TLSConfig
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.engine.engine_child import EngineChild
 from emberline.engine.messages import LoadedModelInfo
@@ -66,10 +67,7 @@ async def serve(
         tls.check_accepts_itself()
     listener = bind_listener(config.host, config.port)
     port = listener.getsockname()[1]
-    config = _check_access(config, listener)
-    if config.worker is not None:
-        config = replace(config, worker=with_reachable_url(config.worker, config.host, port, config.scheme))
-        limit_silence(listener, ROUTER_TIMEOUT_S)
+    config = _prepare_worker(_check_access(config, listener), listener)
     server = await answer_while_loading(listener, tls.listener_context() if tls is not None else None)
     directories = await _run_in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
     if config.worker is not None:
@@ -113,6 +111,19 @@ async def serve(
         await engine.stop()
         if assembled is not None:
             assembled.close()
+
+
+def _prepare_worker(config: ServerConfig, listener: socket.socket) -> ServerConfig:
+    """Return the settings with the URL of a worker. Raises InvalidRequest if others could not reach it.
+
+    From now on, connections of unreachable routers are closed."""
+    if config.worker is None:
+        return config
+    port = listener.getsockname()[1]
+    limit_silence(listener, ROUTER_TIMEOUT_S)
+    worker = with_reachable_url(config.worker, config.host, port, config.scheme)
+    check_worker_address(worker, config.host, port)
+    return replace(config, worker=worker)
 
 
 def _build_engine_configs(config: EngineConfig, directories: Mapping[str, Path]) -> dict[str, EngineConfig]:
@@ -217,21 +228,18 @@ def with_reachable_url(worker: WorkerConfig, host: str, port: int, scheme: str =
     """Return the config with a URL that the router can reach.
 
     For a worker that listens on all interfaces, the URL has the address of the interface that leads to the router.
-    Raises InvalidRequest if that address cannot be found, or if a router would reject the worker's name or URL.
+    Raises InvalidRequest if that address cannot be found.
     """
     from emberline.cluster.address import find_outgoing_address, is_unspecified_address
 
     if worker.worker_url or not is_unspecified_address(host):
-        check_worker_address(worker, host, port)
         return worker
     try:
         found = find_outgoing_address(worker.routers[0])
     except (OSError, ValueError) as e:
         what = f"cannot determine this machine's address towards the router {worker.routers[0]}: {e}"
         raise InvalidRequest(what, param="worker_url", hint=f"set --worker-url {scheme}://HOST:PORT") from e
-    worker = replace(worker, worker_url=f"{scheme}://{f'[{found}]' if ':' in found else found}:{port}")
-    check_worker_address(worker, host, port)
-    return worker
+    return replace(worker, worker_url=f"{scheme}://{f'[{found}]' if ':' in found else found}:{port}")
 
 
 def _worker_url(worker: WorkerConfig, host: str, port: int, scheme: str = "http") -> str:
