@@ -162,6 +162,20 @@ def test_selectors_match_pods_and_ports() -> None:
                 assert {port["targetPort"] for port in spec["ports"]} <= names, manifest["metadata"]["name"]
 
 
+def test_workers_register_with_every_router() -> None:
+    for case in CASE_NAMES:
+        manifests = load_manifests(case)
+        (routers,) = (each for each in manifests if each["kind"] == "StatefulSet")
+        name, domain = routers["metadata"]["name"], routers["spec"]["serviceName"]
+        assert any(each["kind"] == "Service" and each["metadata"]["name"] == domain for each in manifests)
+        expected = {f"{name}-{index}.{domain}:8000" for index in range(routers["spec"]["replicas"])}
+        for pod in (pod for manifest in manifests for pod in find_pods(manifest)):
+            arguments = pod["spec"]["containers"][0]["args"]
+            if arguments[0] == "worker":
+                urls = [each.removeprefix("--router=") for each in arguments if each.startswith("--router=")]
+                assert {url.partition("://")[2] for url in urls} == expected
+
+
 def build_parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(exit_on_error=False)
     importlib.import_module(f"emberline.cli.{command}").add_arguments(parser)
