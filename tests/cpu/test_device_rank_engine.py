@@ -244,9 +244,7 @@ def test_each_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("settings", "message"),
     [
         ({"tp": 4}, "4 ranks .* need 4 GPUs, and CUDA_VISIBLE_DEVICES lets this process see 2"),
-        ({"tp": 2, "kv_host_memory": 1 << 20}, "kv_host_memory does not work with 2 ranks .* on GPUs"),
-        ({"tp": 2, "exact": True}, "exact does not work"),
-        ({"tp": 2, "kv_mooncake": True}, "kv_mooncake does not work"),
+        ({"tp": 2, "exact": True}, "exact does not work with 2 ranks .* on GPUs"),
         ({"tp": 2, "dp_attention": True}, "dp_attention does not work"),
         ({"pp": 2, "nodes": 2, "master": "10.0.0.1:29500"}, "nodes does not work"),
         ({"pp": 2, "speculate": "ngram"}, "speculate does not work"),

@@ -22,6 +22,7 @@ from emberline.engine.ranks.group import RankGroup
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_memory": 1 << 20, "block_size": 16, "max_batch_tokens": 16}
 SETTINGS |= {"max_running": 3, "max_context": 64}
+BLOCK_BYTES = 2 * 2 * 16 * 16 * 4  # of a rank: keys and values of 2 layers, with one head of 16 numbers
 PROMPTS = ["one", "a prefix of several blocks, two", "a prefix of several blocks, three"]
 PARAMS = [SamplingParams(max_tokens=8, temperature=t, seed=3) for t in (0.0, 0.9, 0.0)]
 
@@ -70,8 +71,12 @@ def test_same_tokens_as_one_rank_until_a_gpu_fails(
 ) -> None:
     gpus.setenv(FAILURE_FILE, str(tmp_path / "failure"))
     gpus.setenv("CUDA_VISIBLE_DEVICES", "4,7,1,2")
-    with LLM(directory, **SETTINGS, tp=2, rank_timeout=2.0) as llm:
-        assert [each.tokens for each in llm.generate(PROMPTS, PARAMS, progress=False)] == expected
+    small = SETTINGS | {"kv_memory": 4 * BLOCK_BYTES, "kv_host_memory": 1 << 20}  # blocks come back from host memory
+    with LLM(directory, **small, tp=2, rank_timeout=2.0) as llm:
+        for _ in range(2):
+            assert [each.tokens for each in llm.generate(PROMPTS, PARAMS, progress=False)] == expected
+            llm.generate(["another prompt that takes all blocks of the cache"], PARAMS[0], progress=False)
+        assert llm.engine.stats().tiers["host"].loaded_blocks > 0
         assert [(each.stage, each.tensor_rank) for each in llm.loaded.ranks] == [(0, 0), (0, 1)]
         assert all(each.weight_bytes > 0 and each.kv_bytes > 0 for each in llm.loaded.ranks)
         numerics = llm.loaded.numerics

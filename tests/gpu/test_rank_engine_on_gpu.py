@@ -16,6 +16,7 @@ import family_cases
 import pytest
 import tiny
 import tiny_deepseek
+import tiny_delta
 import torch
 from engine_runs import run_engine
 from gpu_rank_process import COMMAND, FAILURE_FILE
@@ -100,6 +101,38 @@ def test_preemption(tmp_path: Path) -> None:
     engine = boot_ranks(directory, tp=2, kv_tokens=256).engine
     assert run_engine(engine, make_submissions(2)) == expected
     assert engine.scheduler.preemptions, "the cache was meant to be too small"
+    engine.close()
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=["tp2", "tp2-pp2"])
+def test_tiers(layout: dict[str, int], tmp_path: Path) -> None:
+    """Blocks come back from host memory, and from disk after a restart. Every rank copies its part."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    write_checkpoint(directory)
+    expected = run_engine(boot(EngineConfig.build(str(directory), **SETTINGS)).engine, make_plain_submissions())
+    settings = layout | {"kv_tokens": 256, "kv_disk": str(tmp_path / "disk"), "kv_disk_size": 1 << 28}
+    for is_restart in (False, True):
+        engine = boot_ranks(directory, **settings, kv_host_memory=1 << 26).engine
+        for _ in range(3):
+            assert run_engine(engine, make_plain_submissions()) == expected
+        assert engine.kv.tiers is not None and engine.kv.tiers.wait_until_written(10.0)
+        stats = engine.stats().tiers
+        engine.close()
+        assert stats["host"].hit_tokens > 0 and bool(stats["disk"].loaded_blocks) == is_restart
+
+
+def test_recurrent_states_in_tiers(tmp_path: Path) -> None:
+    """Ranks have the same KV heads and different states."""
+    config = tiny_delta.make_config("dense") | {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 256}
+    config |= {"head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "vocab_size": 1000}
+    config |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "max_position_embeddings": 1024}
+    directory = tiny_delta.write_random(tmp_path, config)
+    expected = run_engine(boot(EngineConfig.build(str(directory), **SETTINGS)).engine, make_plain_submissions())
+    engine = boot_ranks(directory, tp=2, kv_tokens=256, kv_host_memory=1 << 28).engine
+    for _ in range(3):
+        assert run_engine(engine, make_plain_submissions()) == expected
+    assert engine.stats().tiers["host"].hit_tokens > 0
     engine.close()
 
 

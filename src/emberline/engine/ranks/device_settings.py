@@ -18,9 +18,6 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
     parallel, field = config.parallel, "tp" if config.parallel.tp > 1 else "pp"
     ranks = f"{parallel.num_ranks} ranks (tp {parallel.tp}, pp {parallel.pp})"
     unsupported = {
-        "kv_host_memory": config.tiers.kv_host_memory > 0,
-        "kv_disk": config.tiers.kv_disk is not None,
-        "kv_store": config.tiers.kv_store is not None,
         "kv_mooncake": config.network.kv_mooncake,
         "speculate": config.speculation.uses_draft_model or (parallel.pp > 1 and config.speculation.speculate != "off"),
         "transfer": config.transfer is not None and config.transfer.required,
