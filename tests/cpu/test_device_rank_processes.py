@@ -11,8 +11,10 @@ import pytest
 import tiny
 from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
 from host_rank_process import COMMAND, FAILURE_FILE, simulate_gpus
+from test_nodes import KEY, node_settings, running_node
 
 from emberline import LLM, SamplingParams
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed, InvalidRequest
 from emberline.engine import llm as llm_module
 from emberline.engine.boot import LoadedEngine
@@ -86,6 +88,19 @@ def test_same_tokens_as_one_rank_until_a_gpu_fails(
         with pytest.raises(EngineFailed, match=r"rank 1 of 2 .*: GPU 7 failed: RuntimeError: CUDA error: an illegal"):
             llm.generate(PROMPTS, PARAMS, progress=False)
     assert len(pids) == 1 and not any(map(is_running, pids.values()))
+
+
+def test_ranks_on_two_nodes(
+    expected: list[list[int]], directory: Path, gpus: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpus.setenv(FAILURE_FILE, str(tmp_path / "failure"))
+    gpus.setenv("EMBERLINE_CLUSTER_KEY", KEY)
+    settings = SETTINGS | {"tp": 2, "nodes": 2, "master": node_settings()["master"]}
+    with running_node(EngineConfig.build(str(directory), **settings), command=COMMAND) as node:
+        with LLM(directory, **settings) as llm:
+            assert [each.tokens for each in llm.generate(PROMPTS, PARAMS, progress=False)] == expected
+            assert not pids_of(llm), "the other rank is on node 1"
+        node.result(timeout=5)  # it ends with node 0
 
 
 @pytest.mark.usefixtures("gpus")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,14 @@ from mixed_sampling import make_submissions, write_checkpoint
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed, InvalidRequest
+from emberline.core.freeport import free_port
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.boot import LoadedEngine, boot
 from emberline.engine.ranks import device_boot
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
 from emberline.engine.ranks.group import RankGroup
+from emberline.engine.ranks.node_agent import run_node
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -134,6 +138,25 @@ def test_recurrent_states_in_tiers(tmp_path: Path) -> None:
         assert run_engine(engine, make_plain_submissions()) == expected
     assert engine.stats().tiers["host"].hit_tokens > 0
     engine.close()
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "collectives": "gloo"}], ids=["tp2", "pp2-gloo"])
+def test_nodes(layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two addresses of the loopback interface are the nodes, and share the GPU."""
+    monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "the key of this test")
+    directory = write_checkpoint(tmp_path)
+    expected = run_engine(boot(EngineConfig.build(str(directory), **SETTINGS)).engine, make_plain_submissions())
+    master = f"127.0.0.1:{free_port()}"
+    config = EngineConfig.build(str(directory), **SETTINGS, **layout, nodes=2, master=master)
+    node = config.with_settings(node_rank=1, node_address="127.0.0.2")
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(run_node, node, "the key of this test", threading.Event())
+        engine = boot(config).engine
+        try:
+            assert run_engine(engine, make_plain_submissions(), steps_between=1) == expected
+        finally:
+            engine.close()
+        joined.result(timeout=30)  # it ends with node 0
 
 
 def is_running(pid: int) -> bool:

@@ -16,7 +16,7 @@ from emberline.engine.messages import Rejection
 from emberline.engine.ranks.control import AllocateCaches, ControlSocket, RankReady, StartRank
 from emberline.engine.ranks.device_follower import DeviceFollower, StepWaiter
 from emberline.engine.ranks.device_part import DevicePart
-from emberline.engine.ranks.device_settings import order_visible_gpus
+from emberline.engine.ranks.device_settings import check_gpu_count, order_visible_gpus
 from emberline.engine.ranks.group_memory import NUM_COPIED, GroupMemory
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.host_buffers import HostBuffers
@@ -33,6 +33,8 @@ def run_device_rank(
     """Take part in the group until it ends, and return the exit status of the process. All ranks have started.
 
     Raises RankLost, or EmberlineError if the rank cannot go on."""
+    if start.layout.node_of(start.rank):  # node 0 has counted only its own
+        check_gpu_count(start.config.parallel, torch.cuda.device_count())
     gpus = order_visible_gpus(start.layout, start.rank, start.config.parallel.ranks_per_gpu)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # CUDA reads it at its first use, which comes now
     with naming_gpu():
