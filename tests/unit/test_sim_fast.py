@@ -162,6 +162,8 @@ def test_simulate_prints_a_report(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert report["step_costs"] == "h200 llama-8b plain"
     assert main(["simulate", str(trace), "--detail", "runs", "--routing", "random"]) == 0
     assert "worker_hours" in capsys.readouterr().out
+    assert main(["simulate", str(trace), "--detail", "runs", "--itl-target-ms", "20"]) == 1
+    assert "itl_target_ms cannot be simulated in runs of steps" in capsys.readouterr().err
     assert main(["simulate", str(trace), "--kv-tokens", "0"]) == 1
     assert "--kv-tokens is 0; it must be above 0" in capsys.readouterr().err
 
