@@ -102,15 +102,13 @@ def test_every_request_ends_once_while_workers_come_and_go(seed: int, detail: Si
 
     def change_workers() -> None:
         names = [name for name, worker in cluster.workers.items() if worker.state == "ready"]
-        rng.choice(
-            [
-                lambda: cluster.kill_worker(rng.choice(names)),
-                lambda: cluster.drain_worker(rng.choice(names), move=rng.random() < 0.5),
-                lambda: cluster.add_worker(start_seconds=rng.uniform(0.0, 1.0)),
-            ]
-            if len(names) > 1
-            else [lambda: cluster.add_worker()]
-        )()
+        action = rng.choice(["kill", "drain", "add"]) if len(names) > 1 else "add"
+        if action == "kill":
+            cluster.kill_worker(rng.choice(names))
+        elif action == "drain":
+            cluster.drain_worker(rng.choice(names), move=rng.random() < 0.5)
+        else:
+            cluster.add_worker(start_seconds=rng.uniform(0.0, 1.0))
 
     cluster.every(0.4, change_workers)
     workload = RequestWorkload(ConstantRate(12.0), 3.0, rng.uniform(50, 600), rng.uniform(5, 60), 0.8, 200, 3)
