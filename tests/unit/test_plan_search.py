@@ -143,3 +143,47 @@ def test_too_small_budgets_name_the_number_of_gpus(kinds: list[WorkerKind]) -> N
     assert 10 < rate < 100
     affordable = replace(task, traffic=task.traffic.with_rate_factor(0.9 * rate / 100))
     assert list_topologies(kinds, affordable)[0].gpus <= 2
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+def write_trace(path: Path, rows: list[tuple[float, int, int]]) -> Path:
+    lines = [f"{time},ChatGPT,{prompt},{output}" for time, prompt, output in rows]
+    path.write_text("\n".join(["Timestamp,Model,Request tokens,Response tokens", *lines]))
+    return path
+
+
+def test_busiest_part_of_a_trace_is_planned(tmp_path: Path) -> None:
+    quiet = [(float(second), 100, 10) for second in range(600)]
+    busy = [(600 + number / 4, 400, 20) for number in range(400)]
+    traffic = Traffic.parse(str(write_trace(tmp_path / "trace.csv", quiet + busy)), 0)
+    assert traffic.rate == pytest.approx(4.0, rel=0.05) and traffic.mean_prompt == 400
+    assert len(traffic.replayed) >= 100 and "of 1000 requests" in traffic.description
+
+
+def test_shared_prefixes_of_a_trace_are_counted(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 1000 * n, "input_length": 1024, "output_length": 5, "hash_ids": [0, n + 1]} for n in range(50)
+    ]
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert Traffic.parse(str(path), 0).prefix_share == pytest.approx(49 / 100)
+
+
+def test_traces_are_replayed_at_the_rate(kinds: list[WorkerKind], tmp_path: Path) -> None:
+    bursts = [(float(number // 10 * 5), 500, 5) for number in range(200)]  # 10 at once, every 5 s
+    trace = str(write_trace(tmp_path / "trace.csv", bursts))
+    task = make_task(trace, "ttft_p90=1s,itl_p90=30ms")
+    topology = list_topologies(kinds[:1], task)[0]
+    even = replace(task, traffic=replace(task.traffic, replayed=()))
+    burst_load, even_load = (simulate_topology(topology, each, 0) for each in (task, even))
+    assert burst_load.ttft_p90 > 3 * even_load.ttft_p90 and not burst_load.cached_share
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"), [([], "no request"), ([(1.0, 10, 10)], "no two"), ([(1.0, 10, 10)] * 3, "no two")]
+)
+def test_traces_without_a_rate_are_refused(tmp_path: Path, rows: list[tuple[float, int, int]], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        Traffic.parse(str(write_trace(tmp_path / "trace.csv", rows)), 0)

@@ -38,6 +38,10 @@ class CostCorrection:
         (low, first), (high, second) = self.points[right - 1], self.points[right]
         return first + (second - first) * log(tokens / low) / log(high / low)
 
+    def times(self, other: CostCorrection) -> CostCorrection:
+        sizes = sorted({size for size, _ in (*self.points, *other.points)})
+        return CostCorrection(tuple((size, self.at(size) * other.at(size)) for size in sizes))
+
 
 NO_CORRECTION = CostCorrection()
 
@@ -64,7 +68,8 @@ class ProjectedCosts:
             return 0.0
         attention = self.attention_seconds(decode_rows, decode_context, prompt_pairs)
         seconds = self.correction.at(tokens) * self._product_seconds(decode_rows, prompt_tokens)
-        return seconds + attention + self._collective_seconds(tokens)
+        sampled = decode_rows + bool(prompt_tokens)
+        return seconds + attention + self.collective_seconds(tokens, sampled)
 
     def attention_seconds(self, decode_rows: int, decode_context: float, prompt_pairs: float) -> float:
         context = decode_context / decode_rows if decode_rows else 0.0
@@ -100,8 +105,11 @@ class ProjectedCosts:
         """Return the duration of a step that computes a prompt alone, of which `cached` tokens are known."""
         return self.step_seconds(0, 0.0, tokens - cached, count_prompt_pairs(cached, tokens - cached))
 
-    def _collective_seconds(self, tokens: int) -> float:
+    def collective_seconds(self, tokens: int, sampled: int) -> float:
+        """Return the published times of a step's collectives. `sampled`: rows with logits."""
         seconds = (self.stages - 1) * STAGE_HOP_S
-        if self.ranks > 1:  # the sums after attention and feed-forward network, and the parts of the logits
+        if self.ranks > 1:  # sums after the embedding, attention and feed-forward network; then the logits' parts
             seconds += (2 * self.work.layers + 1) * all_reduce_us(tokens * self.hidden, self.ranks) * 1e-6
+            logits = sampled * self.ranks * self.work.head_weights // self.hidden
+            seconds += all_reduce_us(logits, self.ranks) * 1e-6
         return seconds

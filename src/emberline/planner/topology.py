@@ -99,7 +99,7 @@ class Topology:
     @property
     def family(self) -> tuple[str, ...]:
         """What topologies have in common that differ in the number of workers only."""
-        return tuple(f"{pool.role} {pool.kind.name}" for pool in self.pools)
+        return tuple(pool.kind.name if pool.role == "both" else f"{pool.kind.name} {pool.role}" for pool in self.pools)
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.pools))
