@@ -52,8 +52,17 @@ def shortlist(topologies: Sequence[Topology]) -> list[Topology]:
         if sort not in sorts:
             sorts.add(sort)
             chosen.append(topology)
-    chosen += [topology for topology in topologies if topology not in chosen]
+    looks = {_look(topology) for topology in chosen}
+    for topology in topologies:
+        if _look(topology) not in looks:
+            looks.add(_look(topology))
+            chosen.append(topology)
     return sorted(chosen[:MAX_SIMULATED_TOPOLOGIES], key=topologies.index)
+
+
+def _look(topology: Topology) -> tuple[tuple[str, int, bool], ...]:
+    """Return what makes topologies worth comparing: formats and ranks, but not the number of pipeline stages."""
+    return tuple((pool.kind.weights, pool.kind.tp, pool.kind.drafts) for pool in topology.pools)
 
 
 def _verify(topology: Topology, task: PlanningTask, seed: int) -> Candidate:

@@ -33,6 +33,7 @@ WEIGHTS = ("plain", "packed", "both", "fp8")
 STORED_WEIGHTS = ("auto",)  # of files with quantised weights: as they are
 TENSOR_RANKS = (1, *ALL_REDUCE_US)
 STAGES = (1, 2)
+MAX_RUNNING = 512  # the workers' setting: more than the default of 256, so that memory is the limit for most models
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class WorkerKind:
     def serve_options(self) -> str:
         """Options of `emberline worker`."""
         options = [f"--weights {self.weights}"] if self.weights != "auto" else []
+        options.append(f"--max-running {self.max_running}")
         options += [f"--tp {self.tp}"] * (self.tp > 1) + [f"--pp {self.pp}"] * (self.pp > 1)
         return " ".join([*options, *(["--speculate eagle3:DIR"] * self.drafts)])
 
@@ -136,7 +138,7 @@ def _make_kinds(
     tp: int,
     pp: int,
 ) -> list[WorkerKind]:
-    settings = EngineConfig.build("", weights=weights).with_gpu_defaults()
+    settings = EngineConfig.build("", weights=weights, max_running=MAX_RUNNING).with_gpu_defaults()
     plan = plan_gpus(_stage_config(config, pp), gpu.gpus(tp), settings)
     best = next((each for each in plan.plans if each.sharing in ("one GPU", "tensor parallel")), None)
     if best is None:
