@@ -26,7 +26,7 @@ th { color: var(--soft); font-weight: 500; vertical-align: bottom; } td.number {
 td.number, th.number { text-align: right; } td:first-child { min-width: 11rem; }
 .badge { color: var(--soft); border: 1px solid var(--line); border-radius: 6px; padding: 0 .4em; font-size: .85em; }
 .missed { color: var(--bad); } code { font: .88em ui-monospace, Menlo, Consolas, monospace; }
-svg { display: block; width: 100%; max-width: 720px; margin: 1rem 0; padding: .8rem; background: var(--raised);
+svg { display: block; width: 100%; max-width: 860px; margin: 1rem 0; padding: .8rem; background: var(--raised);
   border: 1px solid var(--line); border-radius: 12px; box-sizing: border-box; }
 svg text { font: 12px ui-sans-serif, system-ui, sans-serif; fill: var(--ink); }
 svg .faint { fill: var(--soft); } svg .title { font-weight: 600; font-size: 13px; }
@@ -120,7 +120,7 @@ def _workers(report: dict[str, Any]) -> Iterable[str]:
             pool["workers"],
             pool["gpus_each"],
             f"{pool['kv_tokens_each']:,}",
-            Markup(f"<code>emberline worker --model MODEL {escape(pool['worker_options'])}</code>"),
+            Markup(f"<code>emberline worker MODEL --router URL {escape(pool['worker_options'])}</code>"),
         )
         for each in report["candidates"]
         if each["topology"] in report["validate"]

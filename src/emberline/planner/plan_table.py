@@ -20,7 +20,7 @@ def format_plan(report: dict[str, Any]) -> Iterator[str]:
     best = report["candidates"][0]
     yield f"best: {best['topology']}, {count_gpus(best['gpus'])}"
     for pool in best["pools"]:
-        yield f"  {pool['workers']} x emberline worker --model MODEL {pool['worker_options']}"
+        yield f"  {pool['workers']} x emberline worker MODEL --router URL {pool['worker_options']}"
     yield f"worth validating: {'; '.join(report['validate'])}"
     yield ""
     yield from _format_sensitivity(report["sensitivity"])
