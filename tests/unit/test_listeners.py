@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from emberline.core.config import RouterConfig, ServerConfig
-from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.gateway_config import GatewayConfig
+from emberline.core.transfer_config import TransferConfig
 from emberline.gateway.fakes.provider import FakeProvider
 from emberline.kernels.comm.rendezvous import Rendezvous
 from emberline.kv.transfer.mooncake import MooncakeEngine
@@ -36,6 +37,7 @@ LISTENERS = {
     "engine/ranks/ray_launcher.py": (1, "a probe: it does not listen"),
     "kernels/comm/rendezvous.py": (1, "a client of node_listener.py's TCPStore"),
     "cluster/address.py": (1, "a probe: it does not listen"),
+    "autoscaler/local_fleet.py": (1, "a lock, an abstract Unix socket: it does not listen"),
     "core/freeport.py": (1, "a probe: it does not listen"),
     # For tests and benchmarks.
     "cluster/fake.py": (1, LOOPBACK),
