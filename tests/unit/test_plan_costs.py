@@ -141,7 +141,7 @@ def test_drafts_are_a_kind_of_their_own_where_they_were_measured() -> None:
 
 def test_stored_quantised_weights_are_planned_as_they_are() -> None:
     kinds = list_kinds("gpt-oss-120b", max_gpus=1)
-    assert list(kinds) == ["auto"]
+    assert list(kinds) == ["stored"]
     with pytest.raises(InvalidRequest, match="quantised weights"):
         list_kinds("gpt-oss-120b", weights=("packed",))
 

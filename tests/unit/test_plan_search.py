@@ -14,7 +14,7 @@ from emberline.planner.capacity import estimate_colocated, fewest_workers, p90_w
 from emberline.planner.gpu_speeds import find_gpu_speed
 from emberline.planner.kv_handoff import HandoffLink
 from emberline.planner.search import find_candidates, shortlist
-from emberline.planner.topology import PlanningTask, list_topologies
+from emberline.planner.topology import PlanningTask, Topology, list_topologies
 from emberline.planner.traffic import Traffic
 from emberline.planner.verification import choose_simulated_counts, simulate_topology
 from emberline.planner.worker_kind import WorkerKind, WorkerOptions, list_worker_kinds
@@ -59,16 +59,15 @@ def test_pools_of_a_split_topology_have_compatible_weights(kinds: list[WorkerKin
 
 
 def test_slow_links_make_the_first_token_late(kinds: list[WorkerKind]) -> None:
-    fast, slow = (
-        next(
-            each
-            for each in list_topologies(kinds, make_task(link=link, slo="ttft_p90=5s,itl_p90=30ms"))
-            if each.is_split
-        )
-        for link in ("100", "0.5")
-    )
+    def first_split(rate: float, link: str) -> Topology:
+        task = make_task(f"rate={rate},in=2000,out=20", "ttft_p90=5s,itl_p90=30ms", link=link)
+        return next(each for each in list_topologies(kinds, task) if each.is_split)
+
+    fast, slow = first_split(0.1, "100"), first_split(0.1, "0.5")
     difference = 2000 * 131072 / 0.5e9 - 2000 * 131072 / 100e9
     assert slow.estimate.ttft_p90 - fast.estimate.ttft_p90 == pytest.approx(difference)
+    # A decode worker can copy 0.5 GB/s, less than two prompts per second.
+    assert first_split(20, "100").counts[1] == 1 and first_split(20, "0.5").counts[1] > 10
 
 
 def test_overload_is_unstable(kinds: list[WorkerKind]) -> None:

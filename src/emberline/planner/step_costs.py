@@ -18,7 +18,8 @@ from emberline.planner.step_work import StepWork
 DENSE_READ_SHARE, EXPERT_READ_SHARE, KV_READ_SHARE = 0.98, 0.85, 0.96
 PRODUCT_SHARE, FP8_PRODUCT_SHARE, ATTENTION_SHARE = 0.85, 0.7, 0.88
 LAYER_S = 14e-6  # of a layer in a captured step, besides what is read and computed
-EXPERT_PROMPT_LAYER_S = 1.2e-3  # least time of a layer in a step with prompts, in a model with experts
+EXPERT_PROMPT_LAYER_S = 1.2e-3  # least time of a layer in a step that is not captured, in a model with experts
+MAX_CAPTURED_TOKENS = 1024  # of prompts in a captured step of a large model
 STAGE_HOP_S = 20e-6  # between two pipeline stages
 
 
@@ -86,7 +87,7 @@ class ProjectedCosts:
         is_fp8 = work.weight_format == "fp8"
         flops = FP8_PRODUCT_SHARE * gpu.fp8_flops if is_fp8 else PRODUCT_SHARE * gpu.bf16_flops
         seconds = work.layers * LAYER_S + hypot(reading, products / flops)
-        if prompt_tokens and work.experts:
+        if prompt_tokens > MAX_CAPTURED_TOKENS and work.experts:
             seconds = max(seconds, work.layers * EXPERT_PROMPT_LAYER_S)
         return seconds
 

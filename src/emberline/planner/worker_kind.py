@@ -57,7 +57,7 @@ class WorkerKind:
 
     @property
     def name(self) -> str:
-        weights = "packed+plain" if self.weights == "both" else self.weights
+        weights = {"both": "packed+plain", "auto": "stored"}.get(self.weights, self.weights)
         parts = [weights, f"tp{self.tp}" * (self.tp > 1), f"pp{self.pp}" * (self.pp > 1), "drafts" * self.drafts]
         return " ".join(filter(None, parts))
 
