@@ -14,11 +14,9 @@ import urllib.request
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from emberline.cli.options import parse_comma_list
+from emberline.cli.router_tls import add_router_tls_options, make_router_tls
 from emberline.core.config import RouterConfig, cluster_key_from_environment
 from emberline.core.errors import EmberlineError, WrongClusterKey
-from emberline.core.tls import open_identity
-from emberline.core.tls_config import TLSConfig
 
 POLL_INTERVAL_S = 0.2
 
@@ -35,18 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Move the worker's streams to other workers instead of waiting for their end.",
     )
-    parser.add_argument(
-        "--tls-ca", metavar="FILE", help="PEM file with the CAs of an https router. (default: the system's CAs)"
-    )
-    parser.add_argument("--tls-cert", metavar="FILE", help="PEM file with a client certificate. (default: none)")
-    parser.add_argument("--tls-key", metavar="FILE", help="PEM file with its private key. (default: none)")
-    parser.add_argument(
-        "--tls-names",
-        metavar="NAME,...",
-        type=parse_comma_list,
-        default=(),
-        help="Names, one of which the router's certificate must have. (default: the host of its URL)",
-    )
+    add_router_tls_options(parser)
     parser.add_argument("--undo", action="store_true", help="Send requests to the worker again.")
     parser.add_argument("--no-wait", action="store_true", help="Do not wait until the worker has finished.")
 
@@ -57,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
         "content-type": "application/json",
         **({"authorization": f"Bearer {key}"} if key else {}),
     }
-    identity = open_identity(TLSConfig.from_options(args.tls_cert, args.tls_key, args.tls_ca, args.tls_names))
-    router = Router(args.router, headers, identity.peer_client_context() if identity is not None else None)
+    router = Router(args.router, headers, make_router_tls(args))
     router.call("/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move})
     if args.undo:
         print(f"{args.worker} accepts requests again")
