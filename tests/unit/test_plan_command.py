@@ -22,6 +22,7 @@ OPTIONS = {
     "--traffic": "rate=4,in=300,out=10",
     "--slo": "ttft_p90=300ms,itl_p90=30ms",
     "--weights": "plain",
+    "--max-gpus": "2",
 }
 
 

@@ -111,6 +111,8 @@ def test_candidates_meet_the_targets_with_as_few_workers_as_possible(kinds: list
     task = make_task("rate=100,in=500,out=10", "ttft_p90=100ms,itl_p90=30ms")
     best = find_candidates(kinds[:1], task, 0)[0]
     assert best.meets_targets and best.load.meets(task)
+    tight = replace(task, max_gpus=best.topology.gpus)
+    assert {each.topology.gpus for each in find_candidates(kinds[:1], tight, 0)} == {best.topology.gpus}
     fewer = best.topology.with_counts([best.topology.counts[0] - 1], task)
     assert not simulate_topology(fewer, task, 0).meets(task)
 

@@ -24,7 +24,7 @@ class Candidate:
 
 
 def find_candidates(kinds: Sequence[WorkerKind], task: PlanningTask, seed: int) -> list[Candidate]:
-    """Return the simulated candidates, those that meet the targets first, then by GPUs.
+    """Return the simulated candidates within the budget: those that meet the targets first, then by GPUs.
 
     Raises InvalidRequest if no topology meets the targets within the budget, with what could be reached."""
     reject_impossible_targets(kinds, task)
@@ -40,7 +40,7 @@ def find_candidates(kinds: Sequence[WorkerKind], task: PlanningTask, seed: int) 
     fitting = [each for each in candidates if each.meets_targets and _fits(each.topology, task.max_gpus)]
     if not fitting:
         raise _budget_error(kinds, topologies, candidates, task)
-    return sorted(candidates, key=_rank)
+    return sorted((each for each in candidates if _fits(each.topology, task.max_gpus)), key=_rank)
 
 
 def shortlist(topologies: Sequence[Topology]) -> list[Topology]:

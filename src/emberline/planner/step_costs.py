@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import hypot, log
 
 from emberline.core.plan import StepPlan
-from emberline.core.step_costs import count_prompt_pairs
+from emberline.core.step_costs import sum_work
 from emberline.planner.collective_times import all_reduce_us
 from emberline.planner.gpu_speeds import GPUSpeed
 from emberline.planner.step_work import StepWork
@@ -92,19 +92,7 @@ class ProjectedCosts:
         return seconds
 
     def estimate_step_seconds(self, plan: StepPlan) -> float:
-        rows = context = prompts = 0
-        pairs = 0.0
-        for item in plan.work:
-            count = len(item.tokens)
-            if count == 1:
-                rows, context = rows + 1, context + item.start + 1
-            else:
-                prompts, pairs = prompts + count, pairs + count_prompt_pairs(item.start, count)
-        return self.step_seconds(rows, context, prompts, pairs)
-
-    def prompt_seconds(self, tokens: int, cached: int = 0) -> float:
-        """Return the duration of a step that computes a prompt alone, of which `cached` tokens are known."""
-        return self.step_seconds(0, 0.0, tokens - cached, count_prompt_pairs(cached, tokens - cached))
+        return self.step_seconds(*sum_work(plan.work))
 
     def collective_seconds(self, tokens: int, sampled: int) -> float:
         """Return the published times of a step's collectives. `sampled`: rows with logits."""
