@@ -149,6 +149,8 @@ def _list_basis(plan: FleetPlan) -> Iterator[dict[str, str]]:
         "production scheduler, KV manager and router on a virtual clock",
         f"ttft_p90 {plan.accuracy.describe('ttft_p90')}, itl_p90 {plan.accuracy.describe('itl_p90')}",
     )
+    if plan.settings.tokens_per_step is not None:
+        yield _basis("tokens per step with drafts", "given", "--tokens-per-step", "depends on the traffic")
     link = plan.task.link
     if any(each.topology.is_split for each in plan.candidates):
         yield _basis(f"handoff link, {link.name}", link.basis, link.source, NOT_MEASURED)
