@@ -51,13 +51,16 @@ def _run_accuracy(args: argparse.Namespace) -> int:
 def _add_claim_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, default=57.2, help="Requests per second at the whole cluster.")
     parser.add_argument("--seconds", type=float, default=60.0, help="Simulated seconds; the first half is a warm-up.")
+    parser.add_argument(
+        "--detail", choices=("steps", "runs"), default="steps", help="Plan each step, or runs of decode steps at once."
+    )
     reports.add_report_arguments(parser)
 
 
 def _run_claim(args: argparse.Namespace) -> int:
     from emberline.bench import split_claim
 
-    split_claim.bench(args.rate, args.seconds).print_and_save(args.json, args.commit)
+    split_claim.bench(args.rate, args.seconds, args.detail).print_and_save(args.json, args.commit)
     return 0
 
 
