@@ -49,12 +49,17 @@ def test_host_overheads_are_added_to_steps_requests_and_handoffs() -> None:
     assert split.ttft_p90 == pytest.approx(0.4, rel=0.01)
 
 
-def test_blocks_of_a_prompt_are_copied_while_the_answering_worker_computes() -> None:
-    """The first token of a handed-off prompt waits for the end of one step of the decode worker, not of two."""
-    requests = [TimedRequest(0.0, [1] * 32, 30), TimedRequest(0.35, [1] * 32, 2)]
+@pytest.mark.parametrize(("prompt", "shortest", "longest"), [(32, 0.2, 0.3), (96, 0.2, 0.3)])
+def test_blocks_of_several_chunks_are_copied_while_the_answering_worker_computes(
+    prompt: int, shortest: float, longest: float
+) -> None:
+    """A prompt of one chunk is announced when it is computed, and its copy starts with the next step.
+
+    So a prompt of two chunks of 0.1 s has its first token at the same time."""
+    requests = [TimedRequest(0.0, [1] * 32, 30), TimedRequest(0.35, [1] * prompt, 2)]
     warm_up = [TimedRequest(0.0, [1] * 32, 2)]
     split = replace(CLUSTER, prefill_workers=1).simulate(requests, HostOverheads(handoff_s=0.01), warm_up)
-    assert split.ttft_p90 < 0.2
+    assert shortest < split.ttft_p90 < longest
 
 
 def test_capacity_is_what_the_slots_serve() -> None:

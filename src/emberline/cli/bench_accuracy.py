@@ -37,12 +37,18 @@ def _add_accuracy_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("benchmarks/results"),
         help="Directory of the H200's result files, which are compared too.",
     )
+    parser.add_argument(
+        "--real", type=Path, metavar="FILE", help="Simulate again what this result file of the command has measured."
+    )
     add_logs_option(parser)
 
 
 def _run_accuracy(args: argparse.Namespace) -> int:
     from emberline.bench import sim_accuracy
 
+    if args.real is not None:
+        sim_accuracy.compare_recorded(args.real, args.results).print_and_save(args.json, args.commit)
+        return 0
     report = sim_accuracy.bench(args.cases, args.loads, args.seconds, args.results, choose_log_dir(args))
     report.print_and_save(args.json, args.commit)
     return 0
