@@ -13,13 +13,13 @@ from emberline.cluster.membership import WorkerHealth
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
 from emberline.core.numerics import describe_difference
+from emberline.router.destination import select_destination
 from emberline.router.http.router_metrics import FORGOTTEN_WORKER
 from emberline.router.http.worker_attempt import WorkerAttempt
 from emberline.router.http.worker_registry import WorkerRegistry
 from emberline.router.policy import RoutingDecision, RoutingReason, RoutingRules, choose_worker
 from emberline.router.prefill_policy import choose_prefill_worker
 from emberline.router.prefix_block_map import BlockPosition
-from emberline.router.prefixmap import PrefixMap
 from emberline.router.request_summary import RequestSummary
 from emberline.router.token_estimator import TokenEstimator
 from emberline.router.worker import RequestLoad, Worker
@@ -35,7 +35,6 @@ class Dispatcher(WorkerRegistry):
         self._rules = RoutingRules(
             config.affinity_slack, config.decode_weight, config.split_tokens, config.split_patience
         )
-        self.prefixes = PrefixMap(config.prefixes)
         self._attempt_ids = itertools.count()
         self._detached_tasks: set[asyncio.Task[None]] = set()
 
@@ -53,6 +52,8 @@ class Dispatcher(WorkerRegistry):
     ) -> RoutingDecision:
         """Return the worker for a request, chosen by `policy.choose_worker` from all registered workers."""
         workers, now = list(self.workers.values()), self._clock.now()
+        if summary.endpoints:
+            workers = select_destination(workers, summary.endpoints, summary.model, now)
         shared = not self.prefixes.continues_conversation(summary.prefixes)
         return choose_worker(
             summary,
@@ -164,6 +165,7 @@ class Dispatcher(WorkerRegistry):
         worker.add_request(attempt.id, decision.load, now)
         self._open_attempts.setdefault(worker.id, {})[attempt.id] = attempt
         self.prefixes.record_prompt(summary.prefixes, worker.id)
+        self.shared_routing.record_prompt(worker.id, summary.prefixes)
         self.metrics.record_decision(decision)
         try:
             yield attempt
