@@ -108,6 +108,26 @@ def test_unknown_cases_and_loads_are_refused(cases: list[str], loads: list[int],
     assert refused.value.param == param
 
 
+def test_recording_of_another_bench_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    file.write_text('{"bench": "router"}')
+    with pytest.raises(InvalidRequest, match="no measurements of this bench"):
+        sim_accuracy.compare_recorded(file, RESULTS)
+
+
+def test_recorded_points_are_simulated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = json.loads((RESULTS / "sim-accuracy-real.json").read_text())
+    recorded["config"] |= {"cases": ["smollm2"], "loads": [40]}
+    file = tmp_path / "real.json"
+    file.write_text(json.dumps(recorded))
+    monkeypatch.setattr(accuracy_h200, "FILES", ())  # these are compared above
+    report = sim_accuracy.compare_recorded(file, RESULTS)
+    before = recorded["config"]["points"]["smollm2_colocated_40"]
+    assert report.config["points"]["smollm2_colocated_40"]["real"] == before["real"]
+    assert report.results["throughput_error_max"].value < 0.05
+    assert report.config["measured"]["commit"] == recorded["commit"]
+
+
 def test_split_arrangement_shortens_inter_token_times() -> None:
     table = find_cost_table("h200", "llama-8b")
     handoff = json.loads((RESULTS / "h200-handoff.json").read_text())["results"]
