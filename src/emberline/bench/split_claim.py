@@ -25,7 +25,7 @@ from emberline.sim.workloads.requests import RequestWorkload
 GPU, SHAPE, WEIGHTS = "h200", "llama-8b", "plain"
 PROMPT_TOKENS, OUTPUT_TOKENS = 4096, 256
 BATCH_TOKENS, MAX_RUNNING, BLOCK_SIZE = 8192, 256, 64  # the engine's defaults on a GPU
-# Requests per second of a colocated GPU: those of h200-open.json, in fact 143 in 20 s at a nominal rate of 8. At the same
+# Requests per second of a colocated GPU: those of h200-open.json, in fact 143 in 20 s at a nominal rate of 8. At that
 # nominal rate vLLM had a p90 of 103-109 ms on one H200.
 RATE_PER_GPU = 143 / 20
 ITL_TARGET_S, ITL_TARGET_MS = 0.030, 29.3
