@@ -279,7 +279,7 @@ class SimCluster:
         num_tokens, num_cached = request.num_prompt_tokens, output.cached_tokens
         link, token_bytes = self.config.link, self.config.kv_bytes_per_token
         overlapped = count_overlapped_tokens(num_tokens, num_cached, chunk, output.prefill_s, link, token_bytes)
-        return KVSource(num_tokens, overlapped, is_prefill=True, cached_tokens=num_cached)
+        return KVSource(num_tokens, overlapped, is_prefill=True, cached_tokens=num_cached, ready_at=self.now)
 
     def last_prompt_block(self, worker_name: str, request: SimRequest) -> BlockPosition | None:
         model = self.workers[worker_name].model
