@@ -8,6 +8,7 @@ mutual TLS is compared with one without.
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import sys
 import tempfile
@@ -144,7 +145,8 @@ def bench(plan: RouterBenchPlan, rounds: int) -> BenchReport:
 def bench_tls(plan: RouterBenchPlan, rounds: int) -> BenchReport:
     """Measure a router with mutual TLS to clients and workers, and KV transfers. The peer of each has no TLS."""
     config = {name: getattr(plan, name) for name in plan.__slots__}
-    report = BenchReport("tls", {**config, "rounds": rounds})
+    # Processes of others on the machine, ready to run when the benchmark starts: above 0, all figures are too low.
+    report = BenchReport("tls", {**config, "rounds": rounds, "load_average": round(os.getloadavg()[0], 1)})
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="emberline-tls-")))
         ca = LocalCA(home)
