@@ -35,7 +35,7 @@ from emberline.kv.transfer.receiver import MAX_PIECE_BYTES
 
 READY_TIMEOUT_S = 30.0
 PATH = "/v1/chat/completions"
-KV_TRANSFER_BYTES = 128 << 20  # of each KV transfer with and without TLS
+KV_TRANSFER_BYTES = 64 << 20  # of each KV transfer with and without TLS
 
 
 @dataclass(frozen=True, slots=True)
