@@ -137,7 +137,9 @@ def run_mixed(comm: IpcGroup, x: Tensor, weight: Tensor) -> list[Tensor]:
 
 
 def make_inputs(size: int, rows: int = 4) -> tuple[list[Tensor], Tensor]:
-    return [draw(rows, 1024, seed=rank) for rank in range(size)], torch.rand(1024, device="cuda")
+    """Return the parts of all ranks and a weight, the same in all processes."""
+    weight = torch.rand(1024, device="cuda", generator=torch.Generator("cuda").manual_seed(9))
+    return [draw(rows, 1024, seed=rank) for rank in range(size)], weight
 
 
 def expect_mixed(parts: list[Tensor], weight: Tensor) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """`emberline bench rank-faults`: kills and stops ranks of an engine under load, and counts what goes wrong.
 
-For each fault an engine is started, streams are opened, and one of its processes gets SIGKILL or SIGSTOP. Then every
-open stream must end, the engine must answer again with the same tokens, and all processes of the failed engine must be
-gone.
+For each fault an engine is started, streams are opened, and one of its processes is killed or stopped, or its CUDA
+context is broken. Then every open stream must end, the engine must answer again with the same tokens, and all processes
+of the failed engine must be gone, and their GPU memory.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+from emberline.bench.broken_context import broken_context_environment
 from emberline.bench.report import BenchReport
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import EngineFailed, EngineUnavailable
@@ -32,7 +35,11 @@ RECOVERY_DEADLINE_S = 120.0
 REAP_DEADLINE_S = 10.0  # for the processes of the engine that failed to be gone
 STALL_TIMEOUT_S = 4.0  # of the engine process, which may be stopped too
 POLL_INTERVAL_S = 0.02
-SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+SIGNALS = {
+    "cpu": (signal.SIGKILL, signal.SIGSTOP),
+    "cuda": (signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1),  # the last breaks the context: broken_context.py
+}
+MAX_GPU_MEMORY_LEFT = 64 << 20  # bytes above those before the first engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,7 @@ class RankFaultSettings:
     tokens: int = 32  # of each stream
     rank_timeout: float = 2.0
     seed: int = 0
+    device: str = "cpu"  # or cuda: all ranks share the first GPU
 
 
 @dataclass(slots=True)
@@ -55,16 +63,19 @@ class FaultCounts:
     broken: int = 0  # streams that ended with an error, as they must if they were open
     hung: int = 0  # streams that did not end, or engines that did not answer again
     wrong: int = 0  # streams with other tokens than before the faults
-    leaked: int = 0  # processes and file descriptors that were left
+    leaked: int = 0  # processes and file descriptors that were left, and engines that left GPU memory
     recovery_s: list[float] = field(default_factory=list)
 
 
 def bench(settings: RankFaultSettings, log: Callable[[str], None]) -> BenchReport:
-    return report_faults("rank-faults", settings, asyncio.run(_run_faults(settings, log)))
+    with ExitStack() as stack:
+        if settings.device == "cuda":
+            stack.enter_context(broken_context_environment())
+        return report_faults("rank-faults", settings, asyncio.run(_run_faults(settings, log)))
 
 
 def report_faults(bench_name: str, settings: RankFaultSettings, counts: FaultCounts) -> BenchReport:
-    names = "tp", "pp", "streams", "tokens", "rank_timeout", "seed"
+    names = "tp", "pp", "streams", "tokens", "rank_timeout", "seed", "device"
     config = {"model": settings.model, **{name: getattr(settings, name) for name in names}}
     report = BenchReport(bench_name, config)
     for name in ("faults", "hung", "wrong", "leaked"):
@@ -81,6 +92,7 @@ async def _run_faults(settings: RankFaultSettings, log: Callable[[str], None]) -
     config = EngineConfig.build(str(resolve_model(settings.model)), **engine_settings(settings))
     expected: list[list[int]] = []
     fds: set[str] = set()
+    memory = _used_gpu_memory() if settings.device == "cuda" else 0
     for index in range(settings.faults):
         engine = AsyncEngine({MODEL: config}, TimeSharingConfig(), stall_timeout=STALL_TIMEOUT_S)
         await engine.start()
@@ -92,11 +104,23 @@ async def _run_faults(settings: RankFaultSettings, log: Callable[[str], None]) -
             await engine.stop()
         fds = fds or _open_fds()
         counts.leaked += max(0, len(_open_fds()) - len(fds))
+        if settings.device == "cuda":
+            counts.leaked += _used_gpu_memory() > memory + MAX_GPU_MEMORY_LEFT
     return counts
 
 
 def engine_settings(settings: RankFaultSettings) -> dict[str, Any]:
     parallel = {"tp": settings.tp, "pp": settings.pp, "rank_timeout": settings.rank_timeout}
+    if settings.device == "cuda":
+        parallel["ranks_per_gpu"] = settings.tp * settings.pp
+        return {
+            "device": "cuda",
+            "dtype": "float32",
+            "kv_tokens": 8192,
+            "max_context": 512,
+            "max_running": 8,
+            **parallel,
+        }
     return {"device": "cpu", "threads": 1, "kv_memory": 64 << 20, **parallel}
 
 
@@ -116,7 +140,8 @@ async def _inject_fault(
         for i in range(settings.streams)
     ]
     await asyncio.sleep(pick.uniform(0.0, 0.3))
-    victim, kind = pids[index % len(pids)], SIGNALS[index // len(pids) % len(SIGNALS)]
+    kinds = SIGNALS[settings.device]
+    victim, kind = pids[index % len(pids)], kinds[index // len(pids) % len(kinds)]
     began = time.monotonic()
     os.kill(victim, kind)
     await asyncio.gather(*streams)
@@ -192,6 +217,12 @@ def _is_running(pid: int) -> bool:
 def find_children(pid: int) -> list[int]:
     files = Path(f"/proc/{pid}/task").glob("*/children")
     return sorted(int(child) for file in files for child in file.read_text().split())
+
+
+def _used_gpu_memory() -> int:
+    """Return the bytes in use on the first GPU. This process itself has no CUDA context."""
+    command = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout) << 20
 
 
 def _open_fds() -> set[str]:

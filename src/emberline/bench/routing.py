@@ -8,22 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from statistics import mean
 
 from emberline.bench.report import BenchReport
-from emberline.sim.agents import AgentWorkload, create_sessions
-from emberline.sim.cluster import (
-    SimCluster,
-    SimClusterConfig,
-    SimResult,
+from emberline.sim.choosers import (
     WorkerChooser,
     choose_worker_by_policy,
     choose_worker_with_fewest_requests,
     make_random_chooser,
     make_round_robin_chooser,
 )
+from emberline.sim.cluster import SimCluster, SimClusterConfig
+from emberline.sim.result import SimResult
 from emberline.sim.sharedstore import SharedStore
 from emberline.sim.worker import SimStore
+from emberline.sim.workloads.agents import AgentWorkload
 
 BLOCK_SECONDS = 2e-4  # 16 tokens of 128 KiB each from a store at 10 GB/s
 
@@ -56,7 +54,7 @@ VARIANTS = {
 
 BALANCED = ("random", "in turn", "fewest requests", "inferred")
 SKEWED = AgentWorkload(
-    sessions=1500,
+    num_sessions=1500,
     systems=1500,
     system_tokens=(8, 16),
     turns=(1, 1),
@@ -94,9 +92,9 @@ def _add_cache_savings(
         seen = [_run_simulation(way, workload, cluster_config, store_capacity_blocks, seed) for seed in range(seeds)]
         report.add(f"{name}: cached share", [100 * one.cached_share for one in seen], "%")
         report.add(f"{name}: of the oracle's", [100 * one.cached_share / one.oracle_cached_share for one in seen], "%")
-        report.add(f"{name}: first token p50", [1e3 * _quantile(one.ttft_seconds, 0.5) for one in seen], "ms")
-        report.add(f"{name}: first token p90", [1e3 * _quantile(one.ttft_seconds, 0.9) for one in seen], "ms")
-        report.add(f"{name}: inter-token p99", [1e3 * _quantile(one.inter_token_seconds, 0.99) for one in seen], "ms")
+        report.add(f"{name}: first token p50", [1e3 * one.ttft_seconds.quantile(0.5) for one in seen], "ms")
+        report.add(f"{name}: first token p90", [1e3 * one.ttft_seconds.quantile(0.9) for one in seen], "ms")
+        report.add(f"{name}: inter-token p99", [1e3 * one.inter_token_seconds.quantile(0.99) for one in seen], "ms")
     report.add("oracle: cached share", [100 * one.oracle_cached_share for one in seen], "%")
     size = cluster_config.workers * cluster_config.kv_tokens
     report.add("caches over working set", [size / one.working_set for one in seen], "x")
@@ -109,10 +107,10 @@ def _add_load_balance(report: BenchReport, cluster_config: SimClusterConfig, see
     """
     for name in BALANCED:
         seen = [_run_simulation(VARIANTS[name], SKEWED, cluster_config, 0, seed) for seed in range(seeds)]
-        report.add(f"skewed, {name}: most over mean tokens in flight", [mean(one.load_imbalance) for one in seen], "x")
-        report.add(f"skewed, {name}: first token p90", [1e3 * _quantile(one.ttft_seconds, 0.9) for one in seen], "ms")
+        report.add(f"skewed, {name}: most over mean tokens in flight", [one.load_imbalance.mean for one in seen], "x")
+        report.add(f"skewed, {name}: first token p90", [1e3 * one.ttft_seconds.quantile(0.9) for one in seen], "ms")
         report.add(
-            f"skewed, {name}: inter-token p99", [1e3 * _quantile(one.inter_token_seconds, 0.99) for one in seen], "ms"
+            f"skewed, {name}: inter-token p99", [1e3 * one.inter_token_seconds.quantile(0.99) for one in seen], "ms"
         )
 
 
@@ -131,8 +129,4 @@ def _run_simulation(
         store=store,
         kv_events=variant.kv_events,
     )
-    return cluster.run(create_sessions(workload, seed))
-
-
-def _quantile(values: list[float], fraction: float) -> float:
-    return sorted(values)[int(len(values) * fraction)]
+    return cluster.run(workload.sessions(seed))

@@ -18,6 +18,7 @@ from emberline.cli import (
     bench_gateway,
     bench_gguf,
     bench_parallel,
+    bench_sim,
     bench_speculation,
 )
 from emberline.cli.bench_options import (
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_parallel.add_parsers(kinds)
     bench_exact.add_arguments(kinds.add_parser("exact", help="Count the tokens that drafts change; cost of --exact."))
     _add_router_arguments(kinds.add_parser("router", help="Measure the time that the router adds, with fake workers."))
-    _add_routing_arguments(kinds.add_parser("routing", help="Compare routing policies on a simulated cluster."))
+    bench_sim.add_parsers(kinds)
     bench_churn.add_arguments(kinds.add_parser("churn", help="Restart workers of a cluster under load at random."))
     _add_prefill_split_arguments(
         kinds.add_parser("split", help="Compare separate prefill and decode workers with workers that do both.")
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         "gguf": bench_gguf.run,
         "unweight": _run_unweight_bench,
         "router": _run_router_bench,
-        "routing": _run_routing_bench,
+        **bench_sim.RUNS,
         "split": _run_prefill_split_bench,
         "drain": bench_drain.run,
         "churn": bench_churn.run,
@@ -242,26 +243,6 @@ def _run_transfer_bench(args: argparse.Namespace) -> int:
 
     sizes = [int(size) << 10 for size in args.blocks]
     transfer.bench(sizes, args.total << 20, args.rounds, args.piece << 10).print_and_save(args.json, args.commit)
-    return 0
-
-
-def _add_routing_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sessions", type=int, default=160, help="Number of conversations, of 10 to 20 requests each.")
-    parser.add_argument("--workers", type=int, default=4, help="Number of simulated workers.")
-    parser.add_argument("--kv-tokens", type=int, default=81_920, help="KV cache of each worker in tokens.")
-    parser.add_argument("--store-blocks", type=int, default=1 << 20, help="Capacity of the shared store in blocks.")
-    parser.add_argument("--seeds", type=int, default=3, help="Number of simulations, each with its own random seed.")
-    reports.add_report_arguments(parser)
-
-
-def _run_routing_bench(args: argparse.Namespace) -> int:
-    from emberline.bench import routing
-    from emberline.sim.agents import AgentWorkload
-    from emberline.sim.cluster import SimClusterConfig
-
-    shape = SimClusterConfig(workers=args.workers, kv_tokens=args.kv_tokens)
-    report = routing.bench(AgentWorkload(sessions=args.sessions), shape, args.store_blocks, args.seeds)
-    report.print_and_save(args.json, args.commit)
     return 0
 
 

@@ -13,7 +13,14 @@ from emberline.cli.bench_options import add_model_argument
 def add_parsers(kinds: Any) -> None:
     """Add the benchmarks to `emberline bench`. `kinds`: its subparsers."""
     add_arguments(kinds.add_parser("parallel", help="Measure the cost of sending plans to ranks."))
-    add_fault_arguments(kinds.add_parser("rank-faults", help="Kill and stop ranks of an engine."))
+    rank_faults = kinds.add_parser("rank-faults", help="Kill and stop ranks of an engine.")
+    add_fault_arguments(rank_faults)
+    rank_faults.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: all ranks share one GPU, and their CUDA contexts are broken too. (default: cpu)",
+    )
     faults = "Cut the network between two nodes of an engine, kill and stop one of them."
     add_fault_arguments(kinds.add_parser("node-faults", help=faults))
 
@@ -79,7 +86,7 @@ def run_faults(args: argparse.Namespace) -> int:
         from emberline.bench.node_faults import bench
     else:
         from emberline.bench.rank_faults import bench
-    names = ("model", "tp", "pp", "faults", "streams", "seed")
+    names = ["model", "tp", "pp", "faults", "streams", "seed"] + (["device"] if args.what == "rank-faults" else [])
     settings = RankFaultSettings(**{name: getattr(args, name) for name in names})
     report = bench(settings, lambda line: print(line, flush=True))
     report.print_and_save(args.json, args.commit)

@@ -301,6 +301,9 @@ class EngineConfig:
         "Data type of the weights; auto: that of the checkpoint, but bfloat16 for float16. float16: on a CPU only.",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
+    step_costs: str | None = option(
+        None, "Cost table: each step takes at least as long as in it, to test a cluster; on a CPU only.", metavar="FILE"
+    )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     gpu: GPUConfig = field(default_factory=GPUConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
@@ -338,9 +341,10 @@ class EngineConfig:
         """Return these settings with the GPU's default for each scheduler setting that the user left out.
 
         Raises InvalidRequest for settings that a GPU does not support."""
-        if self.threads:
-            message = f"threads is {self.threads}, but only an engine on the CPU uses it"
-            raise InvalidRequest(message, param="threads", hint="drop --threads")
+        for name in ("threads", "step_costs"):
+            if value := getattr(self, name):
+                message = f"{name} is {value}, but only an engine on the CPU uses it"
+                raise InvalidRequest(message, param=name, hint=f"drop --{name.replace('_', '-')}")
         defaults = {name: value for name, value in GPU_SCHEDULER_DEFAULTS.items() if name in self.unset}
         config = self.with_settings(**defaults)
         if config.scheduler.block_size not in GPU_BLOCK_SIZES:

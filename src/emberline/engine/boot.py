@@ -23,12 +23,14 @@ from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import can_use_gpu, warn_of_unused_gpu
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.memory_plan import format_gib
+from emberline.engine.paced_executor import pace_executor
 from emberline.engine.rank_summary import RankSummary
 from emberline.engine.runner import TorchRunner, allocate_cache
 from emberline.engine.speculation.draft_cache import make_draft_cache, share_cache_memory
 from emberline.engine.speculation.draft_runner import DraftRunner
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.engine.state_memory import allocate_states
+from emberline.engine.work_executor import WorkExecutor
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
@@ -215,7 +217,8 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     eos = frozenset(model.config.eos)
     draft_runner = None if draft_model is None else DraftRunner(draft_model, make_draft_cache(draft_model, cache))
     make_compiler = partial(make_grammar_compiler, Path(config.model), model.config)
-    runner = TorchRunner(model, cache, eos, make_compiler, draft_runner, groups, states)
+    executor = pace_executor(WorkExecutor(model, cache, groups, states), config.step_costs)
+    runner = TorchRunner(model, cache, eos, make_compiler, draft_runner, groups, states, executor)
     tiers, endpoint, pages = None, None, runner.pages_per_slot
     if config.tiers.has_tiers:
         host = make_host_tier(config, cache.shape, pages)
@@ -272,6 +275,9 @@ def check_cpu_settings(config: EngineConfig) -> None:
         if value is not None:
             hint = f"drop --{name.replace('_', '-')}"
             raise InvalidRequest(f"{name} is set, but only an engine on a GPU supports it", param=name, hint=hint)
+    if config.step_costs is not None and config.parallel.num_ranks > 1:
+        message = f"step_costs is set, but the engine has {config.parallel.num_ranks} ranks; it must have one"
+        raise InvalidRequest(message, param="step_costs", hint="drop --step-costs, or --tp and --pp")
     if config.gpu.kernels != "auto":
         message = f"kernels is {config.gpu.kernels}, but the CPU computes, and only an engine on a GPU uses it"
         raise InvalidRequest(message, param="kernels", hint="drop --kernels")

@@ -2,253 +2,373 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import random
-from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerRegistration
 from emberline.core.clock import ManualClock
-from emberline.core.config import RouterConfig
-from emberline.core.engine_config import SchedulerConfig
-from emberline.core.events import Output
-from emberline.core.params import SamplingParams
-from emberline.core.request import Submission
+from emberline.core.config import Role, RouterConfig
+from emberline.core.errors import InvalidRequest, NotFound
 from emberline.router.http.dispatcher import Dispatcher
-from emberline.router.http.worker_attempt import WorkerAttempt
-from emberline.router.policy import RoutingDecision, RoutingReason
 from emberline.router.prefix_block_map import BlockPosition
-from emberline.router.reply_usage import ReplyUsage
-from emberline.router.request_summary import RequestSummary
-from emberline.router.worker import RequestLoad
-from emberline.sim.agents import MODEL_NAME, AgentSession
-from emberline.sim.costmodel import CostModel
+from emberline.sim.choosers import WorkerChooser, choose_worker_by_policy
+from emberline.sim.event_queue import Callback, EventQueue
+from emberline.sim.job import JobOutput, WorkerJob, WorkerModel
+from emberline.sim.link import KVLink, KVSource, count_overlapped_tokens
 from emberline.sim.oracle import PrefixOracle
-from emberline.sim.worker import SimStore, SimWorker
+from emberline.sim.prompt import MODEL_NAME, SimRequest
+from emberline.sim.result import RequestRecord, SimResult
+from emberline.sim.sessions import SimSession
+from emberline.sim.turns import OpenTurn, TurnDispatcher
+from emberline.sim.worker import NEVER_S, SimStore, SimWorker, SimWorkerConfig
 
-NEVER_S = 1e9  # a timeout that never passes: workers do not fail in the simulation
-BALANCE_INTERVAL_S = 1.0  # virtual seconds between two samples of the load balance
-
-WorkerChooser = Callable[[Dispatcher, RequestSummary], RoutingDecision]
-
-
-@dataclass(slots=True)
-class SimResult:
-    """The measurements of one simulated run."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    oracle_tokens: int = 0  # prompt tokens that an unlimited cache shared by all workers would have had
-    working_set: int = 0  # largest number of tokens of conversations that were active at the same time
-    ttft_seconds: list[float] = field(default_factory=list)
-    inter_token_seconds: list[float] = field(default_factory=list)
-    load_imbalance: list[float] = field(default_factory=list)  # maximum over mean of the workers' open tokens
-    conversations_by_worker: Counter[str] = field(default_factory=Counter)  # conversations that started at each worker
-    requests: int = 0
-    seconds: float = 0.0
-
-    @property
-    def cached_share(self) -> float:
-        return self.cached_tokens / self.prompt_tokens
-
-    def conversation_imbalance(self, worker_count: int) -> float:
-        """Return the largest number of conversations at one worker, divided by the mean over all workers."""
-        return max(self.conversations_by_worker.values()) * worker_count / sum(self.conversations_by_worker.values())
-
-    @property
-    def oracle_cached_share(self) -> float:
-        return self.oracle_tokens / self.prompt_tokens
-
-
-@dataclass(slots=True)
-class OpenSimTurn:
-    """A turn of a conversation whose reply is being generated."""
-
-    session: AgentSession
-    attempt: WorkerAttempt
-    dispatch_context: ExitStack
-    sent_at: float
-    prompt_len: int
-    chain_end: BlockPosition | None = None  # last full block of the prompt
-    num_cached: int = 0
-    reply: list[int] = field(default_factory=list)
-    last_token_at: float = 0.0
+WorkerState = Literal["starting", "ready", "draining"]
 
 
 @dataclass(frozen=True, slots=True)
-class SimClusterConfig:
+class SimClusterConfig(SimWorkerConfig):
+    """A cluster, with the settings of its workers. `workers` answer requests."""
+
     workers: int = 4
-    kv_tokens: int = 131_072  # KV cache of each worker
-    max_running: int = 64
-    batch_tokens: int = 2048
-    cost: CostModel = field(default_factory=CostModel)
+    prefill_workers: int = 0  # further workers, which compute prompts for the others
+    prefill: SimWorkerConfig | None = None  # their settings; None: those of the other workers
+    link: KVLink = field(default_factory=KVLink)  # over which a worker copies KV blocks of others
+    kv_bytes_per_token: float = 131_072.0
+    heartbeat_s: float = 1.0
+    sample_s: float = 1.0  # between two samples of the load balance
+
+    def config_for(self, role: Role) -> SimWorkerConfig:
+        return self.prefill if role == "prefill" and self.prefill is not None else self
+
+
+@dataclass(slots=True)
+class SimWorkerStatus:
+    """A worker of the cluster, from its start to its end."""
+
+    name: str
+    role: Role
+    config: SimWorkerConfig
+    model: WorkerModel
+    started_at: float
+    state: WorkerState = "starting"
+    run_number: int = 0  # of its current or last run; an event for an earlier run is out of date
+    run_end: float | None = None  # None: it is idle
+
+    def heartbeat(self, paired: tuple[str, ...] = ()) -> Heartbeat:
+        counters = self.model.counters()
+        return Heartbeat(
+            self.name,
+            self.name,
+            ready=self.state != "starting",
+            running=counters.running,
+            waiting=counters.waiting,
+            loading=counters.loading,
+            step=counters.steps,
+            kv_usage=counters.kv_usage,
+            busy_seconds=counters.busy_seconds,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            paired=paired,
+        )
+
+
+class SimDispatcher(Dispatcher):
+    def _extend_deadlines_after_pause(self) -> float:
+        return self._clock.now()  # virtual time jumps from event to event; the router is not paused meanwhile
 
 
 class SimCluster:
     def __init__(
         self,
-        cluster_config: SimClusterConfig,
-        chooser: WorkerChooser,
+        config: SimClusterConfig,
+        chooser: WorkerChooser = choose_worker_by_policy,
         *,
         sends_session_ids: bool = False,
         store: SimStore | None = None,
         kv_events: bool = False,
+        router: RouterConfig | None = None,
     ) -> None:
-        """`sends_session_ids`: clients send a session header. `kv_events`: the router uses workers' KV events."""
-        self.clock = ManualClock()
-        router = RouterConfig(lost_after=NEVER_S, stuck_after=NEVER_S, kv_events=kv_events)
-        self.dispatch = Dispatcher(router, self.clock)
-        self.result = SimResult()
-        self._chooser = chooser
-        self._names_session = sends_session_ids
-        config = SchedulerConfig(
-            max_running=cluster_config.max_running,
-            max_batch_tokens=cluster_config.batch_tokens,
-            max_context=cluster_config.kv_tokens,
-        )
-        self._workers: dict[str, SimWorker] = {}
-        for i in range(cluster_config.workers):
-            name = f"worker-{i}"
-            worker = self._workers[name] = SimWorker(name, config, cluster_config.kv_tokens, cluster_config.cost, store)
-            if kv_events:
-                worker.engine.kv.track_prefix_changes()
-            model = ModelRegistration(
-                MODEL_NAME,
-                "sim",
-                config.max_context,
-                cluster_config.max_running,
-                cluster_config.kv_tokens,
-                config.block_size,
-            )
-            self.dispatch.register(WorkerRegistration(name, name, f"http://{name}", (model,)))
-            self.dispatch.record_heartbeat(Heartbeat(name, name))
-        self._open_turns: dict[str, OpenSimTurn] = {}
-        self._oracle = PrefixOracle(config.block_size)
-        self._live_tokens: dict[str, int] = {}  # tokens of each active conversation
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._event_ids = itertools.count()
+        """`sends_session_ids`: clients send a session header. `kv_events`: the router uses workers' KV events.
 
-    def run(self, sessions: list[AgentSession]) -> SimResult:
-        for session in sessions:
-            self._schedule_callback(session.starts_at, partial(self._start_turn, session))
-        self._schedule_callback(BALANCE_INTERVAL_S, self._record_load_imbalance)
-        while self._events:
-            self.clock.time, _, event = heapq.heappop(self._events)
-            event()
-        self.result.seconds = self.clock.time
-        assert not self._open_turns and not self.dispatch.open_attempt_count
-        for worker in self._workers.values():
-            worker.engine.kv.check_invariants()
+        `router`: the router's settings; its timeouts for lost and stuck workers are not used."""
+        if config.workers < 0 or config.prefill_workers < 0:
+            raise InvalidRequest("a simulated cluster cannot have a negative number of workers", param="workers")
+        self.config = config
+        self.clock = ManualClock()
+        self.result = SimResult()
+        self.observers: list[Callable[[RequestRecord], None]] = []  # called at the end of each request
+        self.workers: dict[str, SimWorkerStatus] = {}
+        base = router or RouterConfig()
+        router_config = RouterConfig(
+            lost_after=NEVER_S,
+            stuck_after=NEVER_S,
+            kv_events=kv_events,
+            queue=base.queue,
+            affinity_slack=base.affinity_slack,
+            decode_weight=base.decode_weight,
+            split_tokens=base.split_tokens,
+            split_patience=base.split_patience,
+            migrations=base.migrations,
+            migration_wait=base.migration_wait,
+            prefixes=base.prefixes,
+        )
+        self.dispatch = SimDispatcher(router_config, self.clock)
+        self._events = EventQueue(self.clock)
+        self._turns = TurnDispatcher(
+            router_config,
+            self.dispatch,
+            chooser,
+            self.clock,
+            self._events,
+            self,
+            self.result,
+            self._end_turn,
+            max_context=min(config.config_for(role).kv_tokens for role in ("both", "prefill")),
+        )
+        self._sends_session_ids = sends_session_ids
+        self._store = store
+        self._worker_numbers: dict[Role, Iterator[int]] = {}
+        self._changed: set[str] = set()  # workers that have news for the router
+        self._oracle: PrefixOracle | None = PrefixOracle(config.block_size)
+        self._live_tokens: dict[str, int] = {}  # tokens of each active conversation
+        self._live_sum = 0
+        self._has_started = False
+        for role, count in (("both", config.workers), ("prefill", config.prefill_workers)):
+            for _ in range(count):
+                self.add_worker("prefill" if role == "prefill" else "both")
+
+    @property
+    def now(self) -> float:
+        return self.clock.time
+
+    def at(self, time: float, callback: Callback) -> None:
+        """Call `callback` at this virtual time, if the run lasts so long."""
+        self._events.at(time, callback, is_background=True)
+
+    def every(self, seconds: float, callback: Callback) -> None:
+        """Call `callback` after each `seconds` of virtual time, as long as the run lasts."""
+        self._events.every(seconds, callback)
+
+    def run(self, sessions: Iterable[SimSession], until: float = math.inf) -> SimResult:
+        """Simulate these sessions, which must be in the order of their start, and return the measurements.
+
+        The run ends when all have ended, or at the time `until`."""
+        assert not self._has_started, "a cluster simulates one run"
+        self._has_started = True
+        self._start_next_session(iter(sessions), -math.inf)
+        self.every(self.config.sample_s, self._record_load_imbalance)
+        self.every(self.config.heartbeat_s, self._send_heartbeats)
+        self._events.run(until)
+        self.result.seconds = self.now
+        for worker in self.workers.values():
+            self._count_worker_time(worker)
+        if not self._events.has_work:
+            assert not self._turns.num_open and not self.dispatch.open_attempt_count
         return self.result
 
-    def _schedule_callback(self, time: float, callback: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time, next(self._event_ids), callback))
+    # -- workers -----------------------------------------------------------------------------------------------------
 
-    def _start_turn(self, session: AgentSession) -> None:
-        body, tokens, reply = session.next_request()
-        summary = RequestSummary.parse(body, session.name if self._names_session else "")
-        decision = self._chooser(self.dispatch, summary)
-        if session.name not in self._live_tokens:
-            self.result.conversations_by_worker[decision.worker.name] += 1
-        context = ExitStack()
-        attempt = context.enter_context(self.dispatch.open_attempt(summary, decision))
-        name, now = f"{session.name}/{session.turns_left}", self.clock.time
-        self.result.oracle_tokens += self._oracle.count_cached_and_add(tokens)
-        self._live_tokens[session.name] = len(tokens) + reply
-        self.result.working_set = max(self.result.working_set, sum(self._live_tokens.values()))
-        worker = self._workers[decision.worker.name]
-        chain_end = worker.last_prompt_block(tokens) if self.dispatch.kv_index is not None else None
-        self._open_turns[name] = OpenSimTurn(session, attempt, context, now, len(tokens), chain_end)
-        params = SamplingParams(max_tokens=reply, ignore_eos=True, seed=0)
-        worker.add_submission(Submission(name, tokens, params, timeout=NEVER_S), now)
-        if not worker.is_stepping:
-            self._start_step(worker)
-
-    def _start_step(self, worker: SimWorker) -> None:
-        outputs, ends = worker.step(self.clock.time)
-        worker.is_stepping = True
-        self._schedule_callback(ends, partial(self._finish_step, worker, outputs))
-
-    def _finish_step(self, worker: SimWorker, outputs: list[Output]) -> None:
-        if (index := self.dispatch.kv_index) is not None:
-            id_ = self.dispatch.workers[worker.name].id
-            for batch in worker.batches_after(*index.last_applied_batch(id_)):
-                index.apply_batch(id_, batch)
-        for output in outputs:
-            self._receive_output(output)
-        worker.is_stepping = False
-        if not worker.is_idle:
-            self._start_step(worker)
-
-    def _receive_output(self, output: Output) -> None:
-        turn, now = self._open_turns[output.id], self.clock.time
-        if not turn.reply and turn.chain_end is not None:
-            self.dispatch.record_prompt_end(turn.attempt, turn.chain_end)
-        self.dispatch.record_reply_bytes(turn.attempt, len(output.tokens))
-        (self.result.inter_token_seconds if turn.reply else self.result.ttft_seconds).append(
-            now - (turn.last_token_at or turn.sent_at)
-        )
-        turn.num_cached += output.cached_tokens
-        turn.last_token_at = now
-        turn.reply += output.tokens
-        if output.finish is None:
-            return
-        assert output.error is None, output
-        del self._open_turns[output.id]
-        turn.attempt.usage = ReplyUsage(turn.prompt_len, len(turn.reply), turn.num_cached)
-        turn.attempt.outcome = "answered"
-        turn.dispatch_context.close()
-        self.result.requests += 1
-        self.result.prompt_tokens += turn.prompt_len
-        self.result.cached_tokens += turn.num_cached
-        turn.session.record_reply(turn.reply)
-        if turn.session.turns_left:
-            self._oracle.count_cached_and_add(turn.session.conversation_tokens)
-            self._schedule_callback(now + turn.session.draw_pause_s(), partial(self._start_turn, turn.session))
+    def add_worker(self, role: Role = "both", config: SimWorkerConfig | None = None, start_seconds: float = 0.0) -> str:
+        """Start a worker, which gets requests after `start_seconds`, and return its name."""
+        number = next(self._worker_numbers.setdefault(role, itertools.count()))
+        name = f"{'worker' if role == 'both' else role}-{number}"
+        config = config or self.config.config_for(role)
+        model = SimWorker(name, config, self._store, self.config.link, self.config.kv_bytes_per_token)
+        if self.dispatch.kv_index is not None:
+            model.engine.kv.track_prefix_changes()
+        worker = self.workers[name] = SimWorkerStatus(name, role, config, model, self.now)
+        if start_seconds > 0:
+            self._events.at(self.now + start_seconds, partial(self._register, worker))
         else:
-            del self._live_tokens[turn.session.name]
+            self._register(worker)
+        return name
+
+    def drain_worker(self, name: str, *, move: bool = False) -> None:
+        """Send a worker no new requests, and stop it when its requests have ended. `move`: they move at once.
+
+        Raises NotFound if there is no such worker."""
+        worker = self._find_worker(name)
+        if worker.state == "starting":
+            self._remove_worker(worker)
+            return
+        worker.state = "draining"
+        self.dispatch.set_draining(name, True)
+        if move:
+            self._turns.move_from(name, "moved", with_blocks=True)
+        self._events.at(self.now, partial(self._remove_if_drained, worker))
+
+    def kill_worker(self, name: str) -> None:
+        """End a worker without warning. Its requests start again or continue at other workers.
+
+        Raises NotFound if there is no such worker."""
+        worker = self._find_worker(name)
+        if worker.state != "starting":
+            worker.state = "draining"
+            self.dispatch.set_draining(name, True)  # so that no request moves to it
+            self._turns.move_from(name, "failed", with_blocks=False)
+        self._remove_worker(worker)
+
+    def _find_worker(self, name: str) -> SimWorkerStatus:
+        if (worker := self.workers.get(name)) is None:
+            known = ", ".join(self.workers) or "none"
+            raise NotFound(f"no simulated worker is named {name[:200]!r}", hint=f"workers now: {known}")
+        return worker
+
+    def _register(self, worker: SimWorkerStatus) -> None:
+        if self.workers.get(worker.name) is not worker:
+            return  # removed while it started
+        worker.state = "ready"
+        config = worker.config
+        model = ModelRegistration(
+            MODEL_NAME,
+            "sim",
+            config.kv_tokens,
+            config.max_running,
+            config.kv_tokens,
+            config.block_size,
+            peer={"incarnation": worker.name},
+        )
+        self.dispatch.register(
+            WorkerRegistration(worker.name, worker.name, f"http://{worker.name}", (model,), worker.role)
+        )
+        # New prefill workers are known to all at once.
+        self._changed.update(name for name, other in self.workers.items() if other.state != "starting")
+        self._send_heartbeats()
+        self._turns.retry_waiting()
+
+    def _remove_if_drained(self, worker: SimWorkerStatus) -> None:
+        is_draining = worker.state == "draining" and self.workers.get(worker.name) is worker
+        if is_draining and not self.dispatch.workers[worker.name].open_requests:
+            self._remove_worker(worker)
+
+    def _remove_worker(self, worker: SimWorkerStatus) -> None:
+        del self.workers[worker.name]
+        worker.run_number += 1
+        self._changed.discard(worker.name)
+        self._count_worker_time(worker)
+        if (member := self.dispatch.membership.get(worker.name)) is not None:
+            member.last_heartbeat_at = -math.inf  # the router forgets it at once
+            self.dispatch.check_workers()
+
+    def _count_worker_time(self, worker: SimWorkerStatus) -> None:
+        self.result.worker_seconds += self.now - worker.started_at
+        self.result.busy_seconds += worker.model.counters().busy_seconds
+
+    def _send_heartbeats(self) -> None:
+        paired = tuple(name for name, worker in self.workers.items() if worker.role == "prefill")
+        for name in sorted(self._changed):
+            self.dispatch.record_heartbeat(self.workers[name].heartbeat(paired))
+        self._changed.clear()
 
     def _record_load_imbalance(self) -> None:
-        work = [worker.remaining_tokens for worker in self._workers.values()]
+        work = [w.model.remaining_tokens for w in self.workers.values() if w.role != "prefill" and w.state == "ready"]
         if sum(work) > 0:
-            self.result.load_imbalance.append(max(work) * len(work) / sum(work))
-        if self._events:
-            self._schedule_callback(self.clock.time + BALANCE_INTERVAL_S, self._record_load_imbalance)
+            self.result.load_imbalance.add(max(work) * len(work) / sum(work))
 
+    # -- runs of steps -------------------------------------------------------------------------------------------------
 
-def choose_worker_by_policy(dispatcher: Dispatcher, summary: RequestSummary) -> RoutingDecision:
-    return dispatcher.choose_worker(summary, set())
+    def submit(self, worker_name: str, job: WorkerJob) -> None:
+        worker = self.workers[worker_name]
+        worker.model.add(job, self.now)
+        self._changed.add(worker_name)
+        if worker.run_end is None:
+            self._start_run(worker)
+        else:
+            self._schedule_run_end(worker, worker.model.shorten_run(self.now))
 
+    def remove(self, worker_name: str, job_id: str) -> int:
+        worker = self.workers[worker_name]
+        num_generated = worker.model.remove(job_id, self.now)
+        if worker.run_end is not None:
+            self._schedule_run_end(worker, worker.model.shorten_run(self.now))
+        return num_generated
 
-def make_random_chooser(seed: int) -> WorkerChooser:
-    rng = random.Random(seed)
-    return lambda dispatch, ask: _make_decision_for(dispatch, ask, rng.choice(sorted(dispatch.workers)))
+    def describe_copy(self, prefill_worker_name: str, request: SimRequest, output: JobOutput) -> KVSource:
+        chunk = self.config.config_for("prefill").batch_tokens
+        num_tokens, num_cached = request.num_prompt_tokens, output.cached_tokens
+        link, token_bytes = self.config.link, self.config.kv_bytes_per_token
+        overlapped = count_overlapped_tokens(num_tokens, num_cached, chunk, output.prefill_s, link, token_bytes)
+        return KVSource(num_tokens, overlapped, is_prefill=True, cached_tokens=num_cached)
 
+    def last_prompt_block(self, worker_name: str, request: SimRequest) -> BlockPosition | None:
+        model = self.workers[worker_name].model
+        if self.dispatch.kv_index is None or not isinstance(model, SimWorker):
+            return None
+        return model.last_prompt_block(request.prompt_tokens())
 
-def make_round_robin_chooser() -> WorkerChooser:
-    counter = itertools.count()
+    def _start_run(self, worker: SimWorkerStatus) -> None:
+        self._schedule_run_end(worker, worker.model.start_run(self.now))
 
-    def choose_next_worker(dispatcher: Dispatcher, summary: RequestSummary) -> RoutingDecision:
-        names = sorted(dispatcher.workers)
-        return _make_decision_for(dispatcher, summary, names[next(counter) % len(names)])
+    def _schedule_run_end(self, worker: SimWorkerStatus, end: float) -> None:
+        if end == worker.run_end:
+            return
+        worker.run_end = end
+        worker.run_number += 1
+        self._events.at(end, partial(self._finish_run, worker, worker.run_number))
 
-    return choose_next_worker
+    def _finish_run(self, worker: SimWorkerStatus, run_number: int) -> None:
+        if run_number != worker.run_number:
+            return
+        outputs, worker.run_end = worker.model.finish_run(), None
+        self._changed.add(worker.name)
+        if isinstance(worker.model, SimWorker):
+            self._apply_kv_events(worker.model)
+        for seconds, count in worker.model.take_gaps():
+            self.result.inter_token_seconds.add(seconds, count)
+        for output in outputs:
+            self._turns.receive_output(output)
+        if self.workers.get(worker.name) is worker and worker.run_end is None:
+            if not worker.model.is_idle:
+                self._start_run(worker)
+            elif worker.state == "draining":
+                self._remove_if_drained(worker)
 
+    def _apply_kv_events(self, model: SimWorker) -> None:
+        if (index := self.dispatch.kv_index) is None:
+            return
+        worker_id = self.dispatch.workers[model.name].id
+        for batch in model.batches_after(*index.last_applied_batch(worker_id)):
+            index.apply_batch(worker_id, batch)
 
-def choose_worker_with_fewest_requests(dispatcher: Dispatcher, summary: RequestSummary) -> RoutingDecision:
-    return _make_decision_for(
-        dispatcher,
-        summary,
-        min(dispatcher.workers.values(), key=lambda worker: (worker.open_requests, worker.name)).name,
-    )
+    # -- requests ------------------------------------------------------------------------------------------------------
 
+    def _start_next_session(self, sessions: Iterator[SimSession], previous_start: float) -> None:
+        if (session := next(sessions, None)) is not None:
+            assert session.starts_at >= previous_start, "sessions must be in the order of their start"
+            self._events.at(session.starts_at, partial(self._start_session, session, sessions))
 
-def _make_decision_for(dispatcher: Dispatcher, summary: RequestSummary, worker_name: str) -> RoutingDecision:
-    """Return a routing decision for the worker with this name, with the loads that the router estimates."""
-    estimate = dispatcher.estimators[summary.model]
-    load = RequestLoad(estimate.estimate_prompt_tokens(summary.prompt_bytes), estimate.estimate_output_tokens(summary))
-    return RoutingDecision(dispatcher.workers[worker_name], load, RoutingReason.LOAD, 0.0)
+    def _start_session(self, session: SimSession, later_sessions: Iterator[SimSession]) -> None:
+        self._start_next_session(later_sessions, session.starts_at)
+        self._start_turn(session)
+
+    def _start_turn(self, session: SimSession) -> None:
+        request, is_new = session.next_request(), session.name not in self._live_tokens
+        if self._sends_session_ids:
+            request = request.with_session(session.name)
+        self._set_live_tokens(session.name, request.num_prompt_tokens + request.reply.num_tokens)
+        if self._oracle is not None:
+            self.result.oracle_tokens += self._oracle.count_cached_and_add(request)
+        turn = self._turns.start(session, request)
+        if is_new and turn.answer is not None:
+            self.result.conversations_by_worker[turn.answer.worker] += 1
+
+    def _end_turn(self, turn: OpenTurn, record: RequestRecord) -> None:
+        self.result.record_request(record)
+        session = turn.session
+        session.record_reply()
+        if record.outcome == "answered" and session.turns_left:
+            self._events.at(self.now + session.draw_pause_s(), partial(self._start_turn, session))
+        else:
+            self._set_live_tokens(session.name, 0)
+        for observer in self.observers:
+            observer(record)
+
+    def _set_live_tokens(self, session_name: str, num_tokens: int) -> None:
+        self._live_sum += num_tokens - self._live_tokens.pop(session_name, 0)
+        if num_tokens:
+            self._live_tokens[session_name] = num_tokens
+        self.result.working_set = max(self.result.working_set, self._live_sum)

@@ -2,80 +2,161 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 from emberline.core.blockbatch import BlockBatch
 from emberline.core.clock import ManualClock
 from emberline.core.engine_config import SchedulerConfig
 from emberline.core.events import Output
-from emberline.core.plan import SampledToken, StepPlan, StepResult
+from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.block_event_log import BlockEventLog
 from emberline.engine.engine import Engine
+from emberline.kv.manager import KVManager
 from emberline.kv.tiers.base import Tier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.stack import TierStack
 from emberline.router.prefix_block_map import BlockPosition
-from emberline.sim.costmodel import CostModel
+from emberline.sim.costmodel import CostModel, StepCosts
+from emberline.sim.job import JobOutput, WorkerCounters, WorkerJob
+from emberline.sim.link import KVLink, SimPulls
+from emberline.sim.runners import SimRunner, make_sim_runner
 from emberline.tokens.blockhash import hash_last_full_block, root_hash
 
-VOCAB_SIZE = 100_000
+if TYPE_CHECKING:
+    from emberline.kv.pulls import PullManager
+
+NEVER_S = 1e9  # a timeout that never passes
 BLOCK_BUFFER_BYTES = 8  # size of a simulated block; its content does not matter
 MAX_STAGED_BLOCKS = 512  # blocks between the cache and the store
 
 
-class SimRunner:
-    """Simulates a GPU: it advances the worker's clock by the estimated duration of each step.
+@dataclass(frozen=True, slots=True)
+class SimWorkerConfig:
+    kv_tokens: int = 131_072  # KV cache of each worker
+    max_running: int = 64
+    batch_tokens: int = 2048
+    itl_target_ms: float | None = None  # as the engine's option
+    cost: StepCosts = field(default_factory=CostModel)
+    block_size: int = 16
 
-    The sampled tokens are hashes of request id and position."""
+    def scheduler_config(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            max_running=self.max_running,
+            max_batch_tokens=self.batch_tokens,
+            max_context=self.kv_tokens,
+            block_size=self.block_size,
+            itl_target_ms=self.itl_target_ms,
+            max_waiting=1 << 20,  # the router limits the queue
+        )
 
-    layout = "sim"
-    vocab_size = VOCAB_SIZE
-    eos: frozenset[int] = frozenset()
 
-    def __init__(self, num_blocks: int, cost: CostModel, clock: ManualClock) -> None:
-        self.num_blocks = num_blocks
-        self._cost = cost
-        self._clock = clock
-
-    def run(self, plan: StepPlan) -> StepResult:
-        seconds = self._cost.estimate_step_seconds(plan) if plan.work else 0.0
-        self._clock.advance(seconds)
-        ends = [(work.id, work.start + len(work.tokens)) for work in plan.work if work.samples]
-        return StepResult(plan.step, {name: SampledToken(_token_at(name, end)) for name, end in ends}, seconds=seconds)
+@dataclass(slots=True)
+class OpenJob:
+    job: WorkerJob
+    reply: list[int]  # all tokens of the reply
+    num_generated: int = 0  # at this worker
+    last_token_at: float = 0.0
 
 
 class SimWorker:
     def __init__(
-        self, name: str, config: SchedulerConfig, kv_tokens: int, cost: CostModel, store: SimStore | None
+        self,
+        name: str,
+        config: SimWorkerConfig,
+        store: SimStore | None = None,
+        link: KVLink | None = None,
+        kv_bytes_per_token: float = 0.0,
     ) -> None:
+        """`link`: over which KV blocks of other workers are copied; None: they are computed again."""
         self.name = name
         self.clock = ManualClock()
-        self.is_stepping = False  # the end of its step is a scheduled event
         self._store = store
         self._tiers = None
         if store is not None:
             host = HostTier(BLOCK_BUFFER_BYTES, MAX_STAGED_BLOCKS * 4096, "lru")
             self._tiers = TierStack(host, [store.tier], clock=self.clock, threads=False)
-        runner = SimRunner(kv_tokens // config.block_size, cost, self.clock)
-        self.engine = Engine(config, runner, self.clock, self._tiers)
+        self._jobs: dict[str, OpenJob] = {}  # by id of the engine's request
+        num_blocks = config.kv_tokens // config.block_size
+        self._runner = make_sim_runner(num_blocks, config.cost, self.clock, self._token_at)
+        self.engine = Engine(config.scheduler_config(), self._runner, self.clock, self._tiers)
+        self._pulls: SimPulls | None = None
+        if link is not None and isinstance(self.engine.kv, KVManager):
+            self._pulls = SimPulls(self.clock, link, kv_bytes_per_token, config.block_size)
+            self.engine.kv.pulls = cast("PullManager", self._pulls)
         self._block_events = BlockEventLog([name])
         self._store_link_free_at = 0.0
+        self._run_end = 0.0
+        self._outputs: list[Output] = []
+        self._gaps: list[tuple[float, int]] = []
 
-    def add_submission(self, submission: Submission, now: float) -> None:
-        self.engine.add(submission, arrival=now)
+    def add(self, job: WorkerJob, now: float) -> None:
+        request, reply = job.request, job.request.reply.tokens()
+        params = SamplingParams(max_tokens=1 if job.prefill_only else request.reply.num_tokens, ignore_eos=True, seed=0)
+        resumed = (tuple(reply[: job.num_resumed]),) if job.num_resumed else ()
+        source = None
+        if job.source is not None and self._pulls is not None:
+            source = {"kv": job.source, "first_token": reply[0]}
+        self._jobs[f"{job.id}#0"] = OpenJob(job, reply)
+        self.clock.time = max(self.clock.time, now)
+        self.engine.add(
+            Submission(job.id, request.prompt_tokens(), params, timeout=NEVER_S, resumed=resumed, source=source),
+            arrival=now,
+        )
 
-    def step(self, now: float) -> tuple[list[Output], float]:
-        """Run a step that begins at `now`. Return the outputs of the step and the virtual time at which it ends."""
+    def _token_at(self, request_id: str, position: int) -> int:
+        open_job = self._jobs.get(request_id)
+        # A job may have been removed while a step with it runs.
+        return open_job.reply[position - open_job.job.request.num_prompt_tokens] if open_job is not None else 0
+
+    def remove(self, job_id: str, now: float) -> int:
+        self.engine.abort(job_id)
+        return self._jobs.pop(f"{job_id}#0").num_generated
+
+    def start_run(self, now: float) -> float:
         self.clock.time = now
         self._transfer_blocks(now)
-        outputs = self.engine.step()
-        loading = self.engine.scheduler.num_loading
-        if (
-            self.clock.time == now and loading and self._store is not None
-        ):  # nothing to compute: wait for blocks of the store
-            self.clock.time = max(now, self._store_link_free_at) + self._store.seconds_per_block
-        return outputs, self.clock.time
+        self._outputs = self.engine.step()
+        if self.clock.time == now and not self._outputs and self.engine.scheduler.num_loading:
+            # Nothing to compute: wait for blocks of the store or of another worker.
+            if self._store is not None:
+                self.clock.time = max(now, self._store_link_free_at) + self._store.seconds_per_block
+            elif self._pulls is not None and (end := self._pulls.next_end) is not None:
+                self.clock.time = max(now, end)
+        self._run_end = self.clock.time
+        return self._run_end
+
+    def shorten_run(self, now: float) -> float:
+        return self._run_end  # a run is one step
+
+    def finish_run(self) -> list[JobOutput]:
+        outputs, self._outputs = self._outputs, []
+        return [made for output in outputs if (made := self._make_output(output)) is not None]
+
+    def _make_output(self, output: Output) -> JobOutput | None:
+        request_id = f"{output.id}#0"
+        if (open_job := self._jobs.get(request_id)) is None:
+            return None  # it was removed
+        assert output.error is None, output
+        if output.tokens:
+            if open_job.num_generated:
+                self._gaps.append((self._run_end - open_job.last_token_at, 1))
+            open_job.num_generated += len(output.tokens)
+            open_job.last_token_at = self._run_end
+        if output.finish is not None:
+            del self._jobs[request_id]
+        timing = output.timing.prefill if output.timing is not None else None
+        return JobOutput(
+            output.id, len(output.tokens), output.cached_tokens, output.finish is not None, prefill_s=timing or 0.0
+        )
+
+    def take_gaps(self) -> list[tuple[float, int]]:
+        gaps, self._gaps = self._gaps, []
+        return gaps
+
+    def num_generated(self, job_id: str, now: float) -> int:
+        return self._jobs[f"{job_id}#0"].num_generated
 
     def batches_after(self, incarnation: str, batch_number: int) -> list[BlockBatch]:
         """Return the batches of KV events that follow the batch with this number."""
@@ -93,8 +174,20 @@ class SimWorker:
 
     @property
     def remaining_tokens(self) -> int:
-        """The number of tokens, prompt and output, that all open requests of this worker still have to compute."""
         return sum(request.max_len - request.num_computed for request in self.engine.scheduler.requests.values())
+
+    def counters(self) -> WorkerCounters:
+        scheduler, kv = self.engine.scheduler, self.engine.kv
+        return WorkerCounters(
+            len(scheduler.running),
+            scheduler.num_waiting,
+            scheduler.num_loading,
+            self._runner.num_steps,
+            1.0 - (kv.num_free_blocks + kv.num_cached_blocks) / kv.num_blocks,
+            self._runner.busy_seconds,
+            scheduler.prompt_tokens,
+            scheduler.generated_tokens,
+        )
 
     def _transfer_blocks(self, now: float) -> None:
         """Simulate the transfers between the worker and the shared store up to the time `now`.
@@ -117,8 +210,3 @@ class SimStore:
     def __init__(self, tier: Tier, seconds: float) -> None:
         self.tier = tier
         self.seconds_per_block = seconds
-
-
-def _token_at(request_id: str, position: int) -> int:
-    digest = blake2b(f"{request_id}:{position}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") % VOCAB_SIZE

@@ -1,0 +1,75 @@
+"""Arguments and runs of the benchmarks on the simulator, of its costs and of its accuracy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from emberline.bench import report as reports
+from emberline.cli.bench_options import add_model_argument, add_rounds_option
+from emberline.cli.options import parse_comma_list
+
+
+def add_parsers(kinds: Any) -> None:
+    _add_routing_arguments(kinds.add_parser("routing", help="Compare routing policies on a simulated cluster."))
+    _add_step_costs_arguments(
+        kinds.add_parser("step-costs", help="Measure the engine's steps on this CPU, as a table for the simulator.")
+    )
+
+
+def _add_step_costs_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    parser.add_argument(
+        "--rows", type=_parse_numbers, default=(1, 2, 4, 8, 16), help="Decoding requests in a step, comma-separated."
+    )
+    parser.add_argument(
+        "--contexts", type=_parse_numbers, default=(64, 512), help="Tokens of their contexts, comma-separated."
+    )
+    parser.add_argument(
+        "--chunks", type=_parse_numbers, default=(16, 64, 256), help="Prompt tokens in a step, comma-separated."
+    )
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of the engine.")
+    add_rounds_option(parser, 3)
+    reports.add_report_arguments(parser)
+
+
+def _run_step_costs(args: argparse.Namespace) -> int:
+    from emberline.bench import step_costs
+
+    plan = step_costs.StepCostPlan(args.rows, args.contexts, args.chunks, args.threads, args.rounds)
+    step_costs.bench(args.model, plan).print_and_save(args.json, args.commit)
+    return 0
+
+
+def _add_routing_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sessions", type=int, default=160, help="Number of conversations, of 10 to 20 requests each.")
+    parser.add_argument("--workers", type=int, default=4, help="Number of simulated workers.")
+    parser.add_argument("--kv-tokens", type=int, default=81_920, help="KV cache of each worker in tokens.")
+    parser.add_argument("--store-blocks", type=int, default=1 << 20, help="Capacity of the shared store in blocks.")
+    parser.add_argument("--seeds", type=int, default=3, help="Number of simulations, each with its own random seed.")
+    reports.add_report_arguments(parser)
+
+
+def _run_routing_bench(args: argparse.Namespace) -> int:
+    from emberline.bench import routing
+    from emberline.sim.cluster import SimClusterConfig
+    from emberline.sim.workloads.agents import AgentWorkload
+
+    shape = SimClusterConfig(workers=args.workers, kv_tokens=args.kv_tokens)
+    report = routing.bench(AgentWorkload(num_sessions=args.sessions), shape, args.store_blocks, args.seeds)
+    report.print_and_save(args.json, args.commit)
+    return 0
+
+
+def _parse_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(each) for each in parse_comma_list(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers (hint: write 1,8,16)") from None
+
+
+RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "routing": _run_routing_bench,
+    "step-costs": _run_step_costs,
+}

@@ -1,0 +1,53 @@
+"""EventQueue: callbacks in the order of virtual time, which it sets on a clock."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+
+from emberline.core.clock import ManualClock
+
+Callback = Callable[[], object]
+
+
+class EventQueue:
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+        self._events: list[tuple[float, int, Callback, bool]] = []
+        self._event_ids = itertools.count()
+        self._num_foreground = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any event is left that is not in the background."""
+        return self._num_foreground > 0
+
+    def at(self, time: float, callback: Callback, *, is_background: bool = False) -> None:
+        """Call `callback` at this virtual time, or now if that is past. Background events do not keep a run going."""
+        heapq.heappush(self._events, (max(time, self._clock.time), next(self._event_ids), callback, is_background))
+        self._num_foreground += not is_background
+
+    def every(self, seconds: float, callback: Callback) -> None:
+        """Call `callback` again and again, each time after so many virtual seconds, in the background."""
+        assert seconds > 0
+
+        def call_and_repeat() -> None:
+            callback()
+            self.at(self._clock.time + seconds, call_and_repeat, is_background=True)
+
+        self.at(self._clock.time + seconds, call_and_repeat, is_background=True)
+
+    def hold(self, count: int = 1) -> None:
+        """Keep the run going while `count` more things wait for background events; a negative count ends that."""
+        self._num_foreground += count
+
+    def run(self, until: float = math.inf) -> None:
+        """Run all events up to the time `until`, or until only background events are left."""
+        while self._num_foreground and self._events and self._events[0][0] <= until:
+            self._clock.time, _, callback, is_background = heapq.heappop(self._events)
+            self._num_foreground -= not is_background
+            callback()
+        if self._num_foreground:
+            self._clock.time = until

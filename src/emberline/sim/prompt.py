@@ -1,0 +1,88 @@
+"""SimRequest: a request of a simulated client. Its prompt is a list of parts whose tokens follow from a key.
+
+Parts with equal keys have equal tokens, so prompts that begin with the same parts share their KV blocks."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b, shake_128
+from typing import NamedTuple
+
+from emberline.router.prefixmap import PromptPrefix
+from emberline.router.request_summary import MAX_PREFIXES_PER_PROMPT, MIN_PREFIX_BYTES, RequestSummary
+
+MODEL_NAME = "sim"
+VOCAB_SIZE = 100_000
+BYTES_PER_TOKEN = 4  # in a request's body
+
+
+class PromptPart(NamedTuple):
+    """A message of a prompt, or another part that prompts have in common."""
+
+    key: str
+    num_tokens: int
+
+    def tokens(self) -> list[int]:
+        words = array("I", shake_128(self.key.encode()).digest(4 * self.num_tokens))
+        return [word % VOCAB_SIZE for word in words]
+
+
+def chain_digest(previous: bytes, part: PromptPart) -> bytes:
+    """Return the digest of a prompt that continues the prompt with the digest `previous` by this part."""
+    return blake2b(previous + f"{part.key}/{part.num_tokens}".encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    id: str
+    parts: tuple[PromptPart, ...]
+    digests: tuple[bytes, ...]  # of the prompt up to the end of each part
+    num_prompt_tokens: int
+    reply: PromptPart
+    summary: RequestSummary  # what the router knows about it
+
+    @property
+    def reply_digest(self) -> bytes:
+        """The digest of the prompt and the whole reply, with which the next turn's prompt begins."""
+        return chain_digest(self.digests[-1], self.reply)
+
+    def with_session(self, session: str) -> SimRequest:
+        """Return the same request with a session header."""
+        return replace(self, summary=replace(self.summary, session=session))
+
+    def prompt_tokens(self) -> list[int]:
+        return [token for part in self.parts for token in part.tokens()]
+
+
+@dataclass(slots=True)
+class SimPromptBuilder:
+    """Collects the parts of a conversation, and makes requests of them."""
+
+    parts: list[PromptPart] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    prefixes: list[PromptPrefix] = field(default_factory=list)  # where the router may find a known prefix
+    num_tokens: int = 0
+
+    def add(self, part: PromptPart) -> None:
+        digest = chain_digest(self.digests[-1] if self.digests else b"", part)
+        self.parts.append(part)
+        self.digests.append(digest)
+        self.num_tokens += part.num_tokens
+        if (length := self.num_tokens * BYTES_PER_TOKEN) >= MIN_PREFIX_BYTES:
+            self.prefixes.append(PromptPrefix(digest, length))
+
+    def build_request(self, request_id: str, reply: PromptPart) -> SimRequest:
+        prefixes, half = self.prefixes, MAX_PREFIXES_PER_PROMPT // 2
+        if len(prefixes) > MAX_PREFIXES_PER_PROMPT:
+            prefixes = prefixes[:half] + prefixes[-half:]
+        summary = RequestSummary(
+            MODEL_NAME,
+            self.num_tokens * BYTES_PER_TOKEN,
+            True,
+            reply.num_tokens,
+            digest=self.digests[-1],
+            prefixes=tuple(prefixes),
+            is_single_sequence=True,
+        )
+        return SimRequest(request_id, tuple(self.parts), tuple(self.digests), self.num_tokens, reply, summary)

@@ -1,0 +1,120 @@
+"""SimResult: the measurements of a simulated run. Distribution: a histogram with bins of 0.5 %."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+BIN_WIDTH = math.log(1.005)
+SMALLEST_VALUE = 1e-9  # seconds; everything below is counted there
+
+SimOutcome = Literal["answered", "refused", "failed", "too_long"]
+
+
+@dataclass(slots=True)
+class Distribution:
+    """Counts values by bins, each 0.5 % wider than the one before, so quantiles are exact to 0.25 %."""
+
+    count: int = 0
+    total: float = 0.0
+    _bins: Counter[int] = field(default_factory=Counter)
+
+    def add(self, value: float, count: int = 1) -> None:
+        self.count += count
+        self.total += value * count
+        self._bins[round(math.log(max(value, SMALLEST_VALUE)) / BIN_WIDTH)] += count
+
+    def merge(self, other: Distribution) -> None:
+        self.count += other.count
+        self.total += other.total
+        self._bins.update(other._bins)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+    def quantile(self, fraction: float) -> float:
+        """Return the value that `fraction` of all values do not exceed; NaN if there are none."""
+        wanted = min(int(self.count * fraction), self.count - 1)
+        for number in sorted(self._bins):
+            wanted -= self._bins[number]
+            if wanted < 0:
+                return math.exp(number * BIN_WIDTH)
+        return math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """How one request went. Times are virtual seconds."""
+
+    arrived_at: float
+    first_token_at: float | None
+    finished_at: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int  # that the client received
+    worker: str  # that answered last; "": none
+    prefill_worker: str  # that computed the prompt for it; "": none
+    # refused: all workers were full; failed: no worker could serve or continue it; too_long: for the KV cache
+    outcome: SimOutcome
+    moves: int  # times that another worker continued it
+
+    @property
+    def mean_inter_token_s(self) -> float | None:
+        """The mean time between its tokens; None if it has fewer than two."""
+        if self.first_token_at is None or self.output_tokens < 2:
+            return None
+        return (self.finished_at - self.first_token_at) / (self.output_tokens - 1)
+
+
+@dataclass(slots=True)
+class SimResult:
+    """The measurements of one simulated run. Requests that were refused or failed count in no latency."""
+
+    requests: int = 0  # answered
+    refused: int = 0  # all workers were full
+    failed: int = 0  # no worker was available
+    too_long: int = 0  # prompt and reply do not fit into a worker's KV cache
+    moved: int = 0  # times that a request was continued or started again at another worker
+    handoffs: int = 0  # prompts that prefill workers computed
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    oracle_tokens: int = 0  # prompt tokens that an unlimited cache shared by all workers would have had
+    working_set: int = 0  # largest number of tokens of conversations that were active at the same time
+    ttft_seconds: Distribution = field(default_factory=Distribution)
+    inter_token_seconds: Distribution = field(default_factory=Distribution)
+    load_imbalance: Distribution = field(default_factory=Distribution)  # maximum over mean of the workers' open tokens
+    conversations_by_worker: Counter[str] = field(default_factory=Counter)  # conversations that started at each worker
+    worker_seconds: float = 0.0  # from a worker's start to its end, start-up included
+    busy_seconds: float = 0.0  # of all workers' steps
+    seconds: float = 0.0
+
+    @property
+    def cached_share(self) -> float:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def oracle_cached_share(self) -> float:
+        return self.oracle_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def conversation_imbalance(self, worker_count: int) -> float:
+        """Return the largest number of conversations at one worker, divided by the mean over all workers."""
+        return max(self.conversations_by_worker.values()) * worker_count / sum(self.conversations_by_worker.values())
+
+    def record_request(self, record: RequestRecord) -> None:
+        """Count a request that has ended. Its latencies are recorded token by token."""
+        match record.outcome:
+            case "refused":
+                self.refused += 1
+            case "failed":
+                self.failed += 1
+            case "too_long":
+                self.too_long += 1
+            case "answered":
+                self.requests += 1
+                self.prompt_tokens += record.prompt_tokens
+                self.cached_tokens += record.cached_tokens
+                self.output_tokens += record.output_tokens

@@ -1,0 +1,84 @@
+"""AgentWorkload: long conversations that share a few long system prompts, like those of coding agents."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from emberline.core.errors import InvalidRequest
+from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AgentWorkload:
+    num_sessions: int = 160
+    systems: int = 8  # distinct system prompts
+    system_tokens: tuple[int, int] = (2048, 4096)
+    turns: tuple[int, int] = (10, 20)
+    user_tokens: float = 220.0  # median per turn, including tool results; log-normal
+    reply_tokens: float = 120.0  # median per turn; log-normal
+    spread: float = 0.7  # sigma of both distributions
+    think_seconds: float = 8.0  # mean pause between a reply and the next turn; exponential
+    over_seconds: float = 240.0  # time window in which the sessions start
+
+    def __post_init__(self) -> None:
+        for name in ("num_sessions", "systems"):
+            if getattr(self, name) < 1:
+                label = name.removeprefix("num_")
+                raise InvalidRequest(f"{label} is {getattr(self, name)}; it must be at least 1", param=label)
+        if self.turns[0] < 1 or self.system_tokens[0] < 1:
+            raise InvalidRequest("turns and system must be at least 1", param="turns")
+        if min(self.spread, self.over_seconds) < 0 or self.think_seconds <= 0:
+            raise InvalidRequest("spread and seconds must be at least 0, and think must be above 0", param="think")
+
+    def sessions(self, seed: int) -> list[AgentSession]:
+        """Return the conversations in the order of their start."""
+        rng = random.Random(seed)
+        systems = self.make_systems(rng, seed)
+        made = [
+            AgentSession(
+                f"session-{i}",
+                rng.uniform(0.0, self.over_seconds),
+                rng.randint(*self.turns),
+                random.Random(f"{seed}/{i}"),
+                self,
+                rng.choice(systems),
+            )
+            for i in range(self.num_sessions)
+        ]
+        return sorted(made, key=lambda session: session.starts_at)
+
+    def make_systems(self, rng: random.Random, seed: int) -> list[PromptPart]:
+        return [PromptPart(f"{seed}/system-{i}", rng.randint(*self.system_tokens)) for i in range(self.systems)]
+
+
+@dataclass(slots=True)
+class AgentSession:
+    name: str
+    starts_at: float
+    turns_left: int
+    rng: random.Random
+    workload: AgentWorkload
+    system: PromptPart
+    _prompt: SimPromptBuilder = field(default_factory=SimPromptBuilder)
+    _reply: PromptPart | None = None  # to the last request
+
+    def next_request(self) -> SimRequest:
+        """Add a user message to the conversation, and return the request for the next reply."""
+        if not self._prompt.parts:
+            self._prompt.add(self.system)
+        turn, workload = f"{self.name}/{self.turns_left}", self.workload
+        if self._reply is not None:
+            self._prompt.add(self._reply)
+        self._prompt.add(PromptPart(f"{turn}/user", self._draw_token_count(workload.user_tokens)))
+        self._reply = PromptPart(f"{turn}/reply", self._draw_token_count(workload.reply_tokens))
+        return self._prompt.build_request(turn, self._reply)
+
+    def record_reply(self) -> None:
+        self.turns_left -= 1
+
+    def draw_pause_s(self) -> float:
+        return self.rng.expovariate(1.0 / self.workload.think_seconds)
+
+    def _draw_token_count(self, median: float) -> int:
+        return max(8, round(median * min(16.0, self.rng.lognormvariate(0.0, self.workload.spread))))

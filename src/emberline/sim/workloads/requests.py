@@ -1,0 +1,70 @@
+"""RequestWorkload: single requests that arrive at random times, with prompts that may share their beginning."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from emberline.core.errors import InvalidRequest
+from emberline.sim.prompt import PromptPart, SimPromptBuilder
+from emberline.sim.sessions import SimSession, SingleRequest
+from emberline.sim.workloads.arrivals import ArrivalRate, draw_arrivals
+
+
+class Workload(Protocol):
+    def sessions(self, seed: int) -> Iterable[SimSession]:
+        """Return the sessions in the order of their start. Equal seeds give equal sessions."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestWorkload:
+    arrivals: ArrivalRate
+    seconds: float  # in which requests arrive
+    prompt_tokens: float = 1000.0  # median
+    output_tokens: float = 200.0  # median
+    spread: float = 0.0  # sigma of both, which are log-normal; 0: all are equal
+    shared_tokens: int = 0  # tokens with which every prompt begins, in addition to `prompt_tokens`
+    shared_prompts: int = 1  # number of different such beginnings, chosen at random
+
+    def __post_init__(self) -> None:
+        for name, low in (("seconds", 0.0), ("prompt_tokens", 0.5), ("output_tokens", 0.5)):
+            if not getattr(self, name) > low:
+                label = name.removesuffix("_tokens")
+                raise InvalidRequest(f"{label} is {getattr(self, name):g}; it must be above {low:g}", param=label)
+        if self.spread < 0 or self.shared_tokens < 0 or self.shared_prompts < 1:
+            raise InvalidRequest(
+                f"spread is {self.spread:g}, shared is {self.shared_tokens} and shared_prompts is"
+                f" {self.shared_prompts}; they must be at least 0, 0 and 1",
+                param="spread" if self.spread < 0 else "shared",
+            )
+
+    def sessions(self, seed: int) -> Iterator[SingleRequest]:
+        rng = random.Random(seed)
+        for number, time in enumerate(draw_arrivals(self.arrivals, self.seconds, rng)):
+            parts = [PromptPart(f"{seed}/request-{number}", self._draw(rng, self.prompt_tokens))]
+            if self.shared_tokens:
+                shared = f"{seed}/shared-{rng.randrange(self.shared_prompts)}"
+                parts.insert(0, PromptPart(shared, self.shared_tokens))
+            yield make_single_request(request_id(number), time, parts, self._draw(rng, self.output_tokens))
+
+    def _draw(self, rng: random.Random, median: float) -> int:
+        return max(1, round(median * rng.lognormvariate(0.0, self.spread) if self.spread else median))
+
+
+def request_id(number: int) -> str:
+    return f"request-{number}"
+
+
+def reply_key(number: int) -> str:
+    """Return the key of the reply to the request with this number, for prompts that continue it."""
+    return f"{request_id(number)}/reply"
+
+
+def make_single_request(name: str, starts_at: float, parts: Iterable[PromptPart], output_tokens: int) -> SingleRequest:
+    prompt = SimPromptBuilder()
+    for part in parts:
+        prompt.add(part)
+    return SingleRequest(starts_at, prompt.build_request(name, PromptPart(f"{name}/reply", output_tokens)))
