@@ -145,6 +145,11 @@ class SimCluster:
     def now(self) -> float:
         return self.clock.time
 
+    @property
+    def num_waiting(self) -> int:
+        """The requests that wait until a worker is ready."""
+        return self._turns.num_waiting
+
     def at(self, time: float, callback: Callback) -> None:
         """Call `callback` at this virtual time, if the run lasts so long."""
         self._events.at(time, callback, is_background=True)

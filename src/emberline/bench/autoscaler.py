@@ -1,0 +1,209 @@
+"""`emberline bench autoscaler`: the autoscaler in control of a simulated cluster of H200 GPUs, against an oracle.
+
+The production policy, scheduler, KV manager and router run on a virtual clock, with measured step costs. A minute meets
+the SLO if 90 % of the requests that arrived in it had their first token in time, and 90 % of its tokens followed the
+one before in time. The oracle knows the trace: for each minute it has the fewest workers with which the minute meets
+the SLO, found by repeated simulation, and starts them early enough to be ready.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+
+from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
+from emberline.bench.report import BenchReport
+from emberline.core.slo import LatencyTargets
+from emberline.sim.autoscaled import AutoscaledCluster
+from emberline.sim.cluster import SimCluster, SimClusterConfig
+from emberline.sim.result import Distribution, RequestRecord
+from emberline.sim.workloads.arrivals import ArrivalRate, ConstantRate
+from emberline.sim.workloads.requests import RequestWorkload
+
+MINUTE_S = 60.0
+CAPACITY_PRECISION = 0.02
+CAPACITY_SECONDS = 300.0  # of each simulated load when a worker's capacity is measured
+UNANSWERED_S = 1e6  # first token of a request without an answer: too late for every SLO
+MAX_ORACLE_ROUNDS = 12
+ORACLE_FIRST_GUESS = 1.15  # load of the oracle's workers, as a share of their capacity, in its first round
+ORACLE_MET_SHARE = 0.99  # of minutes; the same as the autoscaler must reach
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTrace:
+    name: str
+    arrivals: ArrivalRate
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscalerBenchPlan:
+    settings: AutoscalerSettings  # its pool has no capacity: the benchmark measures it
+    cluster: SimClusterConfig
+    start_s: float  # from a worker's start until it is ready
+    prompt_tokens: int = 2000  # median
+    output_tokens: int = 200  # median
+    spread: float = 0.5  # sigma of both
+    seed: int = 1
+
+    def workload(self, arrivals: ArrivalRate, seconds: float) -> RequestWorkload:
+        return RequestWorkload(arrivals, seconds, self.prompt_tokens, self.output_tokens, self.spread)
+
+    @property
+    def work_per_request(self) -> float:
+        mean = math.exp(self.spread**2 / 2)  # over the median of a log-normal distribution
+        return mean * (self.prompt_tokens + self.settings.decode_weight * self.output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    missed: list[int]  # minutes that did not meet the SLO
+    unanswered: int  # requests that were refused or failed
+    requests: int
+    worker_s: float  # from the start of each worker to its end
+    direction_changes: int
+
+
+@dataclass(slots=True)
+class MinuteLog:
+    """The latencies of a run by minute, filled while a cluster is simulated."""
+
+    slo: LatencyTargets
+    ttft: defaultdict[int, Distribution] = field(default_factory=lambda: defaultdict(Distribution))
+    itl: dict[int, Distribution] = field(default_factory=dict)
+    unanswered: int = 0  # requests that were refused or failed
+
+    def watch(self, cluster: SimCluster) -> None:
+        cluster.observers.append(self._record_request)
+        self._swap_itl(cluster)
+        cluster.every(MINUTE_S, lambda: self._swap_itl(cluster))
+
+    def _record_request(self, record: RequestRecord) -> None:
+        minute = int(record.arrived_at / MINUTE_S)
+        if record.outcome == "answered" and record.first_token_at is not None:
+            self.ttft[minute].add(record.first_token_at - record.arrived_at)
+        else:
+            self.ttft[minute].add(UNANSWERED_S)
+            self.unanswered += 1
+
+    def _swap_itl(self, cluster: SimCluster) -> None:
+        """Let the cluster record the token times of the next minute in a distribution of its own."""
+        cluster.result.inter_token_seconds = self.itl[round(cluster.now / MINUTE_S)] = Distribution()
+
+    def find_missed(self, seconds: float) -> list[int]:
+        """Return the minutes that did not meet the SLO."""
+        missed = []
+        for minute in range(round(seconds / MINUTE_S)):
+            ttft, itl = self.ttft.get(minute), self.itl.get(minute)
+            is_late = ttft is not None and ttft.quantile(0.9) > self.slo.ttft_p90
+            is_slow = itl is not None and itl.count and itl.quantile(0.9) > self.slo.itl_p90
+            if is_late or is_slow:
+                missed.append(minute)
+        return missed
+
+
+def measure_capacity(plan: AutoscalerBenchPlan, workers: int) -> float:
+    """Return the requests per second of one worker within the SLO: the highest constant rate at which it is met."""
+    low, high = 0.0, 1.0
+    while _meets_slo_at(plan, workers, high):
+        low, high = high, 2 * high
+    while high - low > CAPACITY_PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _meets_slo_at(plan, workers, middle) else (low, middle)
+    return low
+
+
+def _meets_slo_at(plan: AutoscalerBenchPlan, workers: int, rate: float) -> bool:
+    cluster = SimCluster(replace(plan.cluster, workers=workers))
+    log = MinuteLog(plan.settings.slo)
+    log.watch(cluster)
+    workload = plan.workload(ConstantRate(rate * workers), CAPACITY_SECONDS)
+    cluster.run(workload.sessions(plan.seed), CAPACITY_SECONDS)
+    return not [minute for minute in log.find_missed(CAPACITY_SECONDS) if minute]  # the first one is not steady yet
+
+
+def run_autoscaler(plan: AutoscalerBenchPlan, trace: LoadTrace, capacity: float | None) -> RunOutcome:
+    """Simulate the trace with the autoscaler in control. `capacity`: requests per second of a worker; None: learned."""
+    work = None if capacity is None else capacity * plan.work_per_request
+    settings = replace(plan.settings, pools=(replace(plan.settings.pools[0], capacity=work),))
+    first = math.ceil(trace.arrivals.at(0.0) / (capacity or 1.0) / settings.utilisation)
+    cluster = SimCluster(replace(plan.cluster, workers=max(first, settings.pools[0].min_workers)))
+    log = MinuteLog(settings.slo)
+    log.watch(cluster)
+    scaled = AutoscaledCluster(cluster, settings, plan.start_s)
+    result = scaled.run(plan.workload(trace.arrivals, trace.seconds).sessions(plan.seed), trace.seconds)
+    changes = scaled.trace.count_direction_changes()
+    missed = log.find_missed(trace.seconds)
+    return RunOutcome(missed, log.unanswered, result.requests, result.worker_seconds, changes)
+
+
+def run_schedule(plan: AutoscalerBenchPlan, trace: LoadTrace, counts: list[int]) -> RunOutcome:
+    """Simulate the trace with `counts[i]` ready workers in minute i; workers are started before they are needed."""
+    cluster = SimCluster(replace(plan.cluster, workers=counts[0]))
+    log = MinuteLog(plan.settings.slo)
+    log.watch(cluster)
+    names = list(cluster.workers)
+
+    def add_workers(count: int) -> None:
+        names.extend(cluster.add_worker("both", start_seconds=plan.start_s) for _ in range(count))
+
+    def remove_workers(count: int) -> None:
+        for name in [names.pop(0) for _ in range(count)]:
+            cluster.drain_worker(name, move=True)
+
+    for minute in range(1, len(counts)):
+        change = counts[minute] - counts[minute - 1]
+        if change > 0:
+            cluster.at(max(minute * MINUTE_S - plan.start_s, 0.0), partial(add_workers, change))
+        elif change < 0:
+            cluster.at(minute * MINUTE_S, partial(remove_workers, -change))
+    result = cluster.run(plan.workload(trace.arrivals, trace.seconds).sessions(plan.seed), trace.seconds)
+    missed = log.find_missed(trace.seconds)
+    return RunOutcome(missed, log.unanswered, result.requests, result.worker_seconds, 0)
+
+
+def find_oracle(plan: AutoscalerBenchPlan, trace: LoadTrace, capacity: float) -> RunOutcome:
+    """Return the run of the oracle: few workers at first, and one more in each minute that misses the SLO."""
+    requests = Counter(
+        int(session.starts_at / MINUTE_S) for session in plan.workload(trace.arrivals, trace.seconds).sessions(plan.seed)
+    )
+    minutes = round(trace.seconds / MINUTE_S)
+    counts = [max(1, round(requests[i] / MINUTE_S / capacity / ORACLE_FIRST_GUESS)) for i in range(minutes)]
+    for _ in range(MAX_ORACLE_ROUNDS):
+        outcome = run_schedule(plan, trace, counts)
+        if len(outcome.missed) <= (1 - ORACLE_MET_SHARE) * minutes:
+            return outcome
+        for minute in outcome.missed:
+            counts[minute] += 1
+    return outcome
+
+
+def bench(plan: AutoscalerBenchPlan, traces: list[LoadTrace], calibration_workers: int) -> BenchReport:
+    capacity = measure_capacity(plan, calibration_workers)
+    config = {"plan": asdict(plan), "traces": [asdict(trace) for trace in traces]}
+    report = BenchReport("autoscaler", config)
+    report.add("requests per second of a worker within the SLO", capacity, "requests/s")
+    shares, extras = [], []
+    for trace in traces:
+        oracle = find_oracle(plan, trace, capacity)
+        minutes = round(trace.seconds / MINUTE_S)
+        for label, stated in (("", capacity), (", learned capacity", None)):
+            outcome = run_autoscaler(plan, trace, stated)
+            share = 1 - len(outcome.missed) / minutes
+            extra = outcome.worker_s / oracle.worker_s - 1
+            name = f"{trace.name}{label}"
+            report.add(f"{name}: slo_minutes_share", share, "share")
+            report.add(f"{name}: extra_worker_hours_share", extra, "share")
+            report.add(f"{name}: direction changes", outcome.direction_changes, "changes")
+            report.add(f"{name}: requests refused or failed", outcome.unanswered, "requests")
+            report.add(f"{name}: worker-hours", outcome.worker_s / 3600, "h", peer=oracle.worker_s / 3600)
+            if stated is not None:
+                shares.append(share)
+                extras.append(extra)
+        report.add(f"{trace.name}: oracle's slo_minutes_share", 1 - len(oracle.missed) / minutes, "share")
+        report.add(f"{trace.name}: requests", oracle.requests, "requests")
+    report.add("slo_minutes_share", min(shares), "share")
+    report.add("extra_worker_hours_share", max(extras), "share")
+    return report
