@@ -16,6 +16,40 @@ def add_parsers(kinds: Any) -> None:
     _add_step_costs_arguments(
         kinds.add_parser("step-costs", help="Measure the engine's steps on this CPU, as a table for the simulator.")
     )
+    _add_sim_day_arguments(
+        kinds.add_parser("sim-day", help="Simulate a day of traffic on a fleet of workers, by routing policy.")
+    )
+
+
+def _add_sim_day_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, default=1000, help="Number of simulated workers.")
+    parser.add_argument("--cell", type=int, default=25, metavar="N", help="Workers behind one router.")
+    parser.add_argument(
+        "--compared", type=int, default=250, metavar="N", help="Workers with which all routing policies are compared."
+    )
+    parser.add_argument("--requests", type=float, default=1500.0, help="Requests for each worker.")
+    parser.add_argument("--hours", type=float, default=24.0, help="Simulated time.")
+    parser.add_argument(
+        "--check-minutes", type=float, default=10.0, help="Simulated time in which every step is planned as well."
+    )
+    parser.add_argument("--processes", type=int, default=2, help="Processes that simulate.")
+    reports.add_report_arguments(parser)
+
+
+def _run_sim_day(args: argparse.Namespace) -> int:
+    from emberline.bench import sim_day
+
+    plan = sim_day.DayPlan(
+        workers=args.workers,
+        cell_workers=args.cell,
+        compared_workers=args.compared,
+        requests_per_worker=args.requests,
+        hours=args.hours,
+        check_minutes=args.check_minutes,
+        processes=args.processes,
+    )
+    sim_day.bench(plan).print_and_save(args.json, args.commit)
+    return 0
 
 
 def _add_step_costs_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,4 +106,5 @@ def _parse_numbers(text: str) -> tuple[int, ...]:
 RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
     "routing": _run_routing_bench,
     "step-costs": _run_step_costs,
+    "sim-day": _run_sim_day,
 }

@@ -17,6 +17,7 @@ from emberline.router.http.dispatcher import Dispatcher
 from emberline.router.prefix_block_map import BlockPosition
 from emberline.sim.choosers import WorkerChooser, choose_worker_by_policy
 from emberline.sim.event_queue import Callback, EventQueue
+from emberline.sim.fast_worker import FastWorker
 from emberline.sim.job import JobOutput, WorkerJob, WorkerModel
 from emberline.sim.link import KVLink, KVSource, count_overlapped_tokens
 from emberline.sim.oracle import PrefixOracle
@@ -24,14 +25,18 @@ from emberline.sim.prompt import MODEL_NAME, SimRequest
 from emberline.sim.result import RequestRecord, SimResult
 from emberline.sim.sessions import SimSession
 from emberline.sim.turns import OpenTurn, TurnDispatcher
-from emberline.sim.worker import NEVER_S, SimStore, SimWorker, SimWorkerConfig
+from emberline.sim.worker import SimStore, SimWorker
+from emberline.sim.worker_config import NEVER_S, SimWorkerConfig
 
 WorkerState = Literal["starting", "ready", "draining"]
+SimDetail = Literal["steps", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
 class SimClusterConfig(SimWorkerConfig):
-    """A cluster, with the settings of its workers. `workers` answer requests."""
+    """A cluster, with the settings of its workers. `workers` answer requests.
+
+    `detail`: steps: workers have real engines, which plan every step. runs: workers are FastWorkers."""
 
     workers: int = 4
     prefill_workers: int = 0  # further workers, which compute prompts for the others
@@ -40,6 +45,7 @@ class SimClusterConfig(SimWorkerConfig):
     kv_bytes_per_token: float = 131_072.0
     heartbeat_s: float = 1.0
     sample_s: float = 1.0  # between two samples of the load balance
+    detail: SimDetail = "steps"
 
     def config_for(self, role: Role) -> SimWorkerConfig:
         return self.prefill if role == "prefill" and self.prefill is not None else self
@@ -97,6 +103,8 @@ class SimCluster:
         `router`: the router's settings; its timeouts for lost and stuck workers are not used."""
         if config.workers < 0 or config.prefill_workers < 0:
             raise InvalidRequest("a simulated cluster cannot have a negative number of workers", param="workers")
+        if config.detail == "runs":
+            _check_simulated_in_runs(config, store, kv_events)
         self.config = config
         self.clock = ManualClock()
         self.result = SimResult()
@@ -133,10 +141,12 @@ class SimCluster:
         self._store = store
         self._worker_numbers: dict[Role, Iterator[int]] = {}
         self._changed: set[str] = set()  # workers that have news for the router
-        self._oracle: PrefixOracle | None = PrefixOracle(config.block_size)
+        # It remembers every prompt, which takes too much memory for the runs of large fleets.
+        self._oracle = PrefixOracle(config.block_size) if config.detail == "steps" else None
         self._live_tokens: dict[str, int] = {}  # tokens of each active conversation
         self._live_sum = 0
         self._has_started = False
+        self._num_prefill_workers = 0
         for role, count in (("both", config.workers), ("prefill", config.prefill_workers)):
             for _ in range(count):
                 self.add_worker("prefill" if role == "prefill" else "both")
@@ -149,6 +159,10 @@ class SimCluster:
     def num_waiting(self) -> int:
         """The requests that wait until a worker is ready."""
         return self._turns.num_waiting
+
+    @property
+    def has_prefill_workers(self) -> bool:
+        return self._num_prefill_workers > 0
 
     def at(self, time: float, callback: Callback) -> None:
         """Call `callback` at this virtual time, if the run lasts so long."""
@@ -181,16 +195,24 @@ class SimCluster:
         """Start a worker, which gets requests after `start_seconds`, and return its name."""
         number = next(self._worker_numbers.setdefault(role, itertools.count()))
         name = f"{'worker' if role == 'both' else role}-{number}"
+        self._num_prefill_workers += role == "prefill"
         config = config or self.config.config_for(role)
-        model = SimWorker(name, config, self._store, self.config.link, self.config.kv_bytes_per_token)
-        if self.dispatch.kv_index is not None:
-            model.engine.kv.track_prefix_changes()
+        model = self._make_model(name, config)
         worker = self.workers[name] = SimWorkerStatus(name, role, config, model, self.now)
         if start_seconds > 0:
             self._events.at(self.now + start_seconds, partial(self._register, worker))
         else:
             self._register(worker)
         return name
+
+    def _make_model(self, name: str, config: SimWorkerConfig) -> WorkerModel:
+        link, token_bytes = self.config.link, self.config.kv_bytes_per_token
+        if self.config.detail == "runs":
+            return FastWorker(name, config, link, token_bytes)
+        model = SimWorker(name, config, self._store, link, token_bytes)
+        if self.dispatch.kv_index is not None:
+            model.engine.kv.track_prefix_changes()
+        return model
 
     def drain_worker(self, name: str, *, move: bool = False) -> None:
         """Send a worker no new requests, and stop it when its requests have ended. `move`: they move at once.
@@ -252,6 +274,7 @@ class SimCluster:
 
     def _remove_worker(self, worker: SimWorkerStatus) -> None:
         del self.workers[worker.name]
+        self._num_prefill_workers -= worker.role == "prefill"
         worker.run_number += 1
         self._changed.discard(worker.name)
         self._count_worker_time(worker)
@@ -266,8 +289,14 @@ class SimCluster:
     def _send_heartbeats(self) -> None:
         paired = tuple(name for name, worker in self.workers.items() if worker.role == "prefill")
         for name in sorted(self._changed):
-            self.dispatch.record_heartbeat(self.workers[name].heartbeat(paired))
+            worker = self.workers[name]
+            self.dispatch.record_heartbeat(worker.heartbeat(paired))
+            if self.config.detail == "runs" and worker.role != "prefill":  # outputs do not report every token
+                self._turns.report_progress(name, partial(self._num_generated, worker.model))
         self._changed.clear()
+
+    def _num_generated(self, model: WorkerModel, job_id: str) -> int:
+        return model.num_generated(job_id, self.now)
 
     def _record_load_imbalance(self) -> None:
         work = [w.model.remaining_tokens for w in self.workers.values() if w.role != "prefill" and w.state == "ready"]
@@ -377,3 +406,16 @@ class SimCluster:
         if num_tokens:
             self._live_tokens[session_name] = num_tokens
         self.result.working_set = max(self.result.working_set, self._live_sum)
+
+
+def _check_simulated_in_runs(config: SimClusterConfig, store: SimStore | None, kv_events: bool) -> None:
+    used = {
+        "a KV store": store is not None,
+        "KV events": kv_events,
+        "itl_target_ms": config.itl_target_ms is not None or config.config_for("prefill").itl_target_ms is not None,
+    }
+    for name, is_used in used.items():
+        if is_used:
+            raise InvalidRequest(
+                f"{name} cannot be simulated in runs of steps", param="detail", hint="simulate every step: detail=steps"
+            )

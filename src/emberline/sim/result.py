@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 BIN_WIDTH = math.log(1.005)
@@ -118,3 +118,14 @@ class SimResult:
                 self.prompt_tokens += record.prompt_tokens
                 self.cached_tokens += record.cached_tokens
                 self.output_tokens += record.output_tokens
+
+    def merge(self, other: SimResult) -> None:
+        """Add the measurements of another cluster, whose run lasted as long as this one."""
+        for each in fields(self):
+            ours, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(ours, Distribution):
+                ours.merge(theirs)
+            elif isinstance(ours, Counter):
+                ours.update(theirs)
+            else:
+                setattr(self, each.name, max(ours, theirs) if each.name == "seconds" else ours + theirs)

@@ -32,6 +32,9 @@ from emberline.sim.sessions import SimSession
 class SimPool(Protocol):
     """What a TurnDispatcher needs of the cluster's workers, by name."""
 
+    @property
+    def has_prefill_workers(self) -> bool: ...
+
     def submit(self, worker_name: str, job: WorkerJob) -> None: ...
 
     def remove(self, worker_name: str, job_id: str) -> int:
@@ -175,7 +178,7 @@ class TurnDispatcher:
         turn.answer = self._open_attempt(turn, decision)
         self._answers[turn.answer.attempt.id] = turn.answer
         prefill = None
-        if is_first:
+        if is_first and self._pool.has_prefill_workers:
             prefill = self._dispatcher.choose_prefill_worker(summary, decision, is_required=False)
         if prefill is None:
             self._submit_answer(turn)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from emberline.core.blockbatch import BlockBatch
 from emberline.core.clock import ManualClock
-from emberline.core.engine_config import SchedulerConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
@@ -18,38 +17,17 @@ from emberline.kv.tiers.base import Tier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.stack import TierStack
 from emberline.router.prefix_block_map import BlockPosition
-from emberline.sim.costmodel import CostModel, StepCosts
 from emberline.sim.job import JobOutput, WorkerCounters, WorkerJob
 from emberline.sim.link import KVLink, SimPulls
 from emberline.sim.runners import SimRunner, make_sim_runner
+from emberline.sim.worker_config import NEVER_S, SimWorkerConfig
 from emberline.tokens.blockhash import hash_last_full_block, root_hash
 
 if TYPE_CHECKING:
     from emberline.kv.pulls import PullManager
 
-NEVER_S = 1e9  # a timeout that never passes
 BLOCK_BUFFER_BYTES = 8  # size of a simulated block; its content does not matter
 MAX_STAGED_BLOCKS = 512  # blocks between the cache and the store
-
-
-@dataclass(frozen=True, slots=True)
-class SimWorkerConfig:
-    kv_tokens: int = 131_072  # KV cache of each worker
-    max_running: int = 64
-    batch_tokens: int = 2048
-    itl_target_ms: float | None = None  # as the engine's option
-    cost: StepCosts = field(default_factory=CostModel)
-    block_size: int = 16
-
-    def scheduler_config(self) -> SchedulerConfig:
-        return SchedulerConfig(
-            max_running=self.max_running,
-            max_batch_tokens=self.batch_tokens,
-            max_context=self.kv_tokens,
-            block_size=self.block_size,
-            itl_target_ms=self.itl_target_ms,
-            max_waiting=1 << 20,  # the router limits the queue
-        )
 
 
 @dataclass(slots=True)

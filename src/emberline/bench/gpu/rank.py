@@ -46,28 +46,36 @@ SCALE = 0.01  # of quantised weights
 
 
 class RecordingRank(LoneRank):
-    """A LoneRank that counts calls, by their name and the shape of the tensor."""
+    """A LoneRank that records the calls, with their names and the shape of the tensor."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self.calls: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self.calls["all_reduce", tuple(x.shape)] += 1
+        self.calls.append(("all_reduce", tuple(x.shape)))
         return super().all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        self.calls["all_gather", tuple(x.shape)] += 1
+        self.calls.append(("all_gather", tuple(x.shape)))
         return super().all_gather(x)
 
     def calls_of_step(self, rows: int, logits: int) -> list[dict[str, Any]]:
         """Return the calls of one step with this many rows, all of which have logits.
 
-        `logits`: of this rank, per row. They are gathered once in each step, which tells how many steps there were."""
-        steps = self.calls["all_gather", (rows, logits)]
-        found = [(call, shape, count) for (call, shape), count in self.calls.items() if shape[0] == rows]
-        assert steps and all(count % steps == 0 for _, _, count in found), f"{steps} steps, {found}"
-        return [{"name": call, "elements": prod(shape), "count": count // steps} for call, shape, count in found]
+        `logits`: of this rank, per row. Each step ends with gathering them. A step of prompts has few calls with so
+        many rows, since only the end of its last layer is computed for the rows with logits alone."""
+        steps: list[Counter[tuple[str, tuple[int, ...]]]] = [Counter()]
+        for call, shape in self.calls:
+            if shape[0] == rows:
+                steps[-1][call, shape] += 1
+            if call == "all_gather" and shape[-1] == logits:
+                steps.append(Counter())
+        found = max(steps, key=Counter.total)
+        assert found["all_gather", (rows, logits)] == 1, f"no step with {rows} rows"
+        return [
+            {"name": call, "elements": prod(shape), "count": count} for (call, shape), count in sorted(found.items())
+        ]
 
 
 class RankWeights(GPURandomWeights):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,7 @@ from emberline.core.request import Submission
 from emberline.engine.boot import LoadedEngine, boot
 from emberline.engine.engine import Engine
 
-MODEL = LLAMA_8B | {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16}
+MODEL = LLAMA_8B | {"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16}
 MODEL |= {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32768}
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cuda", "kv_tokens": 32768, "max_context": 2048}
 SETTINGS |= {"max_running": 32, "max_batch_tokens": 512}
@@ -30,7 +31,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "tp4": {"tp": 4},
     "pp2": {"pp": 2},
-    "pp4": {"pp": 4},
     "tp2_pp2": {"tp": 2, "pp": 2},
     "tp2_gloo": {"tp": 2, "collectives": "gloo"},
 }
@@ -91,6 +91,7 @@ def _compare(
     """Run the requests twice, the second time with cached prefixes, and count those with other tokens.
 
     Drawn tokens are counted apart: rounding may move a token's probability past the random number."""
+    print(f"layout started: name={name}", file=sys.stderr, flush=True)
     try:
         runs = [generate(loaded.engine, requests) for _ in range(2)]
     finally:
@@ -107,8 +108,8 @@ def _compare(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="(default: all)")
-    parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--max-tokens", type=int, default=100)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     reports.add_report_arguments(parser)
     args = parser.parse_args()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from emberline.core.errors import InvalidRequest
 from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
+from emberline.sim.workloads.arrivals import ArrivalRate, draw_arrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,8 @@ class AgentWorkload:
     spread: float = 0.7  # sigma of both distributions
     think_seconds: float = 8.0  # mean pause between a reply and the next turn; exponential
     over_seconds: float = 240.0  # time window in which the sessions start
+    # Rate at which sessions start, instead of `num_sessions` at random times.
+    arrivals: ArrivalRate | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_sessions", "systems"):
@@ -31,25 +35,18 @@ class AgentWorkload:
         if min(self.spread, self.over_seconds) < 0 or self.think_seconds <= 0:
             raise InvalidRequest("spread and seconds must be at least 0, and think must be above 0", param="think")
 
-    def sessions(self, seed: int) -> list[AgentSession]:
-        """Return the conversations in the order of their start."""
+    def sessions(self, seed: int) -> Iterator[AgentSession]:
+        """Yield the conversations in the order of their start."""
         rng = random.Random(seed)
-        systems = self.make_systems(rng, seed)
-        made = [
-            AgentSession(
-                f"session-{i}",
-                rng.uniform(0.0, self.over_seconds),
-                rng.randint(*self.turns),
-                random.Random(f"{seed}/{i}"),
-                self,
-                rng.choice(systems),
-            )
-            for i in range(self.num_sessions)
-        ]
-        return sorted(made, key=lambda session: session.starts_at)
+        systems = [PromptPart(f"{seed}/system-{i}", rng.randint(*self.system_tokens)) for i in range(self.systems)]
+        for i, time in enumerate(self._draw_starts(rng)):
+            turns, system = rng.randint(*self.turns), rng.choice(systems)
+            yield AgentSession(f"session-{i}", time, turns, random.Random(rng.getrandbits(64)), self, system)
 
-    def make_systems(self, rng: random.Random, seed: int) -> list[PromptPart]:
-        return [PromptPart(f"{seed}/system-{i}", rng.randint(*self.system_tokens)) for i in range(self.systems)]
+    def _draw_starts(self, rng: random.Random) -> Iterable[float]:
+        if self.arrivals is not None:
+            return draw_arrivals(self.arrivals, self.over_seconds, rng)
+        return sorted(rng.uniform(0.0, self.over_seconds) for _ in range(self.num_sessions))
 
 
 @dataclass(slots=True)
