@@ -1,52 +1,66 @@
 """DemandForecast: predicts a pool's demand a short time ahead, from its trend and from earlier periods.
 
-Demand is smoothed exponentially, once and twice (Brown's method); the difference of the two gives the trend. If the
-load repeats, for example every day, the mean demand of each bucket of the period is kept too, and the forecast is the
-present demand times the ratio of two buckets of the last period."""
+Demand is smoothed exponentially with three time constants. A smoothed value lags behind a steady rise by its time
+constant, so the difference of two of them gives the slope. The slow ones, which noise changes little, give the usual
+forecast; the fast one counts when it is so far above that it is a burst and not noise.
+
+If the load repeats, for example every day, the mean demand of each bucket of the period is kept too, and the forecast
+is the present demand times the ratio of two buckets of the last period."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
-FAST_SMOOTHING_S = 20.0  # time constant of the demand that counts as present
-TREND_SMOOTHING_S = 120.0
+FAST_S, USUAL_S, SLOW_S = 15.0, 60.0, 240.0  # time constants
+BURST_RATIO = 1.15  # of the fast to the usual value, above which demand has jumped
+MAX_TREND_RATIO = 2.0  # a trend may double the demand, and not more
 BUCKETS_PER_PERIOD = 288  # five minutes of a day
 NEW_PERIOD_WEIGHT = 0.5  # of the last period against all earlier ones
 MAX_PERIODIC_RATIO = 10.0
-MAX_TREND_RATIO = 2.0  # a trend may double the demand, and not more: it is noisy
 
 
 @dataclass(frozen=True, slots=True)
 class DemandForecast:
     period_s: float = 86400.0  # 0: the load does not repeat
-    present: float = 0.0  # smoothed over FAST_SMOOTHING_S
-    once: float = 0.0  # smoothed over TREND_SMOOTHING_S
-    twice: float = 0.0  # `once`, smoothed again
+    fast: float = 0.0  # demand, smoothed with each of the time constants
+    usual: float = 0.0
+    slow: float = 0.0
     updated_at: float | None = None
     buckets: tuple[float, ...] = ()  # mean demand by time of the period; negative: not known yet
     bucket_index: int = -1  # of the bucket that is being filled
     bucket_sum: float = 0.0  # of demand times seconds
     bucket_seconds: float = 0.0
 
+    @property
+    def is_burst(self) -> bool:
+        return self.fast > BURST_RATIO * self.usual
+
+    @property
+    def present(self) -> float:
+        """The demand now, without most of its noise."""
+        return self.fast if self.is_burst else self.usual
+
     def with_demand(self, demand: float, now: float) -> DemandForecast:
         """Return the forecast after a demand was observed. `demand`: mean since the observation before."""
         if self.updated_at is None:
             empty = (-1.0,) * (BUCKETS_PER_PERIOD if self.period_s else 0)
-            return replace(self, present=demand, once=demand, twice=demand, updated_at=now, buckets=empty)
+            return replace(self, fast=demand, usual=demand, slow=demand, updated_at=now, buckets=empty)
         seconds = max(now - self.updated_at, 0.0)
-        fast, slow = (1 - math.exp(-seconds / each) for each in (FAST_SMOOTHING_S, TREND_SMOOTHING_S))
-        once = self.once + slow * (demand - self.once)
-        twice = self.twice + slow * (once - self.twice)
-        present = self.present + fast * (demand - self.present)
-        smoothed = replace(self, present=present, once=once, twice=twice, updated_at=now)
+        fast, usual, slow = (
+            value + (1 - math.exp(-seconds / constant)) * (demand - value)
+            for value, constant in ((self.fast, FAST_S), (self.usual, USUAL_S), (self.slow, SLOW_S))
+        )
+        smoothed = replace(self, fast=fast, usual=usual, slow=slow, updated_at=now)
         return smoothed._with_bucket(demand, seconds, now) if self.period_s else smoothed
 
     def predict(self, now: float, ahead_s: float) -> float:
         """Return the demand that is expected at `now + ahead_s`."""
-        slope = (self.once - self.twice) / TREND_SMOOTHING_S
-        # `twice` lags behind by two time constants, of which `present` already made up most.
-        trend = min(max(self.present + slope * ahead_s, 0.0), MAX_TREND_RATIO * self.present)
+        expected = self.usual + (self.usual - self.slow) / (SLOW_S - USUAL_S) * (USUAL_S + ahead_s)
+        if self.is_burst:
+            slope = (self.fast - self.usual) / (USUAL_S - FAST_S)
+            expected = max(expected, self.fast + slope * (FAST_S + ahead_s))
+        trend = min(max(expected, 0.0), MAX_TREND_RATIO * self.present)
         return max(trend, self._predict_by_period(now, ahead_s))
 
     def _predict_by_period(self, now: float, ahead_s: float) -> float:

@@ -9,23 +9,20 @@ the SLO, found by repeated simulation, and starts them early enough to be ready.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, field, replace
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
+from emberline.autoscaler.settings import AutoscalerSettings
 from emberline.bench.report import BenchReport
-from emberline.core.slo import LatencyTargets
 from emberline.sim.autoscaled import AutoscaledCluster
 from emberline.sim.cluster import SimCluster, SimClusterConfig
-from emberline.sim.result import Distribution, RequestRecord
+from emberline.sim.minute_log import MINUTE_S, MinuteLog
 from emberline.sim.workloads.arrivals import ArrivalRate, ConstantRate
 from emberline.sim.workloads.requests import RequestWorkload
 
-MINUTE_S = 60.0
 CAPACITY_PRECISION = 0.02
 CAPACITY_SECONDS = 300.0  # of each simulated load when a worker's capacity is measured
-UNANSWERED_S = 1e6  # first token of a request without an answer: too late for every SLO
 MAX_ORACLE_ROUNDS = 12
 ORACLE_FIRST_GUESS = 1.15  # load of the oracle's workers, as a share of their capacity, in its first round
 ORACLE_MET_SHARE = 0.99  # of minutes; the same as the autoscaler must reach
@@ -64,44 +61,6 @@ class RunOutcome:
     requests: int
     worker_s: float  # from the start of each worker to its end
     direction_changes: int
-
-
-@dataclass(slots=True)
-class MinuteLog:
-    """The latencies of a run by minute, filled while a cluster is simulated."""
-
-    slo: LatencyTargets
-    ttft: defaultdict[int, Distribution] = field(default_factory=lambda: defaultdict(Distribution))
-    itl: dict[int, Distribution] = field(default_factory=dict)
-    unanswered: int = 0  # requests that were refused or failed
-
-    def watch(self, cluster: SimCluster) -> None:
-        cluster.observers.append(self._record_request)
-        self._swap_itl(cluster)
-        cluster.every(MINUTE_S, lambda: self._swap_itl(cluster))
-
-    def _record_request(self, record: RequestRecord) -> None:
-        minute = int(record.arrived_at / MINUTE_S)
-        if record.outcome == "answered" and record.first_token_at is not None:
-            self.ttft[minute].add(record.first_token_at - record.arrived_at)
-        else:
-            self.ttft[minute].add(UNANSWERED_S)
-            self.unanswered += 1
-
-    def _swap_itl(self, cluster: SimCluster) -> None:
-        """Let the cluster record the token times of the next minute in a distribution of its own."""
-        cluster.result.inter_token_seconds = self.itl[round(cluster.now / MINUTE_S)] = Distribution()
-
-    def find_missed(self, seconds: float) -> list[int]:
-        """Return the minutes that did not meet the SLO."""
-        missed = []
-        for minute in range(round(seconds / MINUTE_S)):
-            ttft, itl = self.ttft.get(minute), self.itl.get(minute)
-            is_late = ttft is not None and ttft.quantile(0.9) > self.slo.ttft_p90
-            is_slow = itl is not None and itl.count and itl.quantile(0.9) > self.slo.itl_p90
-            if is_late or is_slow:
-                missed.append(minute)
-        return missed
 
 
 def measure_capacity(plan: AutoscalerBenchPlan, workers: int) -> float:
@@ -167,7 +126,8 @@ def run_schedule(plan: AutoscalerBenchPlan, trace: LoadTrace, counts: list[int])
 def find_oracle(plan: AutoscalerBenchPlan, trace: LoadTrace, capacity: float) -> RunOutcome:
     """Return the run of the oracle: few workers at first, and one more in each minute that misses the SLO."""
     requests = Counter(
-        int(session.starts_at / MINUTE_S) for session in plan.workload(trace.arrivals, trace.seconds).sessions(plan.seed)
+        int(session.starts_at / MINUTE_S)
+        for session in plan.workload(trace.arrivals, trace.seconds).sessions(plan.seed)
     )
     minutes = round(trace.seconds / MINUTE_S)
     counts = [max(1, round(requests[i] / MINUTE_S / capacity / ORACLE_FIRST_GUESS)) for i in range(minutes)]

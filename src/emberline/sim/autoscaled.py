@@ -5,7 +5,7 @@ decisions add workers, which take some time to start, and drain workers, whose r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,10 @@ from emberline.autoscaler.observer import StatusObserver
 from emberline.autoscaler.policy import PolicyState, decide
 from emberline.autoscaler.pool_workers import group_workers
 from emberline.autoscaler.settings import AutoscalerSettings
-from emberline.router.http.router_metrics import build_status
+from emberline.router.http.router_metrics import TOKEN_LATENCY_BUCKETS_S, build_status
+from emberline.server.metrics import Histogram
 from emberline.sim.cluster import SimCluster
-from emberline.sim.result import RequestRecord, SimResult
+from emberline.sim.result import Distribution, RequestRecord, SimResult
 from emberline.sim.sessions import SimSession
 
 
@@ -45,6 +46,8 @@ class AutoscaledCluster:
         self._observer = StatusObserver()
         self._state = PolicyState()
         self._refused = 0
+        self._token_times = Histogram("token_times", "Between two tokens.", TOKEN_LATENCY_BUCKETS_S)
+        self._seen_token_times: tuple[Distribution, Mapping[float, int]] = (Distribution(), {})
         self.trace = ScalingTrace()
         cluster.observers.append(self._record_request)
         cluster.every(settings.interval, self._step)
@@ -82,4 +85,21 @@ class AutoscaledCluster:
             assert member is not None
             views.append((worker, member, dispatch.health(worker)))
         status = build_status(views, dispatch.metrics, now)
-        return {**status, "refused": self._refused, "waiting_requests": self._cluster.num_waiting}
+        self._take_token_times()
+        # The router measures times between tokens when they are relayed; simulated workers report many tokens at once.
+        latency = {**status["latency"], "inter_token": self._token_times.counts}
+        return {
+            **status,
+            "latency": latency,
+            "refused": self._refused,
+            "waiting_requests": self._cluster.num_waiting,
+        }
+
+    def _take_token_times(self) -> None:
+        """Add the times between tokens since the last call to the histogram that the observer sees."""
+        seen, before = self._cluster.result.inter_token_seconds, self._seen_token_times
+        bins = dict(seen.counts_by_value())
+        earlier = before[1] if before[0] is seen else {}
+        for seconds, count in bins.items():
+            self._token_times.observe(seconds, count - earlier.get(seconds, 0))
+        self._seen_token_times = seen, bins
