@@ -22,6 +22,7 @@ TESTS = Path(__file__).parent
 WIRE_SHARE = 0.9  # of the run, in which all files of tests/wire are started
 # Files with tests of the server with the real default model (`running`). It takes 5 s of CPU time to start.
 SERVER_FILES = (
+    "tests/e2e/test_dashboards.py",
     "tests/e2e/test_examples.py",
     "tests/e2e/test_fuzz.py",
     "tests/e2e/test_gateway_engine.py",

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, so that torch-free rooms (gateway, router, cli) never pay for torch by importing the package.
+    # Imported late, so that gateway, router and command line start without torch.
     if name == "LLM":
+        from emberline.core.engine_packages import require_engine_packages
+
+        require_engine_packages("emberline.LLM")
         from emberline.engine.llm import LLM
 
         return LLM

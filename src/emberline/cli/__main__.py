@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from emberline import __version__
+from emberline.core.engine_packages import ENGINE_PACKAGES, missing_packages_error, require_engine_packages
 from emberline.core.environment import is_supervised
 from emberline.core.errors import EmberlineError
 from emberline.core.parent_death import end_with_parent
@@ -23,6 +24,7 @@ COMMANDS = {
     "drain": "Send a worker no new requests, and wait until it has finished the open ones.",
     "autoscale": "Start and remove workers of a router, so that latencies stay within an SLO.",
     "chaos": "Inject faults into a cluster on this machine, and check that it recovers.",
+    "simulate": "Run a workload on a simulated cluster: latencies, throughput, worker-hours.",
     "chat": "Chat with a running server in the terminal.",
     "pull": "Download a model into the cache.",
     "unweight": "Pack a model's weights losslessly, unpack or verify them, show the savings.",
@@ -80,6 +82,11 @@ def main(argv: list[str] | None = None) -> int:
     with ExitStack() as stack:
         child = None
         if selected in ENGINE_COMMANDS and not {"-h", "--help"} & set(argv):
+            try:
+                require_engine_packages(f"emberline {selected}")
+            except EmberlineError as e:
+                print(f"emberline: {e}", file=sys.stderr)
+                return 1
             child = EngineChild.spawn()
             stack.callback(child.end)
         return _run_command(parser, commands, selected, argv, child)
@@ -105,6 +112,11 @@ def _run_command(
 
             apply_settings_file(parser, selected_parser, argv, args)
         return int(command.run(args))
+    except ModuleNotFoundError as e:
+        if e.name is None or (package := e.name.partition(".")[0]) not in ENGINE_PACKAGES:
+            raise
+        print(f"emberline: {missing_packages_error(f'emberline {selected}', package)}", file=sys.stderr)
+        return 1
     except EmberlineError as e:
         print(f"emberline: {e}", file=sys.stderr)
         return 1

@@ -25,7 +25,7 @@ def _add_sim_day_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=1000, help="Number of simulated workers.")
     parser.add_argument("--cell", type=int, default=25, metavar="N", help="Workers behind one router.")
     parser.add_argument(
-        "--compared", type=int, default=250, metavar="N", help="Workers with which all routing policies are compared."
+        "--compared", type=int, default=125, metavar="N", help="Workers with which all routing policies are compared."
     )
     parser.add_argument("--requests", type=float, default=1500.0, help="Requests for each worker.")
     parser.add_argument("--hours", type=float, default=24.0, help="Simulated time.")

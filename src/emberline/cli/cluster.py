@@ -26,6 +26,7 @@ from emberline.core.config import (
     core_count,
 )
 from emberline.core.engine_config import KV_PORT_COUNT, EngineConfig
+from emberline.core.engine_packages import require_engine_packages
 from emberline.core.errors import InvalidRequest
 from emberline.core.freeport import free_port
 from emberline.core.gpus import Gpu, usable_gpus
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_engine_packages("emberline cluster up")
     workers = _worker_counts(args)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="emberline-cluster-"))
     logs.mkdir(parents=True, exist_ok=True)

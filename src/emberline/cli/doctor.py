@@ -18,6 +18,7 @@ from emberline.cli.doctor_gpu import DetectedGPU, detect_gpus
 from emberline.cli.options import add_options, given_options, parse_size
 from emberline.core.config import DEFAULT_MODEL, cache_dir, core_count
 from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.engine_packages import ENGINE_PACKAGES, INSTALL_HINT
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.freememory import free_memory, physical_memory
 
@@ -161,6 +162,8 @@ def _read_cpu_flags() -> set[str]:
 def _check_software() -> Iterator[DoctorFinding]:
     for name, is_required, use in (
         ("torch", True, "the engine"),
+        ("numpy", True, "the engine"),
+        ("safetensors", True, "model files"),
         ("tokenizers", True, "text to tokens"),
         ("llguidance", True, "structured output"),
         ("httptools", True, "the server"),
@@ -172,7 +175,8 @@ def _check_software() -> Iterator[DoctorFinding]:
 
 def _check_package(name: str, is_required: bool, purpose: str) -> DoctorFinding:
     if importlib.util.find_spec(name) is None:
-        return DoctorFinding(name, f"missing ({purpose})", False if is_required else None, f"pip install {name}")
+        hint = INSTALL_HINT if name in ENGINE_PACKAGES else f"pip install {name}"
+        return DoctorFinding(name, f"missing ({purpose})", False if is_required else None, hint)
     return DoctorFinding(name, f"{importlib.metadata.version(name)} ({purpose})")
 
 
@@ -238,6 +242,9 @@ def _check_gpu_transport(gpu: DetectedGPU | None) -> DoctorFinding:
 
 
 def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
+    if importlib.util.find_spec("numpy") is None:
+        yield DoctorFinding("model", "not checked, because numpy is missing", None)
+        return
     from emberline.hub.checkpoint import Checkpoint
     from emberline.hub.source import ModelNotPulled, resolve_model
     from emberline.models.config import ModelConfig

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerRegistration
+from emberline.cluster.registration import ModelRegistration, WorkerRegistration
 from emberline.core.clock import ManualClock
 from emberline.core.config import Role, RouterConfig
 from emberline.core.errors import InvalidRequest, NotFound
@@ -27,8 +27,8 @@ from emberline.sim.sessions import SimSession
 from emberline.sim.turns import OpenTurn, TurnDispatcher
 from emberline.sim.worker import SimStore, SimWorker
 from emberline.sim.worker_config import NEVER_S, SimWorkerConfig
+from emberline.sim.worker_status import SimWorkerStatus
 
-WorkerState = Literal["starting", "ready", "draining"]
 SimDetail = Literal["steps", "runs"]
 
 
@@ -49,37 +49,6 @@ class SimClusterConfig(SimWorkerConfig):
 
     def config_for(self, role: Role) -> SimWorkerConfig:
         return self.prefill if role == "prefill" and self.prefill is not None else self
-
-
-@dataclass(slots=True)
-class SimWorkerStatus:
-    """A worker of the cluster, from its start to its end."""
-
-    name: str
-    role: Role
-    config: SimWorkerConfig
-    model: WorkerModel
-    started_at: float
-    state: WorkerState = "starting"
-    run_number: int = 0  # of its current or last run; an event for an earlier run is out of date
-    run_end: float | None = None  # None: it is idle
-
-    def heartbeat(self, paired: tuple[str, ...] = ()) -> Heartbeat:
-        counters = self.model.counters()
-        return Heartbeat(
-            self.name,
-            self.name,
-            ready=self.state != "starting",
-            running=counters.running,
-            waiting=counters.waiting,
-            loading=counters.loading,
-            step=counters.steps,
-            kv_usage=counters.kv_usage,
-            busy_seconds=counters.busy_seconds,
-            prompt_tokens=counters.prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            paired=paired,
-        )
 
 
 class SimDispatcher(Dispatcher):
@@ -200,7 +169,7 @@ class SimCluster:
         model = self._make_model(name, config)
         worker = self.workers[name] = SimWorkerStatus(name, role, config, model, self.now)
         if start_seconds > 0:
-            self._events.at(self.now + start_seconds, partial(self._register, worker))
+            self.at(self.now + start_seconds, partial(self._register, worker))
         else:
             self._register(worker)
         return name
@@ -277,6 +246,7 @@ class SimCluster:
         self._num_prefill_workers -= worker.role == "prefill"
         worker.run_number += 1
         self._changed.discard(worker.name)
+        self._record_gaps(worker)
         self._count_worker_time(worker)
         if (member := self.dispatch.membership.get(worker.name)) is not None:
             member.last_heartbeat_at = -math.inf  # the router forgets it at once
@@ -351,8 +321,7 @@ class SimCluster:
         self._changed.add(worker.name)
         if isinstance(worker.model, SimWorker):
             self._apply_kv_events(worker.model)
-        for seconds, count in worker.model.take_gaps():
-            self.result.inter_token_seconds.add(seconds, count)
+        self._record_gaps(worker)
         for output in outputs:
             self._turns.receive_output(output)
         if self.workers.get(worker.name) is worker and worker.run_end is None:
@@ -360,6 +329,10 @@ class SimCluster:
                 self._start_run(worker)
             elif worker.state == "draining":
                 self._remove_if_drained(worker)
+
+    def _record_gaps(self, worker: SimWorkerStatus) -> None:
+        for seconds, count in worker.model.take_gaps():
+            self.result.inter_token_seconds.add(seconds, count)
 
     def _apply_kv_events(self, model: SimWorker) -> None:
         if (index := self.dispatch.kv_index) is None:

@@ -53,6 +53,7 @@ class FastRun:
     num_steps: int = 0
     end: float = 0.0
     chunks: list[tuple[FastJob, int]] = field(default_factory=list)
+    num_left_rows: int = 0  # decoding jobs that were removed during the run
     # Of decode steps: seconds of the first, and by how much each lasts longer than the one before it.
     first_s: float = 0.0
     growth_s: float = 0.0
@@ -123,6 +124,10 @@ class FastWorker:
     def remove(self, job_id: str, now: float) -> int:
         state = self._jobs.pop(job_id)
         num_generated = self._count_generated(state, now)
+        if (run := self._run) is not None and state.joined_step is not None:
+            run.num_left_rows += 1
+            if steps := num_generated - (state.num_before + 1 + self._num_steps - state.joined_step):
+                self._gaps.append((run.seconds(steps) / steps, steps))
         state.is_removed = self._has_removed = True
         if state in self._waiting:
             self._waiting.remove(state)
@@ -239,8 +244,8 @@ class FastWorker:
         self._context += num_tokens
         self._generated_tokens += num_tokens
         self._cache.num_used += num_tokens
-        if num_tokens:
-            self._gaps.append((seconds / run.num_steps, num_tokens))
+        if num_left := num_tokens - run.num_left_rows * run.num_steps:
+            self._gaps.append((seconds / run.num_steps, num_left))
         while self._decoding and self._decoding[0][0] <= self._num_steps:
             _, _, state = heapq.heappop(self._decoding)
             if state.joined_step is not None and state.last_step <= self._num_steps:
@@ -249,10 +254,10 @@ class FastWorker:
         for state, count in run.chunks:
             state.num_computed += count
             self._prompt_tokens += count
-            if state.num_computed >= state.num_known:
+            self._share_prompt(state, run.end)
+            if state.num_computed >= state.num_known and not state.is_removed:
                 self._prefilling.remove(state)
-                if not state.is_removed:
-                    self._start_decoding(state, run.end)
+                self._start_decoding(state, run.end)
 
     # -- the way of a job ------------------------------------------------------------------------------------------
 
@@ -292,7 +297,8 @@ class FastWorker:
             self._loading.remove(state)
             assert state.job.source is not None
             if state.job.source.is_prefill:
-                state.num_cached = state.job.source.cached_tokens
+                state.num_cached, state.num_computed = state.job.source.cached_tokens, state.num_known
+                self._share_prompt(state, now)
                 self._start_decoding(state, now)
             else:
                 state.num_computed = state.num_known - 1
@@ -304,11 +310,15 @@ class FastWorker:
         run.chunks.append((state, count))
         return count
 
+    def _share_prompt(self, state: FastJob, now: float) -> None:
+        """Let other requests share the computed part of a job's prompt."""
+        request = state.job.request
+        num_computed = min(state.num_computed, request.num_prompt_tokens)
+        state.held, shared = self._cache.add_prompt(request, state.held, num_computed, now)
+        state.num_private -= min(shared, state.num_private)
+
     def _start_decoding(self, state: FastJob, now: float) -> None:
         """Output the first token of a job, whose prompt is computed, and let it decode the others."""
-        request = state.job.request
-        state.held, shared = self._cache.add_prompt(request, state.held, now)
-        state.num_private -= min(shared, state.num_private)
         state.num_computed = state.num_known
         self._generated_tokens += 1
         if state.last_token_at is not None:

@@ -70,8 +70,10 @@ class SimPrefixCache:
     def num_free(self) -> int:
         return self._capacity - self.num_used
 
-    def add_prompt(self, request: SimRequest, held: CachedPart | None, now: float) -> tuple[CachedPart | None, int]:
-        """Add the parts of a computed prompt, whose tokens are allocated. Hold its last part instead of `held`.
+    def add_prompt(
+        self, request: SimRequest, held: CachedPart | None, num_computed: int, now: float
+    ) -> tuple[CachedPart | None, int]:
+        """Add the first `num_computed` tokens of a prompt, which are allocated. Hold their last part, not `held`.
 
         Return that part, and how many of the allocated tokens it now shares."""
         first, part, shared = 0, held, 0
@@ -79,10 +81,15 @@ class SimPrefixCache:
             first = len(request.digests) - 1
             while request.digests[first] != held.digest:
                 first -= 1
-            shared += self._extend(held, request.parts[first].num_tokens)
+            shared += self._extend(held, min(request.parts[first].num_tokens, num_computed - held.start))
             first += 1
         for i in range(first, len(request.digests)):
-            part, added = self._add_part(request.digests[i], part, request.parts[i].num_tokens)
+            start = part.end if part is not None else 0
+            if start >= num_computed or (part is not None and part.num_tokens < request.parts[i - 1].num_tokens):
+                break
+            part, added = self._add_part(
+                request.digests[i], part, min(request.parts[i].num_tokens, num_computed - start)
+            )
             shared += added
         if part is not None and part is not held:
             part.num_holders += 1

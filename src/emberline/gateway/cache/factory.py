@@ -60,8 +60,12 @@ def semantic_cache_factory(upstream: UpstreamClient, url: str, model: str, clock
 
     def create_semantic_cache() -> SemanticCache:
         from emberline.gateway.cache.embedder import HttpEmbedder
-        from emberline.gateway.cache.semantic import SemanticCache
 
+        try:
+            from emberline.gateway.cache.semantic import SemanticCache
+        except ModuleNotFoundError as e:
+            message = f"the semantic cache needs a package that is not installed: {e.name}"
+            raise InvalidRequest(message, param="semantic", hint=f"pip install {e.name}") from e
         return SemanticCache(HttpEmbedder(upstream, url, model), clock)
 
     return create_semantic_cache
