@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 LOW_PRESSURE = 0.8  # latency as a share of its SLO up to which more load may be tried
 RISE_PER_S = 0.001
 FALL_FACTOR = 0.93
-FALL_INTERVAL_S = 60.0  # between two reductions: a lower load needs time to show in the latency
+FALL_INTERVAL_S = 60.0  # of missed SLOs before a reduction, and between two: short peaks say nothing about capacity
 CEILING_SHARE = 0.95  # of the load at which the SLO was missed
 CEILING_RISE_PER_S = 1e-5  # 3.6 % an hour: models and prompts change
 MIN_SHARE_OF_SEED = 0.5
@@ -22,7 +22,7 @@ class CapacityEstimate:
     work_per_s: float | None = None  # None: nothing is known yet
     seed: float | None = None  # what the operator stated; the estimate stays between half of it and all of it
     ceiling: float | None = None  # load per worker at which the SLO was missed
-    reduced_at: float = float("-inf")
+    missed_since: float | None = None  # when latencies began to exceed the SLO, or the last reduction since then
     updated_at: float | None = None
 
     @staticmethod
@@ -38,6 +38,8 @@ class CapacityEstimate:
         updated = replace(self, ceiling=ceiling, updated_at=now)
         if pressure is None or load <= 0:
             return updated
+        if pressure <= 1:
+            updated = replace(updated, missed_since=None)
         known = updated.work_per_s
         if known is None:
             return replace(updated, work_per_s=load if pressure > 1 else load / utilisation)
@@ -50,8 +52,10 @@ class CapacityEstimate:
         return updated
 
     def _reduce(self, load: float, known: float, now: float) -> CapacityEstimate:
-        if now - self.reduced_at < FALL_INTERVAL_S:
+        if self.missed_since is None:
+            return replace(self, missed_since=now)
+        if now - self.missed_since < FALL_INTERVAL_S:
             return self
         lowest = 0.0 if self.seed is None else MIN_SHARE_OF_SEED * self.seed
         ceiling = load if self.ceiling is None else min(load, self.ceiling)
-        return replace(self, work_per_s=max(FALL_FACTOR * known, lowest), ceiling=ceiling, reduced_at=now)
+        return replace(self, work_per_s=max(FALL_FACTOR * known, lowest), ceiling=ceiling, missed_since=now)

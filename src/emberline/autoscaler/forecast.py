@@ -39,7 +39,8 @@ class DemandForecast:
     @property
     def present(self) -> float:
         """The demand now, without most of its noise."""
-        return self.fast if self.is_burst else self.usual
+        has_dropped = self.usual > BURST_RATIO * self.fast
+        return self.fast if self.is_burst or has_dropped else self.usual
 
     def with_demand(self, demand: float, now: float) -> DemandForecast:
         """Return the forecast after a demand was observed. `demand`: mean since the observation before."""
@@ -56,11 +57,13 @@ class DemandForecast:
 
     def predict(self, now: float, ahead_s: float) -> float:
         """Return the demand that is expected at `now + ahead_s`."""
-        expected = self.usual + (self.usual - self.slow) / (SLOW_S - USUAL_S) * (USUAL_S + ahead_s)
+        recent_slope = (self.fast - self.usual) / (USUAL_S - FAST_S)
         if self.is_burst:
-            slope = (self.fast - self.usual) / (USUAL_S - FAST_S)
-            expected = max(expected, self.fast + slope * (FAST_S + ahead_s))
-        trend = min(max(expected, 0.0), MAX_TREND_RATIO * self.present)
+            expected = self.fast + recent_slope * (FAST_S + ahead_s)
+        else:  # the slower slope goes on for minutes after a rise has ended
+            slope = max(min((self.usual - self.slow) / (SLOW_S - USUAL_S), recent_slope), 0.0)
+            expected = self.present + slope * (USUAL_S + ahead_s)
+        trend = min(expected, MAX_TREND_RATIO * self.present)
         return max(trend, self._predict_by_period(now, ahead_s))
 
     def _predict_by_period(self, now: float, ahead_s: float) -> float:

@@ -149,9 +149,10 @@ def _find_need(
         expected = state.forecast.predict(now, settings.start_time + settings.interval)
         needs += [PoolNeed(state.forecast.present / planned, "load"), PoolNeed(expected / planned, "forecast")]
         if seen.ready:
-            # What is queued must be computed within the SLO, beside what arrives.
-            backlog_rate = max(seen.prompt_backlog / settings.slo.ttft_p90 - seen.ready * planned, 0.0)
-            needs.append(PoolNeed((state.forecast.present + backlog_rate) / per_worker, "backlog"))
+            # What waits longer than the SLO must be computed soon after more workers are ready, beside what arrives.
+            late_tokens = max(seen.prompt_backlog - seen.ready * per_worker * settings.slo.ttft_p90, 0.0)
+            recovery_rate = late_tokens / max(settings.start_time, settings.slo.ttft_p90)
+            needs.append(PoolNeed((state.forecast.present + recovery_rate) / per_worker, "backlog"))
     needs.append(PoolNeed(seen.ready * seen.kv_usage / MAX_KV_USAGE, "kv"))
     if seen.slots and answers:
         taken = (seen.open_requests + seen.waiting_requests) / seen.slots
