@@ -21,7 +21,7 @@ def compile_emulated(folder: Path, source: str, options: Sequence[str], edits: S
     compiler = shutil.which("g++") or pytest.skip("needs g++")
     for file in EMULATED.iterdir():
         shutil.copy(file, folder)
-    for name in ("meeting.cuh", "collectives.cu"):
+    for name in ("barrier.cuh", "collectives.cu"):
         text = (nvrtc.SOURCE_DIR / name).read_text()
         text = re.sub(r"__shared__ (\w+) (\w+)(\S+);", r"auto& \2 = shared_memory<\1\3>();", text)
         for right, wrong in edits:

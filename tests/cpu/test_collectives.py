@@ -23,7 +23,11 @@ ALL_KINDS = "01234567"
 RACE_STATUS = 66  # exit status of the race detector
 # What is wrong, in which calls that shows, and a text of the kernels with its replacement.
 MISTAKES = {
-    "no second meeting": ("012", "if (!meet(group, call, 1,", "if (mistake != {} && !meet(group, call, 1,"),
+    "no second barrier": (
+        "012",
+        "if (!pass_barrier(group, call, 1,",
+        "if (mistake != {} && !pass_barrier(group, call, 1,",
+    ),
     "one slot": ("0123456", "(call & 1) * group.slot_bytes", "(mistake == {} ? 0 : call & 1) * group.slot_bytes"),
     "no release": ("012", "  store_release(&header_of", "  (mistake == {} ? store_relaxed : store_release)(&header_of"),
     "three messages": ("7", "message - 2, to)", "message - (mistake == {} ? 3 : 2), to)"),
@@ -79,7 +83,7 @@ def test_kernels_compile_for_other_gpus(architecture: str) -> None:
 
 
 def test_constants_are_those_of_the_kernels() -> None:
-    text = (nvrtc.SOURCE_DIR / "meeting.cuh").read_text()
+    text = (nvrtc.SOURCE_DIR / "barrier.cuh").read_text()
     assert f"MAX_RANKS = {collectives.MAX_RANKS}, MAX_BLOCKS = {collectives.MAX_BLOCKS};" in text
     for name in ("TIMED_OUT", "OTHER_CALL", "STOPPED", "ANOTHER_GAVE_UP"):
         assert re.search(rf"\b{name} = {getattr(collectives, name)}\b", text)

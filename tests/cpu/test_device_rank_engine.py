@@ -3,7 +3,9 @@ is their device; see also tests/gpu/test_rank_engine_on_gpu.py."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,6 +18,7 @@ from device_rank_engines import DeviceThreadRanks, load_host_part, make_device_t
 from engine_runs import run_engine
 from rank_models import HEADS, WRITERS
 
+from emberline.cli import serve
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed, InvalidRequest
 from emberline.core.events import Output
@@ -25,6 +28,7 @@ from emberline.core.request import Submission
 from emberline.engine import memory
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine, GrammarRunner
+from emberline.engine.ranks import device_boot, ray_boot
 from emberline.engine.ranks.control import RankLoaded
 from emberline.engine.ranks.device_boot import check_same_devices, make_device_engine, plan_device_caches
 from emberline.engine.ranks.device_follower import StepWaiter
@@ -252,11 +256,28 @@ def test_each_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pp": 2, "speculate": "ngram"}, "speculate does not work"),
         ({"tp": 2, "kv_mooncake": True}, "kv_mooncake does not work"),
         ({"tp": 2, "launcher": "ray"}, "launcher does not work"),
+        ({"tp": 2, "overlap": False}, "overlap does not work"),
     ],
 )
 def test_settings_that_do_not_work(
     settings: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(InvalidRequest, match=message):
+    with pytest.raises(InvalidRequest, match=message) as caught:
         check_device_settings(EngineConfig.build(str(tmp_path), **settings), 2)
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    for flag in re.findall("--[a-z-]+", str(caught.value.hint)):
+        assert flag in parser._option_string_actions, "the hint names an option that does not exist"
+
+
+def test_ray_reserves_no_gpus_for_settings_that_do_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserve(*_: object, **__: object) -> None:
+        raise AssertionError("GPUs were reserved")
+
+    monkeypatch.setattr(ray_boot, "boot_on_ray", reserve)
+    monkeypatch.setattr(device_boot.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = EngineConfig.build(str(tmp_path), tp=4, launcher="ray", ray_address="h:1")
+    with pytest.raises(InvalidRequest, match="need 4 GPUs, and this machine has 2"):
+        device_boot.boot_device_ranks_on_ray(config)

@@ -253,6 +253,33 @@ def test_node_that_cannot_start_a_rank_closes_its_pipes(monkeypatch: pytest.Monk
         master.close()
 
 
+def test_lost_node_0_is_noticed_while_the_plans_of_a_rank_are_full() -> None:
+    """Its messages are not read then."""
+    config = build_config("", node_settings(rank_timeout=1.0))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own = NodeSocket(socket.create_connection(server.getsockname()), 1.0)
+        node_0 = NodeSocket(server.accept()[0], 1.0)
+        run = node_agent.NodeRun(config.with_settings(node_rank=1), own, ())
+        run._processes = RankProcesses(2, ())
+        run._silence.limit_s = 0.3
+        for _ in range(6):
+            node_0.send(MasterBeat(is_ready=True))
+            run._check()
+            time.sleep(0.1)
+        with pytest.raises(ConnectionError, match=r"node 0 sent nothing for 0\.3 s"):
+            for _ in range(20):
+                run._check()
+                time.sleep(0.05)
+        node_0.send(MasterBeat(is_ready=True))  # it stays unread
+        run._check()
+        node_0.close()
+        time.sleep(0.05)
+        with pytest.raises(ConnectionError, match="node 0 closed the connection"):
+            run._check()
+        run._processes.close()
+        own.close()
+
+
 def accept_node(listener: socket.socket) -> NodeSocket:
     node = NodeSocket(listener.accept()[0], 1.0)
     authenticate_node(node, KEY)

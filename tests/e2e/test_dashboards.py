@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 OPTIONAL_METRICS = {
     "emberline:kv_tier_": "--kv-host-memory, --kv-disk or --kv-store",
     "vllm:nixl_": "--role",
+    "emberline:tls_": "--tls-cert",
     "emberline:gateway_limits_": "the gateway's setting redis",
 }
 

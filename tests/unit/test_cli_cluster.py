@@ -13,7 +13,7 @@ import pytest
 from emberline.cli import cluster, drain, serve
 from emberline.cli.options import given_options
 from emberline.cluster.supervisor import build_processes
-from emberline.core.config import WorkerConfig, cluster_key_from_environment
+from emberline.core.config import RouterConfig, WorkerConfig, cluster_key_from_environment
 from emberline.core.engine_config import EngineConfig, TransferConfig
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.gpus import Gpu, usable_gpus
@@ -95,6 +95,18 @@ def test_mooncake_host_needs_mooncake() -> None:
         EngineConfig.build("m", kv_mooncake_host="10.0.0.1")
 
 
+def test_all_processes_get_the_tls_options() -> None:
+    files: dict[str, Any] = {"tls_cert": "c.pem", "tls_key": "k.pem"}
+    config = RouterConfig(host="0.0.0.0", **files, tls_ca="ca.pem", tls_names=("a", "*.b"), tls_client_certs="cluster")
+    assert cluster._router_url(config, 8000) == "https://127.0.0.1:8000", "a certificate cannot have 0.0.0.0"
+    options = cluster._tls_options(config)
+    assert options == ["--tls-cert", "c.pem", "--tls-key", "k.pem", "--tls-ca", "ca.pem", "--tls-names", "a,*.b",
+                       "--tls-client-certs", "cluster"]  # fmt: skip
+    assert cluster._tls_options(RouterConfig()) == [] and cluster._router_url(RouterConfig(), 1) == "http://127.0.0.1:1"
+    with pytest.raises(InvalidRequest, match="the workers must check the certificate of the router"):
+        cluster._router_url(RouterConfig(**files), 8000)
+
+
 def test_cluster_key_is_read_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "hush")
     assert cluster_key_from_environment() == "hush"
@@ -129,7 +141,7 @@ def test_router_dying_mid_reply_counts_as_unreachable() -> None:
         thread.start()
         assert cluster._fetch_status(url, "key") is None
         with pytest.raises(EmberlineError, match="no router"):
-            drain._call_router(url, "/cluster/status")
+            drain.Router(url, {}).call("/cluster/status")
         thread.join()
 
 

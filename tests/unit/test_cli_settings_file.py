@@ -81,6 +81,7 @@ def test_several_models(parse: Any) -> None:
         ("device: tpu", "argument --device: invalid choice: 'tpu'"),
         ("tpp: 2", "there is no option 'tpp' that a settings file can set"),
         ("config: other.yaml", "there is no option 'config'"),
+        ("help: true", "there is no option 'help'"),
         ("open: 1", "the option 'open' is 1; it must be true or false"),
         ("kv-disk:", "the option 'kv-disk' has no value"),
         ("model:", "the option 'model' has no value"),

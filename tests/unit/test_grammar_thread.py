@@ -87,7 +87,7 @@ def ends(outputs: list[Output]) -> dict[tuple[str, int], FinishReason]:
 
 
 def assert_nothing_kept(e: Engine) -> bool:
-    kept = (e._grammars, e._request_ids, e.scheduler.waiting.blocked_ids, e.scheduler.requests)
+    kept = (e._grammars, e._submissions, e.scheduler.waiting.blocked_ids, e.scheduler.requests)
     return e.idle and not any(kept)
 
 

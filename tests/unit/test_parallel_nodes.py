@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 from typing import Any
 
@@ -48,12 +49,22 @@ def test_consecutive_stages_share_a_node() -> None:
         ({"nodes": 1}, "master", "master is 10.0.0.1:29500, but nodes is 1"),
         ({"nodes": 1, "master": None, "node_address": "10.0.0.2"}, "node_address", "but nodes is 1"),
         ({"node_timeout": 0.0}, "node_timeout", "node_timeout is 0; it must be above 0"),
+        ({"rank_timeout": math.inf}, "rank_timeout", "rank_timeout is inf s; it must be from 1 to 86400 s"),
+        ({"rank_timeout": math.nan}, "rank_timeout", "rank_timeout is nan s; it must be from 1 to 86400 s"),
     ],
 )
 def test_invalid_settings(changed: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as error:
         EngineConfig.build("", **{**VALID, **changed})
     assert error.value.param == param
+
+
+@pytest.mark.parametrize("collectives", ["ipc", "nccl", "gloo"])
+def test_one_rank_has_no_collectives(collectives: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"collectives is {collectives}, but there is one rank") as error:
+        EngineConfig.build("", collectives=collectives)
+    assert error.value.param == "collectives"
+    EngineConfig.build("", collectives=collectives, pp=2)
 
 
 def test_master_may_be_an_ipv6_address() -> None:

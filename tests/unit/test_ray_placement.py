@@ -14,11 +14,11 @@ from emberline.engine.ranks.ray_launcher import check_address, check_own_gpus, c
 from emberline.engine.ranks.ray_placement import CPU, GPU, Placement, RayNode, list_placements
 
 
-def place(cpus: list[float], kind: str = CPU, **settings: Any) -> list[tuple[int, int, int]]:
+def place(cpus: list[float], kind: str = CPU, max_nodes: int = 64, **settings: Any) -> list[tuple[int, int, int]]:
     """Return nodes, ranks of a node and CPUs of a rank of each placement. `cpus`: of the nodes; the first is here."""
     nodes = [RayNode(f"id{i}", f"10.0.0.{i}", {kind: count}) for i, count in enumerate(cpus)]
     config = EngineConfig.build("m", **settings)
-    found = list_placements(config, kind, nodes[0], nodes)
+    found = list_placements(config, kind, nodes[0], nodes, max_nodes)
     return [(each.num_nodes, each.ranks_per_node, each.units_per_rank) for each in found]
 
 
@@ -45,6 +45,8 @@ def test_cpus_are_divided_without_threads() -> None:
 
 def test_gpus() -> None:
     assert place([4, 4], GPU, tp=8) == [(2, 4, 1)]
+    assert place([4, 4], GPU, 1, tp=8) == [(1, 8, 1)], "an engine on GPUs of several nodes is not possible yet"
+    assert place([8, 8], GPU, 1, tp=8) == [(1, 8, 1)]
     placement = Placement(2, 4, 1, GPU)
     assert placement.bundle == {"GPU": 4.0} and placement.describe() == "2 nodes with 4 GPUs each"
 

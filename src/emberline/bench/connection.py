@@ -45,12 +45,14 @@ class HTTPReplyParser:
 
 
 class MinimalHTTPConnection:
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: the context for an https URL; by default one with the system's CAs."""
         at = urlsplit(url)
         if at.scheme not in ("http", "https") or not at.hostname:
             raise HTTPRequestFailed(f"the server URL is {url!r}, but it must begin with http:// or https://")
         self._host, self._tls = at.hostname, at.scheme == "https"
         self._port = at.port or (443 if self._tls else 80)
+        self._context = tls
         self._head = f"host: {at.netloc}\r\naccept: */*\r\n" + (
             f"authorization: Bearer {api_key}\r\n" if api_key else ""
         )
@@ -97,7 +99,9 @@ class MinimalHTTPConnection:
     async def _send_request(self, path: str, body: bytes | None) -> None:
         if self._reader is None or self._reader.at_eof():  # the server may close idle connections
             self.close()
-            context = ssl.create_default_context() if self._tls else None
+            if self._tls and self._context is None:
+                self._context = ssl.create_default_context()
+            context = self._context if self._tls else None
             try:
                 self._reader, self._writer = await asyncio.open_connection(self._host, self._port, ssl=context)
             except OSError as e:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from emberline.bench.command_process import SendCommand, running_command_process
 from emberline.bench.report import BenchReport
 from emberline.bench.transfer_layouts import measure_layouts
 from emberline.core.errors import InvalidRequest
+from emberline.core.tls import TLSIdentity
+from emberline.core.tls_config import TLSConfig
 from emberline.kernels.cpu.library import find_library
 from emberline.kv.checksum import Crc, select_crc
 from emberline.kv.codec import KVCodec, select_kv_codec
@@ -128,6 +131,27 @@ def _measure_case(
             peer = socket_speeds[int(kind.split("_")[1])] if kind.startswith("tcp") else None
             report.add(name, [each.rate for each in found], "GB/s", peer=peer, limit=memcpy_speed)
             report.add(f"{name}_cpu", [each.cpu for each in found], "s/GB")
+
+
+def measure_tls(report: BenchReport, config: TLSConfig, total_bytes: int, rounds: int, piece_bytes: int) -> None:
+    """Add the speed of transfers over TLS. The peer is the same over TCP without encryption."""
+    library, size = find_library(), 1 << 20
+    case = TransferCase(size, total_bytes // size, "scattered", piece_bytes, rounds, select_crc(library), None, None)
+    target, context = _make_region(case.layout, case.count), TLSIdentity(config).peer_client_context()
+    with running_command_process(
+        _serve_blocks, case.layout, case.count, case.choose_block_ids(1), False, config
+    ) as ask:
+        for streams in STREAMS:
+            options = LinkOptions(streams, crc=case.crc)
+            plain, secure = (
+                _measure_transport(case, target, TcpTransport(case.layout, options, tls), ask)
+                for tls in (None, context)
+            )
+            assert _plane_checksums(target, case.choose_block_ids(2)) == ask("sums"), "bytes were lost on the way"
+            name, peer = f"kv_transfer_{streams}", median(each.rate for each in plain)
+            report.add(name, [each.rate for each in secure], "GB/s", peer=peer)
+            peer = median(each.cpu for each in plain)
+            report.add(f"{name}_cpu", [each.cpu for each in secure], "s/GB", peer=peer)
 
 
 def _make_transport(kind: str, case: TransferCase) -> Transport:
@@ -250,7 +274,12 @@ def _send_bytes(pipe: Connection, port: int, bytes_per_socket: int, rounds: int,
 
 
 def _serve_blocks(
-    pipe: Connection, layout: KVLayout, num_blocks: int, block_ids: list[int], use_mooncake: bool
+    pipe: Connection,
+    layout: KVLayout,
+    num_blocks: int,
+    block_ids: list[int],
+    use_mooncake: bool,
+    tls: TLSConfig | None = None,
 ) -> None:
     """Main function of the sending process: publish the blocks, or return measurements, on each command."""
     segment = SharedSegment(layout, num_blocks)
@@ -261,6 +290,8 @@ def _serve_blocks(
     servers = [serve_tcp(sender, codecs=[codec] if codec else []), serve_shm(sender, segment)]
     if use_mooncake:
         servers.append(serve_mooncake(sender, MooncakeEngine()))
+    if tls is not None:
+        servers.append(serve_tcp(sender, tls=TLSIdentity(tls).peer_listener_context()))
     answers: dict[str, Callable[[], Any]] = {
         "publish": lambda: sender.publish(block_ids, LEASE_S).as_dict(),
         "cpu": time.process_time,

@@ -343,6 +343,7 @@ def _add_router_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--events", type=int, default=64, help="Events of each reply.")
     parser.add_argument("--pace", type=float, default=0.0, help="Seconds between two events of a reply.")
     parser.add_argument("--prompt", type=int, default=4096, help="Prompt length in bytes.")
+    parser.add_argument("--tls", action="store_true", help="Compare mutual TLS to clients and workers with plain HTTP.")
     add_rounds_option(parser, 3)
     reports.add_report_arguments(parser)
 
@@ -351,7 +352,7 @@ def _run_router_bench(args: argparse.Namespace) -> int:
     from emberline.bench import router
 
     plan = router.RouterBenchPlan(args.workers, args.streams, args.requests, args.events, args.pace, args.prompt)
-    router.bench(plan, args.rounds).print_and_save(args.json, args.commit)
+    (router.bench_tls if args.tls else router.bench)(plan, args.rounds).print_and_save(args.json, args.commit)
     return 0
 
 

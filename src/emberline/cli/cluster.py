@@ -8,6 +8,7 @@ import contextlib
 import http.client
 import json
 import signal
+import ssl
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from emberline.cli.options import add_options, given_options
+from emberline.cluster.address import is_unspecified_address
 from emberline.core.config import (
     DEFAULT_MODEL,
     Role,
@@ -31,11 +33,14 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.freeport import free_port
 from emberline.core.gpus import Gpu, usable_gpus
 from emberline.core.parallel_config import ParallelConfig
+from emberline.core.tls import open_identity
 
 POLL_INTERVAL_S = 0.5
 CLUSTER_OPTIONS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router",
                    "--role", "--worker-name", "--worker-url", "--cluster-key", "--otlp", "--trace-share", "--kv-port",
-                   "--open", "--cors-origins", "--allowed-hosts")  # fmt: skip
+                   "--open", "--cors-origins", "--allowed-hosts", "--tls-cert", "--tls-key", "--tls-ca", "--tls-names",
+                   "--tls-client-certs")  # fmt: skip
+TLS_SETTINGS = ("tls_cert", "tls_key", "tls_ca", "tls_names", "tls_client_certs")
 ROUTER_SETTINGS = (
     "host",
     "port",
@@ -46,6 +51,7 @@ ROUTER_SETTINGS = (
     "kv_events",
     "otlp",
     "trace_share",
+    *TLS_SETTINGS,
 )
 
 
@@ -109,12 +115,15 @@ async def _run_cluster(args: argparse.Namespace, worker_counts: dict[Role, int],
 
     config = RouterConfig(**given_options(args, RouterConfig))
     port = config.port or free_port()
-    url = f"http://[{config.host}]:{port}" if ":" in config.host else f"http://{config.host}:{port}"
+    url = _router_url(config, port)
+    identity = open_identity(config.tls)
+    if identity is not None:
+        identity.check_accepts_itself()
     # A port in use is reported here, instead of restarting the router again and again.
     listener = bind_listener(config.host, port)
     keys = [word for key in config.api_keys for word in ("--api-key", key)]
-    trace_options = _trace_options(args)
-    router = ["--host", config.host, "--port", str(port), *keys, *_listener_options(config), *trace_options]
+    shared_options = [*_trace_options(args), *_tls_options(config)]
+    router = ["--host", config.host, "--port", str(port), *keys, *_listener_options(config), *shared_options]
     router += ["--kv-events"] if config.kv_events else []
     key = cluster_key_from_environment() or secrets.token_hex(16)
     key_file = _write_key_file(log_dir / "cluster.key", key)
@@ -123,7 +132,7 @@ async def _run_cluster(args: argparse.Namespace, worker_counts: dict[Role, int],
         str(log_dir / "responses.sqlite"),
     ]  # shared, so that every worker finds a response
     gpus = usable_gpus() if _may_use_gpus(args) else []
-    options = _worker_options(args, sum(worker_counts.values()), [*keys, *trace_options, *store_options], gpus)
+    options = _worker_options(args, sum(worker_counts.values()), [*keys, *shared_options, *store_options], gpus)
     processes = build_processes(
         router,
         worker_counts,
@@ -139,7 +148,8 @@ async def _run_cluster(args: argparse.Namespace, worker_counts: dict[Role, int],
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP of a closed terminal does not reach children
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     supervisor = Supervisor(_print_event)
-    watcher = asyncio.create_task(_print_health_changes(url, key))
+    tls = identity.peer_client_context() if identity is not None else None
+    watcher = asyncio.create_task(_print_health_changes(url, key, tls))
     try:
         for child in processes:
             await supervisor.start(child)
@@ -167,6 +177,27 @@ def _listener_options(config: RouterConfig) -> list[str]:
         *(["--open"] if config.open else []),
         *(f"{name}={','.join(values)}" for name, values in lists.items() if values),
     ]
+
+
+def _router_url(config: RouterConfig, port: int) -> str:
+    """Return the URL under which workers reach the router. Raises InvalidRequest if they could not check it."""
+    if config.tls_cert is None:
+        host = config.host
+    elif config.tls_ca is None:
+        message = "tls_cert is set without tls_ca: the workers must check the certificate of the router"
+        raise InvalidRequest(message, param="tls_ca", hint="add --tls-ca FILE")
+    else:  # no certificate has the address of all interfaces
+        host = "127.0.0.1" if is_unspecified_address(config.host) else config.host
+    return f"{config.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _tls_options(config: RouterConfig) -> list[str]:
+    """Return the TLS options of the router and of every worker as command line arguments."""
+    if config.tls_cert is None:
+        return []
+    values = {name: getattr(config, name) for name in TLS_SETTINGS}
+    values["tls_names"] = ",".join(config.tls_names)
+    return [word for name, value in values.items() if value for word in (f"--{name.replace('_', '-')}", value)]
 
 
 def _trace_options(args: argparse.Namespace) -> list[str]:
@@ -224,11 +255,11 @@ def _gpu_memory_options(worker_options: list[str], worker_count: int, gpus: Sequ
     return ["--kv-memory", str(min(gpu.free_bytes for gpu in gpus) // workers_per_gpu // 2)]
 
 
-async def _print_health_changes(url: str, key: str) -> None:
+async def _print_health_changes(url: str, key: str, tls: ssl.SSLContext | None) -> None:
     """Poll the router, and print a worker's health whenever it changes."""
     printed: dict[str, tuple[str, str]] = {}  # by worker: incarnation and line printed last
     while True:
-        status = await asyncio.to_thread(_fetch_status, url, key)
+        status = await asyncio.to_thread(_fetch_status, url, key, tls)
         for row in status["workers"] if status else []:
             line = f"{row['health']}, {', '.join(row['models'])}"
             if printed.get(row["name"]) != (row["incarnation"], line):
@@ -242,10 +273,10 @@ async def _print_health_changes(url: str, key: str) -> None:
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
-def _fetch_status(url: str, key: str) -> Any:
+def _fetch_status(url: str, key: str, tls: ssl.SSLContext | None = None) -> Any:
     request = urllib.request.Request(f"{url}/cluster/status", headers={"authorization": f"Bearer {key}"})
     try:
-        with urllib.request.urlopen(request, timeout=5) as reply:
+        with urllib.request.urlopen(request, timeout=5, context=tls) as reply:
             return json.load(reply)
     except (OSError, ValueError, http.client.HTTPException):
         return None  # the router does not run (yet), or stopped in the middle of its reply

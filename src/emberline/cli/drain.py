@@ -7,13 +7,18 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import ssl
 import time
 import urllib.error
 import urllib.request
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from emberline.cli.options import parse_comma_list
 from emberline.core.config import RouterConfig, cluster_key_from_environment
 from emberline.core.errors import EmberlineError, WrongClusterKey
+from emberline.core.tls import open_identity
+from emberline.core.tls_config import TLSConfig
 
 POLL_INTERVAL_S = 0.2
 
@@ -30,6 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Move the worker's streams to other workers instead of waiting for their end.",
     )
+    parser.add_argument(
+        "--tls-ca", metavar="FILE", help="PEM file with the CAs of an https router. (default: the system's CAs)"
+    )
+    parser.add_argument("--tls-cert", metavar="FILE", help="PEM file with a client certificate. (default: none)")
+    parser.add_argument("--tls-key", metavar="FILE", help="PEM file with its private key. (default: none)")
+    parser.add_argument(
+        "--tls-names",
+        metavar="NAME,...",
+        type=parse_comma_list,
+        default=(),
+        help="Names, one of which the router's certificate must have. (default: the host of its URL)",
+    )
     parser.add_argument("--undo", action="store_true", help="Send requests to the worker again.")
     parser.add_argument("--no-wait", action="store_true", help="Do not wait until the worker has finished.")
 
@@ -40,18 +57,16 @@ def run(args: argparse.Namespace) -> int:
         "content-type": "application/json",
         **({"authorization": f"Bearer {key}"} if key else {}),
     }
-    _call_router(args.router, "/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move}, headers)
+    identity = open_identity(TLSConfig.from_options(args.tls_cert, args.tls_key, args.tls_ca, args.tls_names))
+    router = Router(args.router, headers, identity.peer_client_context() if identity is not None else None)
+    router.call("/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move})
     if args.undo:
         print(f"{args.worker} accepts requests again")
         return 0
     printed, idle_since = None, time.monotonic()
-    incarnation = _find_worker_row(_call_router(args.router, "/cluster/status", headers=headers), args.worker).get(
-        "incarnation"
-    )
+    incarnation = _find_worker_row(router.call("/cluster/status"), args.worker).get("incarnation")
     while not args.no_wait:
-        remaining = _remaining_work(
-            _call_router(args.router, "/cluster/status", headers=headers), args.worker, incarnation
-        )
+        remaining = _remaining_work(router.call("/cluster/status"), args.worker, incarnation)
         idle_since = time.monotonic() if remaining.open_requests else idle_since
         if not any(remaining[:2]) and remaining.report_age_s < time.monotonic() - idle_since:
             break
@@ -90,40 +105,50 @@ def _remaining_work(status: Any, worker_name: str, incarnation: str | None) -> R
     return RemainingWork(row["open"], (row["transfer"] or {}).get("leases", 0), row["seconds_since_beat"])
 
 
-def _call_router(router: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(router.rstrip("/") + path, data, headers or {})
-    try:
-        with urllib.request.urlopen(request, timeout=10) as reply:
-            return json.load(reply)
-    except urllib.error.HTTPError as e:
-        if e.code == 401:
-            raise WrongClusterKey(
-                f"the router at {router} refused the call: the cluster key is missing or wrong",
-                hint="set --cluster-key or EMBERLINE_CLUSTER_KEY to the router's key",
+@dataclass(frozen=True, slots=True)
+class Router:
+    """The router that is called."""
+
+    url: str
+    headers: dict[str, str] = field(repr=False)
+    tls: ssl.SSLContext | None = None  # None: the system's CAs, if the URL is an https URL
+
+    def call(self, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url.rstrip("/") + path, data, self.headers)
+        try:
+            with urllib.request.urlopen(request, timeout=10, context=self.tls) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as e:
+            if e.code == 401:
+                raise WrongClusterKey(
+                    f"the router at {self.url} refused the call: the cluster key is missing or wrong",
+                    hint="set --cluster-key or EMBERLINE_CLUSTER_KEY to the router's key",
+                ) from e
+            raise self._drain_error(e) from e
+        except (OSError, ValueError, http.client.HTTPException) as e:
+            raise EmberlineError(
+                f"no router answers at {self.url}: {e}",
+                hint="set --router to the router's URL, and --tls-ca to its CA if that is an https URL",
             ) from e
-        raise _drain_error(router, e) from e
-    except (OSError, ValueError, http.client.HTTPException) as e:
-        raise EmberlineError(f"no router answers at {router}: {e}", hint="set --router to the router's URL") from e
 
+    def _drain_error(self, reply: urllib.error.HTTPError) -> EmberlineError:
+        if not self._is_router():
+            return EmberlineError(
+                f"{self.url} is not a router: it answered {reply.code} to a drain",
+                hint="set --router to the router's URL; a server without a router is stopped with Ctrl-C or SIGTERM",
+            )
+        try:
+            return EmberlineError(str(json.load(reply)["error"]["message"]))
+        except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
+            return EmberlineError(f"the router at {self.url} refused the drain: {reply.code} {reply.reason}")
 
-def _drain_error(router: str, reply: urllib.error.HTTPError) -> EmberlineError:
-    if not _is_router(router):
-        return EmberlineError(
-            f"{router} is not a router: it answered {reply.code} to a drain",
-            hint="set --router to the router's URL; a server without a router is stopped with Ctrl-C or SIGTERM",
-        )
-    try:
-        return EmberlineError(str(json.load(reply)["error"]["message"]))
-    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
-        return EmberlineError(f"the router at {router} refused the drain: {reply.code} {reply.reason}")
-
-
-def _is_router(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/cluster/status", timeout=10) as reply:
-            return "workers" in json.load(reply)
-    except urllib.error.HTTPError as e:
-        return e.code in (401, 403)
-    except (OSError, ValueError, TypeError, http.client.HTTPException):
-        return False
+    def _is_router(self) -> bool:
+        try:
+            url = f"{self.url.rstrip('/')}/cluster/status"
+            with urllib.request.urlopen(url, timeout=10, context=self.tls) as reply:
+                return "workers" in json.load(reply)
+        except urllib.error.HTTPError as e:
+            return e.code in (401, 403)
+        except (OSError, ValueError, TypeError, http.client.HTTPException):
+            return False

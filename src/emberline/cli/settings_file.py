@@ -72,6 +72,8 @@ def _read_file(file: Path) -> dict[str, Any]:
 def _find_action(parser: argparse.ArgumentParser, file: Path, name: str) -> argparse.Action:
     flag = f"--{name.replace('_', '-')}"
     for action in parser._actions:
+        if isinstance(action, argparse._HelpAction | argparse._VersionAction):
+            continue  # it would print a text and end the program
         if flag != FLAG and (flag in action.option_strings or (not action.option_strings and action.dest == name)):
             return action
     raise InvalidRequest(

@@ -24,6 +24,8 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.events import TransferStats
 from emberline.core.handoff import Handoff
 from emberline.core.numerics import Numerics
+from emberline.core.tls import TLSIdentity, open_identity
+from emberline.core.tls_config import TLSConfig
 from emberline.net.server import HTTPServer
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -232,20 +234,27 @@ async def _send_reply(send: Send, status: int, body: bytes, extra_headers: Heade
     await send({"type": "http.response.body", "body": body})
 
 
-async def run_fake_worker(worker: FakeWorker, router_url: str | None, port: int) -> None:
+async def run_fake_worker(worker: FakeWorker, router_url: str | None, port: int, tls: TLSIdentity | None) -> None:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    url = f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
     registrar = (
-        Registrar(router_url, None, lambda: worker.build_registration(url), worker.build_heartbeat, worker.set_peers)
+        Registrar(
+            router_url,
+            None,
+            lambda: worker.build_registration(url),
+            worker.build_heartbeat,
+            worker.set_peers,
+            tls.peer_client_context() if tls is not None else None,
+        )
         if router_url
         else None
     )
     stop = asyncio.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(each, stop.set)
-    server = HTTPServer(worker)
+    server = HTTPServer(worker, tls=tls.listener_context() if tls is not None else None)
     await server.start(listener)
     if registrar is not None:
         registrar.start()
@@ -269,10 +278,13 @@ def main() -> None:
     parser.add_argument("--role", default="both", choices=["prefill", "decode", "both"], help="role of the worker")
     parser.add_argument("--shy", action="store_true", help="fetch no blocks from other workers")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of the weights, as registered")
+    for name in ("--tls-cert", "--tls-key", "--tls-ca"):
+        parser.add_argument(name, help="as for emberline worker")
     args = parser.parse_args()
     worker = FakeWorker(args.name, args.pace, args.max_running, args.role, args.shy, args.dtype)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run_fake_worker(worker, args.router, args.port))
+        identity = open_identity(TLSConfig.for_listener(args.tls_cert, args.tls_key, args.tls_ca))
+        runner.run(run_fake_worker(worker, args.router, args.port, identity))
 
 
 if __name__ == "__main__":

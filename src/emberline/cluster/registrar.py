@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ class Registrar:
         registration: Callable[[], WorkerRegistration],
         heartbeat: Callable[[], Heartbeat],
         on_peers: Callable[[PeersByModel], None] = lambda peers: None,  # called with the peers of every reply
+        tls: ssl.SSLContext | None = None,  # for an https router; None: the system's CAs
     ) -> None:
         self._router_url = router_url.rstrip("/")
         self._headers = {"content-type": "application/json"} | (
@@ -46,6 +48,7 @@ class Registrar:
         self._registration = registration
         self._heartbeat = heartbeat
         self._on_peers = on_peers
+        self._tls = tls
         # The registration that the router has; None if its last reply was not 200.
         self._acknowledged: WorkerRegistration | None = None
         self._task: asyncio.Task[None] | None = None
@@ -64,7 +67,7 @@ class Registrar:
         self._is_leaving = True
         registration = self._registration()
         message = {"name": registration.name, "incarnation": registration.incarnation}
-        with contextlib.closing(_new_pool()) as pool, contextlib.suppress(UpstreamFailed, TimeoutError):
+        with contextlib.closing(self._new_pool()) as pool, contextlib.suppress(UpstreamFailed, TimeoutError):
             await self._post(pool, "/cluster/leave", msgspec.json.encode(message))
 
     async def stop(self) -> None:
@@ -74,7 +77,7 @@ class Registrar:
                 await self._task
 
     async def _send_messages_until_stopped(self) -> None:
-        with contextlib.closing(_new_pool()) as pool:
+        with contextlib.closing(self._new_pool()) as pool:
             pause = 0.0
             while True:
                 await asyncio.sleep(pause)
@@ -128,13 +131,13 @@ class Registrar:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             return await pool.fetch("POST", self._router_url + path, self._headers, body)
 
-
-def _new_pool() -> HTTPConnectionPool:
-    return HTTPConnectionPool(
-        connect_timeout_s=2 * REQUEST_TIMEOUT_S,  # never passes: the whole request has REQUEST_TIMEOUT_S
-        idle_timeout_s=IDLE_TIMEOUT_S,
-        retries_stale=True,
-    )
+    def _new_pool(self) -> HTTPConnectionPool:
+        return HTTPConnectionPool(
+            connect_timeout_s=2 * REQUEST_TIMEOUT_S,  # never passes: the whole request has REQUEST_TIMEOUT_S
+            idle_timeout_s=IDLE_TIMEOUT_S,
+            retries_stale=True,
+            tls=self._tls,
+        )
 
 
 def _parse_error_message(body: bytes) -> str:

@@ -15,6 +15,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.foreign_config import ROLES, ForeignWorkerConfig
 from emberline.core.foreign_config import Role as Role
 from emberline.core.options import option
+from emberline.core.tls_config import CLIENT_CERT_CHOICES, TLSConfig
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
@@ -119,6 +120,16 @@ class ServiceConfig:
         metavar="NAME,...",
         default_text="localhost and IP addresses only",
     )
+    tls_cert: str | None = option(
+        None, "PEM file with the certificate to serve HTTPS with.", metavar="FILE", default_text="plain HTTP"
+    )
+    tls_key: str | None = option(None, "PEM file with the certificate's private key.", metavar="FILE")
+    tls_ca: str | None = option(
+        None,
+        "PEM file with CAs; clients must present a certificate that one of them signed.",
+        metavar="FILE",
+        default_text="clients need no certificate",
+    )
     max_body: int = 32 << 20  # bytes of a request body
     otlp: str | None = option(
         None,
@@ -132,6 +143,17 @@ class ServiceConfig:
     def __post_init__(self) -> None:
         if self.max_body < 1:
             raise InvalidRequest(f"max_body is {self.max_body}; it must be at least 1", param="max_body")
+        _ = self.tls  # raises InvalidRequest if an option lacks one that it needs
+
+    @property
+    def tls(self) -> TLSConfig | None:
+        """The certificate and the CAs; None if the service uses plain HTTP."""
+        return TLSConfig.for_listener(self.tls_cert, self.tls_key, self.tls_ca)
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the service's URL."""
+        return "http" if self.tls_cert is None else "https"
 
     @property
     def trace(self) -> TraceConfig | None:
@@ -152,10 +174,26 @@ class InferenceServiceConfig(ServiceConfig):
         "Key that a router, its workers and emberline drain share.",
         default_text="EMBERLINE_CLUSTER_KEY; without it, the router accepts only processes of its machine",
     )
+    tls_names: tuple[str, ...] = option(
+        (),
+        "Names, one of which the certificate of every router and worker must have; *.DOMAIN: all names in a domain.",
+        metavar="NAME,...",
+        default_text="servers: the host of their URL; clients: any name",
+    )
+    tls_client_certs: str = option(
+        "all",
+        "Calls that need a client certificate if --tls-ca is set: all, or only those between router and workers.",
+        choices=CLIENT_CERT_CHOICES,
+    )
 
     def __post_init__(self) -> None:
         ServiceConfig.__post_init__(self)
         _check_positive(self, "request_timeout", "token_timeout")
+
+    @property
+    def tls(self) -> TLSConfig | None:
+        files = self.tls_cert, self.tls_key, self.tls_ca
+        return TLSConfig.for_listener(*files, self.tls_names, self.tls_client_certs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +315,7 @@ class ServerConfig(InferenceServiceConfig):
     def __post_init__(self) -> None:
         InferenceServiceConfig.__post_init__(self)
         _check_positive(self, "stall_timeout")
+        _check_worker_tls(self)
         if not self.models:
             raise InvalidRequest(
                 "models is empty: there is no model to serve", param="models", hint="name one: emberline serve MODEL"
@@ -293,6 +332,23 @@ class ServerConfig(InferenceServiceConfig):
                 if is_set:
                     message = f"{name} applies to one model, and {len(self.models)} models are served"
                     raise InvalidRequest(message, param=name, hint="serve this model by a server of its own")
+
+
+def _check_worker_tls(config: ServerConfig) -> None:
+    """Raise InvalidRequest if a worker would use TLS for only a part of its cluster's traffic."""
+    if config.worker is None:
+        if config.tls_names or config.tls_client_certs != "all":
+            name = "tls_names" if config.tls_names else "tls_client_certs"
+            message = f"{name} is set, but the setting is only for a router and its workers"
+            raise InvalidRequest(message, param=name, hint="add --router URL, or drop it")
+    elif config.tls_cert is not None:
+        if config.tls_ca is None:
+            message = "tls_cert is set without tls_ca: a worker must check the certificates of its router and peers"
+            raise InvalidRequest(message, param="tls_ca", hint="add --tls-ca FILE")
+        for name, url in (("router", config.worker.router), ("worker_url", config.worker.worker_url)):
+            if url is not None and not url.startswith("https://"):
+                message = f"{name} is {url!r}; with tls_cert it must be an https URL"
+                raise InvalidRequest(message, param=name)
 
 
 def _check_positive(config: Any, *names: str) -> None:

@@ -9,6 +9,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.gpu_kernels import KERNEL_CHOICES
 from emberline.core.options import COMPUTED_FIELD, option, update_config
 from emberline.core.parallel_config import ParallelConfig
+from emberline.core.tls_config import TLSConfig
 
 ITL_TAIL = 3.0  # default of itl_tail
 # Ports reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare.
@@ -277,6 +278,7 @@ class TransferConfig:
     listen_host: str = "127.0.0.1"
     listen_port: int = 0  # 0: any free port
     advertised_host: str | None = None  # address at which peers reach this engine; None: same as `listen_host`
+    tls: TLSConfig | None = None  # None: blocks are sent over TCP without encryption
     lease_seconds: float = 10.0  # time for which published blocks are kept without a renewal from a reader
     peer_timeout: float = 30.0  # seconds a request waits for a live peer that sends nothing, then recomputes the blocks
     required: bool = True  # True: without transfers the engine refuses to start; False: it starts without them

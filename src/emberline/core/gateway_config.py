@@ -9,6 +9,7 @@ from pathlib import Path
 from emberline.core.config import DEFAULT_EMBEDDER, ServiceConfig, cache_dir
 from emberline.core.errors import InvalidRequest
 from emberline.core.options import option, redefine_option
+from emberline.core.tls_config import TLSConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,13 @@ class GatewayConfig(ServiceConfig):
         default_text="keys of the store",
     )
     engine: str = option("http://127.0.0.1:8000", "URL of the local engine or router.")
+    engine_tls_ca: str | None = option(
+        None, "PEM file with the CAs of the engine's certificate.", metavar="FILE", default_text="the system's CAs"
+    )
+    engine_tls_cert: str | None = option(
+        None, "PEM file with the gateway's client certificate for the engine.", metavar="FILE"
+    )
+    engine_tls_key: str | None = option(None, "PEM file with that certificate's private key.", metavar="FILE")
     store: str | None = option(
         None,
         "Database: sqlite:DIRECTORY or postgresql://...",
@@ -52,6 +60,15 @@ class GatewayConfig(ServiceConfig):
             raise InvalidRequest(f"flush is {self.flush}; it must be above 0 and at most 60 seconds", param="flush")
         if self.redis_gone not in ("local", "closed"):
             raise InvalidRequest(f"redis_gone is {self.redis_gone!r}; it must be local or closed", param="redis_gone")
+        if self.engine_tls is not None and not self.engine.startswith("https://"):
+            message = f"engine is {self.engine!r}; with engine_tls_ca or engine_tls_cert it must be an https URL"
+            raise InvalidRequest(message, param="engine")
+
+    @property
+    def engine_tls(self) -> TLSConfig | None:
+        """The CAs and the client certificate for calls to the engine; None: the system's CAs, no certificate."""
+        files = self.engine_tls_cert, self.engine_tls_key, self.engine_tls_ca
+        return TLSConfig.from_options(*files, prefix="engine_tls")
 
     @property
     def store_url(self) -> str:

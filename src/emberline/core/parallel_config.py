@@ -13,6 +13,7 @@ LAUNCHERS = ("processes", "ray")
 COLLECTIVES = ("auto", "ipc", "nccl", "gloo")
 MAX_REDUNDANT_EXPERTS = 64  # of a group of ranks
 MIN_RANK_TIMEOUT_S = 1.0  # several intervals between two heartbeats of a rank
+MAX_RANK_TIMEOUT_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +110,15 @@ class ParallelConfig:
             message = "redundant_experts is set, but tokens are sent to experts only with dp_attention and ep above 1"
             hint = "set --dp-attention and --ep, or drop --redundant-experts"
             raise InvalidRequest(message, param="redundant_experts", hint=hint)
-        if not self.rank_timeout >= MIN_RANK_TIMEOUT_S:
-            message = f"rank_timeout is {self.rank_timeout:g} s; it must be at least {MIN_RANK_TIMEOUT_S:g} s"
-            raise InvalidRequest(message, param="rank_timeout")
+        if not MIN_RANK_TIMEOUT_S <= self.rank_timeout <= MAX_RANK_TIMEOUT_S:
+            limits = f"from {MIN_RANK_TIMEOUT_S:g} to {MAX_RANK_TIMEOUT_S:g} s"
+            raise InvalidRequest(f"rank_timeout is {self.rank_timeout:g} s; it must be {limits}", param="rank_timeout")
         if self.collectives not in COLLECTIVES:
             message = f"collectives is {self.collectives!r}; it must be one of {', '.join(COLLECTIVES)}"
             raise InvalidRequest(message, param="collectives")
+        if self.collectives != "auto" and self.num_ranks == 1:
+            message = f"collectives is {self.collectives}, but there is one rank, which exchanges tensors with none"
+            raise InvalidRequest(message, param="collectives", hint="set --tp or --pp, or drop --collectives")
         self._check_nodes()
         self._check_launcher()
 

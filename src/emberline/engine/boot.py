@@ -94,15 +94,14 @@ def boot(
     `reader`: for a GPU, a process that has been reading the checkpoint's files since before torch was imported.
     `default_kv_bytes`: size of the KV cache on a CPU if the config sets none; None: half of the free memory."""
     if runs_on_gpu(config) and config.parallel.num_ranks > 1:
-        from emberline.engine.ranks.device_boot import boot_device_ranks  # imported if needed, to start sooner
-        from emberline.engine.ranks.ray_boot import boot_on_ray
+        from emberline.engine.ranks import device_boot  # imported if needed, to start sooner
 
         if reader is not None:
             reader.close()  # it reads whole files, and each rank reads only its part
         config = config.with_gpu_defaults()
         if config.parallel.launcher == "ray":
-            return boot_on_ray(config.with_settings(device="cuda"), "GPU", boot_device_ranks)
-        return boot_device_ranks(config)
+            return device_boot.boot_device_ranks_on_ray(config.with_settings(device="cuda"))
+        return device_boot.boot_device_ranks(config)
     if runs_on_gpu(config):
         return to_loaded_engine(boot_on_gpu(config.with_gpu_defaults(), reader))
     if config.device == "auto":

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.engine_config import SchedulerConfig
-from emberline.core.errors import InvalidRequest, Overloaded
+from emberline.core.errors import Overloaded
 from emberline.core.events import Output, Stats, TransferStats
 from emberline.core.params import GrammarSpec
 from emberline.core.plan import StepPlan, StepResult
@@ -19,6 +19,7 @@ from emberline.core.request import FinishReason, Submission
 from emberline.engine.expert_runner import ExpertRunner
 from emberline.engine.group_choice import max_planned_tokens
 from emberline.engine.kv_managers import make_kv_manager
+from emberline.engine.open_submissions import OpenSubmissions, RunningSteps
 from emberline.engine.pairing import PeerPairing
 from emberline.engine.publisher import BlockPublisher
 from emberline.engine.request_builder import RequestBuilder
@@ -167,7 +168,7 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         # A plan that is run in the next step: early outputs are returned first.
         self._deferred_plan: StepPlan | None = None
-        self._request_ids: dict[str, list[str]] = {}
+        self._submissions = OpenSubmissions()
         self._grammars: dict[str, Future[Any]] = {}  # of open submissions
         self._steps, self._last_step = 0, (0, 0.0)
         self._busy_seconds = self._host_seconds = 0.0
@@ -182,10 +183,7 @@ class Engine:
 
         `arrival`: time on the engine's clock at which the submission arrived, if that was before this call. Raises
         InvalidRequest, or Overloaded if too many requests are open."""
-        if submission.id in self._request_ids:
-            raise InvalidRequest(
-                f"a request with id {submission.id!r} is already open", param="id", hint="use a new id"
-            )
+        self._submissions.check_id_is_free(submission.id, self._running_steps)
         self._request_builder.check(submission)
         if len(self.scheduler.requests) >= self.config.max_running + self.config.max_waiting:
             raise Overloaded(
@@ -194,12 +192,12 @@ class Engine:
             )
         self._prepare_grammar(submission)
         requests = self._request_builder.build(submission, self.clock.now() if arrival is None else arrival)
-        self._request_ids[submission.id] = [request.id for request in requests]
+        self._submissions.add(submission.id, [request.id for request in requests])
         for request in requests:
             self.scheduler.add(request)
 
     def abort(self, submission_id: str) -> None:
-        for request_id in self._request_ids.get(submission_id, ()):
+        for request_id in self._submissions.requests_of(submission_id):
             self.scheduler.abort(request_id)
 
     def abort_completion(self, submission_id: str, index: int) -> None:
@@ -281,6 +279,10 @@ class Engine:
         return self._preparing_runner is not None and self._preparing_runner.prepare_next()
 
     @property
+    def _running_steps(self) -> RunningSteps:
+        return (self._in_flight[0][0].step, self._in_flight[-1][0].step) if self._in_flight else None
+
+    @property
     def idle(self) -> bool:
         return self.scheduler.idle and not self._in_flight and self._deferred_plan is None
 
@@ -358,10 +360,8 @@ class Engine:
         outputs = self.scheduler.drain_outputs()
         for output in outputs:
             if output.finish is not None:
-                children = self._request_ids[output.id]
-                children.remove(f"{output.id}#{output.index}")
-                if not children:
-                    del self._request_ids[output.id]
+                request_id = f"{output.id}#{output.index}"
+                if self._submissions.end_request(output.id, request_id, self._running_steps):
                     self._grammars.pop(output.id, None)
                     self.scheduler.waiting.blocked_ids.discard(output.id)
         return outputs
@@ -381,7 +381,7 @@ class Engine:
         for name in [name for name in blocked if self._grammars[name].done()]:
             blocked.remove(name)
             error = self._grammars[name].exception()
-            for request_id in self._request_ids[name]:
+            for request_id in self._submissions.requests_of(name):
                 if error is not None:
                     self.scheduler.abort(request_id, str(error))
                 elif self._is_output_complete(request_id, self._grammars[name].result()):

@@ -35,13 +35,22 @@ class FetchedReply(NamedTuple):
 
 class HTTPConnectionPool:
     def __init__(
-        self, *, connect_timeout_s: float, idle_timeout_s: float, retries_stale: bool = False, dial: Dial | None = None
+        self,
+        *,
+        connect_timeout_s: float,
+        idle_timeout_s: float,
+        retries_stale: bool = False,
+        dial: Dial | None = None,
+        tls: ssl.SSLContext | None = None,
+        tls_by_origin: Mapping[str, ssl.SSLContext] | None = None,
     ) -> None:
         """Create a pool without connections.
 
         An unused connection is kept for `idle_timeout_s`. A reused connection may turn out to be closed: with
         `retries_stale`, a request on it that got no byte of a reply is sent once more on a new connection. For a
-        request with `checks_address`, `dial` opens the connection; it may refuse the host's IP address.
+        request with `checks_address`, `dial` opens the connection; it may refuse the host's IP address. `tls` is the
+        context for https origins, by default one with the system's CAs; `tls_by_origin` has those of single
+        origins.
         """
         self._connect_timeout_s, self._idle_timeout_s = connect_timeout_s, idle_timeout_s
         self._retries_stale = retries_stale
@@ -49,7 +58,8 @@ class HTTPConnectionPool:
         self._loop = asyncio.get_running_loop()
         self._origins: dict[tuple[str, bool], OriginConnections] = {}
         self._open: set[HTTPClientConnection] = set()
-        self._tls: ssl.SSLContext | None = None
+        self._tls = tls
+        self._tls_by_origin = tls_by_origin or {}
 
     def close(self) -> None:
         for connection in self._open:
@@ -156,7 +166,7 @@ class HTTPConnectionPool:
 
     async def _connect(self, target: OriginConnections) -> HTTPClientConnection:
         connection = HTTPClientConnection(self._loop)
-        tls, name = (self._tls_context(), target.host) if target.tls else (None, None)
+        tls, name = (self._tls_context(target), target.host) if target.tls else (None, None)
         if not target.is_address_checked:
             await self._loop.create_connection(
                 lambda: connection, target.host, target.port, ssl=tls, server_hostname=name
@@ -171,7 +181,9 @@ class HTTPConnectionPool:
             raise
         return connection
 
-    def _tls_context(self) -> ssl.SSLContext:
+    def _tls_context(self, target: OriginConnections) -> ssl.SSLContext:
+        if (own := self._tls_by_origin.get(f"https://{target.host_header}")) is not None:
+            return own
         if self._tls is None:
             self._tls = ssl.create_default_context()
         return self._tls

@@ -5,23 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 
 from emberline.net.server_connection import HTTPServerConnection
 from emberline.net.server_state import App, ServerState
 
 LISTEN_BACKLOG = 2048  # connections that wait to be accepted
+TLS_HANDSHAKE_TIMEOUT_S = 10.0
+TLS_SHUTDOWN_TIMEOUT_S = 2.0  # for the client to confirm the end of a connection
 
 
 class HTTPServer:
-    def __init__(self, app: App, *, max_message_bytes: int = 0) -> None:
-        """`max_message_bytes` limits the size of a WebSocket message. If it is 0, WebSockets are rejected."""
+    def __init__(self, app: App, *, max_message_bytes: int = 0, tls: ssl.SSLContext | None = None) -> None:
+        """`max_message_bytes` limits the size of a WebSocket message. If it is 0, WebSockets are rejected.
+
+        Without `tls`, the server uses plain HTTP.
+        """
         self.state = ServerState(app, max_message_bytes=max_message_bytes)
+        self._tls = tls
         self._listener: asyncio.Server | None = None
 
     async def start(self, listener: socket.socket) -> None:
         state = self.state
         self._listener = await state.loop.create_server(
-            lambda: HTTPServerConnection(state), sock=listener, backlog=LISTEN_BACKLOG
+            lambda: HTTPServerConnection(state),
+            sock=listener,
+            backlog=LISTEN_BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=TLS_HANDSHAKE_TIMEOUT_S if self._tls else None,
+            ssl_shutdown_timeout=TLS_SHUTDOWN_TIMEOUT_S if self._tls else None,
         )
 
     @property

@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 import httptools
 
+from emberline.core.tls import certificate_names
 from emberline.net.deadline_timer import DeadlineTimer
 from emberline.net.request_response_cycle import RequestResponseCycle
 from emberline.net.server_state import ServerState
@@ -40,6 +41,8 @@ class HTTPServerConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         self._client = self._server_address = ("", 0)
+        self._client_cert_names: tuple[str, ...] | None = None  # None: no verified client certificate
+        self._is_tls = False
         self._cycle: RequestResponseCycle | None = None  # the request that is being answered
         self._queue: deque[RequestResponseCycle] = deque()  # requests that arrived meanwhile
         self._reading: RequestResponseCycle | None = None  # the request whose body is arriving
@@ -131,6 +134,9 @@ class HTTPServerConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
         self._client = (transport.get_extra_info("peername") or ("", 0))[:2]
         self._server_address = (transport.get_extra_info("sockname") or ("", 0))[:2]
+        self._is_tls = transport.get_extra_info("ssl_object") is not None
+        if certificate := transport.get_extra_info("peercert"):
+            self._client_cert_names = certificate_names(certificate)
         self._state.connections.add(self)
         self._set_close_deadline(HEAD_TIMEOUT_S)
 
@@ -254,7 +260,7 @@ class HTTPServerConnection(asyncio.Protocol):
             "asgi": {"version": "3.0", "spec_version": "2.4"},
             "http_version": version,
             "method": method,
-            "scheme": "http" if scope_type == "http" else "ws",
+            "scheme": ("http" if scope_type == "http" else "ws") + ("s" if self._is_tls else ""),
             "path": unquote(text) if "%" in text else text,
             "raw_path": path,
             "query_string": query,
@@ -262,6 +268,7 @@ class HTTPServerConnection(asyncio.Protocol):
             "headers": self._headers,
             "client": self._client,  # the peer of the connection, regardless of forwarding headers
             "server": self._server_address,
+            "client_cert_names": self._client_cert_names,
         }
 
     def _is_websocket_upgrade(self) -> bool:

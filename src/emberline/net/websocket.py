@@ -257,7 +257,8 @@ class WebSocketConnection(asyncio.Protocol):
         Closing the connection at once would reset it, and the client might never read the close frame.
         """
         assert self._transport is not None
-        self._transport.write_eof()
+        if self._transport.can_write_eof():  # not with TLS
+            self._transport.write_eof()
         self._transport.resume_reading()
         self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._close_transport)
 

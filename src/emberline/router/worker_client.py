@@ -6,6 +6,7 @@ retries."""
 from __future__ import annotations
 
 import functools
+import ssl
 from types import TracebackType
 from urllib.parse import urlsplit
 
@@ -22,8 +23,9 @@ IDLE_TIMEOUT_S = 3.0
 
 
 class WorkerClient:
-    def __init__(self) -> None:
-        self._pool = HTTPConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, idle_timeout_s=IDLE_TIMEOUT_S)
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: the context for workers with an https URL; by default one with the system's CAs."""
+        self._pool = HTTPConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, idle_timeout_s=IDLE_TIMEOUT_S, tls=tls)
 
     async def __aenter__(self) -> WorkerClient:
         return self

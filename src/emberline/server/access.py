@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from emberline.core.errors import ClusterCallForbidden, Unauthorized, WrongClusterKey
+from emberline.core.tls import match_names
+from emberline.core.tls_config import TLSConfig
 from emberline.server.exchange import Exchange
 
 # Headers that a proxy adds, Emberline's gateway too: the connection's peer is then not the caller.
@@ -34,6 +36,7 @@ class AccessPolicy:
     cluster_key: str | None = None
     # Only calls with the cluster key are accepted, although no API key is configured.
     requires_cluster_key: bool = False
+    tls: TLSConfig | None = None  # with a CA, calls with the cluster key need a certificate of a cluster peer
 
     def check(self, exchange: Exchange, required_key: str) -> None:
         """Raise an error unless the request has the key that its route requires.
@@ -42,6 +45,7 @@ class AccessPolicy:
         """
         if required_key == "cluster":
             check_cluster_caller(exchange, self.cluster_key)
+            self._check_peer_certificate(exchange)
         elif required_key != "nothing" and (self.api_keys or self.requires_cluster_key):
             self._check_client(exchange, accepts_cluster_key=required_key == "operator")
 
@@ -54,6 +58,7 @@ class AccessPolicy:
                 *([_presented_key(exchange)] if accepts_cluster_key else []),
             ]
             if any(_matches_any_key(key, (self.cluster_key,)) for key in presented):
+                self._check_peer_certificate(exchange)
                 return
         if self.api_keys:
             raise Unauthorized("the API key is missing or wrong", hint="send Authorization: Bearer KEY")
@@ -61,6 +66,22 @@ class AccessPolicy:
             "this worker accepts calls from its router only: the cluster key is missing or wrong",
             hint="call the router, or start the worker with --api-key KEY or --open",
         )
+
+    def _check_peer_certificate(self, exchange: Exchange) -> None:
+        """Raise an error unless the connection has the certificate of a cluster peer, where one is required."""
+        if self.tls is None or self.tls.ca is None:
+            return
+        names = exchange.client_cert_names
+        if names is None:
+            raise ClusterCallForbidden(
+                f"the cluster call {exchange.path} came without a client certificate",
+                hint="start the caller with --tls-cert, --tls-key and --tls-ca",
+            )
+        if self.tls.peer_names and not match_names(names, self.tls.peer_names):
+            raise ClusterCallForbidden(
+                f"the caller's certificate has the names {', '.join(names)[:200] or 'none'}, none of them allowed",
+                hint="add its name to --tls-names, or use a certificate with one of those names",
+            )
 
 
 def check_cluster_caller(exchange: Exchange, cluster_key: str | None) -> None:

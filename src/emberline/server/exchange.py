@@ -27,6 +27,9 @@ class Exchange:
         self.protocol_path = self.path  # path of the API protocol in which errors are written
         self.query: str = scope.get("query_string", b"").decode("latin-1")
         self.client: str = (scope.get("client") or ("",))[0]
+        self.scheme: str = scope.get("scheme", "http")
+        # Names in the verified client certificate; None: the connection has none.
+        self.client_cert_names: tuple[str, ...] | None = scope.get("client_cert_names")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.status: int | None = None  # set when the reply begins
         self.logged_status: int | None = None  # status for the log if the reply failed after its own status was sent

@@ -8,6 +8,7 @@ import gc
 import logging
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -77,9 +78,9 @@ def check_exposure(listener: socket.socket, *, is_authenticated: bool, allows_an
         )
 
 
-async def answer_while_loading(listener: socket.socket) -> HTTPServer:
+async def answer_while_loading(listener: socket.socket, tls: ssl.SSLContext | None = None) -> HTTPServer:
     """Reply to all requests with status 503 until `serve_until_stopped` is called with the returned server."""
-    server = HTTPServer(_reply_loading)
+    server = HTTPServer(_reply_loading, tls=tls)
     await server.start(listener)
     return server
 
@@ -102,15 +103,16 @@ async def serve_until_stopped(
     *,
     max_message_bytes: int = 0,
     server: HTTPServer | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     """Serve the application until the process receives SIGTERM or SIGINT.
 
     `on_ready` is called when the server accepts requests, and `before_stop` after the signal, while the server still
     accepts requests. `max_message_bytes` limits the size of a WebSocket message; if it is 0, WebSockets are rejected.
-    `server` is the server that `answer_while_loading` returned."""
+    `server` is the server that `answer_while_loading` returned. Without `tls`, a new server uses plain HTTP."""
     with _watch_stop_signals() as stop:
         if server is None:
-            server = HTTPServer(app, max_message_bytes=max_message_bytes)
+            server = HTTPServer(app, max_message_bytes=max_message_bytes, tls=tls)
             await server.start(listener)
         else:
             server.state.app = app

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from emberline.core.events import SleepStats, SpeculationStats, Stats, TierStats, Timing
+from emberline.core.tls import TLSIdentity
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
                      40.0, 80.0, 160.0, 640.0)  # fmt: skip
@@ -33,6 +34,24 @@ def render_exposition(families: Iterable[MetricFamily]) -> str:
         described = [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.kind}"]
         text.setdefault(family.name, described).extend(family.lines)
     return "\n".join(line for lines in text.values() for line in lines) + "\n"
+
+
+def tls_families(identity: TLSIdentity | None) -> Iterator[MetricFamily]:
+    """Yield the metrics of a server's TLS files; none if it uses plain HTTP."""
+    if identity is None:
+        return
+    for name, help_, kind, value in (
+        (
+            "certificate_expiration_timestamp_seconds",
+            "Unix time at which the TLS certificate expires.",
+            "gauge",
+            identity.expires_at,
+        ),
+        ("reloads_total", "Times that changed TLS files were put to use.", "counter", identity.reloads),
+        ("failed_reloads_total", "Changes of TLS files that were not usable.", "counter", identity.failed_reloads),
+        ("failed_handshakes_total", "TLS handshakes of clients that failed.", "counter", identity.failed_handshakes),
+    ):
+        yield MetricFamily(f"emberline:tls_{name}", help_, kind, [f"emberline:tls_{name} {value}"])
 
 
 class ReplyCounter:

@@ -13,6 +13,7 @@ from emberline.api.openapi import build_document
 from emberline.core.config import DEFAULT_EMBEDDER, ServerConfig, core_count
 from emberline.core.errors import DownloadError, UnsupportedModel
 from emberline.core.jsonfile import read_object_if_exists
+from emberline.core.tls import TLSIdentity
 from emberline.engine.async_engine import AsyncEngine
 from emberline.engine.grammar_guard import GrammarGuard
 from emberline.engine.messages import LoadedModelInfo
@@ -97,13 +98,17 @@ class AssembledServer:
 
 
 def assemble_server(
-    config: ServerConfig, preloaded: PreloadedResources, engine: AsyncEngine, tracing: RequestTracing | None
+    config: ServerConfig,
+    preloaded: PreloadedResources,
+    engine: AsyncEngine,
+    tracing: RequestTracing | None,
+    tls: TLSIdentity | None,
 ) -> AssembledServer:
     catalog = ModelCatalog(
         _assemble_model(config, name, text, engine, engine.model_info[name]) for name, text in preloaded.models.items()
     )
     store = _open_response_store(config)
-    app = EngineApp(config, engine, catalog, preloaded.embedding_model, preloaded.pages, tracing, store)
+    app = EngineApp(config, engine, catalog, preloaded.embedding_model, preloaded.pages, tracing, store, tls)
     return AssembledServer(app, catalog, preloaded.embedding_model, store)
 
 

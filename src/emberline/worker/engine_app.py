@@ -18,10 +18,11 @@ from emberline.core.config import ServerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
+from emberline.core.tls import TLSIdentity
 from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.server.access import AccessPolicy
 from emberline.server.exchange import Exchange, Receive, Scope, Send
-from emberline.server.metrics import CacheInfo, MetricFamily, render_exposition
+from emberline.server.metrics import CacheInfo, MetricFamily, render_exposition, tls_families
 from emberline.server.pages import StaticPage
 from emberline.server.route_table import Handler, HTTPRoute, RouteTable
 from emberline.server.tracing import RequestTracing
@@ -57,6 +58,7 @@ class EngineApp:
         pages: dict[str, StaticPage],
         tracing: RequestTracing | None = None,
         response_store: ResponseStore | None = None,
+        tls: TLSIdentity | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -67,6 +69,7 @@ class EngineApp:
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.record_step(stats)
         self._start_time = time.time()
         self._tracing = tracing
+        self._tls = tls
         traced: Callable[[Handler], Handler] = (lambda handler: handler) if tracing is None else tracing.trace_handler
         routes = {
             **{path: HTTPRoute(traced(self._generate)) for path in PROTOCOLS},
@@ -90,7 +93,7 @@ class EngineApp:
             routes["/cluster/events"] = HTTPRoute(BlockEventStream(engine).handle, "GET", "cluster")
         cluster_key = config.cluster_key if config.worker is not None else None
         hint = "/openapi.json lists the endpoints"
-        access = AccessPolicy(config.api_keys, cluster_key, config.closed)
+        access = AccessPolicy(config.api_keys, cluster_key, config.closed, config.tls if config.worker else None)
         self._site = RouteTable(routes, HTTPRoute(self._describe_model, "GET"), pages, access, hint)
         self._site.prefix_routes[RESPONSES] = HTTPRoute(responses.handle, method="")
 
@@ -222,7 +225,7 @@ class EngineApp:
     async def _report_metrics(self, exchange: Exchange) -> None:
         models = (f for model in self._catalog for f in self._metric_families(model))
         traced = self._tracing.families() if self._tracing is not None else ()
-        text = render_exposition([*models, self._site.reply_counter.family(), *traced])
+        text = render_exposition([*models, self._site.reply_counter.family(), *traced, *tls_families(self._tls)])
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _metric_families(self, model: LoadedModel) -> Iterator[MetricFamily]:

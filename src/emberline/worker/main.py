@@ -22,6 +22,8 @@ from emberline.core.config import ServerConfig, WorkerConfig
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig, TransferConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
+from emberline.core.tls import TLSIdentity, open_identity
+from emberline.core.tls_config import TLSConfig
 from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.engine.engine_child import EngineChild
 from emberline.engine.messages import LoadedModelInfo
@@ -58,17 +60,21 @@ async def serve(
 
     `start_time`: when the process started, by the monotonic clock. `child`: an engine process that has been started.
     """
+    tls = open_identity(config.tls)
+    if tls is not None and config.worker is not None:
+        tls.check_accepts_itself()
     listener = bind_listener(config.host, config.port)
     port = listener.getsockname()[1]
     config = _check_access(config, listener)
     if config.worker is not None:
-        config = replace(config, worker=with_reachable_url(config.worker, config.host, port))
+        config = replace(config, worker=with_reachable_url(config.worker, config.host, port, config.scheme))
         assert config.worker is not None
         check_worker_address(config.worker, config.host, port)
-    server = await answer_while_loading(listener)
+    server = await answer_while_loading(listener, tls.listener_context() if tls is not None else None)
     directories = await _run_in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
     if config.worker is not None:
-        engine_config = replace(engine_config, transfer=_build_transfer_config(config.worker, config.host, port))
+        transfer = _build_transfer_config(config.worker, config.host, port, config.tls)
+        engine_config = replace(engine_config, transfer=transfer)
     configs = _build_engine_configs(engine_config, directories)
     engine = AsyncEngine(configs, time_sharing_config, stall_timeout=config.stall_timeout, child=child)
     starting = asyncio.create_task(engine.start())
@@ -82,13 +88,13 @@ async def serve(
         await starting
         service = "emberline-server" if config.worker is None else "emberline-worker"
         async with open_tracing(config.trace, service, _worker_name(config.worker, port)) as spans:
-            assembled = assemble_server(config, parts, engine, spans)
+            assembled = assemble_server(config, parts, engine, spans, tls)
             _log_models(engine.model_info)
             if config.worker is not None:
-                registrar = _make_registrar(config.worker, config, port, assembled.app)
+                registrar = _make_registrar(config.worker, config, port, assembled.app, tls)
 
             def announce_ready() -> None:
-                _log_ready(config.host, port, engine.model_info, start_time)
+                _log_ready(f"{config.scheme}://{config.host}:{port}", engine.model_info, start_time)
                 if registrar is not None:
                     registrar.start()
 
@@ -173,14 +179,21 @@ async def wait_until_blocks_are_fetched(engine: AsyncEngine) -> None:
         await asyncio.sleep(0.05)
 
 
-def _make_registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: EngineApp) -> Registrar:
+def _make_registrar(
+    worker: WorkerConfig, config: ServerConfig, port: int, app: EngineApp, tls: TLSIdentity | None
+) -> Registrar:
     from emberline.cluster.registrar import Registrar
     from emberline.worker.worker_reporter import WorkerReporter
 
-    name, url = _worker_name(worker, port), _worker_url(worker, config.host, port)
+    name, url = _worker_name(worker, port), _worker_url(worker, config.host, port, config.scheme)
     reporter = WorkerReporter(name, uuid.uuid4().hex, url, worker.role, app.engine, app.served_models)
     return Registrar(
-        worker.router, config.cluster_key, reporter.build_registration, reporter.build_heartbeat, reporter.update_peers
+        worker.router,
+        config.cluster_key,
+        reporter.build_registration,
+        reporter.build_heartbeat,
+        reporter.update_peers,
+        tls.peer_client_context() if tls is not None else None,
     )
 
 
@@ -197,7 +210,7 @@ def check_worker_address(worker: WorkerConfig, host: str, port: int) -> None:
         raise InvalidRequest(f"invalid worker name or URL: {error}", param="worker", hint=hint) from error
 
 
-def with_reachable_url(worker: WorkerConfig, host: str, port: int) -> WorkerConfig:
+def with_reachable_url(worker: WorkerConfig, host: str, port: int, scheme: str = "http") -> WorkerConfig:
     """Return the config with a URL that the router can reach.
 
     For a worker that listens on all interfaces, the URL has the address of the interface that leads to the router.
@@ -211,12 +224,12 @@ def with_reachable_url(worker: WorkerConfig, host: str, port: int) -> WorkerConf
         found = find_outgoing_address(worker.router)
     except (OSError, ValueError) as e:
         what = f"cannot determine this machine's address towards the router {worker.router}: {e}"
-        raise InvalidRequest(what, param="worker_url", hint="set --worker-url http://HOST:PORT") from e
-    return replace(worker, worker_url=f"http://{f'[{found}]' if ':' in found else found}:{port}")
+        raise InvalidRequest(what, param="worker_url", hint=f"set --worker-url {scheme}://HOST:PORT") from e
+    return replace(worker, worker_url=f"{scheme}://{f'[{found}]' if ':' in found else found}:{port}")
 
 
-def _worker_url(worker: WorkerConfig, host: str, port: int) -> str:
-    return worker.worker_url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
+def _worker_url(worker: WorkerConfig, host: str, port: int, scheme: str = "http") -> str:
+    return worker.worker_url or f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _worker_name(worker: WorkerConfig | None, port: int) -> str:
@@ -228,10 +241,11 @@ def _worker_name(worker: WorkerConfig | None, port: int) -> str:
     )
 
 
-def _build_transfer_config(worker: WorkerConfig, host: str, port: int) -> TransferConfig:
+def _build_transfer_config(worker: WorkerConfig, host: str, port: int, tls: TLSConfig | None) -> TransferConfig:
     """Return the configuration of KV transfers, with the worker's name and address."""
     hostname = urlsplit(worker.worker_url).hostname if worker.worker_url else None
-    return TransferConfig(_worker_name(worker, port), host, advertised_host=hostname, required=worker.role != "both")
+    name, is_required = _worker_name(worker, port), worker.role != "both"
+    return TransferConfig(name, host, advertised_host=hostname, tls=tls, required=is_required)
 
 
 def _log_models(info_by_model: Mapping[str, LoadedModelInfo]) -> None:
@@ -276,13 +290,11 @@ def _log_models(info_by_model: Mapping[str, LoadedModelInfo]) -> None:
             )
 
 
-def _log_ready(host: str, port: int, info_by_model: Mapping[str, LoadedModelInfo], start_time: float) -> None:
+def _log_ready(url: str, info_by_model: Mapping[str, LoadedModelInfo], start_time: float) -> None:
     """Log that the server is ready, with the seconds of each start-up phase added up over all models."""
     phases: dict[str, float] = {}
     for info in info_by_model.values():
         for phase, seconds in info.seconds.items():
             phases[phase] = seconds if phase == "imports" else phases.get(phase, 0.0) + seconds
     phase_list = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())
-    log.info(
-        "Server ready: url=http://%s:%d seconds=%.2f phases=%r", host, port, time.monotonic() - start_time, phase_list
-    )
+    log.info("Server ready: url=%s seconds=%.2f phases=%r", url, time.monotonic() - start_time, phase_list)

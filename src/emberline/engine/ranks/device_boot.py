@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +40,15 @@ from emberline.kernels.cpu.library import find_library
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import check_requested_dtype, stored_weight_format
 from emberline.models.weight_form import check_requested_weights
+
+
+def boot_device_ranks_on_ray(config: EngineConfig) -> LoadedEngine:
+    """Reserve GPUs of this node with Ray, and load the model. Settings are checked before anything is reserved."""
+    from emberline.engine.ranks.ray_boot import boot_on_ray
+
+    granted = replace(config.parallel, launcher="processes", ray_address=None)
+    check_device_settings(replace(config, parallel=granted), torch.cuda.device_count())
+    return boot_on_ray(config, "GPU", boot_device_ranks, max_nodes=1)
 
 
 def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None) -> LoadedEngine:

@@ -10,6 +10,9 @@ from emberline.core.errors import InvalidRequest
 from emberline.engine.ranks.layout import Layout
 from emberline.models.config import ModelConfig
 
+# Hints for settings that no option of the same name sets.
+HINTS = {"transfer": "use --role both", "overlap": "drop overlap=False"}
+
 
 def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
     """Raise InvalidRequest for settings that an engine on several GPUs does not support, or if there are too few GPUs.
@@ -28,12 +31,12 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
         "nodes": parallel.nodes > 1,
         "launcher": parallel.launcher != "processes",
         "exact": config.gpu.exact,
-        "overlap": not config.gpu.overlap,
+        "overlap": not config.gpu.overlap,  # set by programs only
     }
     for name, is_set in unsupported.items():
         if is_set:
             what = "the exchange of KV blocks with other workers" if name == "transfer" else f"the setting {name}"
-            hint = "use --role both" if name == "transfer" else f"drop --{name.replace('_', '-')} or --{field}"
+            hint = HINTS.get(name) or f"drop --{name.replace('_', '-')} or --{field}"
             raise InvalidRequest(f"{what} does not work with {ranks} on GPUs yet", param=name, hint=hint)
     needed = -(-parallel.num_ranks // parallel.ranks_per_gpu)
     if needed > num_gpus:

@@ -133,12 +133,36 @@ def with_settings_of_node(config: EngineConfig, own: EngineConfig) -> EngineConf
     return replace(config, model=own.model, threads=own.threads, parallel=replace(config.parallel, **node))
 
 
+class Silence:
+    """Measures how long node 0 has sent nothing.
+
+    The clock also advances while the machine or this process is stopped, so long times between two checks count little.
+    """
+
+    def __init__(self) -> None:
+        self.limit_s = START_TIMEOUT_S
+        self._seconds, self._checked_at = 0.0, time.monotonic()
+
+    def reset(self) -> None:
+        self._seconds = 0.0
+
+    def check(self) -> None:
+        """Raise ConnectionError if node 0 has sent nothing for longer than the limit."""
+        now = time.monotonic()
+        self._seconds += min(now - self._checked_at, 2 * BEAT_INTERVAL_S)
+        self._checked_at = now
+        if self._seconds > self.limit_s:
+            raise ConnectionError(f"node 0 sent nothing for {self.limit_s:g} s")
+
+
 class NodeRun:
     """The ranks of this node in one group, from joining it to its end."""
 
     def __init__(self, config: EngineConfig, master: NodeSocket, command: tuple[str, ...]) -> None:
         self._config, self._master, self._command = config, master, command
         self._is_over = threading.Event()
+        self._silence = Silence()
+        self._unread_bytes = -1  # of the connection to node 0, at the last look
 
     def wait_for_start(self, stop: threading.Event) -> bool:
         """Wait until all nodes have joined; return False if `stop` was set before. Raises ConnectionError."""
@@ -191,7 +215,8 @@ class NodeRun:
             )
 
     def _serve(self, stop: threading.Event) -> bool:
-        silent_s, checked, limit = 0.0, time.monotonic(), max(START_TIMEOUT_S, self._config.parallel.rank_timeout)
+        silence = self._silence
+        silence.limit_s = max(START_TIMEOUT_S, self._config.parallel.rank_timeout)
         with selectors.DefaultSelector() as selector:
             selector.register(self._master, selectors.EVENT_READ)
             for child in self._processes.children.values():
@@ -201,21 +226,17 @@ class NodeRun:
                     if isinstance(key.data, RankChild):
                         self._forward_messages(key.data, selector)
                         continue
-                    silent_s = 0.0
+                    silence.reset()
                     is_open = self._master.read_available()
                     while (message := self._master.take_message()) is not None:
                         if isinstance(message, NodeGoodbye):
                             return True
                         if isinstance(message, NodePlan) or (isinstance(message, MasterBeat) and message.is_ready):
-                            limit = self._config.parallel.rank_timeout
+                            silence.limit_s = self._config.parallel.rank_timeout
                         self._handle_message(message)
                     if not is_open:
                         raise ConnectionError("node 0 closed the connection")
-                now = time.monotonic()
-                # The clock also advances while the machine or this process is stopped, so longer times do not count.
-                silent_s, checked = silent_s + min(now - checked, 2 * BEAT_INTERVAL_S), now
-                if silent_s > limit:
-                    raise ConnectionError(f"node 0 sent nothing for {limit:g} s")
+                silence.check()
         name = self._start.layout.describe_node(self._config.parallel.node_rank)
         failure = EngineFailed(f"{name} was stopped by a signal")
         self._master.try_send(Rejection.from_error("", failure))
@@ -248,9 +269,17 @@ class NodeRun:
             self._master.send(RankEnded(child.rank, child.wait_for_status()))
 
     def _check(self) -> None:
-        """Raise RankLost if the plans of a rank that has ended are full, or the connection to node 0 has ended."""
+        """Raise an error if a rank has ended or node 0 is lost. It is called while a rank's plans are full.
+
+        Messages of node 0 are not read meanwhile, but the number of unread bytes shows whether some arrive."""
         if self._is_over.is_set() or any(c.process.poll() is not None for c in self._processes.children.values()):
             raise RankLost("a rank of this node has ended")
+        if self._master.is_closed_by_peer():
+            raise ConnectionError("node 0 closed the connection")
+        if (unread := self._master.count_unread_bytes()) != self._unread_bytes:
+            self._unread_bytes = unread
+            self._silence.reset()
+        self._silence.check()
 
     def _send_beats(self) -> None:
         memory, ranks, num_sent = self._processes.memory, self._processes.children, 0

@@ -5,9 +5,12 @@ This module does not import torch."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import select
 import socket
 import struct
+import sys
+import termios
 import threading
 import time
 from typing import Any, TypeVar
@@ -205,6 +208,18 @@ class NodeSocket:
             return False
         except OSError:
             return True
+
+    def is_closed_by_peer(self) -> bool:
+        """Return whether the other side has closed the connection, even if it has sent bytes that are unread."""
+        poller = select.poll()
+        poller.register(self.connection, getattr(select, "POLLRDHUP", 0))  # errors are always reported
+        return bool(poller.poll(0))
+
+    def count_unread_bytes(self) -> int:
+        """Return how many received bytes the system keeps for this side."""
+        count = bytearray(4)
+        fcntl.ioctl(self.connection.fileno(), termios.FIONREAD, count)
+        return int.from_bytes(count, sys.byteorder)
 
     def finish(self, message: NodeMessage, timeout_s: float) -> None:
         """Send a last message and wait until the other side has closed the connection.

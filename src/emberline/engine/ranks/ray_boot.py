@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from emberline.core.engine_config import EngineConfig
+from emberline.core.parallel_config import MAX_RANKS
 from emberline.engine.boot import LoadedEngine
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.node_listener import NodeLauncher
@@ -18,14 +19,18 @@ from emberline.models.config import ModelConfig
 
 
 def boot_on_ray(
-    config: EngineConfig, kind: str, boot_node: Callable[[EngineConfig, NodeLauncher], LoadedEngine]
+    config: EngineConfig,
+    kind: str,
+    boot_node: Callable[[EngineConfig, NodeLauncher], LoadedEngine],
+    max_nodes: int = MAX_RANKS,
 ) -> LoadedEngine:
     """Start nodes and load the model on them. Raises EmberlineError if settings, model or the cluster are not usable.
 
-    `kind`: CPU or GPU. `boot_node`: loads the model, given the config of node 0 and what has started the others."""
+    `kind`: CPU or GPU. `boot_node`: loads the model, given the config of node 0 and what has started the others.
+    `max_nodes`: on which it can."""
     check_divisible(Layout.of(config.parallel), ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model))))
     began = time.perf_counter()
-    launcher = RayLauncher(config, kind)
+    launcher = RayLauncher(config, kind, max_nodes)
     launched = time.perf_counter()
     try:
         loaded = boot_node(launcher.config, launcher)

@@ -25,6 +25,7 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.environment import visible_gpus
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, InvalidRequest
 from emberline.core.freeport import free_port
+from emberline.core.parallel_config import MAX_RANKS
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.node_agent import run_node
 from emberline.engine.ranks.ray_placement import CPU, GPU, Placement, RayNode, list_placements
@@ -75,8 +76,8 @@ class RayNodeActor:
 
 
 class RayLauncher:
-    def __init__(self, config: EngineConfig, kind: str = CPU) -> None:
-        """Reserve CPUs or GPUs and start the actors. The caller must call `close`.
+    def __init__(self, config: EngineConfig, kind: str = CPU, max_nodes: int = MAX_RANKS) -> None:
+        """Reserve CPUs or GPUs on up to `max_nodes` nodes, and start the actors. The caller must call `close`.
 
         `self.config` is then the config of node 0, with the number of nodes. Raises EmberlineError if Ray is not usable
         or does not grant the resources within `node_timeout`."""
@@ -85,7 +86,7 @@ class RayLauncher:
         self._keeper: Any = None  # on a GPU: the actor of this node, which keeps its GPUs reserved
         self._runs: dict[Any, int] = {}  # node by the reference to the result of its actor
         self.cluster_key = secrets.token_hex(16)
-        self._group, placement = reserve(ray, config, kind)
+        self._group, placement = reserve(ray, config, kind, max_nodes)
         try:
             self.config = _with_placement(config, placement, ray.util.get_node_ip_address())
             self._start_actors(ray, placement)
@@ -207,7 +208,7 @@ def check_own_gpus(granted: list[str]) -> None:
         )
 
 
-def reserve(ray: Any, config: EngineConfig, kind: str) -> tuple[PlacementGroup, Placement]:
+def reserve(ray: Any, config: EngineConfig, kind: str, max_nodes: int = MAX_RANKS) -> tuple[PlacementGroup, Placement]:
     """Return a placement group with a bundle for each node, and what it has. The first bundle is on this node.
 
     Waits for other programs to free resources, and for nodes to join the cluster. Raises EngineUnavailable after
@@ -220,7 +221,7 @@ def reserve(ray: Any, config: EngineConfig, kind: str) -> tuple[PlacementGroup, 
         here = next((node for node in nodes if node.id == here_id), None)
         if here is None:
             raise EngineUnavailable("this machine's Ray node has died", hint="run `ray start` again")
-        for placement in list_placements(config, kind, here, nodes):
+        for placement in list_placements(config, kind, here, nodes, max_nodes):
             if (group := _try_placement(ray, placement, here)) is not None:
                 return group, placement
             now = time.monotonic()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from emberline.core.engine_config import EngineConfig
+from emberline.core.parallel_config import MAX_RANKS
 
 CPU, GPU = "CPU", "GPU"
 
@@ -41,20 +42,24 @@ class Placement:
         return f"{self.num_nodes} node{'s' * (self.num_nodes > 1)} with {units} {self.kind}{'s' * (units > 1)} each"
 
 
-def list_placements(config: EngineConfig, kind: str, here: RayNode, nodes: Sequence[RayNode]) -> Iterator[Placement]:
+def list_placements(
+    config: EngineConfig, kind: str, here: RayNode, nodes: Sequence[RayNode], max_nodes: int = MAX_RANKS
+) -> Iterator[Placement]:
     """Yield the placements that the cluster could grant when nothing else runs on it, those on fewer nodes first.
 
-    `here`: this node, one of `nodes`. If the cluster cannot grant any, the one with the smallest parts is yielded."""
+    `here`: this node, one of `nodes`. `max_nodes`: that a placement may have. If the cluster cannot
+    grant any, the one with the smallest parts is yielded."""
     num_ranks, found = config.parallel.num_ranks, False
     for count in range(1, num_ranks + 1):
-        if num_ranks % count:
+        if num_ranks % count or count > max_nodes:
             continue
         placement = _fit(config, kind, num_ranks // count, count, here, nodes)
         if placement is not None:
             found = True
             yield placement
     if not found:
-        yield Placement(num_ranks, 1, config.threads if kind == CPU and config.threads else 1, kind)
+        count = min(num_ranks, max_nodes)
+        yield Placement(count, num_ranks // count, config.threads if kind == CPU and config.threads else 1, kind)
 
 
 def _fit(

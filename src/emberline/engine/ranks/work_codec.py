@@ -96,8 +96,8 @@ class WorkEncoder:
             numbers += [len(w.tokens) for w in work]
         samples = [w.samples for w in work]
         begun = [] if changed is None else np.flatnonzero(changed < 0).tolist()
-        counts, known = np.array([len(w.blocks) for w in work], np.int32), self._num_blocks[slots]
-        self._num_blocks[slots] = counts
+        counts = np.fromiter([len(w.blocks) for w in work], np.int32, len(work))
+        known, self._num_blocks[slots] = self._num_blocks[slots], counts
         return _ENCODER.encode(
             EncodedWork(
                 len(work),

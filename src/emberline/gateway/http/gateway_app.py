@@ -277,7 +277,7 @@ def _check_content_type(exchange: Exchange, path: str, body: bytes) -> None:
 
 def _client_origin(exchange: Exchange) -> str:
     """Return the scheme and host that the client used: those of the gateway, or of a proxy in front of it."""
-    scheme = "https" if exchange.header("x-forwarded-proto") == "https" else "http"
+    scheme = "https" if exchange.header("x-forwarded-proto") == "https" else exchange.scheme
     return f"{scheme}://{exchange.header('host')}"
 
 

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from emberline.core.clock import Clock
+from emberline.core.tls import TLSIdentity
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler
 from emberline.gateway.layers.caching import CacheLayer
 from emberline.gateway.limits.base import Limiter
 from emberline.gateway.logs.log_writer import LogWriter
-from emberline.server.metrics import LATENCY_BUCKETS_S, Histogram, MetricFamily
+from emberline.server.metrics import LATENCY_BUCKETS_S, Histogram, MetricFamily, tls_families
 from emberline.server.tracing import RequestTracing
 
 MAX_MODEL_LABELS = 1000  # different values of the label `model`; all further models are "other"
@@ -27,6 +28,7 @@ class GatewayMetrics:
         cached: CacheLayer,
         limiter: Limiter,
         spans: RequestTracing | None,
+        tls: TLSIdentity | None = None,
     ) -> None:
         self._clock = clock
         self._breakers = breakers
@@ -34,6 +36,7 @@ class GatewayMetrics:
         self._cached = cached
         self._limiter = limiter
         self._spans = spans
+        self._tls = tls
         self.open_requests = 0
         self._requests: Counter[tuple[str, str, str, str]] = Counter()  # provider, model, status, `ended`
         self._tokens: Counter[tuple[str, str, str]] = Counter()  # provider, model, kind
@@ -118,6 +121,7 @@ class GatewayMetrics:
             yield MetricFamily(full, help_, "counter", [f"{full} {count}"])
         if self._spans is not None:
             yield from self._spans.families()
+        yield from tls_families(self._tls)
         for name, help_, count in self._gauges_without_labels():
             yield MetricFamily(name, help_, "gauge", [f"{name} {count}"])
         states = [(_format_labels(("place",), (place,)), n) for place, n in self._breakers]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import ssl
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -17,6 +19,7 @@ from emberline.core.clock import Clock, SystemClock, WallClock
 from emberline.core.config import MASTER_KEY_VARIABLE, read_secret
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
+from emberline.core.tls import TLSIdentity, open_identity
 from emberline.gateway.admin.admin import AdminAPI
 from emberline.gateway.admin.admin_context import AdminContext
 from emberline.gateway.cache.factory import open_cache, semantic_cache_factory
@@ -74,6 +77,7 @@ CATALOGUE_POLL_INTERVAL_S = 5.0
 
 async def serve_gateway(config: GatewayConfig, config_file: Mapping[str, Any]) -> None:
     """Run a gateway until a signal stops it. `config_file`: the decoded configuration file."""
+    tls = open_identity(config.tls)
     listener = bind_listener(config.host, config.port)
     port = listener.getsockname()[1]
     exposed = is_exposed(listener) and not config.open
@@ -81,23 +85,33 @@ async def serve_gateway(config: GatewayConfig, config_file: Mapping[str, Any]) -
         config.cors_origins, config.allowed_hosts, is_loopback=not is_exposed(listener), is_authenticated=False
     )
     async with AsyncExitStack() as stack:
-        app = await build_gateway(config, config_file, stack, require_keys=exposed)
+        app = await build_gateway(config, config_file, stack, require_keys=exposed, tls=tls)
         key_file = "" if config.api_keys else f" admin_key_file={config.admin_key_file}"
 
         def log_start() -> None:
-            log.info("Gateway started: url=http://%s:%d%s", config.host, port, key_file)
+            log.info("Gateway started: url=%s://%s:%d%s", config.scheme, config.host, port, key_file)
 
         await serve_until_stopped(
-            CrossSiteGuard(app, policy, app.has_valid_key), listener, log_start, max_message_bytes=config.max_body
+            CrossSiteGuard(app, policy, app.has_valid_key),
+            listener,
+            log_start,
+            max_message_bytes=config.max_body,
+            tls=tls.listener_context() if tls is not None else None,
         )
 
 
 async def build_gateway(
-    config: GatewayConfig, config_file: Mapping[str, Any], stack: AsyncExitStack, *, require_keys: bool = False
+    config: GatewayConfig,
+    config_file: Mapping[str, Any],
+    stack: AsyncExitStack,
+    *,
+    require_keys: bool = False,
+    tls: TLSIdentity | None = None,
 ) -> GatewayApp:
     """Create the gateway's objects and return its application. Closing `stack` closes these objects.
 
-    `require_keys`: every gateway requires a key, even if its settings do not.
+    `require_keys`: every gateway requires a key, even if its settings do not. `tls`: the identity of its listener,
+    for metrics.
     """
     configured: ConfiguredGateways = read_configured_gateways(config_file, config.engine)
     if require_keys:
@@ -106,7 +120,7 @@ async def build_gateway(
     store = await open_store(config.store_url)
     stack.push_async_callback(store.close)
     watch = StoreVersionWatch(store, clock)
-    upstream = await stack.enter_async_context(UpstreamClient())
+    upstream = await stack.enter_async_context(UpstreamClient(tls_by_origin=make_engine_tls(config)))
     registry = ProviderRegistry(config.private_providers)
     vault = ProviderKeyVault(store, watch, open_master_keys(config.master_key_file, read_secret(MASTER_KEY_VARIABLE)))
     catalogue = CatalogueFiles(*(Path(file) for file in [config.catalogue] if file))
@@ -118,7 +132,7 @@ async def build_gateway(
     cached = CacheLayer(cache_store, clock, semantic_cache_factory(upstream, config.engine, config.embedder, clock))
     claims = ClaimBuilder(catalogue, prices)
     spans = await stack.enter_async_context(open_tracing(config.trace, "emberline-gateway"))
-    metrics = GatewayMetrics(clock, attempts.breakers, log_writer, cached, limiter, spans)
+    metrics = GatewayMetrics(clock, attempts.breakers, log_writer, cached, limiter, spans, tls)
     outer = _build_outer_layers(config, metrics, spans, log_writer, clock)
     layers = (
         *outer,
@@ -151,6 +165,12 @@ async def build_gateway(
     return GatewayApp(
         config, gateway, run_handler, admin, models, store, metrics, load_pages("gateway/index.html"), require_keys
     )
+
+
+def make_engine_tls(config: GatewayConfig) -> dict[str, ssl.SSLContext]:
+    """Return the TLS context for the engine by its origin; {} if the engine is called like any provider."""
+    identity = open_identity(config.engine_tls)
+    return {} if identity is None else {f"https://{urlsplit(config.engine).netloc}": identity.peer_client_context()}
 
 
 def _build_outer_layers(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
+from collections.abc import Mapping
 from types import TracebackType
 
 from emberline.gateway.upstream.provider_request import ProviderRequest
@@ -19,13 +21,20 @@ VIA_VALUE = "1.1 emberline-gateway"  # tells a router that a request was forward
 
 
 class UpstreamClient:
-    def __init__(self, connect_timeout_s: float = 5.0, resolve: ResolveHost = resolve_public_addresses) -> None:
+    def __init__(
+        self,
+        connect_timeout_s: float = 5.0,
+        resolve: ResolveHost = resolve_public_addresses,
+        tls_by_origin: Mapping[str, ssl.SSLContext] | None = None,
+    ) -> None:
+        """`tls_by_origin`: the TLS contexts of origins whose certificates do not come from one of the system's CAs."""
         self._resolve = resolve
         self._pool = HTTPConnectionPool(
             connect_timeout_s=connect_timeout_s,
             idle_timeout_s=IDLE_CONNECTION_S,
             retries_stale=True,
             dial=self.connect_to_public,
+            tls_by_origin=tls_by_origin,
         )
 
     async def __aenter__(self) -> UpstreamClient:

@@ -10,6 +10,7 @@ If a rank does not take part within the deadline, NCCL's watchdog ends the proce
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,7 +32,7 @@ class NcclGroup(Communicator):
         Raises CollectivesUnavailable if NCCL is missing or refuses the GPUs.
         """
         self.rank, self.size, self._host, self._own_order = host.rank, host.size, host, own_order
-        self._is_aborted = False
+        self._is_aborted, self._abort_lock = False, threading.Lock()
         if not distributed.is_nccl_available():
             raise CollectivesUnavailable("this build of torch has no NCCL")
         options: Any = distributed.ProcessGroupNCCL.Options()
@@ -85,16 +86,22 @@ class NcclGroup(Communicator):
             raise RankLost(f"rank {self.rank} of {self.size}: the group was aborted")
 
     def abort(self) -> None:
-        if not self._is_aborted:
-            self._is_aborted = True
-            self._group.abort()
+        """End the calls of all threads with an error. Further calls, also of other threads, do nothing."""
+        if (group := self._take_running_group()) is not None:
+            group.abort()
 
     def close(self) -> None:
         """End the connections. A second call does nothing."""
-        if self._group is not None and not self._is_aborted:
-            self._group.shutdown()
-        self._is_aborted, self._group = True, None
+        if (group := self._take_running_group()) is not None:
+            group.shutdown()
+        self._group = None
         self._host.close()
+
+    def _take_running_group(self) -> Any:
+        """Return torch's group to the first caller, and mark this one as aborted; None for later callers."""
+        with self._abort_lock:
+            was_aborted, self._is_aborted = self._is_aborted, True
+            return None if was_aborted else self._group
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         parts = x.new_empty(self.size, *x.shape)

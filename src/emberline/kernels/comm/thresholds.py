@@ -1,7 +1,7 @@
 """Which kernel computes a sum, by its size and the number of ranks.
 
 The limits are computed, not measured. With N ranks and B bytes, one-shot reads (N - 1) B from other GPUs and two-shot
-2 (N - 1) B / N, after one more meeting of all ranks. With 450 GB/s of NVLink and 2 us for a meeting, both take the same
+2 (N - 1) B / N, after one more barrier. With 450 GB/s of NVLink and 2 us for a barrier, both take the same
 time at 600 KB for 4 ranks and at 170 KB for 8. That agrees with the published times of vLLM's all-reduce on H200, which
 grow from 64 KiB to 512 KiB from 5.4 to 10.5 us on 4 GPUs, and from 6.6 to 11.1 us on 8.
 `python -m emberline.bench.gpu collectives` measures both kernels.

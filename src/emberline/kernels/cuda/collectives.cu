@@ -1,16 +1,16 @@
 // Collectives of ranks that have mapped each other's device memory: sums, with the residual and the norm that follow them in
-// a decoder layer, gathered and exchanged rows, broadcasts, and messages. meeting.cuh says how ranks wait for each other.
+// a decoder layer, gathered and exchanged rows, broadcasts, and messages. barrier.cuh says how ranks wait for each other.
 //
 // Sums. They are computed in float32 in the order of the ranks and rounded once, for every element alike. So every rank gets
 // the same bits, whichever kernel computes them:
-// - reduce_one_shot: every rank reads the parts of all ranks and sums them. One meeting.
-// - reduce_two_shot: rank r sums the r-th chunk of the elements, then all ranks read each other's sums. Two meetings, but a
+// - reduce_one_shot: every rank reads the parts of all ranks and sums them. One barrier.
+// - reduce_two_shot: rank r sums the r-th chunk of the elements, then all ranks read each other's sums. Two barriers, but a
 //   rank reads twice the tensor instead of as many times as there are ranks.
 //
 // Pack i of a tensor, or of the part that one rank reads from another, belongs to CTA i / blockDim.x % gridDim.x on all ranks.
 #include "common.cuh"
 #include "peer_memory.cuh"
-#include "meeting.cuh"
+#include "barrier.cuh"
 
 // Kernels have __launch_bounds__ with 1 CTA per multiprocessor, although more fit: otherwise the compiler saves registers and
 // waits for the first loads of a sum before it starts the others.
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(512, 1)
   const u64 call = next_number(header_of(group, group.rank)->calls);
   uint4* const slot = reinterpret_cast<uint4*>(slot_of(group, group.rank, call));
   for (int i = first; i < packs; i += step) slot[i] = load_pack(x, i, count).word;
-  if (!meet(group, call, 0, signature)) return;
+  if (!pass_barrier(group, call, 0, signature)) return;
   const Slots<MOST> slots(group, call);
   for (int i = first; i < packs; i += step) finish_pack(sum_packs<T>(slots, i), residual, out, i, count);
   store_number(header_of(group, group.rank)->calls, call);
@@ -116,12 +116,12 @@ __global__ void __launch_bounds__(512, 1)
   for (int rank = 0; rank < group.size; rank++)
     for (int i = first; i < chunk; i += step)
       if (const int at = rank * chunk + i; at < packs) slot[at] = load_pack(x, at, count).word;
-  if (!meet(group, call, 0, signature)) return;
+  if (!pass_barrier(group, call, 0, signature)) return;
   // No other rank reads this rank's part of its own chunk, so the sum can replace it.
   const Slots<MOST> slots(group, call);
   for (int i = first; i < chunk; i += step)
     if (const int at = group.rank * chunk + i; at < packs) slot[at] = sum_packs<T>(slots, at).word;
-  if (!meet(group, call, 1, signature)) return;
+  if (!pass_barrier(group, call, 1, signature)) return;
   for (int offset = 0; offset < group.size; offset++) {
     const int rank = (group.rank + offset) % group.size;  // ranks read from different ranks at the same time
     const uint4* const sums = reinterpret_cast<const uint4*>(slot_of(group, rank, call));
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(512, 1)
   uint4* const slot = reinterpret_cast<uint4*>(slot_of(group, group.rank, call));
   for (int row = blockIdx.x; row < rows; row += gridDim.x)
     for (int i = row * packs + threadIdx.x; i < (row + 1) * packs; i += blockDim.x) slot[i] = load_pack(partial, i, count).word;
-  if (!meet(group, call, 0, signature)) return;
+  if (!pass_barrier(group, call, 0, signature)) return;
   const Slots<MOST> slots(group, call);
   int turn = 0;
   for (int row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(512, 1)
   const u64 call = next_number(header_of(group, group.rank)->calls);
   Unit* const slot = reinterpret_cast<Unit*>(slot_of(group, group.rank, call));
   for (int i = first; i < count; i += step) slot[i] = load_unit(x + i);
-  if (!meet(group, call, 0, signature)) return;
+  if (!pass_barrier(group, call, 0, signature)) return;
   for (int offset = 0; offset < group.size; offset++) {
     const int rank = (group.rank + offset) % group.size;
     const Unit* const from = reinterpret_cast<const Unit*>(slot_of(group, rank, call));
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(512, 1)
   uint4* const slot = reinterpret_cast<uint4*>(slot_of(group, source, call));
   if (group.rank == source)
     for (int i = first; i < packs; i += step) slot[i] = load_pack(x, i, count).word;
-  if (!meet(group, call, 0, signature)) return;
+  if (!pass_barrier(group, call, 0, signature)) return;
   if (group.rank != source)
     for (int i = first; i < packs; i += step) store_pack(x, i, count, Pack<u8>(load_unit(slot + i)));
   store_number(header_of(group, group.rank)->calls, call);
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(512, 1)
     for (int rank = 0, start = 0; rank < group.size; start += counts.sent[rank++])
       for (int i = first; i < area && begin + i < counts.sent[rank]; i += step)
         slot[i64(rank) * area + i] = load_unit(x + start + begin + i);
-    if (!meet(group, call, 0, signature)) return;
+    if (!pass_barrier(group, call, 0, signature)) return;
     if (round == 0)
       for (int rank = 0; rank < group.size; rank++)
         rounds = max(rounds, load_relaxed(&header_of(group, group.rank)->rounds[parity][rank]));

@@ -13,7 +13,7 @@ from torch import Tensor
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule
 
 FILE = "collectives.cu"
-MAX_RANKS, MAX_BLOCKS, MAX_THREADS = 8, 32, 512  # as in meeting.cuh
+MAX_RANKS, MAX_BLOCKS, MAX_THREADS = 8, 32, 512  # as in barrier.cuh
 HEADER_BYTES = 64 << 10  # at least the size of the kernels' struct Header
 REPORT_WORDS = 2  # 64-bit words in host memory: what a kernel reports, and the host's request to stop
 # What a kernel reports, in the low 8 bits; the rank because of which it gave up, and the call, are above.
@@ -44,7 +44,7 @@ VARIANTS = _list_variants(RANK_LIMITS)
 
 
 class Group(ctypes.Structure):
-    """What the kernels know of a group: the C struct Group of meeting.cuh."""
+    """What the kernels know of a group: the C struct Group of barrier.cuh."""
 
     _fields_ = (
         ("buffers", ctypes.c_uint64 * MAX_RANKS),

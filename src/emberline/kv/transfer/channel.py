@@ -77,6 +77,9 @@ class MessageChannel:
         self._io_timeout_s = io_timeout_s
         self._timeouts = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
 
+    def complete_tls_handshake(self) -> None:
+        """Do what a TLS connection needs before the first message: nothing, as this one is not encrypted."""
+
     def send_json(self, kind: MessageKind, transfer_id: int, body: dict[str, Any], deadline: float) -> None:
         self.send(kind, transfer_id, json.dumps(body).encode(), deadline)
 
@@ -155,12 +158,12 @@ class MessageChannel:
             if remaining > 0:
                 self._set_timeout(timeout_option, min(remaining, self._io_timeout_s))
                 if timeout_option == socket.SO_SNDTIMEO:
-                    return self.socket.sendmsg(views)
-                if received := self.socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]:
+                    return self._send_views(views)
+                if received := self._receive_views(views):
                     return received
                 self.is_broken = True
                 raise PeerLost("the peer closed the connection")
-        except BlockingIOError:
+        except (BlockingIOError, TimeoutError):
             pass
         except OSError as error:
             self.is_broken = True
@@ -169,6 +172,12 @@ class MessageChannel:
         if deadline <= time.monotonic():
             raise TransferTimeout("the deadline passed before the peer had answered")
         raise PeerLost(f"the peer sent or accepted no byte for {self._io_timeout_s:g} s")
+
+    def _send_views(self, views: list[memoryview]) -> int:
+        return self.socket.sendmsg(views)
+
+    def _receive_views(self, views: list[memoryview]) -> int:
+        return self.socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
 
     def _set_timeout(self, timeout_option: int, seconds: float) -> None:
         if self._timeouts[timeout_option] != seconds:

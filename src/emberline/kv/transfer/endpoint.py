@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from emberline.core.engine_config import TransferConfig
+from emberline.core.tls import open_identity
 from emberline.kv.checksum import Crc
 from emberline.kv.codec import KVCodec
 from emberline.kv.confine import is_loopback
@@ -82,6 +83,7 @@ class TransferEndpoint:
         codecs = [options.codec] if options.codec else []
         streams = 2 if isinstance(region, HostRegion) else STAGED_PULL_CONNECTIONS
         habits = LinkOptions(streams, crc=options.crc, codecs=codecs, always_encode=options.always_encode)
+        tls = open_identity(config.tls)
         transports: list[Transport] = [same_host.transport] if same_host else []
         servers: list[TransferServer] = [same_host.serve(sender)] if same_host else []
         try:
@@ -95,9 +97,10 @@ class TransferEndpoint:
                     config.listen_port,
                     codecs=codecs,
                     advertised_host=config.advertised_host,
+                    tls=tls.peer_listener_context() if tls is not None else None,
                 )
             )
-            transports.append(TcpTransport(layout, habits))
+            transports.append(TcpTransport(layout, habits, tls.peer_client_context() if tls is not None else None))
         except BaseException:
             for server in servers:
                 server.stop()

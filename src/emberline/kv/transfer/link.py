@@ -24,6 +24,7 @@ from emberline.kv.transfer.lease import LeaseEndReason
 from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.server import DATA_HEADER, MAX_PULL_S, compute_generations_crc
 from emberline.kv.transfer.ticket import Peer, Ticket
+from emberline.kv.transfer.tls_channel import make_channel
 
 Connector = Callable[[float], socket.socket]  # connects within a timeout in seconds
 
@@ -243,7 +244,7 @@ class StreamLink:
     def _open_channel(self, deadline: float) -> MessageChannel:
         try:
             remaining = deadline - time.monotonic()
-            channel = MessageChannel(
+            channel = make_channel(
                 self._connect(max(0.001, min(remaining, self._options.io_timeout_s))), self._options.io_timeout_s
             )
         except OSError as error:

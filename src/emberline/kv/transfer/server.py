@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -23,6 +24,7 @@ from emberline.kv.transfer.lease import Lease, LeaseEndReason
 from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.region import Generations, StagingBuffer
 from emberline.kv.transfer.sender import Sender
+from emberline.kv.transfer.tls_channel import make_channel
 
 log = logging.getLogger("emberline.transfer")
 
@@ -47,8 +49,10 @@ class TransferServer:
         *,
         codecs: Sequence[KVCodec] = (),
         io_timeout_s: float = IO_TIMEOUT_S,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._sender = sender
+        self._tls = tls
         self._listener = listener
         self._codecs = {codec.name: codec for codec in codecs}
         self._io_timeout_s = io_timeout_s
@@ -91,7 +95,9 @@ class TransferServer:
         if self.num_connections >= MAX_CONNECTIONS:
             sock.close()
             return
-        channel = MessageChannel(sock, self._io_timeout_s)
+        if self._tls is not None:
+            sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        channel = make_channel(sock, self._io_timeout_s)
         thread = threading.Thread(target=self._serve_connection, args=(channel,), name="kv-serve", daemon=True)
         with self._lock:
             self._connections[channel] = thread
@@ -105,6 +111,7 @@ class TransferServer:
 
     def _serve_connection(self, channel: MessageChannel) -> None:
         try:
+            channel.complete_tls_handshake()
             codec = self._handshake(channel)
             while not self._stopping:
                 self._serve_request(channel, self._receive_request(channel), codec)

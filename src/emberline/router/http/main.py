@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
+from emberline.core.tls import open_identity
 from emberline.router.http.foreign_worker_poller import ForeignWorkerPoller
 from emberline.router.http.kv_event_subscriber import KVEventSubscriber
 from emberline.router.http.router_app import RouterApp
@@ -23,6 +24,7 @@ log = logging.getLogger("emberline.router")
 
 async def run_router(config: RouterConfig) -> None:
     """Serve requests until a signal stops the process. Raises InvalidRequest if the address is in use."""
+    tls = open_identity(config.tls)
     is_inherited = config.listen_fd is not None
     listener = socket.socket(fileno=config.listen_fd) if is_inherited else bind_listener(config.host, config.port)
     port = listener.getsockname()[1]
@@ -36,8 +38,10 @@ async def run_router(config: RouterConfig) -> None:
         is_authenticated=bool(config.api_keys),
     )
     config = replace(config, port=port)
-    async with WorkerClient() as client, open_tracing(config.trace, "emberline-router") as spans:
-        app = RouterApp(config, client, SystemClock(), load_pages("router.html"), spans)
+    has_ca = tls is not None and config.tls_ca is not None
+    client_tls = tls.peer_client_context() if tls is not None and has_ca else None
+    async with WorkerClient(client_tls) as client, open_tracing(config.trace, "emberline-router") as spans:
+        app = RouterApp(config, client, SystemClock(), load_pages("router.html"), spans, tls)
         poller = ForeignWorkerPoller(app.dispatcher, client, config.foreign, config.beat_seconds, config.foreign_key)
         coroutines = [app.check_workers_repeatedly(), poller.run()]
         if (index := app.dispatcher.kv_index) is not None:
@@ -45,7 +49,7 @@ async def run_router(config: RouterConfig) -> None:
         tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
 
         def log_ready() -> None:
-            log.info("Router ready: url=http://%s:%d", config.host, port)
+            log.info("Router ready: url=%s://%s:%d", config.scheme, config.host, port)
             if config.cluster_key is None:
                 log.warning(
                     "No cluster key is set, workers can register and be drained from this machine only"
@@ -53,7 +57,8 @@ async def run_router(config: RouterConfig) -> None:
                 )
 
         try:
-            await serve_until_stopped(CrossSiteGuard(app, policy), listener, log_ready)
+            context = tls.listener_context() if tls is not None else None
+            await serve_until_stopped(CrossSiteGuard(app, policy), listener, log_ready, tls=context)
         finally:
             for task in tasks:
                 task.cancel()

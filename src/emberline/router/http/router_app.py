@@ -17,6 +17,7 @@ from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
+from emberline.core.tls import TLSIdentity
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.router.http.dispatcher import Dispatcher
 from emberline.router.http.relay import Relay
@@ -26,7 +27,7 @@ from emberline.router.request_summary import RequestSummary
 from emberline.router.worker_client import WorkerClient
 from emberline.server.access import AccessPolicy, derive_tenant_id
 from emberline.server.exchange import Exchange, Receive, Scope, Send
-from emberline.server.metrics import render_exposition
+from emberline.server.metrics import render_exposition, tls_families
 from emberline.server.pages import StaticPage
 from emberline.server.route_table import HTTPRoute, RouteTable
 from emberline.server.tracing import OPERATION_BY_PATH, RequestTracing
@@ -60,12 +61,14 @@ class RouterApp:
         clock: Clock,
         pages: dict[str, StaticPage],
         tracing: RequestTracing | None = None,
+        tls: TLSIdentity | None = None,
     ) -> None:
         self._config = config
         self._clock = clock
         self.dispatcher = Dispatcher(config, clock)
         self._relay = Relay(self.dispatcher, client, config)
         self._tracing = tracing
+        self._tls = tls
         self._started_at = int(time.time())
         routes = {
             **{path: HTTPRoute(self._relay_request) for path in PROXIED_PATHS},
@@ -86,7 +89,7 @@ class RouterApp:
             "/metrics": HTTPRoute(self._reply_with_metrics, "GET", "operator"),
         }
         hint = "GET /v1/models lists the models"
-        access = AccessPolicy(config.api_keys, config.cluster_key)
+        access = AccessPolicy(config.api_keys, config.cluster_key, tls=config.tls)
         self._routes = RouteTable(routes, HTTPRoute(self._show_model, "GET"), pages, access, hint)
         self._routes.prefix_routes["/v1/responses/"] = HTTPRoute(self._relay_stored_response_call, method="")
 
@@ -165,6 +168,12 @@ class RouterApp:
 
     async def _handle_registration(self, exchange: Exchange) -> None:
         registration = await self._decode_body(exchange, WorkerRegistration)
+        if self._config.tls_ca is not None and not registration.url.startswith("https://"):
+            raise InvalidRequest(
+                f"the worker's URL is {registration.url[:200]}; it must be an https URL, as the router has --tls-ca",
+                param="url",
+                hint="start the worker with --tls-cert, --tls-key and --tls-ca",
+            )
         self.dispatcher.register(registration)
         await exchange.reply_json(self._build_registration_reply(registration.name))
 
@@ -237,5 +246,7 @@ class RouterApp:
             self._worker_views(), len(self.dispatcher.prefixes), self.dispatcher.kv_index
         )
         trace_families = self._tracing.families() if self._tracing is not None else ()
-        text = render_exposition([*families, self._routes.reply_counter.family(), *trace_families])
+        text = render_exposition(
+            [*families, self._routes.reply_counter.family(), *trace_families, *tls_families(self._tls)]
+        )
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")

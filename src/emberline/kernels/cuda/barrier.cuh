@@ -4,7 +4,7 @@
 // only for CTA b of the others, so all ranks launch the same grid and divide elements among CTAs in the same way.
 //
 // Calls are numbered from 1. Their number is in device memory, because a replayed graph cannot change arguments. Call n uses
-// slot n % 2 of the data and flags n % 2. That makes one meeting of all ranks per call enough: a rank starts call n + 2, which
+// slot n % 2 of the data and flags n % 2. That makes one barrier per call enough: a rank starts call n + 2, which
 // overwrites what the others read in call n, after it met all others in call n + 1, and they came there after call n.
 //
 // A flag holds the number of the call and a signature of the call. A rank gives up if it finds another signature, waits too
@@ -21,7 +21,7 @@ struct Header {
   u64 calls[MAX_BLOCKS];  // calls that ended; all are equal between two kernels; CTA b reads [b]
   u64 failed;             // 1 + the number of a rank that gave up, or 0
   u64 unused[31];
-  u64 flags[2][2][MAX_BLOCKS][MAX_RANKS];  // [meeting of the call][call % 2][CTA][rank that wrote it]
+  u64 flags[2][2][MAX_BLOCKS][MAX_RANKS];  // [barrier of the call][call % 2][CTA][rank that wrote it]
   u64 rounds[2][MAX_RANKS];                // [call % 2][rank that wrote it]: rounds that this rank's exchange needs
   // Messages between two ranks, which are numbered too
   u64 sent[MAX_RANKS][MAX_BLOCKS], received[MAX_RANKS][MAX_BLOCKS];  // messages to and from a rank that ended
@@ -84,16 +84,16 @@ DEVICE void begin_kernel(const Group& group) {
 DEVICE u64 next_number(const u64* counts) { return load_relaxed(counts + blockIdx.x) + 1; }
 
 // Waits until CTA b of all ranks is here. What they wrote before is visible then. Returns false if one does not come.
-DEVICE bool meet(const Group& group, u64 call, int meeting, u32 signature) {
+DEVICE bool pass_barrier(const Group& group, u64 call, int barrier, u32 signature) {
   __syncthreads();
-  bool is_met = true;
+  bool is_passed = true;
   const int peer = threadIdx.x;
   if (peer < group.size) {
     const u64 value = call << SIGNATURE_BITS | signature;
-    store_release(&header_of(group, peer)->flags[meeting][call & 1][blockIdx.x][group.rank], value);
-    is_met = wait_for<EXACTLY>(group, &header_of(group, group.rank)->flags[meeting][call & 1][blockIdx.x][peer], value, peer);
+    store_release(&header_of(group, peer)->flags[barrier][call & 1][blockIdx.x][group.rank], value);
+    is_passed = wait_for<EXACTLY>(group, &header_of(group, group.rank)->flags[barrier][call & 1][blockIdx.x][peer], value, peer);
   }
-  return __syncthreads_and(is_met);
+  return __syncthreads_and(is_passed);
 }
 
 // Stores how many calls or messages ended, for all CTAs that a later kernel may have. No thread may read the number any more.

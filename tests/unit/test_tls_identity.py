@@ -1,0 +1,189 @@
+"""TLSIdentity: which files are refused at the start, rotation, and the names of peers."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberline.bench.certificates import IssuedFiles, LocalCA
+from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig
+from emberline.core.errors import InvalidRequest
+from emberline.core.gateway_config import GatewayConfig
+from emberline.core.tls import CHECK_INTERVAL_S, TLSIdentity, match_names
+from emberline.core.tls_config import TLSConfig
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def identity_of(files: IssuedFiles, ca: Path | None = None, **more: Callable[[], float]) -> TLSIdentity:
+    config = TLSConfig(str(files.cert), str(files.key), str(ca) if ca else None)
+    return TLSIdentity(config, **more)
+
+
+def served_certificate(identity: TLSIdentity, ca: Path) -> bytes:
+    """The certificate that a new client sees, in DER."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context(cafile=str(ca))
+    client = context.wrap_bio(outgoing, incoming, server_hostname="localhost")
+    server = identity.listener_context().wrap_bio(incoming, outgoing, server_side=True)
+    for side in (client, server, client, server):
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+    found = client.getpeercert(binary_form=True)
+    assert found is not None
+    return found
+
+
+# -- at the start ------------------------------------------------------------------------------------------------------
+
+
+def damage(files: IssuedFiles, ca: LocalCA, how: str) -> None:
+    match how:
+        case "missing certificate":
+            files.cert.unlink()
+        case "missing key":
+            files.key.unlink()
+        case "not a certificate":
+            files.cert.write_text("hello")
+        case "not a key":
+            files.key.write_text("hello")
+        case "another key":
+            shutil.copy(ca.issue("other").key, files.key)
+        case "expired":
+            ca.issue("server", starts_in=timedelta(days=-2))
+        case "not valid yet":
+            ca.issue("server", starts_in=timedelta(days=2))
+        case "encrypted key":
+            from cryptography.hazmat.primitives import serialization as form
+
+            key = form.load_pem_private_key(files.key.read_bytes(), None)
+            secret = form.BestAvailableEncryption(b"password")
+            files.key.write_bytes(key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, secret))
+        case "missing CA":
+            ca.file.unlink()
+        case "not a CA":
+            ca.file.write_text("hello")
+
+
+@pytest.mark.parametrize(
+    ("how", "param", "message"),
+    [
+        ("missing certificate", "tls_cert", "cannot be read: No such file"),
+        ("missing key", "tls_key", "cannot be read: No such file"),
+        ("not a certificate", "tls_cert", "no certificate in PEM format"),
+        ("not a key", "tls_key", "no key in PEM"),
+        ("another key", "tls_key", "does not belong to the certificate"),
+        ("expired", "tls_cert", r"expired on 20\d\d-"),
+        ("not valid yet", "tls_cert", r"valid only from 20\d\d-"),
+        ("encrypted key", "tls_key", "encrypted with a password"),
+        ("missing CA", "tls_ca", "cannot be read: No such file"),
+        ("not a CA", "tls_ca", "no certificate in PEM format"),
+    ],
+)
+def test_unusable_files_are_refused_by_name(tmp_path: Path, how: str, param: str, message: str) -> None:
+    ca = LocalCA(tmp_path)
+    files = ca.issue("server")
+    identity_of(files, ca.file)
+    damage(files, ca, how)
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        identity_of(files, ca.file)
+    assert caught.value.param == param and caught.value.hint
+
+
+def test_certificate_of_another_ca_is_refused_for_a_worker(tmp_path: Path) -> None:
+    ca, other = LocalCA(tmp_path), LocalCA(tmp_path, "other")
+    identity_of(ca.issue("mine"), ca.file).check_accepts_itself()
+    with pytest.raises(InvalidRequest, match="would not be accepted by peers") as caught:
+        identity_of(other.issue("theirs"), ca.file).check_accepts_itself()
+    assert caught.value.param == "tls_ca"
+
+
+CERT: dict[str, Any] = {"tls_cert": "c", "tls_key": "k"}
+SECURE_WORKER = WorkerConfig("https://r")
+
+
+@pytest.mark.parametrize(
+    ("build", "param"),
+    [
+        (lambda: RouterConfig(tls_cert="c"), "tls_key"),
+        (lambda: RouterConfig(tls_key="k"), "tls_cert"),
+        (lambda: RouterConfig(tls_ca="a"), "tls_cert"),
+        (lambda: RouterConfig(**CERT, tls_names=("n",)), "tls_names"),
+        (lambda: RouterConfig(**CERT, tls_client_certs="cluster"), "tls_client_certs"),
+        (lambda: RouterConfig(**CERT, tls_ca="a", tls_client_certs="some"), "tls_client_certs"),
+        (lambda: ServerConfig(**CERT, tls_ca="a", tls_names=("n",)), "tls_names"),
+        (lambda: ServerConfig(**CERT, worker=SECURE_WORKER), "tls_ca"),
+        (lambda: ServerConfig(**CERT, tls_ca="a", worker=WorkerConfig("http://r")), "router"),
+        (
+            lambda: ServerConfig(**CERT, tls_ca="a", worker=WorkerConfig("https://r", worker_url="http://w")),
+            "worker_url",
+        ),
+        (lambda: GatewayConfig(engine_tls_ca="a"), "engine"),
+        (lambda: GatewayConfig(engine="https://e", engine_tls_cert="c"), "engine_tls_key"),
+    ],
+)
+def test_options_that_need_others_are_refused(build: Callable[[], object], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build()
+    assert caught.value.param == param
+    assert ServerConfig(**CERT, tls_ca="a", tls_names=("n",), worker=SECURE_WORKER).scheme == "https"
+
+
+# -- rotation ----------------------------------------------------------------------------------------------------------
+
+
+def replace_files(files: IssuedFiles, new: IssuedFiles) -> None:
+    for target, source in zip(files, new, strict=True):
+        source.replace(target)
+
+
+def test_changed_files_are_used_for_new_connections(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ca, clock = LocalCA(tmp_path), Clock()
+    files = ca.issue("server")
+    identity = identity_of(files, monotonic=clock)
+    first = served_certificate(identity, ca.file)
+
+    replace_files(files, ca.issue("new"))
+    assert served_certificate(identity, ca.file) == first, "the files are looked at once a second"
+    clock.time += CHECK_INTERVAL_S
+    second = served_certificate(identity, ca.file)
+    assert second != first and (identity.reloads, identity.failed_reloads) == (1, 0)
+
+    ca.issue("newer").cert.replace(files.cert)  # the key is still the old one
+    clock.time += CHECK_INTERVAL_S
+    assert served_certificate(identity, ca.file) == second
+    clock.time += CHECK_INTERVAL_S
+    assert served_certificate(identity, ca.file) == second
+    assert (identity.reloads, identity.failed_reloads) == (1, 1), "unchanged files are not tried again"
+    assert "does not belong to the certificate" in caplog.text
+
+    (tmp_path / "newer-key.pem").replace(files.key)
+    clock.time += CHECK_INTERVAL_S
+    assert served_certificate(identity, ca.file) not in (first, second)
+    files.cert.unlink()
+    clock.time += CHECK_INTERVAL_S
+    assert served_certificate(identity, ca.file) not in (first, second)
+    assert (identity.reloads, identity.failed_reloads) == (2, 2)
+
+
+def test_names_match_exactly_or_one_label_below_a_domain() -> None:
+    allowed = ("Router.example", "*.workers.example", "10.0.0.1", "spiffe://x/worker")
+    for name in ("router.example", "a.workers.example", "10.0.0.1", "spiffe://x/worker"):
+        assert match_names([name], allowed), name
+    for name in ("example", "workers.example", "a.b.workers.example", "10.0.0.2", "x.router.example", ""):
+        assert not match_names([name], allowed), name
+    assert not match_names([], allowed)
