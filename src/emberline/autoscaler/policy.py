@@ -21,7 +21,9 @@ from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
 
 MAX_KV_USAGE = 0.85  # above it, requests are preempted soon
 MAX_SLOT_USAGE = 0.9
-MISSED_SLO_GROWTH = 0.1  # share of workers added when latencies exceed the SLO
+HIGH_PRESSURE = 0.85  # latency as a share of its SLO above which a fully loaded pool gets more workers
+LATENCY_GROWTH = 0.1  # share of workers added because of latencies
+LATENCY_DELAY_S = 15.0  # until more workers show in the latencies
 START_MARGIN = 0.02  # of a worker: a need of 3.01 is met by 3
 REMOVAL_MARGIN = 0.15  # of a worker: a need of 2.9 keeps 4 of 4, since 3 would soon be too few
 
@@ -110,15 +112,22 @@ def _assess_pool(
     idle_since = (before.idle_since if before.idle_since is not None else now) if seen.is_idle else None
     after = replace(before, forecast=forecast, capacity=capacity, idle_since=idle_since, is_slo_unreachable=unreachable)
     need = _find_need(pool, seen, after, now, settings)
-    if pressure > 1 and need.amount < seen.ready:  # not the moment to remove workers
+    is_high = pressure > 1 or (pressure > HIGH_PRESSURE and _is_loaded(seen, after, settings))
+    if is_high and need.amount < seen.ready:  # not the moment to remove workers
         need = PoolNeed(seen.ready, "latency")
     can_correct = seen.ready and not seen.starting and not unreachable and now >= before.correct_again_at
-    if pressure > 1 and can_correct:
-        more = seen.ready + max(1, math.floor(MISSED_SLO_GROWTH * seen.ready))
+    if is_high and can_correct:
+        more = seen.ready + max(1, math.floor(LATENCY_GROWTH * seen.ready))
         need = max(need, PoolNeed(more, "latency"), key=lambda each: each.amount)
-        after = replace(after, correct_again_at=now + settings.start_time + settings.cool_down / 3)
+        after = replace(after, correct_again_at=now + settings.start_time + LATENCY_DELAY_S)
     kept = tuple(each for each in before.needs if each[0] >= now - settings.cool_down)
     return replace(after, needs=(*kept, (now, need.workers_to_keep))), need
+
+
+def _is_loaded(seen: PoolObservation, state: PoolState, settings: AutoscalerSettings) -> bool:
+    """Whether the workers have about as much work as is planned. Only then would more workers lower the latencies."""
+    per_worker = state.capacity.work_per_s
+    return per_worker is not None and state.forecast.fast >= 0.9 * settings.utilisation * per_worker * seen.ready
 
 
 def _latency_pressure(pool: PoolSettings, seen: PoolObservation, settings: AutoscalerSettings) -> float:

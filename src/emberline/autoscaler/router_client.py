@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from typing import Any
 
 import msgspec
@@ -23,13 +24,14 @@ class RouterUnavailable(EmberlineError):
 
 
 class RouterClient:
-    def __init__(self, url: str, cluster_key: str | None) -> None:
+    def __init__(self, url: str, cluster_key: str | None, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: for an https URL, the CAs and the client certificate; None: the system's CAs."""
         self.url = url.rstrip("/")
         self._headers = {"content-type": "application/json"} | (
             {"authorization": f"Bearer {cluster_key}"} if cluster_key else {}
         )
         self._pool = HTTPConnectionPool(
-            connect_timeout_s=REQUEST_TIMEOUT_S, idle_timeout_s=IDLE_TIMEOUT_S, retries_stale=True
+            connect_timeout_s=REQUEST_TIMEOUT_S, idle_timeout_s=IDLE_TIMEOUT_S, retries_stale=True, tls=tls
         )
 
     def close(self) -> None:

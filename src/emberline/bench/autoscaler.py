@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 from emberline.autoscaler.settings import AutoscalerSettings
+from emberline.bench.autoscaler_crash import CrashOutcome
 from emberline.bench.report import BenchReport
 from emberline.sim.autoscaled import AutoscaledCluster
 from emberline.sim.cluster import SimCluster, SimClusterConfig
+from emberline.sim.costmodel import CostModel
 from emberline.sim.minute_log import MINUTE_S, MinuteLog
 from emberline.sim.workloads.arrivals import ArrivalRate, ConstantRate
 from emberline.sim.workloads.requests import RequestWorkload
 
 CAPACITY_PRECISION = 0.02
+CAPACITY_WORKERS = 8  # a single one would wait more for its long prompts
 CAPACITY_SECONDS = 300.0  # of each simulated load when a worker's capacity is measured
 MAX_ORACLE_ROUNDS = 12
 ORACLE_FIRST_GUESS = 1.15  # load of the oracle's workers, as a share of their capacity, in its first round
@@ -63,7 +68,7 @@ class RunOutcome:
     direction_changes: int
 
 
-def measure_capacity(plan: AutoscalerBenchPlan, workers: int) -> float:
+def measure_capacity(plan: AutoscalerBenchPlan, workers: int = CAPACITY_WORKERS) -> float:
     """Return the requests per second of one worker within the SLO: the highest constant rate at which it is met."""
     low, high = 0.0, 1.0
     while _meets_slo_at(plan, workers, high):
@@ -140,30 +145,49 @@ def find_oracle(plan: AutoscalerBenchPlan, trace: LoadTrace, capacity: float) ->
     return outcome
 
 
-def bench(plan: AutoscalerBenchPlan, traces: list[LoadTrace], calibration_workers: int) -> BenchReport:
-    capacity = measure_capacity(plan, calibration_workers)
-    config = {"plan": asdict(plan), "traces": [asdict(trace) for trace in traces]}
-    report = BenchReport("autoscaler", config)
+def bench(
+    plan: AutoscalerBenchPlan, build_traces: Callable[[float], list[LoadTrace]], crash: CrashOutcome
+) -> BenchReport:
+    """Measure a worker's capacity, and simulate each trace with the autoscaler and with the oracle.
+
+    `build_traces`: from the capacity, in requests per second. `crash`: the outcome of the run on a real cluster."""
+    capacity = measure_capacity(plan)
+    traces = build_traces(capacity)
+    report = BenchReport("autoscaler", {"plan": _describe(plan), "traces": [asdict(trace) for trace in traces]})
     report.add("requests per second of a worker within the SLO", capacity, "requests/s")
-    shares, extras = [], []
-    for trace in traces:
-        oracle = find_oracle(plan, trace, capacity)
-        minutes = round(trace.seconds / MINUTE_S)
-        for label, stated in (("", capacity), (", learned capacity", None)):
-            outcome = run_autoscaler(plan, trace, stated)
-            share = 1 - len(outcome.missed) / minutes
-            extra = outcome.worker_s / oracle.worker_s - 1
-            name = f"{trace.name}{label}"
-            report.add(f"{name}: slo_minutes_share", share, "share")
-            report.add(f"{name}: extra_worker_hours_share", extra, "share")
-            report.add(f"{name}: direction changes", outcome.direction_changes, "changes")
-            report.add(f"{name}: requests refused or failed", outcome.unanswered, "requests")
-            report.add(f"{name}: worker-hours", outcome.worker_s / 3600, "h", peer=oracle.worker_s / 3600)
-            if stated is not None:
-                shares.append(share)
-                extras.append(extra)
-        report.add(f"{trace.name}: oracle's slo_minutes_share", 1 - len(oracle.missed) / minutes, "share")
-        report.add(f"{trace.name}: requests", oracle.requests, "requests")
-    report.add("slo_minutes_share", min(shares), "share")
-    report.add("extra_worker_hours_share", max(extras), "share")
+    outcomes = [_compare(report, plan, trace, capacity) for trace in traces]
+    report.add("slo_minutes_share", min(share for share, _ in outcomes), "share")
+    report.add("extra_worker_hours_share", max(extra for _, extra in outcomes), "share")
+    for name, count, unit in (
+        ("answered", crash.answered, "requests"),
+        ("lost", crash.lost, "requests"),
+        ("refused, and sent again", crash.refused, "requests"),
+        ("workers found again after kill -9", crash.adopted, "workers"),
+        ("workers in the burst", crash.workers_in_burst, "workers"),
+        ("workers after it", crash.workers_at_end, "workers"),
+        ("processes left behind", crash.left_processes, "processes"),
+    ):
+        report.add(f"real cluster: {name}", count, unit)
     return report
+
+
+def _compare(report: BenchReport, plan: AutoscalerBenchPlan, trace: LoadTrace, capacity: float) -> tuple[float, float]:
+    """Add the results of one trace; return the share of minutes that met the SLO, and that of extra worker-hours."""
+    minutes = round(trace.seconds / MINUTE_S)
+    outcome, oracle = run_autoscaler(plan, trace, capacity), find_oracle(plan, trace, capacity)
+    share, extra = 1 - len(outcome.missed) / minutes, outcome.worker_s / oracle.worker_s - 1
+    report.add(f"{trace.name}: slo_minutes_share", share, "share")
+    report.add(f"{trace.name}: extra_worker_hours_share", extra, "share")
+    report.add(f"{trace.name}: direction changes", outcome.direction_changes, "changes")
+    report.add(f"{trace.name}: requests", outcome.requests, "requests")
+    report.add(f"{trace.name}: requests refused or failed", outcome.unanswered, "requests")
+    report.add(f"{trace.name}: worker-hours", outcome.worker_s / 3600, "h", peer=oracle.worker_s / 3600)
+    report.add(f"{trace.name}: oracle's slo_minutes_share", 1 - len(oracle.missed) / minutes, "share")
+    return share, extra
+
+
+def _describe(plan: AutoscalerBenchPlan) -> dict[str, Any]:
+    """Return the plan for the report, with the source of the step costs instead of the costs."""
+    described = asdict(replace(plan, cluster=replace(plan.cluster, cost=CostModel())))
+    described["cluster"]["cost"] = getattr(plan.cluster.cost, "source", type(plan.cluster.cost).__name__)
+    return described

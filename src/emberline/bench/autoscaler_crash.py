@@ -53,7 +53,7 @@ class CrashOutcome:
 
 
 async def run_crash(plan: CrashPlan, log_dir: Path) -> CrashOutcome:
-    """Start the cluster at zero workers, send the burst, kill and restart the autoscaler, and let the cluster shrink."""
+    """Start a cluster without workers, send the burst, kill and restart the autoscaler, and let the cluster shrink."""
     outcome = CrashOutcome()
     url = f"http://127.0.0.1:{free_port()}"
     with ExitStack() as stack:

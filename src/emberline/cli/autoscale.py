@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.cli import service
+from emberline.cli.drain import add_router_tls_options, router_tls_context
 from emberline.cli.options import add_options, given_options
 from emberline.core.config import DEFAULT_MODEL, RouterConfig, cluster_key_from_environment, core_count
 from emberline.core.errors import InvalidRequest
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--router", metavar="URL", default=f"http://{default.host}:{default.port}", help="URL of the router."
     )
     parser.add_argument("--cluster-key", help="Cluster key of the router. (default: EMBERLINE_CLUSTER_KEY)")
+    add_router_tls_options(parser)
     parser.add_argument("--slo", required=True, help="Latencies to keep, such as ttft_p90=500ms,itl_p90=50ms.")
     parser.add_argument(
         "--pool",
@@ -75,9 +77,10 @@ async def _run(args: argparse.Namespace, settings: AutoscalerSettings) -> None:
     from emberline.autoscaler.router_client import RouterClient
 
     key = args.cluster_key or cluster_key_from_environment()
+    router = RouterClient(args.router, key, router_tls_context(args))
     fleet = _build_fleet(args, settings, key)
     address = None if args.metrics_port is None else MetricsAddress(args.metrics_host, args.metrics_port)
-    await run_autoscaler(settings, RouterClient(args.router, key), fleet, address, keep_workers=args.keep_workers)
+    await run_autoscaler(settings, router, fleet, address, keep_workers=args.keep_workers)
 
 
 def _build_settings(args: argparse.Namespace) -> AutoscalerSettings:

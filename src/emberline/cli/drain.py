@@ -35,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Move the worker's streams to other workers instead of waiting for their end.",
     )
+    add_router_tls_options(parser)
+    parser.add_argument("--undo", action="store_true", help="Send requests to the worker again.")
+    parser.add_argument("--no-wait", action="store_true", help="Do not wait until the worker has finished.")
+
+
+def add_router_tls_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that calls a router, for a router with TLS."""
     parser.add_argument(
         "--tls-ca", metavar="FILE", help="PEM file with the CAs of an https router. (default: the system's CAs)"
     )
@@ -47,8 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=(),
         help="Names, one of which the router's certificate must have. (default: the host of its URL)",
     )
-    parser.add_argument("--undo", action="store_true", help="Send requests to the worker again.")
-    parser.add_argument("--no-wait", action="store_true", help="Do not wait until the worker has finished.")
+
+
+def router_tls_context(args: argparse.Namespace) -> ssl.SSLContext | None:
+    """Return the TLS settings for calls of a router; None: the system's CAs and no client certificate."""
+    identity = open_identity(TLSConfig.from_options(args.tls_cert, args.tls_key, args.tls_ca, args.tls_names))
+    return None if identity is None else identity.peer_client_context()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
         "content-type": "application/json",
         **({"authorization": f"Bearer {key}"} if key else {}),
     }
-    identity = open_identity(TLSConfig.from_options(args.tls_cert, args.tls_key, args.tls_ca, args.tls_names))
-    router = Router(args.router, headers, identity.peer_client_context() if identity is not None else None)
+    router = Router(args.router, headers, router_tls_context(args))
     router.call("/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move})
     if args.undo:
         print(f"{args.worker} accepts requests again")
