@@ -24,8 +24,8 @@ MAX_SLOT_USAGE = 0.9
 HIGH_PRESSURE = 0.85  # latency as a share of its SLO above which a fully loaded pool gets more workers
 LATENCY_GROWTH = 0.1  # share of workers added because of latencies
 LATENCY_DELAY_S = 15.0  # until more workers show in the latencies
-START_MARGIN = 0.02  # of a worker: a need of 3.01 is met by 3
-REMOVAL_MARGIN = 0.15  # of a worker: a need of 2.9 keeps 4 of 4, since 3 would soon be too few
+START_MARGIN = 0.1  # of a worker: a need of 3.1 is met by 3
+REMOVAL_MARGIN = 0.3  # of a worker: a need of 2.8 keeps 4 of 4, since 3 would soon be too few
 
 
 @dataclass(frozen=True, slots=True)

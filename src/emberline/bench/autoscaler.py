@@ -8,11 +8,14 @@ the SLO, found by repeated simulation, and starts them early enough to be ready.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 from emberline.autoscaler.settings import AutoscalerSettings
@@ -25,11 +28,12 @@ from emberline.sim.minute_log import MINUTE_S, MinuteLog
 from emberline.sim.workloads.arrivals import ArrivalRate, ConstantRate
 from emberline.sim.workloads.requests import RequestWorkload
 
-CAPACITY_PRECISION = 0.02
+PROCESSES = 2
+CAPACITY_PRECISION = 0.04
 CAPACITY_WORKERS = 8  # a single one would wait more for its long prompts
-CAPACITY_SECONDS = 300.0  # of each simulated load when a worker's capacity is measured
-MAX_ORACLE_ROUNDS = 12
-ORACLE_FIRST_GUESS = 1.15  # load of the oracle's workers, as a share of their capacity, in its first round
+CAPACITY_SECONDS = 240.0  # of each simulated load when a worker's capacity is measured
+MAX_ORACLE_ROUNDS = 5
+ORACLE_FIRST_GUESS = 1.1  # load of the oracle's workers, as a share of their capacity, in its first round
 ORACLE_MET_SHARE = 0.99  # of minutes; the same as the autoscaler must reach
 
 
@@ -155,9 +159,11 @@ def bench(
     traces = build_traces(capacity)
     report = BenchReport("autoscaler", {"plan": _describe(plan), "traces": [asdict(trace) for trace in traces]})
     report.add("requests per second of a worker within the SLO", capacity, "requests/s")
-    outcomes = [_compare(report, plan, trace, capacity) for trace in traces]
-    report.add("slo_minutes_share", min(share for share, _ in outcomes), "share")
-    report.add("extra_worker_hours_share", max(extra for _, extra in outcomes), "share")
+    with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as executor:
+        outcomes = list(executor.map(partial(_simulate, plan, capacity), traces))
+    compared = [_add_results(report, trace, *each) for trace, each in zip(traces, outcomes, strict=True)]
+    report.add("slo_minutes_share", min(share for share, _ in compared), "share")
+    report.add("extra_worker_hours_share", max(extra for _, extra in compared), "share")
     for name, count, unit in (
         ("answered", crash.answered, "requests"),
         ("lost", crash.lost, "requests"),
@@ -171,10 +177,15 @@ def bench(
     return report
 
 
-def _compare(report: BenchReport, plan: AutoscalerBenchPlan, trace: LoadTrace, capacity: float) -> tuple[float, float]:
+def _simulate(plan: AutoscalerBenchPlan, capacity: float, trace: LoadTrace) -> tuple[RunOutcome, RunOutcome]:
+    """Return the outcomes of the autoscaler and of the oracle."""
+    logging.getLogger("emberline.router").setLevel(logging.ERROR)  # it reports every simulated drain
+    return run_autoscaler(plan, trace, capacity), find_oracle(plan, trace, capacity)
+
+
+def _add_results(report: BenchReport, trace: LoadTrace, outcome: RunOutcome, oracle: RunOutcome) -> tuple[float, float]:
     """Add the results of one trace; return the share of minutes that met the SLO, and that of extra worker-hours."""
     minutes = round(trace.seconds / MINUTE_S)
-    outcome, oracle = run_autoscaler(plan, trace, capacity), find_oracle(plan, trace, capacity)
     share, extra = 1 - len(outcome.missed) / minutes, outcome.worker_s / oracle.worker_s - 1
     report.add(f"{trace.name}: slo_minutes_share", share, "share")
     report.add(f"{trace.name}: extra_worker_hours_share", extra, "share")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 from typing import TYPE_CHECKING
 
 from emberline.cli.bench_options import add_logs_option, choose_log_dir
@@ -17,9 +16,9 @@ MAX_SIMULATED_WORKERS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=float, default=200.0, help="Length of each simulated trace.")
+    parser.add_argument("--minutes", type=float, default=100.0, help="Length of each simulated trace.")
     parser.add_argument(
-        "--workers", type=float, default=9.0, help="Mean number of workers that the diurnal trace needs."
+        "--workers", type=float, default=7.0, help="Workers needed: mean of the diurnal trace, and between bursts."
     )
     parser.add_argument("--slo", default="ttft_p90=3s,itl_p90=100ms", help="Latencies to keep.")
     parser.add_argument("--prompt", type=int, default=16_000, help="Prompt tokens of a request, median.")
@@ -33,7 +32,6 @@ def run(args: argparse.Namespace) -> int:
     from emberline.bench import autoscaler
     from emberline.bench.autoscaler_crash import CrashPlan, run_crash
 
-    logging.getLogger("emberline.router").setLevel(logging.ERROR)  # of every simulated worker that is drained
     logs = choose_log_dir(args)
     logs.mkdir(parents=True, exist_ok=True)
     crash = asyncio.run(run_crash(CrashPlan(burst_s=args.burst_s), logs))
@@ -65,5 +63,5 @@ def _build_traces(args: argparse.Namespace, capacity: float) -> list[LoadTrace]:
     from emberline.sim.workloads.ramped_bursts import RampedBurstRate
 
     seconds, rate = 60 * args.minutes, args.workers * capacity
-    bursts = RampedBurstRate(rate, seconds, max(1, round(seconds / 3600)), (1.5, 2.0), (900.0, 1800.0), 180.0)
+    bursts = RampedBurstRate(rate, seconds, max(1, round(seconds / 3000)), (1.5, 2.0), (900.0, 1200.0), 300.0)
     return [LoadTrace("diurnal", DiurnalRate(rate, 1.7, seconds), seconds), LoadTrace("bursts", bursts, seconds)]
