@@ -13,9 +13,10 @@ import tiny_families
 import torch
 from gpu_settings import gpu_config
 
-from emberline.core.engine_config import SchedulerConfig, TransferConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.boot import make_region, make_tiers
 from emberline.engine.gpu.device import HostDevice

@@ -19,11 +19,12 @@ from host_engine import simulate_gpu
 from race_detector import RaceDetector
 from torch import Tensor
 
-from emberline.core.engine_config import EngineConfig, SchedulerConfig, TimeSharingConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig, SchedulerConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output, TransferStats
 from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine import engine_group_boot, memory
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from emberline.core.engine_config import TransferConfig
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.gpu import ipc as transport
 from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.region import DeviceRegion

@@ -15,10 +15,11 @@ import torch
 from gpu_settings import gpu_config
 from race_detector import RaceDetector
 
-from emberline.core.engine_config import SchedulerConfig, TransferConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.params import SamplingParams
 from emberline.core.plan import StateWork, WorkItem
 from emberline.core.request import Priority, Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.boot import make_region, make_tiers

@@ -13,9 +13,10 @@ from host_engine import simulate_gpu
 from test_state_engine import BLOCK, CONTEXT, make_submissions, run, states_of
 from test_state_engine import make_engine as make_cpu_engine
 
-from emberline.core.engine_config import EngineConfig, SchedulerConfig, SpeculationConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig, SchedulerConfig, SpeculationConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.boot import SyncRunner, warm_up

@@ -13,11 +13,12 @@ import pytest
 import tiny
 from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
 
-from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
 from emberline.core.params import GrammarSpec, SamplingParams
 from emberline.core.request import FinishReason, Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 

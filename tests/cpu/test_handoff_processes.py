@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import tiny
 
-from emberline.core.engine_config import EngineConfig, TimeSharingConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.async_engine import AsyncEngine, EngineState
 
 PROMPT = [(31 * i) % 120 + 3 for i in range(2000)]

@@ -21,10 +21,11 @@ import tiny_families
 from rank_engines import make_thread_engine
 from rank_models import FULL, SLIDING, WIDE, WRITERS
 
-from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed, InvalidRequest
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.ranks.group import RankGroup

@@ -12,10 +12,11 @@ import pytest
 import tiny_delta
 
 from emberline.bench.mooncake_master import MooncakeMaster
-from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import SamplingParams
 from emberline.core.request import Priority, Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.runner import TorchRunner

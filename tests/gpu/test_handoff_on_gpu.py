@@ -18,10 +18,11 @@ import pytest
 import tiny
 import torch
 
-from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.events import TransferStats
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.engine import Engine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

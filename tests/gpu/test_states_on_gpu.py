@@ -18,10 +18,11 @@ pytest.importorskip("triton")
 
 from delta_cases import DeltaCase, DraftCase, Row, Sizes
 
-from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.runner import GPURunner

@@ -220,6 +220,7 @@ def test_proxy_fails_and_recovers() -> None:
 
 WALL = {
     "core/clock.py",
+    "core/tls.py",  # whether a certificate is valid today
     "server/tracing.py",  # when a span began, as others read it
     "worker/request_context.py",  # when a reply was made, as its client is told
     "router/http/relay.py",  # the same

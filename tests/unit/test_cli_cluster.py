@@ -14,9 +14,10 @@ from emberline.cli import cluster, drain, serve
 from emberline.cli.options import given_options
 from emberline.cluster.supervisor import build_processes
 from emberline.core.config import RouterConfig, WorkerConfig, cluster_key_from_environment
-from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.gpus import Gpu, usable_gpus
+from emberline.core.transfer_config import TransferConfig
 
 
 def counts(*options: str) -> dict[str, int]:

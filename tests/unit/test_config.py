@@ -11,15 +11,10 @@ from typing import Any, get_type_hints
 import msgspec
 import pytest
 
-from emberline.core.engine_config import (
-    DEPENDENT_SETTINGS,
-    GPU_SCHEDULER_DEFAULTS,
-    EngineConfig,
-    SchedulerConfig,
-    TransferConfig,
-)
+from emberline.core.engine_config import DEPENDENT_SETTINGS, GPU_SCHEDULER_DEFAULTS, EngineConfig, SchedulerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.options import nested_config_classes, setting_owners, update_config
+from emberline.core.transfer_config import TransferConfig
 
 MODULES = ("config", "engine_config", "gateway_config")
 # A setting of the same name in two classes, where both names are in use: the server loads the embedder, the gateway

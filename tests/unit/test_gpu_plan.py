@@ -13,8 +13,9 @@ from emberline.bench import memory_plans
 from emberline.bench.gpu.model import LLAMA_8B
 from emberline.bench.report import BenchReport
 from emberline.cli.__main__ import main
-from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, ModelError, ModelFileError, UnsupportedModel
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.gpu_plan import GPUPlan, GPUSetPlan, plan_gpus
 from emberline.engine.gpu_set import GPU_MEMORY_BYTES, GPUSet
 from emberline.engine.layout_choice import choose_layout

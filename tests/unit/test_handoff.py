@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from emberline.core.clock import ManualClock
-from emberline.core.engine_config import SchedulerConfig, TransferConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
 from emberline.core.handoff import DraftCounts, Handoff, PrefillResult, TokenGroup
 from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Priority, Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakePipelinedRunner, FakeRunner
 from emberline.kv.transfer.base import PieceFetch

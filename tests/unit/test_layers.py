@@ -46,7 +46,9 @@ ALLOWED: dict[str, set[str]] = {
     "worker": {"core", "tokens", "hub", "api", "wire", "engine", "models.config", "net", "trace", "server", "cluster"},
     "autoscaler": {"core", "net", "server"},
     "sim": {"core", "tokens", "kv", "engine", "router", "cluster", "autoscaler", "server.metrics"},
+    "planner": {"core", "engine", "models", "sim"},
     "bench": {
+        "planner",
         "core",
         "tokens",
         "hub",
@@ -85,6 +87,7 @@ ALLOWED: dict[str, set[str]] = {
         "sim",
         "chaos",
         "drafter",
+        "planner",
         "autoscaler",
     },
 }
@@ -105,6 +108,7 @@ TORCH_FREE = [
     "worker",
     "sim",
     "chaos",
+    "planner",
     "autoscaler",
     "cli",
     "models.config",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
 import inspect
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from emberline.cli.__main__ import COMMANDS
 from emberline.core.config import RouterConfig, ServerConfig
-from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.gateway_config import GatewayConfig
+from emberline.core.transfer_config import TransferConfig
 from emberline.gateway.fakes.provider import FakeProvider
 from emberline.kernels.comm.rendezvous import Rendezvous
 from emberline.kv.transfer.mooncake import MooncakeEngine
@@ -36,6 +40,7 @@ LISTENERS = {
     "engine/ranks/ray_launcher.py": (1, "a probe: it does not listen"),
     "kernels/comm/rendezvous.py": (1, "a client of node_listener.py's TCPStore"),
     "cluster/address.py": (1, "a probe: it does not listen"),
+    "autoscaler/local_fleet.py": (1, "a lock, an abstract Unix socket: it does not listen"),
     "core/freeport.py": (1, "a probe: it does not listen"),
     # For tests and benchmarks.
     "cluster/fake.py": (1, LOOPBACK),
@@ -76,6 +81,17 @@ def test_every_listener_is_listed() -> None:
 )
 def test_services_listen_at_loopback(config: ServerConfig | RouterConfig | GatewayConfig) -> None:
     assert config.host == LOOPBACK and not config.open
+
+
+def test_options_for_addresses_default_to_loopback() -> None:
+    """None: the default of the config, which the other tests check."""
+    found = {}
+    for command in COMMANDS:
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"emberline.cli.{command}").add_arguments(parser)
+        found |= {f"{command} {a.dest}": a.default for a in parser._actions if a.dest.endswith("host")}
+    assert found["autoscale metrics_host"] == LOOPBACK and "serve host" in found
+    assert {*found.values()} == {LOOPBACK, None}
 
 
 def test_other_listeners_are_at_loopback() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from emberline.bench.projection import add_projections, all_reduce_us, collectives_us
+from emberline.bench.projection import add_projections, collectives_us
 from emberline.bench.report import BenchReport
 from emberline.core.errors import InvalidRequest
+from emberline.planner.collective_times import all_reduce_us
 
 CALLS = [{"name": "all_reduce", "elements": 4096, "count": 10}, {"name": "all_gather", "elements": 4096, "count": 1}]
 

@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
-from emberline.core.engine_config import SchedulerConfig, TransferConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.events import Output
 from emberline.core.handoff import PrefillResult
 from emberline.core.params import SamplingParams
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import FinishReason, RequestStatus, Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakePipelinedRunner, FakeRunner
 from emberline.kv.tiers.host import HostTier

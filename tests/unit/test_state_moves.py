@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
-from emberline.core.engine_config import SchedulerConfig, TransferConfig
+from emberline.core.engine_config import SchedulerConfig
 from emberline.core.events import Output, TierStats
 from emberline.core.params import SamplingParams
 from emberline.core.plan import BlockCopy, StepPlan, StepResult
 from emberline.core.request import Request, Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.block_event_log import BlockEventLog
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakeRunner

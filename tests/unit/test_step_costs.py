@@ -42,7 +42,7 @@ def test_steps_between_measured_sizes_are_interpolated() -> None:
     assert TABLE.step_seconds(11, 0, 50) == pytest.approx(7.0), "decoding requests and a prompt share a step"
     assert TABLE.step_seconds(0, 0, 211) == pytest.approx(22.0), "the last line continues"
     assert TABLE.step_seconds(0, 0) == 0.0
-    assert TABLE.scale(2.0).step_seconds(6, 50) == pytest.approx(2 * TABLE.step_seconds(6, 50))
+    assert StepCostTable.from_data(DATA.scale(2.0)).step_seconds(6, 50) == pytest.approx(2 * TABLE.step_seconds(6, 50))
 
 
 def test_plan_costs_tokens_context_and_pairs_of_prompts() -> None:
@@ -119,7 +119,7 @@ def test_file_without_a_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="no cost table"):
         StepCostTable.load(tmp_path / "other.json")
     with pytest.raises(InvalidRequest, match="scaled"):
-        TABLE.scale(0.0)
+        DATA.scale(0.0)
 
 
 @pytest.mark.parametrize(("plans_ahead", "first_token_at"), [(False, 3.0), (True, 4.0)])

@@ -14,9 +14,9 @@ import pytest
 from transfer_helpers import blank, content, fill, small, soon
 
 from emberline.bench.certificates import LocalCA
-from emberline.core.engine_config import TransferConfig
 from emberline.core.tls import TLSIdentity
 from emberline.core.tls_config import TLSConfig
+from emberline.core.transfer_config import TransferConfig
 from emberline.kv.transfer.endpoint import TransferEndpoint
 from emberline.kv.transfer.errors import PeerLost, PeerUnreachable
 from emberline.kv.transfer.link import LinkOptions

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from transfer_helpers import content, fill, small, soon
 
-from emberline.core.engine_config import TransferConfig
 from emberline.core.freeport import free_port
+from emberline.core.transfer_config import TransferConfig
 from emberline.kernels.cpu.library import find_library
 from emberline.kv.checksum import select_crc
 from emberline.kv.codec import select_kv_codec

@@ -25,7 +25,7 @@ class RouterUnavailable(EmberlineError):
 
 class RouterClient:
     def __init__(self, url: str, cluster_key: str | None, tls: ssl.SSLContext | None = None) -> None:
-        """`tls`: for an https URL, the CAs and the client certificate; None: the system's CAs."""
+        """`tls`: the context for an https URL; by default one with the system's CAs."""
         self.url = url.rstrip("/")
         self._headers = {"content-type": "application/json"} | (
             {"authorization": f"Bearer {cluster_key}"} if cluster_key else {}

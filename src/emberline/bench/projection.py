@@ -5,7 +5,6 @@ measured on several GPUs."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,27 +12,10 @@ from typing import Any
 from emberline.bench.report import BenchReport
 from emberline.core.errors import InvalidRequest
 from emberline.core.jsonfile import read_object
+from emberline.planner.collective_times import ALL_REDUCE_US, all_reduce_us
 
-# Microseconds of an all-reduce of bfloat16 numbers in a CUDA graph, by GPUs and numbers: vLLM 0.24's own kernel on H200
-# GPUs, from the tables of NVIDIA's aiconfigurator.
-ALL_REDUCE_US: dict[int, dict[int, float]] = {
-    2: {4096: 4.6, 32768: 4.8, 262144: 6.3, 1048576: 12.4},
-    4: {4096: 4.8, 32768: 5.4, 262144: 10.5, 1048576: 17.8},
-    8: {4096: 5.1, 32768: 6.6, 262144: 11.1, 1048576: 18.1},
-}
 # Milliseconds of a decode step by config, ranks and batch: SGLang with int4 experts on 8 H200.
 PUBLISHED_MS = {("kimi-k2.5", 8, 1): 9.22}
-
-
-def all_reduce_us(elements: int, ranks: int) -> float:
-    """Return the published time, between two sizes by linear interpolation; from the largest on, by the last slope."""
-    times = ALL_REDUCE_US[ranks]
-    sizes = sorted(times)
-    if elements <= sizes[0]:
-        return times[sizes[0]]
-    right = min(bisect_left(sizes, elements), len(sizes) - 1)
-    low, high = sizes[right - 1], sizes[right]
-    return times[low] + (elements - low) * (times[high] - times[low]) / (high - low)
 
 
 def collectives_us(calls: Sequence[Mapping[str, Any]], ranks: int) -> float:

@@ -25,7 +25,7 @@ from emberline.sim.choosers import (
     make_round_robin_chooser,
 )
 from emberline.sim.cluster import SimCluster, SimClusterConfig, SimDetail
-from emberline.sim.costs import find_cost_table
+from emberline.sim.costs import find_cost_data
 from emberline.sim.result import SimResult
 from emberline.sim.workloads.agents import AgentWorkload
 from emberline.sim.workloads.arrivals import ConstantRate, DiurnalRate
@@ -77,7 +77,7 @@ class DayPlan:
         )
 
     def step_costs(self) -> StepCostTable:
-        return find_cost_table("h200", "llama-8b").scale(self.slowdown)
+        return StepCostTable.from_data(find_cost_data("h200", "llama-8b").scale(self.slowdown))
 
 
 @dataclass(frozen=True, slots=True)

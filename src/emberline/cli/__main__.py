@@ -29,6 +29,7 @@ COMMANDS = {
     "pull": "Download a model into the cache.",
     "unweight": "Pack a model's weights losslessly, unpack or verify them, show the savings.",
     "drafter": "Train a drafter for speculative decoding.",
+    "plan": "Plan how many GPUs serve a model within latency targets.",
     "bench": "Measure this machine, the engine, its peers, or a server.",
     "doctor": "Check this machine: what it supports, what is missing, whether a model fits.",
 }

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.cli import service
-from emberline.cli.drain import add_router_tls_options, router_tls_context
 from emberline.cli.options import add_options, given_options
+from emberline.cli.router_tls import add_router_tls_options, make_router_tls
 from emberline.core.config import DEFAULT_MODEL, RouterConfig, cluster_key_from_environment, core_count
 from emberline.core.errors import InvalidRequest
 from emberline.core.slo import LatencyTargets
@@ -77,9 +77,9 @@ async def _run(args: argparse.Namespace, settings: AutoscalerSettings) -> None:
     from emberline.autoscaler.router_client import RouterClient
 
     key = args.cluster_key or cluster_key_from_environment()
-    router = RouterClient(args.router, key, router_tls_context(args))
     fleet = _build_fleet(args, settings, key)
     address = None if args.metrics_port is None else MetricsAddress(args.metrics_host, args.metrics_port)
+    router = RouterClient(args.router, key, make_router_tls(args))
     await run_autoscaler(settings, router, fleet, address, keep_workers=args.keep_workers)
 
 

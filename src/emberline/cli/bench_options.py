@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from emberline.bench import report as reports
+from emberline.cli.options import parse_comma_list
 from emberline.core.config import DEFAULT_MODEL
 
 
@@ -46,3 +47,10 @@ def add_logs_option(parser: argparse.ArgumentParser) -> None:
 
 def choose_log_dir(args: argparse.Namespace) -> Path:
     return args.logs or Path(tempfile.mkdtemp(prefix=f"emberline-{args.what}-"))
+
+
+def parse_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(each) for each in parse_comma_list(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers (hint: write 1,8,16)") from None

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from emberline.bench import report as reports
-from emberline.cli.bench_options import add_model_argument, add_rounds_option
-from emberline.cli.options import parse_comma_list
+from emberline.cli import bench_accuracy
+from emberline.cli.bench_options import add_model_argument, add_rounds_option, parse_numbers
 
 
 def add_parsers(kinds: Any) -> None:
@@ -16,6 +16,7 @@ def add_parsers(kinds: Any) -> None:
     _add_step_costs_arguments(
         kinds.add_parser("step-costs", help="Measure the engine's steps on this CPU, as a table for the simulator.")
     )
+    bench_accuracy.add_parsers(kinds)
     _add_sim_day_arguments(
         kinds.add_parser("sim-day", help="Simulate a day of traffic on a fleet of workers, by routing policy.")
     )
@@ -55,13 +56,13 @@ def _run_sim_day(args: argparse.Namespace) -> int:
 def _add_step_costs_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument(
-        "--rows", type=_parse_numbers, default=(1, 2, 4, 8, 16), help="Decoding requests in a step, comma-separated."
+        "--rows", type=parse_numbers, default=(1, 2, 4, 8, 16), help="Decoding requests in a step, comma-separated."
     )
     parser.add_argument(
-        "--contexts", type=_parse_numbers, default=(64, 512), help="Tokens of their contexts, comma-separated."
+        "--contexts", type=parse_numbers, default=(64, 512), help="Tokens of their contexts, comma-separated."
     )
     parser.add_argument(
-        "--chunks", type=_parse_numbers, default=(16, 64, 256), help="Prompt tokens in a step, comma-separated."
+        "--chunks", type=parse_numbers, default=(16, 64, 256), help="Prompt tokens in a step, comma-separated."
     )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the engine.")
     add_rounds_option(parser, 3)
@@ -96,15 +97,9 @@ def _run_routing_bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _parse_numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(each) for each in parse_comma_list(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers (hint: write 1,8,16)") from None
-
-
 RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
     "routing": _run_routing_bench,
     "step-costs": _run_step_costs,
     "sim-day": _run_sim_day,
+    **bench_accuracy.RUNS,
 }

@@ -17,10 +17,11 @@ from emberline import __version__
 from emberline.cli.doctor_gpu import DetectedGPU, detect_gpus
 from emberline.cli.options import add_options, given_options, parse_size
 from emberline.core.config import DEFAULT_MODEL, cache_dir, core_count
-from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.engine_packages import ENGINE_PACKAGES, INSTALL_HINT
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.freememory import free_memory, physical_memory
+from emberline.core.transfer_config import TransferConfig
 
 if TYPE_CHECKING:
     from emberline.hub.checkpoint import Checkpoint

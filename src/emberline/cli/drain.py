@@ -14,11 +14,9 @@ import urllib.request
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from emberline.cli.options import parse_comma_list
+from emberline.cli.router_tls import add_router_tls_options, make_router_tls
 from emberline.core.config import RouterConfig, cluster_key_from_environment
 from emberline.core.errors import EmberlineError, WrongClusterKey
-from emberline.core.tls import open_identity
-from emberline.core.tls_config import TLSConfig
 
 POLL_INTERVAL_S = 0.2
 
@@ -40,35 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-wait", action="store_true", help="Do not wait until the worker has finished.")
 
 
-def add_router_tls_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a command that calls a router, for a router with TLS."""
-    parser.add_argument(
-        "--tls-ca", metavar="FILE", help="PEM file with the CAs of an https router. (default: the system's CAs)"
-    )
-    parser.add_argument("--tls-cert", metavar="FILE", help="PEM file with a client certificate. (default: none)")
-    parser.add_argument("--tls-key", metavar="FILE", help="PEM file with its private key. (default: none)")
-    parser.add_argument(
-        "--tls-names",
-        metavar="NAME,...",
-        type=parse_comma_list,
-        default=(),
-        help="Names, one of which the router's certificate must have. (default: the host of its URL)",
-    )
-
-
-def router_tls_context(args: argparse.Namespace) -> ssl.SSLContext | None:
-    """Return the TLS settings for calls of a router; None: the system's CAs and no client certificate."""
-    identity = open_identity(TLSConfig.from_options(args.tls_cert, args.tls_key, args.tls_ca, args.tls_names))
-    return None if identity is None else identity.peer_client_context()
-
-
 def run(args: argparse.Namespace) -> int:
     key = args.cluster_key or cluster_key_from_environment()
     headers = {
         "content-type": "application/json",
         **({"authorization": f"Bearer {key}"} if key else {}),
     }
-    router = Router(args.router, headers, router_tls_context(args))
+    router = Router(args.router, headers, make_router_tls(args))
     router.call("/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move})
     if args.undo:
         print(f"{args.worker} accepts requests again")

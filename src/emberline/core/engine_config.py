@@ -9,7 +9,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.gpu_kernels import KERNEL_CHOICES
 from emberline.core.options import COMPUTED_FIELD, option, update_config
 from emberline.core.parallel_config import ParallelConfig
-from emberline.core.tls_config import TLSConfig
+from emberline.core.transfer_config import TransferConfig
 
 ITL_TAIL = 3.0  # default of itl_tail
 # Ports reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare.
@@ -268,25 +268,6 @@ class KVNetworkConfig:
 
         By default, checksums are used only with the Mooncake transport, where other processes can overwrite blocks."""
         return self.kv_mooncake if self.kv_checksums is None else self.kv_checksums
-
-
-@dataclass(frozen=True, slots=True)
-class TransferConfig:
-    """Settings of an engine that exchanges KV blocks with other engines."""
-
-    engine_name: str  # this engine's name for its peers
-    listen_host: str = "127.0.0.1"
-    listen_port: int = 0  # 0: any free port
-    advertised_host: str | None = None  # address at which peers reach this engine; None: same as `listen_host`
-    tls: TLSConfig | None = None  # None: blocks are sent over TCP without encryption
-    lease_seconds: float = 10.0  # time for which published blocks are kept without a renewal from a reader
-    peer_timeout: float = 30.0  # seconds a request waits for a live peer that sends nothing, then recomputes the blocks
-    required: bool = True  # True: without transfers the engine refuses to start; False: it starts without them
-
-    def __post_init__(self) -> None:
-        for name in ("lease_seconds", "peer_timeout"):
-            if not getattr(self, name) > 0:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,20 @@ class StepCostData:
         values["measured"] = [MeasuredStep(**_read_fields(MeasuredStep, each)) for each in measured]
         return StepCostData(**values)
 
+    def scale(self, factor: float) -> StepCostData:
+        """Return the data of hardware on which every step takes `factor` times as long."""
+        if not 0 < factor < float("inf"):
+            hint = "use a factor above 0"
+            raise InvalidRequest(f"a cost table cannot be scaled by {factor}", param="factor", hint=hint)
+        return replace(
+            self,
+            gpu=f"{self.gpu} x {factor:g}",
+            measured=[replace(step, seconds=factor * step.seconds) for step in self.measured],
+            context_seconds=factor * self.context_seconds,
+            pair_seconds=factor * self.pair_seconds,
+            row_seconds=factor * self.row_seconds,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepCostTable:
@@ -119,21 +133,6 @@ class StepCostTable:
         if not isinstance(table, dict):
             raise InvalidRequest(f"{path} has no cost table", param="step_costs", hint=MEASURE_HINT)
         return StepCostTable.from_data(StepCostData.from_json(table))
-
-    def scale(self, factor: float) -> StepCostTable:
-        """Return the table of hardware on which every step takes `factor` times as long."""
-        if not 0 < factor < float("inf"):
-            raise InvalidRequest(
-                f"a cost table cannot be scaled by {factor}", param="factor", hint="use a factor above 0"
-            )
-        return replace(
-            self,
-            name=f"{self.name} x {factor:g}",
-            token_points=tuple((tokens, factor * seconds) for tokens, seconds in self.token_points),
-            context_seconds=factor * self.context_seconds,
-            pair_seconds=factor * self.pair_seconds,
-            row_seconds=factor * self.row_seconds,
-        )
 
     def estimate_step_seconds(self, plan: StepPlan) -> float:
         return self.estimate_work_seconds(plan.work)

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from emberline.core.config import core_count
-from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.freememory import free_memory
 from emberline.core.numerics import Numerics
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import can_use_gpu, warn_of_unused_gpu
 from emberline.engine.group_choice import choose_groups

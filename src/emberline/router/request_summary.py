@@ -57,6 +57,7 @@ class RequestSummary:
     digest: bytes = b""  # hash of the whole prompt
     prefixes: tuple[PromptPrefix, ...] = ()  # prefixes at which this prompt may diverge from others, shortest first
     is_single_sequence: bool = False  # one prompt, one choice, no echo and no prompt logprobs
+    endpoints: tuple[str, ...] = ()  # HOST:PORT of workers that an endpoint picker chose, preferred first
 
     @staticmethod
     def parse(body: bytes, session_id: str = "", tenant_id: str = "") -> RequestSummary:

@@ -34,6 +34,7 @@ class Worker:
     failed_since_heartbeat: bool = False  # a request failed here and no heartbeat has arrived since
     is_leaving: bool = False  # the worker announced its shutdown: connections that break now are no request's fault
     dialect: str = "native"
+    endpoint: str = ""  # HOST:PORT of its URL
     role: str = "both"  # or prefill: computes prompts for others; or decode
     engine_ids: Mapping[str, str] = field(default_factory=dict)  # incarnation of each model's engine
     paired_engine_ids: frozenset[str] = frozenset()  # incarnations of other engines from which it can fetch blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -80,19 +80,7 @@ class SimCluster:
         self.observers: list[Callable[[RequestRecord], None]] = []  # called at the end of each request
         self.workers: dict[str, SimWorkerStatus] = {}
         base = router or RouterConfig()
-        router_config = RouterConfig(
-            lost_after=NEVER_S,
-            stuck_after=NEVER_S,
-            kv_events=kv_events,
-            queue=base.queue,
-            affinity_slack=base.affinity_slack,
-            decode_weight=base.decode_weight,
-            split_tokens=base.split_tokens,
-            split_patience=base.split_patience,
-            migrations=base.migrations,
-            migration_wait=base.migration_wait,
-            prefixes=base.prefixes,
-        )
+        router_config = replace(base, lost_after=NEVER_S, stuck_after=NEVER_S, kv_events=kv_events)
         self.dispatch = SimDispatcher(router_config, self.clock)
         self._events = EventQueue(self.clock)
         self._turns = TurnDispatcher(
@@ -296,7 +284,7 @@ class SimCluster:
         num_tokens, num_cached = request.num_prompt_tokens, output.cached_tokens
         link, token_bytes = self.config.link, self.config.kv_bytes_per_token
         overlapped = count_overlapped_tokens(num_tokens, num_cached, chunk, output.prefill_s, link, token_bytes)
-        return KVSource(num_tokens, overlapped, is_prefill=True, cached_tokens=num_cached)
+        return KVSource(num_tokens, overlapped, is_prefill=True, cached_tokens=num_cached, ready_at=self.now)
 
     def last_prompt_block(self, worker_name: str, request: SimRequest) -> BlockPosition | None:
         model = self.workers[worker_name].model

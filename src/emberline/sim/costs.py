@@ -14,6 +14,11 @@ TABLES_FILE = "cost_tables.json"  # package data; bench/cost_tables.py makes it 
 
 def find_cost_table(gpu: str, shape: str, weights: str = "plain") -> StepCostTable:
     """Return the measured table. Raises InvalidRequest if the GPU, the shape or the weights were not measured."""
+    return StepCostTable.from_data(find_cost_data(gpu, shape, weights))
+
+
+def find_cost_data(gpu: str, shape: str, weights: str = "plain") -> StepCostData:
+    """Return the measured steps of a table. Raises InvalidRequest as `find_cost_table` does."""
     tables = list_cost_tables()
     for param, value, known in (
         ("gpu", gpu, [table.gpu for table in tables]),
@@ -25,7 +30,7 @@ def find_cost_table(gpu: str, shape: str, weights: str = "plain") -> StepCostTab
             message = f"step costs were not measured for {param} {value!r}"
             raise InvalidRequest(message, param=param, hint=f"measured: {choices}")
     (data,) = (table for table in tables if (table.gpu, table.shape, table.weights) == (gpu, shape, weights))
-    return StepCostTable.from_data(data)
+    return data
 
 
 @cache

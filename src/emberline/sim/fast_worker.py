@@ -184,6 +184,9 @@ class FastWorker:
         while budget > 0 and (admitted := self._admit_next(now)) is not None:
             if admitted.ready_at is None:
                 budget -= self._add_chunk(run, admitted, budget)
+        if self._start_loaded_jobs(now):  # blocks that were copied before the admission
+            run.chunks.clear()
+            return now
         if run.chunks:
             prompt_tokens = sum(count for _, count in run.chunks)
             pairs = sum(count_prompt_pairs(state.num_computed, count) for state, count in run.chunks)
@@ -284,7 +287,7 @@ class FastWorker:
         is_copied = source is not None and state.last_token_at is None and cached + block <= source.tokens
         if is_copied and source is not None and self._link is not None:
             seconds = source.seconds(self._link, self._kv_bytes_per_token, source.tokens // block * block - cached)
-            self._link_free_at = state.ready_at = max(self._link_free_at, now) + seconds
+            self._link_free_at = state.ready_at = source.copy_end(self._link_free_at, now, seconds)
             self._loading.append(state)
         else:
             self._prefilling.append(state)

@@ -28,6 +28,13 @@ class KVSource:
     overlapped_tokens: int  # of them, those that were copied while the other worker still computed
     is_prefill: bool = False  # the other worker is a prefill worker, which also samples the first token
     cached_tokens: int = 0  # prompt tokens that the other worker found in its cache
+    # Time at which the other worker had computed them. A prefill worker announces blocks before that, so they are
+    # copied even while the answering worker computes a step. None: they are copied from the admission on.
+    ready_at: float | None = None
+
+    def copy_end(self, link_free_at: float, now: float, seconds: float) -> float:
+        """Return when a copy of `seconds` ends, over a link that has other copies until `link_free_at`."""
+        return max(link_free_at, now if self.ready_at is None else self.ready_at) + seconds
 
     def seconds(self, link: KVLink, kv_bytes_per_token: float, missing_tokens: int) -> float:
         """Return the seconds that the copy still takes if the cache lacks `missing_tokens` of the tokens."""
@@ -94,7 +101,7 @@ class SimPulls:
         if request.num_cached >= full:
             return None
         seconds = source.seconds(self._link, self._kv_bytes_per_token, full - request.num_cached)
-        self._link_free_at = max(self._link_free_at, self._clock.now()) + seconds
+        self._link_free_at = source.copy_end(self._link_free_at, self._clock.now(), seconds)
         result = None
         if source.is_prefill:
             result = PrefillResult((first_token,), False, source.cached_tokens, 0.0)

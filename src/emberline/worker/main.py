@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from emberline.core.config import ServerConfig, WorkerConfig
-from emberline.core.engine_config import EngineConfig, TimeSharingConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
 from emberline.core.tls import TLSIdentity, open_identity
 from emberline.core.tls_config import TLSConfig
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.engine.engine_child import EngineChild
 from emberline.engine.messages import LoadedModelInfo
@@ -65,11 +66,7 @@ async def serve(
         tls.check_accepts_itself()
     listener = bind_listener(config.host, config.port)
     port = listener.getsockname()[1]
-    config = _check_access(config, listener)
-    if config.worker is not None:
-        config = replace(config, worker=with_reachable_url(config.worker, config.host, port, config.scheme))
-        assert config.worker is not None
-        check_worker_address(config.worker, config.host, port)
+    config = _with_worker_address(_check_access(config, listener), port)
     server = await answer_while_loading(listener, tls.listener_context() if tls is not None else None)
     directories = await _run_in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
     if config.worker is not None:
@@ -113,6 +110,15 @@ async def serve(
         await engine.stop()
         if assembled is not None:
             assembled.close()
+
+
+def _with_worker_address(config: ServerConfig, port: int) -> ServerConfig:
+    """Return the settings with the URL of a worker. Raises InvalidRequest if others could not reach it."""
+    if config.worker is None:
+        return config
+    worker = with_reachable_url(config.worker, config.host, port, config.scheme)
+    check_worker_address(worker, config.host, port)
+    return replace(config, worker=worker)
 
 
 def _build_engine_configs(config: EngineConfig, directories: Mapping[str, Path]) -> dict[str, EngineConfig]:

@@ -24,11 +24,12 @@ from emberline.bench.gpu.engine import CONFIG, VOCAB
 from emberline.bench.gpu.model import GPURandomWeights
 from emberline.bench.report import BenchReport
 from emberline.bench.transfer import measure_raw_sockets
-from emberline.core.engine_config import EngineConfig, TransferConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Timing
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.engine import Engine
 from emberline.engine.gpu import ipc
 from emberline.engine.gpu.boot import boot_gpu

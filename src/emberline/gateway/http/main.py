@@ -110,9 +110,7 @@ async def build_gateway(
 ) -> GatewayApp:
     """Create the gateway's objects and return its application. Closing `stack` closes these objects.
 
-    `require_keys`: every gateway requires a key, even if its settings do not. `tls`: the identity of its listener,
-    for metrics.
-    """
+    `require_keys`: every gateway requires a key, even if its settings do not. `tls`: of its listener, for metrics."""
     configured: ConfiguredGateways = read_configured_gateways(config_file, config.engine)
     if require_keys:
         configured = _require_authentication(config, configured)
@@ -147,10 +145,8 @@ async def build_gateway(
     )
     settings_store = SettingsStore(configured, store, watch, config.engine, require_keys=require_keys)
     keys = KeyStore(store, watch, wall, _identities_by_key(config))
-    breakers = attempts.breakers
-    realtime = RealtimeHandler(
-        registry, ProviderKeySelector(vault), upstream, prices, clock, breakers, max_message_bytes=config.max_body
-    )
+    selector, limit = ProviderKeySelector(vault), config.max_body
+    realtime = RealtimeHandler(registry, selector, upstream, prices, clock, attempts.breakers, max_message_bytes=limit)
     session_handler = stack_layers((*outer, limit_sessions(limiter, claims, clock, wall)), realtime)
     gateway = Gateway(stack_layers(layers, attempts), session_handler, registry, settings_store, keys, clock, wall)
     context = AdminContext(store, vault, wall, limiter, configured=configured, allow_private=config.private_providers)
@@ -158,10 +154,8 @@ async def build_gateway(
     models = ModelLister(registry, vault, upstream, catalogue)
     _start_task(stack, LogRetention(store, configured, wall).run())
     _start_task(stack, _reload_catalogue(catalogue))
-    queue = await stack.enter_async_context(
-        BatchQueue(store, gateway.answer, lambda: metrics.open_requests, wall).run_in_background()
-    )
-    run_handler = RunHandler(gateway, queue, clock)
+    batches = BatchQueue(store, gateway.answer, lambda: metrics.open_requests, wall)
+    run_handler = RunHandler(gateway, await stack.enter_async_context(batches.run_in_background()), clock)
     return GatewayApp(
         config, gateway, run_handler, admin, models, store, metrics, load_pages("gateway/index.html"), require_keys
     )

@@ -7,8 +7,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from emberline.core.engine_config import TransferConfig
 from emberline.core.tls import open_identity
+from emberline.core.transfer_config import TransferConfig
 from emberline.kv.checksum import Crc
 from emberline.kv.codec import KVCodec
 from emberline.kv.confine import is_loopback

@@ -13,6 +13,7 @@ from emberline.cluster.membership import WorkerHealth
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
 from emberline.core.numerics import describe_difference
+from emberline.router.destination import select_destination
 from emberline.router.http.router_metrics import FORGOTTEN_WORKER
 from emberline.router.http.worker_attempt import WorkerAttempt
 from emberline.router.http.worker_registry import WorkerRegistry
@@ -53,6 +54,8 @@ class Dispatcher(WorkerRegistry):
     ) -> RoutingDecision:
         """Return the worker for a request, chosen by `policy.choose_worker` from all registered workers."""
         workers, now = list(self.workers.values()), self._clock.now()
+        if summary.endpoints:
+            workers = select_destination(workers, summary.endpoints, summary.model, now)
         shared = not self.prefixes.continues_conversation(summary.prefixes)
         return choose_worker(
             summary,

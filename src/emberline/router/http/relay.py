@@ -167,8 +167,11 @@ class Relay(ReplyRelay):
                     excluded = excluded | self._dispatcher.ids_of_workers_unable_to_continue(
                         routed.summary.model, routed.output_worker
                     )
+                summary = routed.summary
+                if routed.last_failure is not None:
+                    summary = replace(summary, endpoints=())  # the picker's choice has failed
                 decision = self._dispatcher.choose_worker(
-                    routed.summary,
+                    summary,
                     excluded,
                     ignore_capacity_limits=routed.has_reply_started,
                     is_suspect=routed.is_suspect,

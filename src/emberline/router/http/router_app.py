@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.core.tls import TLSIdentity
 from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.router.destination import DESTINATION_HEADER, parse_endpoints
 from emberline.router.http.dispatcher import Dispatcher
 from emberline.router.http.relay import Relay
 from emberline.router.http.router_metrics import WorkerView, build_status
@@ -122,6 +124,8 @@ class RouterApp:
             if len(body) < LARGE_INPUT_BYTES
             else await offload.run(len(body), RequestSummary.parse, body, *affinity)
         )
+        if header := exchange.header(DESTINATION_HEADER):
+            summary = replace(summary, endpoints=parse_endpoints(header))
         await exchange.run_while_connected(self._relay.run(exchange, summary, body))
 
     async def _relay_stored_response_call(self, exchange: Exchange) -> None:

@@ -15,6 +15,7 @@ from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import EngineUnavailable, InvalidRequest, NotFound, Superseded
 from emberline.core.numerics import Numerics, can_exchange_blocks, describe_difference
+from emberline.router.destination import endpoint_of_url
 from emberline.router.http.router_metrics import RouterMetrics
 from emberline.router.http.worker_attempt import WorkerAttempt
 from emberline.router.kvindex import KVIndex
@@ -85,6 +86,7 @@ class WorkerRegistry:
             max_requests=max_running + int(max_running * self._config.queue),
             breaker=breaker,
             dialect=registration.dialect,
+            endpoint=endpoint_of_url(registration.url),
             role=registration.role,
             engine_ids=_engine_ids_by_model(registration),
             kv_capacity_tokens=_kv_capacity_tokens(registration),

@@ -1,0 +1,113 @@
+"""The simulated side of `emberline bench sim-accuracy`: the same requests on a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from emberline.bench.accuracy_load import LoadResult, LoadShape, TimedRequest
+from emberline.core.config import RouterConfig
+from emberline.core.errors import EmberlineError
+from emberline.core.step_costs import StepCostTable
+from emberline.sim.choosers import choose_worker_by_policy
+from emberline.sim.cluster import SimCluster, SimClusterConfig
+from emberline.sim.link import KVLink
+from emberline.sim.prompt import PromptPart, SimPromptBuilder
+from emberline.sim.result import Distribution, RequestRecord
+from emberline.sim.sessions import SingleRequest
+
+WARM_UP_INTERVAL_S = 100.0  # between two of the requests that run alone first
+FIRST_RATE = 4.0  # requests per second, with which the search for the capacity begins
+CAPACITY_RUN_S = 60.0  # virtual time, of which the first third is a warm-up
+MAX_SERVED_SHARE = 0.75  # of the arrivals: if more of them are served, the cluster may not be full
+INSTANT_BYTES_PER_S = 1e15  # the time of copies is part of the measured overhead of a handoff
+
+
+@dataclass(frozen=True, slots=True)
+class HostOverheads:
+    """What the host adds to the compute time of steps, measured with one request at a time."""
+
+    step_s: float = 0.0  # to every step: planning, sampling, messages
+    request_s: float = 0.0  # to the first token: HTTP, router, tokenizer, messages between processes
+    handoff_s: float = 0.0  # to the first token, if another worker has computed the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCluster:
+    """What the simulator needs to know about a cluster."""
+
+    table: StepCostTable
+    workers: int
+    prefill_workers: int
+    split_tokens: float
+    max_running: int
+    batch_tokens: int
+    kv_tokens: int
+
+    def simulate(
+        self, requests: Sequence[TimedRequest], overheads: HostOverheads, warm_up: Sequence[TimedRequest] = ()
+    ) -> LoadResult:
+        """Return the latencies of `requests`. `warm_up`: requests that run before them, one at a time."""
+        cluster, ended, begin = self._build(overheads), list[RequestRecord](), WARM_UP_INTERVAL_S * len(warm_up)
+        cluster.observers.append(ended.append)
+        cluster.at(begin, lambda: _forget_latencies(cluster))
+        alone = [replace(each, due=WARM_UP_INTERVAL_S * i) for i, each in enumerate(warm_up)]
+        result = cluster.run(_make_sessions([*alone, *(replace(each, due=begin + each.due) for each in requests)]))
+        if failed := [record for record in ended if record.outcome != "answered"]:
+            raise EmberlineError(f"{len(failed)} simulated requests were {failed[0].outcome}", hint="lower the load")
+        records = [record for record in ended if record.arrived_at >= begin]
+        ttft, itl = Distribution(), result.inter_token_seconds
+        for record in records:
+            assert record.first_token_at is not None
+            ttft.add(record.first_token_at - record.arrived_at + overheads.request_s)
+        first, last = min(r.arrived_at for r in records), max(r.finished_at for r in records)
+        rate = sum(record.output_tokens for record in records) / (last - first + overheads.request_s)
+        return LoadResult(ttft.quantile(0.5), ttft.quantile(0.9), itl.quantile(0.5), itl.quantile(0.9), rate)
+
+    def capacity(self, shape: LoadShape, overheads: HostOverheads) -> float:
+        """Return the requests per second that the cluster serves while more arrive than it can serve."""
+        rate = FIRST_RATE
+        while (served := self._served_rate(shape, overheads, rate)) > MAX_SERVED_SHARE * rate:
+            rate *= 2
+        return served
+
+    def _served_rate(self, shape: LoadShape, overheads: HostOverheads, rate: float) -> float:
+        """Return the requests per second that end, of `rate` that arrive."""
+        cluster, ends = self._build(overheads), list[float]()
+
+        def record_end(record: RequestRecord) -> None:
+            if record.outcome == "answered":
+                ends.append(record.finished_at)
+
+        cluster.observers.append(record_end)
+        cluster.run(_make_sessions(shape.draw_poisson(rate, CAPACITY_RUN_S, seed=1)), until=CAPACITY_RUN_S)
+        return sum(end > CAPACITY_RUN_S / 3 for end in ends) / (CAPACITY_RUN_S * 2 / 3)
+
+    def _build(self, overheads: HostOverheads) -> SimCluster:
+        points = tuple((tokens, seconds + overheads.step_s) for tokens, seconds in self.table.token_points)
+        config = SimClusterConfig(
+            kv_tokens=self.kv_tokens,
+            max_running=self.max_running,
+            batch_tokens=self.batch_tokens,
+            cost=replace(self.table, token_points=points),
+            workers=self.workers,
+            prefill_workers=self.prefill_workers,
+            link=KVLink(bytes_per_second=INSTANT_BYTES_PER_S, latency_s=overheads.handoff_s),
+            kv_bytes_per_token=1.0,
+        )
+        return SimCluster(config, choose_worker_by_policy, router=RouterConfig(split_tokens=self.split_tokens))
+
+
+def _make_sessions(requests: Sequence[TimedRequest]) -> list[SingleRequest]:
+    sessions = []
+    for i, request in enumerate(requests):
+        builder = SimPromptBuilder()
+        builder.add(PromptPart(f"prompt-{i}", len(request.prompt)))
+        sessions.append(
+            SingleRequest(request.due, builder.build_request(f"r{i}", PromptPart(f"reply-{i}", request.output)))
+        )
+    return sessions
+
+
+def _forget_latencies(cluster: SimCluster) -> None:
+    cluster.result.inter_token_seconds = Distribution()

@@ -1,0 +1,213 @@
+"""`emberline bench sim-accuracy`: compares the simulator with real clusters under the same load.
+
+A cluster has three workers on this machine, once all alike and once split into two prefill workers and a decode
+worker. Their steps are paced by a cost table (`--step-costs`), several times slower than this machine computes them, so
+that workers and clients can share few cores without waiting for each other. Requests arrive at random times, at several
+shares of the cluster's capacity; the simulator gets the same requests. What the host adds to a step and to a request is
+measured with one request at a time, before the load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from emberline.bench import accuracy_h200
+from emberline.bench.accuracy_load import LoadResult, LoadShape, TimedRequest, measure_load
+from emberline.bench.accuracy_sim import HostOverheads, SimulatedCluster
+from emberline.bench.client import CompletionClient, RequestTrace
+from emberline.bench.cluster import LocalCluster
+from emberline.bench.report import BenchReport
+from emberline.bench.step_costs import StepCostPlan, measure_step_costs
+from emberline.bench.tiny_checkpoint import VOCAB, write_tiny_checkpoint
+from emberline.bench.workload import LogNormal
+from emberline.core.config import Role
+from emberline.core.errors import EmberlineError, InvalidRequest
+from emberline.core.step_costs import StepCostData, StepCostTable, count_prompt_pairs
+from emberline.hub.source import resolve_model
+from emberline.sim.costs import find_cost_data
+
+SERVED = "bench"
+ARRANGEMENTS: dict[str, dict[Role, int]] = {"colocated": {"both": 3}, "split": {"prefill": 2, "decode": 1}}
+MAX_RUNNING, BATCH_TOKENS, KV_TOKENS = 64, 512, 65_536
+OPTIONS = ("--served-name", SERVED, "--threads", "1", "--device", "cpu", "--embedder", "none")
+ALONE = 5  # requests that run alone, to measure what the host adds
+CASES = ("tiny", "smollm2")
+LATENCIES = ("ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
+RUN_TIMEOUT_S = 600.0  # of one cluster
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyCase:
+    name: str
+    model: Path
+    costs: StepCostData
+    shape: LoadShape
+    split_tokens: int  # shortest prompt that a prefill worker computes
+    seconds: float  # of arrivals, for each load
+
+    def make_simulated_cluster(self, arrangement: str) -> SimulatedCluster:
+        counts = ARRANGEMENTS[arrangement]
+        return SimulatedCluster(
+            StepCostTable.from_data(self.costs),
+            workers=counts.get("both", 0) + counts.get("decode", 0),
+            prefill_workers=counts.get("prefill", 0),
+            split_tokens=self.split_tokens,
+            max_running=MAX_RUNNING,
+            batch_tokens=BATCH_TOKENS,
+            kv_tokens=KV_TOKENS,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyPoint:
+    """One load at one cluster: what was measured, and what was simulated."""
+
+    name: str
+    rate: float  # requests per second
+    requests: int
+    real: LoadResult
+    simulated: LoadResult
+
+    def errors(self) -> dict[str, float]:
+        """Return the simulator's errors, as fractions of the measured values."""
+        return {
+            name: abs(getattr(self.simulated, name) / getattr(self.real, name) - 1)
+            for name in (*LATENCIES, "output_rate")
+            if not math.isnan(getattr(self.real, name))
+        }
+
+
+def bench(cases: Sequence[str], loads: Sequence[int], seconds: float, results_dir: Path, log_dir: Path) -> BenchReport:
+    """Measure all cases. `loads`: percent of the capacity. `seconds`: of arrivals for each load.
+
+    `results_dir`: where result files of H200s are, which are compared too."""
+    if unknown := [name for name in cases if name not in CASES]:
+        raise InvalidRequest(f"unknown case {unknown[0]!r}", param="cases", hint=f"choose from {', '.join(CASES)}")
+    if not loads or not all(1 <= load <= 100 for load in loads):
+        raise InvalidRequest(f"loads are {list(loads)}; they must be 1 to 100", param="loads", hint="use 40,70,90")
+    report = BenchReport(
+        "sim-accuracy",
+        {"cases": list(cases), "loads": list(loads), "seconds": seconds, "load_average": os.getloadavg(), "points": {}},
+    )
+    points = []
+    for name in cases:
+        case = make_case(name, seconds, log_dir / name)
+        report.config[name] = {"costs": asdict(case.costs), "prompt": case.shape.prompt, "output": case.shape.output}
+        points += asyncio.run(_measure_case(case, loads, log_dir / name, report))
+    add_points(report, points)
+    add_points(report, list(_compare_with_h200(results_dir)), prefix="h200_")
+    return report
+
+
+def _compare_with_h200(results_dir: Path) -> Iterator[AccuracyPoint]:
+    for file in accuracy_h200.FILES:
+        real, simulated, requests = accuracy_h200.compare_with_file(results_dir / file)
+        yield AccuracyPoint(file.removesuffix(".json"), accuracy_h200.RATE, requests, real, simulated)
+
+
+def make_case(name: str, seconds: float, directory: Path) -> AccuracyCase:
+    """Prepare the model and the paced step costs of a case."""
+    smollm2 = resolve_model("smollm2")
+    if name == "tiny":
+        h200 = find_cost_data("h200", "llama-8b", "plain")
+        shape = LoadShape(LogNormal(5.3, 0.8, 512), LogNormal(3.2, 0.5, 64), VOCAB)
+        model = write_tiny_checkpoint(directory / "model", smollm2)
+        return AccuracyCase(name, model, replace(h200.scale(16.0), plans_ahead=False), shape, 128, seconds)
+    plan = StepCostPlan(rows=(1, 4, 16), contexts=(32, 256), chunks=(16, 64, 192), threads=1, rounds=2)
+    shape = LoadShape(LogNormal(4.2, 0.6, 192), LogNormal(3.0, 0.5, 48), 49_000)
+    return AccuracyCase(name, smollm2, measure_step_costs("smollm2", plan).scale(3.0), shape, 32, 2 * seconds)
+
+
+async def _measure_case(
+    case: AccuracyCase, loads: Sequence[int], directory: Path, report: BenchReport
+) -> list[AccuracyPoint]:
+    costs_file = directory / "step-costs.json"
+    directory.mkdir(parents=True, exist_ok=True)
+    costs_file.write_text(json.dumps(asdict(case.costs)), "utf-8")
+    worker = [str(case.model), *OPTIONS, "--step-costs", str(costs_file), "--max-batch-tokens", str(BATCH_TOKENS)]
+    router = ["--split-tokens", str(case.split_tokens)]
+    points, overheads = [], HostOverheads()
+    for arrangement, counts in ARRANGEMENTS.items():
+        logs = directory / arrangement
+        async with (
+            asyncio.timeout(RUN_TIMEOUT_S),
+            LocalCluster(counts, worker, logs, router_arguments=router) as cluster,
+        ):
+            client = CompletionClient(f"{cluster.url}/v1", SERVED)
+            overheads, alone = await _measure_overheads(client, case, overheads, arrangement)
+            simulated = case.make_simulated_cluster(arrangement)
+            capacity = simulated.capacity(case.shape, overheads)
+            report.config[f"{case.name}_{arrangement}"] = {"capacity": capacity, "overheads": asdict(overheads)}
+            for load in loads:
+                requests = case.shape.draw_poisson(load / 100 * capacity, case.seconds, seed=load)
+                if held := await cluster.wait_until_idle():
+                    raise EmberlineError(f"workers still hold resources while no request is open: {held}")
+                real = await measure_load(client, requests)
+                name, rate = f"{case.name}_{arrangement}_{load}", load / 100 * capacity
+                points.append(
+                    AccuracyPoint(name, rate, len(requests), real, simulated.simulate(requests, overheads, alone))
+                )
+                print(f"{name}: {len(requests)} requests", flush=True)
+            client.close()
+    return points
+
+
+async def _measure_overheads(
+    client: CompletionClient, case: AccuracyCase, colocated: HostOverheads, arrangement: str
+) -> tuple[HostOverheads, list[TimedRequest]]:
+    """Return what the host adds, and the requests with which it was measured. `colocated`: as measured before."""
+    table = StepCostTable.from_data(case.costs)
+    requests = case.shape.draw_requests([0.0] * (ALONE + 1), seed=0)
+    requests = [replace(each, prompt=(each.prompt * 8)[: case.shape.prompt.maximum]) for each in requests]
+    steps, firsts = [], []
+    for request in requests:
+        trace = await client.complete(request.prompt, request.output)
+        if trace.error is not None:
+            raise EmberlineError(f"a request without other load failed: {trace.error}", hint="see the workers' logs")
+        steps.append(_step_overhead(trace, request, table))
+        count = len(request.prompt)
+        firsts.append(trace.event_times[0] - trace.sent - table.step_seconds(0, 0, count, count_prompt_pairs(0, count)))
+    step_s, first_s = median(steps[1:]), median(firsts[1:])  # the first request is a warm-up
+    if arrangement == "colocated":
+        return HostOverheads(step_s, max(0.0, first_s - step_s)), requests
+    return replace(colocated, handoff_s=max(0.0, first_s - step_s - colocated.request_s)), requests
+
+
+def _step_overhead(trace: RequestTrace, request: TimedRequest, table: StepCostTable) -> float:
+    gaps = trace.inter_token_seconds
+    context = len(request.prompt) + request.output / 2
+    return median(gaps) - table.step_seconds(1, context) if gaps else 0.0
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def add_points(report: BenchReport, points: Sequence[AccuracyPoint], prefix: str = "") -> None:
+    """Add each point to the report, and the largest errors. `prefix`: of the names of these."""
+    worst: dict[str, float] = {}
+    for point in points:
+        errors = point.errors()
+        report.config["points"][point.name] = {
+            "rate": point.rate,
+            "requests": point.requests,
+            "real": _without_nan(asdict(point.real)),
+            "simulated": asdict(point.simulated),
+            "errors": errors,
+        }
+        for name in LATENCIES:
+            report.add(f"{point.name}_{name}", 1e3 * getattr(point.simulated, name), "ms")
+            report.add(f"{point.name}_{name}/real", 1e3 * getattr(point.real, name), "ms")
+        worst = {name: max(error, worst.get(name, 0.0)) for name, error in errors.items()}
+    for name, error in worst.items():
+        report.add(f"{prefix}{'throughput' if name == 'output_rate' else name}_error_max", error, "of the measured")
+
+
+def _without_nan(values: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if not math.isnan(value)}

@@ -1,0 +1,57 @@
+"""DraftedCosts: the time of steps in which each decoding request gets a token, if drafted tokens were verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emberline.core.plan import StepPlan
+from emberline.core.step_costs import count_prompt_pairs
+from emberline.planner.measured_figures import DRAFTED_STEPS, DRAFTS_FILE, DRAFTS_SHAPE, MAX_DRAFT_TOKENS
+from emberline.sim.costmodel import StepCosts
+
+MEASURED_CONTEXT = 640  # mean tokens of a request in the measured steps
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedCosts:
+    """A real step gives several tokens to a request; here, one token takes that part of the step's time."""
+
+    base: StepCosts
+    step_ms: tuple[tuple[int, float], ...]  # rows, milliseconds of a step with drafts
+    tokens_per_step: float
+    source: str = DRAFTS_FILE
+    plans_ahead: bool = True
+
+    def step_seconds(
+        self, decode_rows: int, decode_context: float, prompt_tokens: int = 0, prompt_pairs: float = 0.0
+    ) -> float:
+        whole = self.base.step_seconds(decode_rows, decode_context, prompt_tokens, prompt_pairs)
+        if not 0 < decode_rows <= self.step_ms[-1][0]:  # larger batches were not measured, and gain little
+            return whole
+        alone = self.base.step_seconds(decode_rows, decode_context)
+        return whole - alone * (1.0 - self._time_share(decode_rows))
+
+    def estimate_step_seconds(self, plan: StepPlan) -> float:
+        rows = [work for work in plan.work if len(work.tokens) == 1]
+        prompts = [work for work in plan.work if len(work.tokens) > 1]
+        pairs = sum(count_prompt_pairs(work.start, len(work.tokens)) for work in prompts)
+        context, tokens = sum(work.start + 1 for work in rows), sum(len(work.tokens) for work in prompts)
+        return self.step_seconds(len(rows), context, tokens, pairs)
+
+    def _time_share(self, rows: int) -> float:
+        """Return the time per token with drafts, divided by that without, in batches of this size."""
+        points = self.step_ms
+        right = next(i for i, (batch, _) in enumerate(points) if rows <= batch)
+        (low, first), (high, second) = points[max(0, right - 1)], points[right]
+        step_ms = second if low == high else first + (second - first) * (rows - low) / (high - low)
+        plain_ms = 1e3 * self.base.step_seconds(rows, rows * MEASURED_CONTEXT)
+        return min(1.0, step_ms / self.tokens_per_step / plain_ms)
+
+
+def find_drafted_costs(base: StepCosts, shape: str, weights: str, tokens_per_step: float) -> DraftedCosts | None:
+    """Return the costs with drafts of which this many tokens of a step are right; None: they were not measured."""
+    if shape != DRAFTS_SHAPE or weights not in DRAFTED_STEPS:
+        return None
+    assert 1.0 <= tokens_per_step <= 1 + MAX_DRAFT_TOKENS
+    points = tuple((step.batch, step.ms_per_token * step.tokens_per_step) for step in DRAFTED_STEPS[weights])
+    return DraftedCosts(base, points, tokens_per_step)

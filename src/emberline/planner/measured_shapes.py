@@ -1,0 +1,96 @@
+"""Which measured cost table belongs to a config.json, and how well projections meet the measured steps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.step_costs import StepCostData, count_prompt_pairs
+from emberline.engine.gpu_plan import plan_gpus
+from emberline.models.config_outline import read_outline
+from emberline.models.outline import ModelOutline
+from emberline.planner.gpu_speeds import GPUSpeed, find_gpu_speed
+from emberline.planner.step_costs import NO_CORRECTION, CostCorrection, ProjectedCosts
+from emberline.planner.step_work import StepWork
+from emberline.sim.costs import list_cost_tables
+
+SHAPES_FILE = "shapes.json"  # package data: config.json of each shape that was measured
+MEASURED_GPU = "H200"  # whose measured steps correct projections
+ERROR_QUANTILE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionError:
+    """How far projections without a correction are from the measured steps of all shapes, as shares."""
+
+    steps: int  # that were compared
+    median: float
+    p90: float
+
+
+@cache
+def read_measured_shapes() -> dict[str, dict[str, Any]]:
+    """Return the config.json of each measured shape, by the name of the shape."""
+    shapes: dict[str, dict[str, Any]] = json.loads(files("emberline.planner").joinpath(SHAPES_FILE).read_text("utf-8"))
+    return shapes
+
+
+def find_shape_name(outline: ModelOutline) -> str:
+    """Return the name of the measured shape with these sizes; empty: none has them."""
+    wanted = _without_context(outline)
+    shapes = read_measured_shapes().items()
+    return next((name for name, config in shapes if _without_context(read_outline(config)) == wanted), "")
+
+
+def _without_context(outline: ModelOutline) -> ModelOutline:
+    """Return the outline without what changes no step: the name of the family, contexts and rotary tables."""
+    return replace(outline, model_type="", max_context=0, longest_context=0, rope_values=0)
+
+
+def find_measured(gpu: str, shape: str, weights: str) -> StepCostData | None:
+    """Return the measured steps, or None if these weights of this shape were not measured on the GPU."""
+    for data in list_cost_tables():
+        if (data.gpu.upper(), data.shape, data.weights) == (gpu.upper(), shape, weights):
+            return data
+    return None
+
+
+def make_correction(measured: StepCostData) -> CostCorrection:
+    """Return what corrects projected costs so that they agree with the measured steps of one GPU."""
+    costs = project_costs(read_measured_shapes()[measured.shape], find_gpu_speed(measured.gpu), measured.weights)
+    ratios: dict[int, float] = {}
+    for step in measured.measured:
+        pairs = count_prompt_pairs(step.start, step.prompt)
+        attention = costs.attention_seconds(step.rows, step.rows * step.context, pairs)
+        products = costs.step_seconds(step.rows, step.rows * step.context, step.prompt, pairs) - attention
+        ratios.setdefault(step.tokens, (step.seconds - attention) / products)
+    return CostCorrection(tuple(sorted(ratios.items())))
+
+
+@cache
+def projection_error() -> ProjectionError:
+    """Compare projections with all measured steps of GPUs."""
+    errors: list[float] = []
+    for data in list_cost_tables():
+        if (config := read_measured_shapes().get(data.shape)) is None:
+            continue
+        costs = project_costs(config, find_gpu_speed(data.gpu), data.weights)
+        for step in data.measured:
+            pairs = count_prompt_pairs(step.start, step.prompt)
+            projected = costs.step_seconds(step.rows, step.rows * step.context, step.prompt, pairs)
+            errors.append(abs(projected / step.seconds - 1.0))
+    errors.sort()
+    return ProjectionError(len(errors), errors[len(errors) // 2], errors[int(ERROR_QUANTILE * len(errors))])
+
+
+def project_costs(
+    config: dict[str, Any], gpu: GPUSpeed, weights: str, correction: CostCorrection = NO_CORRECTION
+) -> ProjectedCosts:
+    """Return the costs of a model on one GPU."""
+    outline, settings = read_outline(config), EngineConfig.build("", weights=weights).with_gpu_defaults()
+    work = StepWork.of_plan(plan_gpus(config, gpu.gpus(1), settings).best, outline)
+    return ProjectedCosts(gpu, work, outline.hidden, correction=correction)

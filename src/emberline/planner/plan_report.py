@@ -1,0 +1,174 @@
+"""A FleetPlan as a JSON object, with the basis of each figure: measured, projected, simulated or estimated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from emberline.planner.fleet_plan import FleetPlan
+from emberline.planner.measured_figures import START_FILE, START_S
+from emberline.planner.measured_shapes import projection_error
+from emberline.planner.search import Candidate
+from emberline.planner.topology import PlannedPool
+from emberline.planner.verification import SimulatedLoad
+
+SECONDS_PER_HOUR = 3600.0
+COST_TOKENS = 1e6
+NOT_MEASURED = "not measured"
+
+
+def report_plan(plan: FleetPlan) -> dict[str, Any]:
+    """Return the plan as a JSON object. Times are milliseconds unless their name says otherwise."""
+    traffic, slo = plan.task.traffic, plan.task.slo
+    return {
+        "model": plan.settings.model,
+        "gpu": plan.settings.gpu.name,
+        "seed": plan.settings.seed,
+        "traffic": {
+            "description": traffic.description,
+            "requests_per_second": traffic.rate,
+            "mean_prompt_tokens": round(traffic.mean_prompt, 1),
+            "p90_prompt_tokens": traffic.p90_prompt,
+            "mean_output_tokens": round(traffic.mean_output, 1),
+            "shared_prefix_share": traffic.prefix_share,
+        },
+        "slo": {"ttft_p90_ms": _ms(slo.ttft_p90), "itl_p90_ms": _ms(slo.itl_p90)},
+        "max_gpus": plan.task.max_gpus,
+        "gpu_price": plan.settings.gpu_price,
+        "candidates": [_report_candidate(plan, each) for each in plan.candidates],
+        "validate": [str(each.topology) for each in plan.choose_for_validation()],
+        "sensitivity": _report_sensitivity(plan),
+        "does_not_fit": dict(plan.rejected),
+        "basis": list(_list_basis(plan)),
+    }
+
+
+def _report_candidate(plan: FleetPlan, candidate: Candidate) -> dict[str, Any]:
+    topology = candidate.topology
+    return {
+        "topology": str(topology),
+        "is_split": topology.is_split,
+        "gpus": topology.gpus,
+        "meets_slo": candidate.meets_targets,
+        **_report_load(candidate.load),
+        **_report_cost(plan, topology.gpus),
+        "step_costs": topology.basis,
+        "changes_output": not topology.is_lossless,
+        "pools": [_report_pool(plan, pool) for pool in topology.pools],
+        "simulated": {
+            "requests": candidate.load.requests,
+            "unanswered": candidate.load.unanswered,
+            "engines": candidate.load.engines,
+            "traffic_share": round(candidate.load.traffic_share, 4),
+            "seconds": round(candidate.load.seconds, 2),
+            "cached_share": round(candidate.load.cached_share, 4),
+        },
+        "estimated": {
+            "ttft_p90_ms": _ms(topology.estimate.ttft_p90),
+            "itl_p90_ms": _ms(topology.estimate.itl_p90),
+        },
+    }
+
+
+def _report_load(load: SimulatedLoad) -> dict[str, float | None]:
+    names = ("ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
+    return {f"{name}_ms": _ms(getattr(load, name)) for name in names}
+
+
+def _report_pool(plan: FleetPlan, pool: PlannedPool) -> dict[str, Any]:
+    kind = pool.kind
+    options = [kind.serve_options, "" if pool.role == "both" else f"--role {pool.role}"]
+    if pool.role == "both":
+        options.append(f"--itl-target-ms {_ms(plan.task.engine_itl_target_s):g}")
+    return {
+        "role": pool.role,
+        "workers": pool.count,
+        "gpus_each": kind.gpus,
+        "weights": kind.weights,
+        "tp": kind.tp,
+        "pp": kind.pp,
+        "drafts": kind.drafts,
+        "kv_tokens_each": kind.kv_tokens,
+        "worker_options": " ".join(filter(None, options)),
+        "step_costs": kind.basis,
+        "source": kind.source,
+    }
+
+
+def _report_cost(plan: FleetPlan, gpus: int) -> dict[str, float | None]:
+    """Return GPU-hours and cost of a million tokens: of prompts and outputs together, and of outputs alone."""
+    traffic, price = plan.task.traffic, plan.settings.gpu_price
+    hours = gpus / SECONDS_PER_HOUR * COST_TOKENS
+    each, output = hours / traffic.tokens_per_second, hours / (traffic.rate * traffic.mean_output)
+    return {
+        "gpu_hours_per_million_tokens": round(each, 6),
+        "gpu_hours_per_million_output_tokens": round(output, 6),
+        "cost_per_million_tokens": None if price is None else round(each * price, 6),
+        "cost_per_million_output_tokens": None if price is None else round(output * price, 6),
+        "cost_per_hour": None if price is None else round(gpus * price, 4),
+    }
+
+
+def _report_sensitivity(plan: FleetPlan) -> dict[str, Any]:
+    found = plan.sensitivity
+    return {
+        "topology": str(plan.candidates[0].topology),
+        "traffic": [
+            {
+                "factor": each.factor,
+                "requests_per_second": round(each.rate, 4),
+                **_report_load(each.load),
+                "meets_slo": each.meets_targets,
+                "gpus_needed": each.gpus,
+            }
+            for each in found.traffic
+        ],
+        "prefix": [{"shared_prefix_share": each.share, "gpus_needed": each.gpus} for each in found.prefix],
+        "start": [{"start_seconds": each.start_s, "ttft_p90_ms": _ms(each.ttft_s)} for each in found.start],
+        "curve": [{"requests_per_second": round(rate, 4), "gpus": gpus} for rate, gpus in found.curve],
+    }
+
+
+def _list_basis(plan: FleetPlan) -> Iterator[dict[str, str]]:
+    """Yield what each sort of figure rests on, and its error."""
+    error, kinds = projection_error(), {}
+    for candidate in plan.candidates:
+        for pool in candidate.topology.pools:
+            kinds[pool.kind.name] = pool.kind
+    within = f"median {100 * error.median:.0f} %, p90 {100 * error.p90:.0f} % over {error.steps} measured steps"
+    for name, kind in kinds.items():
+        is_measured = kind.basis == "measured"
+        known = "interpolated between measured steps" if is_measured else f"without correction: {within}"
+        if kind.tp > 1 or kind.pp > 1:
+            known += "; on several GPUs: not measured"
+        yield _basis(f"step costs, {name}", kind.basis, kind.source, known)
+    yield _basis(
+        "latencies of candidates",
+        "simulated",
+        "production scheduler, KV manager and router on a virtual clock",
+        f"ttft_p90 {plan.accuracy.describe('ttft_p90')}, itl_p90 {plan.accuracy.describe('itl_p90')}",
+    )
+    link = plan.task.link
+    if any(each.topology.is_split for each in plan.candidates):
+        yield _basis(f"handoff link, {link.name}", link.basis, link.source, NOT_MEASURED)
+    memory = "layout of weights and KV cache from config.json"
+    yield _basis("memory", "projected", memory, "up to 3 % of the GPU's memory (memory-plans.json, h200-fp8.json)")
+    yield _basis(
+        "GPUs at other traffic or prefix reuse", "estimated", "formulas, shifted to the simulated count", NOT_MEASURED
+    )
+    start = plan.settings.start_s
+    given = _basis("start time", "given", "--start-seconds", NOT_MEASURED)
+    measured = _basis(f"start time, {START_S:.1f} s", "measured", f"{START_FILE}, Llama-3.1-8B", "other models differ")
+    yield measured if start is None else given
+    if plan.settings.gpu_price is not None:
+        yield _basis("price", "given", "--gpu-price", "GPUs only: no host, network or storage")
+
+
+def _basis(figure: str, basis: str, source: str, error: str) -> dict[str, str]:
+    return {"figure": figure, "basis": basis, "source": source, "error": error}
+
+
+def _ms(seconds: float) -> float | None:
+    """Return milliseconds; None for infinite times, which JSON does not have."""
+    return round(seconds * 1e3, 3) if math.isfinite(seconds) else None

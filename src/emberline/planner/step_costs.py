@@ -1,0 +1,107 @@
+"""ProjectedCosts: the duration of a step, from what it reads and computes, corrected by measured steps of the shape.
+
+`measured_shapes.projection_error` compares it with measured steps."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from math import hypot, log
+
+from emberline.core.plan import StepPlan
+from emberline.core.step_costs import count_prompt_pairs
+from emberline.planner.collective_times import all_reduce_us
+from emberline.planner.gpu_speeds import GPUSpeed
+from emberline.planner.step_work import StepWork
+
+# Fitted to the measured steps of sim/cost_tables.json: shares of the GPU's speed, and fixed times.
+DENSE_READ_SHARE, EXPERT_READ_SHARE, KV_READ_SHARE = 0.98, 0.85, 0.96
+PRODUCT_SHARE, FP8_PRODUCT_SHARE, ATTENTION_SHARE = 0.85, 0.7, 0.88
+LAYER_S = 14e-6  # of a layer in a captured step, besides what is read and computed
+EXPERT_PROMPT_LAYER_S = 1.2e-3  # least time of a layer in a step with prompts, in a model with experts
+STAGE_HOP_S = 20e-6  # between two pipeline stages
+
+
+@dataclass(frozen=True, slots=True)
+class CostCorrection:
+    """Measured time without attention, divided by the projected one, by the tokens of a step; linear in their log."""
+
+    points: tuple[tuple[int, float], ...] = ()  # tokens, ratio; by tokens
+
+    def at(self, tokens: int) -> float:
+        if not self.points:
+            return 1.0
+        sizes = [size for size, _ in self.points]
+        right = bisect_left(sizes, tokens)
+        if right in (0, len(sizes)):
+            return self.points[min(right, len(sizes) - 1)][1]
+        (low, first), (high, second) = self.points[right - 1], self.points[right]
+        return first + (second - first) * log(tokens / low) / log(high / low)
+
+
+NO_CORRECTION = CostCorrection()
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectedCosts:
+    gpu: GPUSpeed
+    work: StepWork  # of one GPU
+    hidden: int
+    ranks: int = 1  # GPUs that divide each layer
+    stages: int = 1  # of a pipeline; a step passes all of them
+    correction: CostCorrection = NO_CORRECTION
+    plans_ahead: bool = True  # step n + 1 is planned while step n runs
+
+    def step_seconds(
+        self, decode_rows: int, decode_context: float, prompt_tokens: int = 0, prompt_pairs: float = 0.0
+    ) -> float:
+        """Return the duration of a step.
+
+        `decode_context`: tokens of the contexts of all decoding requests. `prompt_pairs`: pairs of a query and a key
+        in the chunks of prompts."""
+        tokens = decode_rows + prompt_tokens
+        if not tokens:
+            return 0.0
+        attention = self.attention_seconds(decode_rows, decode_context, prompt_pairs)
+        seconds = self.correction.at(tokens) * self._product_seconds(decode_rows, prompt_tokens)
+        return seconds + attention + self._collective_seconds(tokens)
+
+    def attention_seconds(self, decode_rows: int, decode_context: float, prompt_pairs: float) -> float:
+        context = decode_context / decode_rows if decode_rows else 0.0
+        reading = self.work.kv_bytes(decode_rows, context) / KV_READ_SHARE / self.gpu.read_bytes_s
+        return reading + prompt_pairs * self.work.pair_flops / ATTENTION_SHARE / self.gpu.bf16_flops
+
+    def _product_seconds(self, decode_rows: int, prompt_tokens: int) -> float:
+        tokens, work, gpu = decode_rows + prompt_tokens, self.work, self.gpu
+        reading = (
+            work.dense_bytes / DENSE_READ_SHARE + (work.weight_bytes(tokens) - work.dense_bytes) / EXPERT_READ_SHARE
+        ) / gpu.read_bytes_s
+        sampled = decode_rows + bool(prompt_tokens)
+        products = 2.0 * ((work.dense_weights + work.expert_weights) * tokens + work.head_weights * sampled)
+        is_fp8 = work.weight_format == "fp8"
+        flops = FP8_PRODUCT_SHARE * gpu.fp8_flops if is_fp8 else PRODUCT_SHARE * gpu.bf16_flops
+        seconds = work.layers * LAYER_S + hypot(reading, products / flops)
+        if prompt_tokens and work.experts:
+            seconds = max(seconds, work.layers * EXPERT_PROMPT_LAYER_S)
+        return seconds
+
+    def estimate_step_seconds(self, plan: StepPlan) -> float:
+        rows = context = prompts = 0
+        pairs = 0.0
+        for item in plan.work:
+            count = len(item.tokens)
+            if count == 1:
+                rows, context = rows + 1, context + item.start + 1
+            else:
+                prompts, pairs = prompts + count, pairs + count_prompt_pairs(item.start, count)
+        return self.step_seconds(rows, context, prompts, pairs)
+
+    def prompt_seconds(self, tokens: int, cached: int = 0) -> float:
+        """Return the duration of a step that computes a prompt alone, of which `cached` tokens are known."""
+        return self.step_seconds(0, 0.0, tokens - cached, count_prompt_pairs(cached, tokens - cached))
+
+    def _collective_seconds(self, tokens: int) -> float:
+        seconds = (self.stages - 1) * STAGE_HOP_S
+        if self.ranks > 1:  # the sums after attention and feed-forward network, and the parts of the logits
+            seconds += (2 * self.work.layers + 1) * all_reduce_us(tokens * self.hidden, self.ranks) * 1e-6
+        return seconds

@@ -1,0 +1,200 @@
+"""The Helm chart: values match their schema, and the manifests that helm rendered are valid, safe and runnable.
+
+Continuous integration has no helm, so `scripts/render-chart` renders the manifests, and a checksum shows whether the
+chart has changed since.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy/helm/emberline"
+CASES = ROOT / "tests/chart"
+CASE_NAMES = ("default", "split", "groups")
+KUBERNETES_VERSIONS = ("1.27", "1.37")  # the oldest that Chart.yaml allows, and the newest with a schema
+# Resources of other projects, which have no schema here.
+FOREIGN_KINDS = {"LeaderWorkerSet", "ScaledObject", "ServiceMonitor", "InferencePool"}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader("render_chart", str(ROOT / "scripts/render-chart"))
+    spec = importlib.util.spec_from_loader("render_chart", loader)
+    assert spec is not None
+    module = sys.modules["render_chart"] = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def load_manifests(case: str) -> list[dict[str, Any]]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return [each for each in yaml.load_all((CASES / f"{case}.yaml").read_text(), loader) if each]
+
+
+def load_all_manifests() -> list[dict[str, Any]]:
+    return [manifest for case in CASE_NAMES for manifest in load_manifests(case)]
+
+
+def find_pods(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the pod templates in a manifest."""
+    spec = manifest.get("spec", {})
+    if manifest["kind"] == "LeaderWorkerSet":
+        yield from (spec["leaderWorkerTemplate"][name] for name in ("leaderTemplate", "workerTemplate"))
+    elif "template" in spec:
+        yield spec["template"]
+
+
+def all_pods() -> list[dict[str, Any]]:
+    return [pod for manifest in load_all_manifests() for pod in find_pods(manifest)]
+
+
+def test_manifests_are_those_of_this_chart(script: ModuleType) -> None:
+    assert script.CHECKSUM_FILE.read_text().strip() == script.compute_checksum(), "run scripts/render-chart"
+
+
+def test_rendering_gives_committed_manifests(script: ModuleType) -> None:
+    if (helm := os.environ.get("HELM") or shutil.which("helm")) is None:
+        pytest.skip("helm is not installed")
+    for case in CASE_NAMES:
+        assert script.render_case(helm, CASES / f"{case}.values.yaml").stdout == (CASES / f"{case}.yaml").read_text()
+    wrong = script.render_case(helm, CASES / "default.values.yaml", "--set", "gateway.enabled=true,gateway.replicas=2")
+    assert "gateway.store.secret" in wrong.stderr
+
+
+def test_schema_accepts_defaults_and_refuses_typing_errors() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    jsonschema.Draft7Validator.check_schema(schema)
+    validator = jsonschema.Draft7Validator(schema)
+    validator.validate(defaults)
+    pool = defaults["pools"]["mixed"]
+    for wrong in (
+        {"modle": "smollm2"},
+        {"model": ""},
+        {"pools": {}},
+        {"pools": {"Upper": pool}},
+        {"pools": {"mixed": pool | {"role": "mixed"}}},
+        {"pools": {"mixed": pool | {"nodes": 2, "gpus": 1}}},
+        {"pools": {"mixed": pool | {"nodes": 2, "role": "decode"}}},
+        {"router": defaults["router"] | {"replicas": 0}},
+        {"clusterKey": {"secret": "", "key": "k"}},
+        {"tls": {"secret": "certificates", "names": ""}},
+        {"image": {"repository": "x", "digest": "latest"}},
+    ):
+        assert not validator.is_valid(defaults | wrong), wrong
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+def test_manifests_match_schemas_of_kubernetes(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_schema = functools.cache(kubernetes_validate.utils.schema_contents)  # which reads 1 MB for each manifest
+    monkeypatch.setattr(kubernetes_validate.utils, "schema_contents", read_schema)
+    checked = set()
+    for manifest in load_all_manifests():
+        if manifest["kind"] not in FOREIGN_KINDS:
+            kubernetes_validate.validate(manifest, version, strict=True)
+            checked.add(manifest["kind"])
+        for pod in find_pods(manifest):  # also those in resources without a schema
+            body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod["spec"]}
+            kubernetes_validate.validate(body, version, strict=True)
+    assert checked == {
+        *("StatefulSet", "Deployment", "Service", "ConfigMap", "NetworkPolicy"),
+        *("PodDisruptionBudget", "HorizontalPodAutoscaler"),
+    }
+
+
+def test_pods_run_without_root_on_a_read_only_file_system() -> None:
+    for pod in all_pods():
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] > 0
+        assert spec["automountServiceAccountToken"] is False
+        for container in spec["containers"]:
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert "memory" in container["resources"]["limits"]
+            assert "/tmp" in [mount["mountPath"] for mount in container["volumeMounts"]]
+
+
+def test_secrets_are_references_only() -> None:
+    kinds = [manifest["kind"] for manifest in load_all_manifests()]
+    assert "Secret" not in kinds
+    for pod in all_pods():
+        for variable in pod["spec"]["containers"][0].get("env", ()):
+            if variable["name"].endswith(("_KEY", "_TOKEN", "_URL")):
+                assert "secretKeyRef" in variable["valueFrom"], variable
+
+
+def test_selectors_match_pods_and_ports() -> None:
+    """Every Service, PodDisruptionBudget and NetworkPolicy selects pods of its release, and names a port of theirs."""
+    for case in CASE_NAMES:
+        manifests = load_manifests(case)
+        pods = [pod for manifest in manifests for pod in find_pods(manifest)]
+        for manifest in manifests:
+            spec = manifest.get("spec", {})
+            selector = spec.get("podSelector", spec.get("selector"))
+            if selector is None or manifest["kind"] == "ServiceMonitor":
+                continue
+            wanted = selector if manifest["kind"] == "Service" else selector["matchLabels"]
+            found = [pod for pod in pods if wanted.items() <= pod["metadata"]["labels"].items()]
+            assert found, manifest["metadata"]["name"]
+            if manifest["kind"] == "Service":
+                names = {port["name"] for pod in found for port in pod["spec"]["containers"][0].get("ports", ())}
+                assert {port["targetPort"] for port in spec["ports"]} <= names, manifest["metadata"]["name"]
+
+
+def build_parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    importlib.import_module(f"emberline.cli.{command}").add_arguments(parser)
+    return parser
+
+
+def test_commands_accept_their_arguments() -> None:
+    seen = set()
+    for pod in all_pods():
+        (container,) = pod["spec"]["containers"]
+        if container["name"] == "master":
+            assert container["command"] == ["mooncake_master"]
+            continue
+        command, *arguments = container["args"]
+        variables = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader"}
+        variables |= {variable["name"]: "10.0.0.1" for variable in container["env"]}
+        for name, value in variables.items():
+            arguments = [argument.replace(f"$({name})", value) for argument in arguments]
+        assert not any("$(" in argument for argument in arguments), arguments
+        build_parser(command).parse_args(arguments)
+        seen.add(command)
+    assert seen == {"router", "worker", "gateway"}
+
+
+def test_probes_and_drain() -> None:
+    for pod in all_pods():
+        (container,) = pod["spec"]["containers"]
+        if "ports" not in container or container["name"] == "master":
+            continue
+        assert container["livenessProbe"]["httpGet"]["path"] == "/health/live"
+        assert container["readinessProbe"]["httpGet"]["path"] in ("/health/ready", "/health/live")
+        command = container["lifecycle"]["preStop"]["exec"]["command"]
+        if container["name"] == "worker":
+            words = command[-1].replace('"$POD_NAME"', "name").split()
+            assert words[:4] == ["exec", "timeout", "90", "emberline"] and words[4] == "drain"
+            build_parser("drain").parse_args(words[5:])
+            assert pod["spec"]["terminationGracePeriodSeconds"] > 90 + 15  # a worker drains itself for 15 s more

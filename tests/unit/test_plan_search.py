@@ -1,0 +1,145 @@
+"""The planner's search: formulas find few workers, the simulator verifies them, and impossible tasks are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from emberline.core.errors import InvalidRequest
+from emberline.core.slo import LatencyTargets
+from emberline.planner.capacity import estimate_colocated, fewest_workers, p90_wait
+from emberline.planner.gpu_speeds import find_gpu_speed
+from emberline.planner.kv_handoff import HandoffLink
+from emberline.planner.search import find_candidates, shortlist
+from emberline.planner.topology import PlanningTask, list_topologies
+from emberline.planner.traffic import Traffic
+from emberline.planner.verification import choose_simulated_counts, simulate_topology
+from emberline.planner.worker_kind import WorkerKind, WorkerOptions, list_worker_kinds
+
+CONFIG = json.loads((Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3.1-8b.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def kinds() -> list[WorkerKind]:
+    found, _ = list_worker_kinds(CONFIG, find_gpu_speed("h200"), WorkerOptions(max_gpus=1))
+    return [kind for kind in found if kind.name in ("plain", "fp8")]
+
+
+def make_task(
+    traffic: str = "rate=6,in=2000,out=20",
+    slo: str = "ttft_p90=300ms,itl_p90=30ms",
+    max_gpus: int | None = None,
+    link: str = "cuda",
+) -> PlanningTask:
+    return PlanningTask(Traffic.parse(traffic, 0), LatencyTargets.parse(slo), HandoffLink.parse(link), max_gpus)
+
+
+def test_more_traffic_needs_more_workers(kinds: list[WorkerKind]) -> None:
+    gpus = [list_topologies(kinds, make_task(f"rate={rate},in=2000,out=100"))[0].gpus for rate in (5, 20, 80, 320)]
+    assert gpus == sorted(gpus) and gpus[0] == 1 and 3 < gpus[3] / gpus[2] < 5
+
+
+def test_shared_prefixes_need_fewer_workers(kinds: list[WorkerKind]) -> None:
+    alone, shared = (
+        list_topologies(kinds, make_task(f"rate=80,in=4000,out=50{prefix}")) for prefix in ("", ",prefix=0.8")
+    )
+    assert shared[0].gpus < alone[0].gpus
+
+
+def test_pools_of_a_split_topology_have_compatible_weights(kinds: list[WorkerKind]) -> None:
+    split = [topology for topology in list_topologies(kinds, make_task()) if topology.is_split]
+    assert {tuple(pool.kind.weights for pool in topology.pools) for topology in split} == {
+        ("plain", "plain"),
+        ("fp8", "fp8"),
+    }
+    assert {pool.role for pool in split[0].pools} == {"prefill", "decode"}
+
+
+def test_slow_links_make_the_first_token_late(kinds: list[WorkerKind]) -> None:
+    fast, slow = (
+        next(
+            each
+            for each in list_topologies(kinds, make_task(link=link, slo="ttft_p90=5s,itl_p90=30ms"))
+            if each.is_split
+        )
+        for link in ("100", "0.5")
+    )
+    difference = 2000 * 131072 / 0.5e9 - 2000 * 131072 / 100e9
+    assert slow.estimate.ttft_p90 - fast.estimate.ttft_p90 == pytest.approx(difference)
+
+
+def test_overload_is_unstable(kinds: list[WorkerKind]) -> None:
+    task = make_task("rate=100,in=4000,out=10")
+    assert not estimate_colocated(kinds[0], 1, task.traffic, task.slo.itl_p90).is_stable
+    assert estimate_colocated(kinds[0], 20, task.traffic, task.slo.itl_p90).is_stable
+
+
+@pytest.mark.parametrize("least", [1, 2, 3, 7, 8, 100])
+def test_fewest_workers(least: int) -> None:
+    assert fewest_workers(lambda count: count >= least, 100) == least
+    assert fewest_workers(lambda count: False, 100) is None
+
+
+def test_waiting_grows_with_load_and_shrinks_with_servers() -> None:
+    assert p90_wait(0.05, 1, 1.0, 0.0) == 0.0
+    assert 0 < p90_wait(0.5, 1, 1.0, 0.0) < p90_wait(0.9, 1, 1.0, 0.0) < p90_wait(0.9, 1, 1.0, 2.0)
+    assert p90_wait(0.9, 8, 1.0, 0.0) < p90_wait(0.9, 2, 1.0, 0.0)
+    # The queue of an M/M/1 system: P(wait > t) = load * exp(-(1 - load) t).
+    assert p90_wait(0.9, 1, 1.0, 1.0) == pytest.approx(21.97, rel=0.01)
+
+
+def test_large_topologies_are_simulated_in_proportion() -> None:
+    assert choose_simulated_counts([2, 3], 8) == [2, 3]
+    assert choose_simulated_counts([100, 300], 8) == [2, 6]
+    assert choose_simulated_counts([3, 1], 2) == [3, 1]  # a part would overload one of the pools
+    assert choose_simulated_counts([1, 1000], 8) == [1, 16]
+    assert choose_simulated_counts([9], 4) == [4]
+
+
+def test_simulation_agrees_with_the_formulas_at_low_load(kinds: list[WorkerKind]) -> None:
+    task = make_task("rate=2,in=2048,out=10")
+    for topology in shortlist(list_topologies(kinds[:1], task)):
+        load = simulate_topology(topology, task, 0)
+        assert load.ttft_p50 == pytest.approx(0.046303 + 0.0039, rel=0.2)  # h200-engine.json: a prompt, and a step
+        assert load.itl_p50 == pytest.approx(0.0039, rel=0.05) and not load.unanswered
+        assert simulate_topology(topology, task, 0) == load  # the seed determines all of it
+
+
+def test_candidates_meet_the_targets_with_as_few_workers_as_possible(kinds: list[WorkerKind]) -> None:
+    task = make_task("rate=100,in=500,out=10", "ttft_p90=100ms,itl_p90=30ms")
+    best = find_candidates(kinds[:1], task, 0)[0]
+    assert best.meets_targets and best.load.meets(task)
+    fewer = best.topology.with_counts([best.topology.counts[0] - 1], task)
+    assert not simulate_topology(fewer, task, 0).meets(task)
+
+
+@pytest.mark.parametrize(
+    ("slo", "named", "reached"),
+    [
+        ("ttft_p90=10ms,itl_p90=30ms", "ttft_p90=10ms", "ttft_p90 above 2"),
+        ("ttft_p90=1s,itl_p90=1ms", "itl_p90=1ms", "itl_p90 above 2.4"),
+    ],
+)
+def test_impossible_targets_name_the_best_that_can_be_reached(
+    kinds: list[WorkerKind], slo: str, named: str, reached: str
+) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        find_candidates(kinds, make_task(slo=slo), 0)
+    assert named in raised.value.message and "any number of GPUs" in raised.value.message
+    assert reached in (raised.value.hint or "") and raised.value.param == "slo"
+
+
+def test_too_small_budgets_name_the_number_of_gpus(kinds: list[WorkerKind]) -> None:
+    task = make_task("rate=100,in=4000,out=5", max_gpus=2)
+    with pytest.raises(InvalidRequest) as raised:
+        find_candidates(kinds, task, 0)
+    assert raised.value.param == "max_gpus" and "max_gpus is 2" in raised.value.message
+    hint = raised.value.hint or ""
+    assert "--max-gpus" in hint
+    rate = float(hint.split("about ")[1].split()[0])
+    assert 10 < rate < 100
+    affordable = replace(task, traffic=task.traffic.with_rate_factor(0.9 * rate / 100))
+    assert list_topologies(kinds, affordable)[0].gpus <= 2

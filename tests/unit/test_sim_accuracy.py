@@ -1,0 +1,117 @@
+"""The simulator's latencies: against recorded runs of an H200, and the parts of the benches that compare them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberline.bench import accuracy_h200, sim_accuracy, split_claim
+from emberline.bench.accuracy_load import LoadResult, LoadShape, TimedRequest, measure_load
+from emberline.bench.accuracy_sim import HostOverheads, SimulatedCluster
+from emberline.bench.client import RequestTrace
+from emberline.bench.report import BenchReport
+from emberline.bench.workload import LogNormal
+from emberline.core.errors import EmberlineError, InvalidRequest
+from emberline.core.step_costs import StepCostTable
+from emberline.sim.costs import find_cost_table
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+TABLE = StepCostTable("steps of 0.1 s", "test", ((1, 0.1), (1000, 0.1)), 0.0, 0.0)
+CLUSTER = SimulatedCluster(
+    TABLE, workers=1, prefill_workers=0, split_tokens=8, max_running=4, batch_tokens=64, kv_tokens=4096
+)
+
+
+def test_simulated_open_loop_is_near_the_run_on_an_h200() -> None:
+    """Inter-token times within 10 % for the first 6 s of the arrivals, which take a second to simulate."""
+    real = json.loads((RESULTS / "h200-open.json").read_text())
+    run = accuracy_h200.simulate_open_loop(real["config"]["parts"]["open"]["settings"], 6.0)
+    simulated = LoadResult.from_times(run.due, run.times)
+    assert simulated.itl_p90 == pytest.approx(real["results"]["open8_itl_p90_ms"]["value"] / 1e3, rel=0.1)
+
+
+def test_host_overheads_are_added_to_steps_requests_and_handoffs() -> None:
+    requests = [TimedRequest(0.0, [1] * 32, 3), TimedRequest(10.0, [1] * 32, 3)]
+    plain = CLUSTER.simulate(requests, HostOverheads())
+    assert plain.ttft_p90 == pytest.approx(0.1, rel=0.01)
+    assert plain.itl_p50 == pytest.approx(0.1, rel=0.01)
+    assert plain.output_rate == pytest.approx(6 / 10.3, rel=0.01)
+    slow = CLUSTER.simulate(requests, HostOverheads(step_s=0.05, request_s=0.2))
+    assert slow.ttft_p90 == pytest.approx(0.35, rel=0.01)
+    assert slow.itl_p90 == pytest.approx(0.15, rel=0.01)
+    split = replace(CLUSTER, prefill_workers=1).simulate(requests, HostOverheads(handoff_s=0.3), requests)
+    assert split.ttft_p90 == pytest.approx(0.4, rel=0.01)
+
+
+def test_blocks_of_a_prompt_are_copied_while_the_answering_worker_computes() -> None:
+    """The first token of a handed-off prompt waits for the end of one step of the decode worker, not of two."""
+    requests = [TimedRequest(0.0, [1] * 32, 30), TimedRequest(0.35, [1] * 32, 2)]
+    warm_up = [TimedRequest(0.0, [1] * 32, 2)]
+    split = replace(CLUSTER, prefill_workers=1).simulate(requests, HostOverheads(handoff_s=0.01), warm_up)
+    assert split.ttft_p90 < 0.2
+
+
+def test_capacity_is_what_the_slots_serve() -> None:
+    shape = LoadShape(LogNormal(0.0, 0.0, 8), LogNormal(0.0, 0.0, 8), 100)  # prompts and outputs of 8 tokens
+    assert CLUSTER.capacity(shape, HostOverheads()) == pytest.approx(4 / 0.8, rel=0.05)
+
+
+class FakeClient:
+    """Replies to requests at once, with an event for each token."""
+
+    def __init__(self, error: str | None = None) -> None:
+        self._error = error
+
+    async def complete(self, prompt: list[int], max_tokens: int) -> RequestTrace:
+        now = asyncio.get_running_loop().time()
+        return RequestTrace(now, [now + 0.01 * i for i in range(max_tokens)], now, len(prompt), max_tokens, self._error)
+
+
+def test_failed_requests_are_no_measurement() -> None:
+    requests = LoadShape(LogNormal(0.0, 0.0, 8), LogNormal(0.0, 0.0, 8), 100).draw_poisson(1000.0, 0.01, seed=1)
+    client: Any = FakeClient()
+    assert asyncio.run(measure_load(client, requests)).itl_p90 == pytest.approx(0.01)
+    failing: Any = FakeClient("429")
+    with pytest.raises(EmberlineError, match="429"):
+        asyncio.run(measure_load(failing, requests))
+
+
+def test_largest_errors_are_reported() -> None:
+    real = LoadResult(1.0, 2.0, 0.1, 0.2, 100.0)
+    near, far = replace(real, ttft_p90=2.1), replace(real, itl_p90=0.15, output_rate=98.0)
+    points = [sim_accuracy.AccuracyPoint(n, 1.0, 9, real, s) for n, s in (("near", near), ("far", far))]
+    report = BenchReport("sim-accuracy", {"points": {}})
+    sim_accuracy.add_points(report, points)
+    assert report.results["ttft_p90_error_max"].value == pytest.approx(0.05)
+    assert report.results["itl_p90_error_max"].value == pytest.approx(0.25)
+    assert report.results["throughput_error_max"].value == pytest.approx(0.02)
+    sim_accuracy.add_points(report, [replace(points[0], real=replace(real, output_rate=math.nan))], prefix="h200_")
+    assert "h200_throughput_error_max" not in report.results
+    json.dumps(report.as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(("cases", "loads", "param"), [(["huge"], [40], "cases"), (["tiny"], [0], "loads")])
+def test_unknown_cases_and_loads_are_refused(cases: list[str], loads: list[int], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        sim_accuracy.bench(cases, loads, 1.0, RESULTS, Path("unused"))
+    assert refused.value.param == param
+
+
+def test_split_arrangement_shortens_inter_token_times() -> None:
+    table = find_cost_table("h200", "llama-8b")
+    handoff = json.loads((RESULTS / "h200-handoff.json").read_text())["results"]
+    assert split_claim.LINK.bytes_per_second == 1e9 * handoff["handoff_cuda"]["value"]
+    assert split_claim.LINK.latency_s == pytest.approx(handoff["handoff_cuda_overhead_ms"]["value"] / 1e3)
+    colocated = split_claim.simulate(split_claim.GPUArrangement(2), table, 14.0, 3.0)
+    split = split_claim.simulate(split_claim.GPUArrangement(1, 2), table, 14.0, 3.0)
+    assert colocated.itl_p90 > 0.09 > 0.03 > split.itl_p90
+    assert not split_claim.can_keep_up(split_claim.GPUArrangement(1, 1), table, 14.0)
+    for rate, seconds in ((1.0, 9.0), (64.0, 0.0)):
+        with pytest.raises(InvalidRequest):
+            split_claim.bench(rate, seconds)
