@@ -1,4 +1,4 @@
-"""A real router and a real autoscaler, which is killed in the middle of a burst: no request is lost, no process stays."""
+"""A real router and autoscaler, which is killed during a burst: no request is lost, and no process stays behind."""
 
 from __future__ import annotations
 
