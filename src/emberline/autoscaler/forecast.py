@@ -48,8 +48,8 @@ class DemandForecast:
         """Return the forecast after a demand was observed. `demand`: mean since the observation before."""
         if self.updated_at is None:
             empty = (-1.0,) * (BUCKETS_PER_PERIOD if self.period_s else 0)
-            first = {"fast": demand, "fast_again": demand, "usual": demand, "slow": demand}
-            return replace(self, **first, variance=(FIRST_NOISE * demand) ** 2, updated_at=now, buckets=empty)
+            noise = (FIRST_NOISE * demand) ** 2
+            return DemandForecast(self.period_s, demand, demand, demand, demand, noise, updated_at=now, buckets=empty)
         seconds = max(now - self.updated_at, 0.0)
         fast = _smooth(self.fast, demand, seconds, FAST_S)
         fast_again = _smooth(self.fast_again, fast, seconds, FAST_S)
@@ -60,8 +60,16 @@ class DemandForecast:
         if abs(fast - usual) > max(CHANGE_DEVIATIONS * deviation, MIN_CHANGE_RATIO * usual):
             variance *= (fast / usual) if usual else 1.0  # more requests have more noise
             usual = slow = fast
-        values = {"fast": fast, "fast_again": fast_again, "usual": usual, "slow": slow, "variance": variance}
-        smoothed = replace(self, **values, deviation=deviation, updated_at=now)
+        smoothed = replace(
+            self,
+            fast=fast,
+            fast_again=fast_again,
+            usual=usual,
+            slow=slow,
+            variance=variance,
+            deviation=deviation,
+            updated_at=now,
+        )
         return smoothed._with_bucket(demand, seconds, now) if self.period_s else smoothed
 
     def predict(self, now: float, ahead_s: float) -> float:
