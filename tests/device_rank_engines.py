@@ -18,10 +18,12 @@ from emberline.engine.ranks.boot import check_same_model
 from emberline.engine.ranks.device_boot import allocate_leader, make_device_engine, plan_device_caches
 from emberline.engine.ranks.device_follower import DeviceFollower
 from emberline.engine.ranks.device_part import DeviceConnections, DevicePart
+from emberline.engine.ranks.device_rank import allocate_part
+from emberline.engine.ranks.device_tiers import DeviceHostTier, describe_caches
 from emberline.engine.ranks.group_memory import GroupMemory
+from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.rank_part import ConnectRanksFunction
-from emberline.engine.sampler import SamplingStateFactory
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.comm.thread_group import ThreadGroup
 from emberline.models.config import ModelConfig
@@ -43,7 +45,8 @@ def load_host_part(config: EngineConfig, layout: Layout, rank: int, connect: Con
 
 
 class DeviceThreadRanks(ThreadRanks):
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, max_blocks: int | None = None) -> None:
+        """`max_blocks`: of the KV cache; None: as many as the settings allow."""
         self._store_fd, self.memory = None, GroupMemory.create(config.parallel.num_ranks)
         self.layout = layout = Layout.of(config.parallel)
         self._groups: dict[str, ThreadGroup] = {}
@@ -55,17 +58,24 @@ class DeviceThreadRanks(ThreadRanks):
         )
         described = {rank: part.describe() for rank, part in enumerate(parts)}
         check_same_model(described, layout)
-        sizes = plan_device_caches(described.values())
+        num_blocks, num_slots = plan_device_caches(described.values())
+        num_blocks = min(num_blocks, max_blocks or num_blocks)
         self.device_leader = parts[layout.leader]
-        allocate_leader(config, self.device_leader, *sizes)
-        for rank in layout.followers:
-            parts[rank].allocate(*sizes, SamplingStateFactory(frozenset(), None))
+        model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
+        self.device_host = DeviceHostTier.make(config, self.memory, layout, model.kv_heads, described)
+        message = describe_caches(num_blocks, num_slots, self.device_host)
+        allocate_leader(config, layout.leader, self.device_leader, num_blocks, num_slots, self.device_host)
+        self._num_copied, self._num_finished = dict.fromkeys(layout.followers, 0), 0
         self._runs: list[Future[None]] = [
-            self._pool.submit(self._follow, queue, parts[rank]) for rank, queue in self._queues.items()
+            self._pool.submit(self._follow, queue, rank, allocate_part(parts[rank], message, rank, self.memory))
+            for rank, queue in self._queues.items()
         ]
 
-    def _follow(self, queue: SimpleQueue[bytes | None], part: DevicePart) -> None:
-        follower = DeviceFollower(part.runner, self.layout.pp)
+    def _follow(self, queue: SimpleQueue[bytes | None], rank: int, buffers: HostBuffers | None) -> None:
+        def count_copies() -> None:
+            self._num_copied[rank] += 1
+
+        follower = DeviceFollower(self.parts[rank].runner, self.layout.pp, buffers, count_copies)
         try:
             while (message := queue.get()) is not None:
                 if (finish := follower.handle(message)) is not None:
@@ -76,6 +86,7 @@ class DeviceThreadRanks(ThreadRanks):
             raise
 
 
-def make_device_thread_engine(config: EngineConfig) -> Engine:
-    ranks = DeviceThreadRanks(config)
-    return make_device_engine(config, ranks, ranks.device_leader)
+def make_device_thread_engine(config: EngineConfig, **options: Any) -> Engine:
+    """`options`: of DeviceThreadRanks."""
+    ranks = DeviceThreadRanks(config, **options)
+    return make_device_engine(config, ranks, ranks.device_leader, ranks.device_host)

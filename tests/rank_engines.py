@@ -70,7 +70,9 @@ class ThreadRanks:
         self.caches = share_caches(config, self.memory, self.layout, model, self.leader, self.sizes[0])
         for rank, part in enumerate(parts):
             part.allocate(*self.sizes, None if self.caches is None else self.caches.regions[rank])
-        self.host, self.buffers = make_shared_host_tier(config, self.memory, self.leader)
+        share = self.leader.share
+        sizes = share.whole.block_bytes, share.pages_per_slot
+        self.host, self.buffers = make_shared_host_tier(config, self.memory, *sizes)
         self._num_copied = dict.fromkeys(self.layout.followers, 0)
         self._num_finished = 0
         self._runs: list[Future[None]] = [

@@ -42,6 +42,7 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_memory": 1 << 20, "block_siz
 SETTINGS |= {"max_batch_tokens": 16, "max_running": 3, "graphs": True}  # prompts are computed in chunks
 PREFIX = [5, 9, 17, 4, 80, 33, 9, 21, 6, 14, 7, 7, 30, 2, 8, 11, 12]  # more than a block
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}
+NODES = {"nodes": 2, "master": "10.0.0.1:29500"}
 LAYOUTS: list[dict[str, int]] = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
 
 
@@ -248,11 +249,11 @@ def test_each_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("settings", "message"),
     [
         ({"tp": 4}, "4 ranks .* need 4 GPUs, and CUDA_VISIBLE_DEVICES lets this process see 2"),
-        ({"tp": 2, "kv_host_memory": 1 << 20}, "kv_host_memory does not work with 2 ranks .* on GPUs"),
-        ({"tp": 2, "exact": True}, "exact does not work"),
-        ({"tp": 2, "kv_mooncake": True}, "kv_mooncake does not work"),
+        ({"tp": 2, "exact": True}, "exact does not work with 2 ranks .* on GPUs"),
         ({"tp": 2, "dp_attention": True}, "dp_attention does not work"),
-        ({"pp": 2, "nodes": 2, "master": "10.0.0.1:29500"}, "nodes does not work"),
+        ({"tp": 8, **NODES}, "8 ranks .* need 4 GPUs on each of 2 nodes, and CUDA_VISIBLE_DEVICES .* see 2"),
+        ({"pp": 2, "kv_host_memory": 1 << 20, **NODES}, "kv_host_memory does not work with 2 nodes"),
+        ({"pp": 2, "node_rank": 1, **NODES}, "node_rank is 1, but only node 0 has an engine"),
         ({"pp": 2, "speculate": "ngram"}, "speculate does not work"),
         ({"tp": 2, "kv_mooncake": True}, "kv_mooncake does not work"),
         ({"tp": 2, "launcher": "ray"}, "launcher does not work"),

@@ -11,8 +11,10 @@ import pytest
 import tiny
 from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
 from host_rank_process import COMMAND, FAILURE_FILE, simulate_gpus
+from test_nodes import KEY, node_settings, running_node
 
 from emberline import LLM, SamplingParams
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed, InvalidRequest
 from emberline.engine import llm as llm_module
 from emberline.engine.boot import LoadedEngine
@@ -22,6 +24,7 @@ from emberline.engine.ranks.group import RankGroup
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_memory": 1 << 20, "block_size": 16, "max_batch_tokens": 16}
 SETTINGS |= {"max_running": 3, "max_context": 64}
+BLOCK_BYTES = 2 * 2 * 16 * 16 * 4  # of a rank: keys and values of 2 layers, with one head of 16 numbers
 PROMPTS = ["one", "a prefix of several blocks, two", "a prefix of several blocks, three"]
 PARAMS = [SamplingParams(max_tokens=8, temperature=t, seed=3) for t in (0.0, 0.9, 0.0)]
 
@@ -70,8 +73,12 @@ def test_same_tokens_as_one_rank_until_a_gpu_fails(
 ) -> None:
     gpus.setenv(FAILURE_FILE, str(tmp_path / "failure"))
     gpus.setenv("CUDA_VISIBLE_DEVICES", "4,7,1,2")
-    with LLM(directory, **SETTINGS, tp=2, rank_timeout=2.0) as llm:
-        assert [each.tokens for each in llm.generate(PROMPTS, PARAMS, progress=False)] == expected
+    small = SETTINGS | {"kv_memory": 4 * BLOCK_BYTES, "kv_host_memory": 1 << 20}  # blocks come back from host memory
+    with LLM(directory, **small, tp=2, rank_timeout=2.0) as llm:
+        for _ in range(2):
+            assert [each.tokens for each in llm.generate(PROMPTS, PARAMS, progress=False)] == expected
+            llm.generate(["another prompt that takes all blocks of the cache"], PARAMS[0], progress=False)
+        assert llm.engine.stats().tiers["host"].loaded_blocks > 0
         assert [(each.stage, each.tensor_rank) for each in llm.loaded.ranks] == [(0, 0), (0, 1)]
         assert all(each.weight_bytes > 0 and each.kv_bytes > 0 for each in llm.loaded.ranks)
         numerics = llm.loaded.numerics
@@ -81,6 +88,19 @@ def test_same_tokens_as_one_rank_until_a_gpu_fails(
         with pytest.raises(EngineFailed, match=r"rank 1 of 2 .*: GPU 7 failed: RuntimeError: CUDA error: an illegal"):
             llm.generate(PROMPTS, PARAMS, progress=False)
     assert len(pids) == 1 and not any(map(is_running, pids.values()))
+
+
+def test_ranks_on_two_nodes(
+    expected: list[list[int]], directory: Path, gpus: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpus.setenv(FAILURE_FILE, str(tmp_path / "failure"))
+    gpus.setenv("EMBERLINE_CLUSTER_KEY", KEY)
+    settings = SETTINGS | {"tp": 2, "nodes": 2, "master": node_settings()["master"]}
+    with running_node(EngineConfig.build(str(directory), **settings), command=COMMAND) as node:
+        with LLM(directory, **settings) as llm:
+            assert [each.tokens for each in llm.generate(PROMPTS, PARAMS, progress=False)] == expected
+            assert not pids_of(llm), "the other rank is on node 1"
+        node.result(timeout=5)  # it ends with node 0
 
 
 @pytest.mark.usefixtures("gpus")

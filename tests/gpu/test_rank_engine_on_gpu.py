@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import family_cases
 import pytest
 import tiny
 import tiny_deepseek
+import tiny_delta
 import torch
 from engine_runs import run_engine
 from gpu_rank_process import COMMAND, FAILURE_FILE
@@ -23,12 +26,14 @@ from mixed_sampling import make_submissions, write_checkpoint
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed, InvalidRequest
+from emberline.core.freeport import free_port
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.boot import LoadedEngine, boot
 from emberline.engine.ranks import device_boot
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
 from emberline.engine.ranks.group import RankGroup
+from emberline.engine.ranks.node_agent import run_node
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -101,6 +106,57 @@ def test_preemption(tmp_path: Path) -> None:
     assert run_engine(engine, make_submissions(2)) == expected
     assert engine.scheduler.preemptions, "the cache was meant to be too small"
     engine.close()
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=["tp2", "tp2-pp2"])
+def test_tiers(layout: dict[str, int], tmp_path: Path) -> None:
+    """Blocks come back from host memory, and from disk after a restart. Every rank copies its part."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    write_checkpoint(directory)
+    expected = run_engine(boot(EngineConfig.build(str(directory), **SETTINGS)).engine, make_plain_submissions())
+    settings = layout | {"kv_tokens": 256, "kv_disk": str(tmp_path / "disk"), "kv_disk_size": 1 << 28}
+    for is_restart in (False, True):
+        engine = boot_ranks(directory, **settings, kv_host_memory=1 << 26).engine
+        for _ in range(3):
+            assert run_engine(engine, make_plain_submissions()) == expected
+        assert engine.kv.tiers is not None and engine.kv.tiers.wait_until_written(10.0)
+        stats = engine.stats().tiers
+        engine.close()
+        assert stats["host"].hit_tokens > 0 and bool(stats["disk"].loaded_blocks) == is_restart
+
+
+def test_recurrent_states_in_tiers(tmp_path: Path) -> None:
+    """Ranks have the same KV heads and different states."""
+    config = tiny_delta.make_config("dense") | {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 256}
+    config |= {"head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "vocab_size": 1000}
+    config |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "max_position_embeddings": 1024}
+    directory = tiny_delta.write_random(tmp_path, config)
+    expected = run_engine(boot(EngineConfig.build(str(directory), **SETTINGS)).engine, make_plain_submissions())
+    engine = boot_ranks(directory, tp=2, kv_tokens=256, kv_host_memory=1 << 28).engine
+    for _ in range(3):
+        assert run_engine(engine, make_plain_submissions()) == expected
+    assert engine.stats().tiers["host"].hit_tokens > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "collectives": "gloo"}], ids=["tp2", "pp2-gloo"])
+def test_nodes(layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two addresses of the loopback interface are the nodes, and share the GPU."""
+    monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "the key of this test")
+    directory = write_checkpoint(tmp_path)
+    expected = run_engine(boot(EngineConfig.build(str(directory), **SETTINGS)).engine, make_plain_submissions())
+    master = f"127.0.0.1:{free_port()}"
+    config = EngineConfig.build(str(directory), **SETTINGS, **layout, nodes=2, master=master)
+    node = config.with_settings(node_rank=1, node_address="127.0.0.2")
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(run_node, node, "the key of this test", threading.Event())
+        engine = boot(config).engine
+        try:
+            assert run_engine(engine, make_plain_submissions(), steps_between=1) == expected
+        finally:
+            engine.close()
+        joined.result(timeout=30)  # it ends with node 0
 
 
 def is_running(pid: int) -> bool:

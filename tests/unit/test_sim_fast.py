@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,6 +82,44 @@ def test_moved_streams_keep_their_tokens_in_runs() -> None:
     assert {record.outcome for record in records} == {"answered"} and result.moved
     assert result.output_tokens == sum(record.output_tokens for record in records)
     assert result.inter_token_seconds.count == result.output_tokens - len(records), "one time between any two tokens"
+
+
+@pytest.mark.parametrize("detail", ["steps", "runs"])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_request_ends_once_while_workers_come_and_go(seed: int, detail: SimDetail) -> None:
+    rng = random.Random(seed)
+    config = SimClusterConfig(
+        workers=2,
+        prefill_workers=seed % 2,
+        kv_tokens=rng.choice([4096, 16_384]),
+        max_running=rng.choice([4, 32]),
+        batch_tokens=rng.choice([128, 512]),
+        cost=CostModel(plans_ahead=rng.random() < 0.5),
+        detail=detail,
+    )
+    cluster, records = SimCluster(config), list[RequestRecord]()
+    cluster.observers.append(records.append)
+
+    def change_workers() -> None:
+        names = [name for name, worker in cluster.workers.items() if worker.state == "ready"]
+        rng.choice(
+            [
+                lambda: cluster.kill_worker(rng.choice(names)),
+                lambda: cluster.drain_worker(rng.choice(names), move=rng.random() < 0.5),
+                lambda: cluster.add_worker(start_seconds=rng.uniform(0.0, 1.0)),
+            ]
+            if len(names) > 1
+            else [lambda: cluster.add_worker()]
+        )()
+
+    cluster.every(0.4, change_workers)
+    workload = RequestWorkload(ConstantRate(12.0), 3.0, rng.uniform(50, 600), rng.uniform(5, 60), 0.8, 200, 3)
+    result = cluster.run(workload.sessions(seed))  # checks the invariants of the workers
+    assert len(records) == len(list(workload.sessions(seed)))
+    assert result.inter_token_seconds.count == sum(max(0, record.output_tokens - 1) for record in records)
+    answered = [record for record in records if record.outcome == "answered"]
+    assert result.ttft_seconds.count == sum(record.first_token_at is not None for record in records)
+    assert result.requests == len(answered) > len(records) / 2
 
 
 def test_steps_until_a_time_are_exact() -> None:

@@ -54,7 +54,8 @@ class DemandForecast:
         fast = _smooth(self.fast, demand, seconds, FAST_S)
         fast_again = _smooth(self.fast_again, fast, seconds, FAST_S)
         usual, slow = _smooth(self.usual, demand, seconds, USUAL_S), _smooth(self.slow, demand, seconds, SLOW_S)
-        surprise = min((demand - self.usual) ** 2, 9 * self.variance)  # a burst is no noise
+        largest = 9 * max(self.variance, (FIRST_NOISE * self.usual) ** 2)
+        surprise = min((demand - self.usual) ** 2, largest)  # a burst is no noise
         variance = _smooth(self.variance, surprise, seconds, SLOW_S)
         deviation = math.sqrt(variance * seconds / (2 * FAST_S))  # of the fast value
         if abs(fast - usual) > max(CHANGE_DEVIATIONS * deviation, MIN_CHANGE_RATIO * usual):

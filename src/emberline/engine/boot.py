@@ -146,8 +146,8 @@ def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEng
         return ops.start_backend(threads=1).library
 
     def build_tiers(layout: str, shape: KVShape, snapshot_blocks: int) -> TierStack:
-        host = make_host_tier(config, shape, snapshot_blocks)
-        return make_tiers(config, layout, shape, load_library(), host, snapshot_blocks)
+        host = make_host_tier(config, shape.block_bytes, snapshot_blocks)
+        return make_tiers(config, layout, shape.block_bytes, shape.dtype, load_library(), host, snapshot_blocks)
 
     def open_endpoint(region: DeviceRegion) -> TransferEndpoint | None:
         assert config.transfer is not None
@@ -221,8 +221,9 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
     runner = TorchRunner(model, cache, eos, make_compiler, draft_runner, groups, states, executor)
     tiers, endpoint, pages = None, None, runner.pages_per_slot
     if config.tiers.has_tiers:
-        host = make_host_tier(config, cache.shape, pages)
-        tiers = make_tiers(config, runner.layout, cache.shape, backend.library, host, pages)
+        block_bytes, dtype = cache.shape.block_bytes, cache.shape.dtype
+        host = make_host_tier(config, block_bytes, pages)
+        tiers = make_tiers(config, runner.layout, block_bytes, dtype, backend.library, host, pages)
     if config.transfer is not None and (segment := cache.segment) is not None:
         endpoint = open_transfer_endpoint(
             config, config.transfer, segment.region, SameHostAccess.via_shared_memory(segment), backend.library
@@ -303,32 +304,33 @@ def check_host_memory(config: EngineConfig) -> None:
 
 def make_host_tier(
     config: EngineConfig,
-    shape: KVShape,
+    block_bytes: int,
     snapshot_blocks: int = 0,
     allocate: Callable[[int, int], memoryview] | None = None,
 ) -> HostTier:
     """Return the first tier. `snapshot_blocks`: blocks that hold a snapshot of the model's recurrent states, if any.
 
     Half of the host buffers may wait to be written to lower tiers, and must hold a snapshot. `allocate`: HostTier's."""
-    size, tiers = shape.block_bytes, config.tiers
-    staging_bytes = (STAGING_BLOCKS + 2 * snapshot_blocks) * buffer_bytes_for(size)
+    tiers = config.tiers
+    staging_bytes = (STAGING_BLOCKS + 2 * snapshot_blocks) * buffer_bytes_for(block_bytes)
     min_buffers = MIN_BUFFERS + 2 * snapshot_blocks
     memory_bytes = tiers.kv_host_memory or staging_bytes
-    return HostTier(size, memory_bytes, tiers.kv_policy, min_buffers=min_buffers, allocate=allocate)
+    return HostTier(block_bytes, memory_bytes, tiers.kv_policy, min_buffers=min_buffers, allocate=allocate)
 
 
 def make_tiers(
     config: EngineConfig,
     layout: str,
-    shape: KVShape,
+    block_bytes: int,
+    dtype: torch.dtype,
     library: ctypes.CDLL | None,
     host: HostTier,
     snapshot_blocks: int = 0,
 ) -> TierStack:
-    """Return all tiers. `host`: the first one. `snapshot_blocks`: as of `make_host_tier`."""
+    """Return all tiers. `host`: the first one. `dtype`: of keys and values. Others are as of `make_host_tier`."""
     tiers, network = config.tiers, config.network
-    size, crc = shape.block_bytes, select_crc(library)
-    codec, coding = select_kv_codec(network.kv_codec, library, str(shape.dtype)), network.kv_codec
+    size, crc = block_bytes, select_crc(library)
+    codec, coding = select_kv_codec(network.kv_codec, library, str(dtype)), network.kv_codec
     below: list[Tier] = []
     if tiers.kv_disk is not None and tiers.kv_disk_size is not None:
         from emberline.kv.tiers.disk import DiskTier  # as the others: imported if needed, to start sooner

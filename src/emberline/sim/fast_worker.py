@@ -170,6 +170,12 @@ class FastWorker:
         gaps, self._gaps = self._gaps, []
         return gaps
 
+    def check_invariants(self) -> None:
+        if self.is_idle and self._run is None:
+            assert not (self._waiting or self._loading or self._prefilling)
+            assert self._num_rows == self._context == self._sum_last_steps == 0
+            self._cache.check_unheld()
+
     # -- runs --------------------------------------------------------------------------------------------------------
 
     def start_run(self, now: float) -> float:

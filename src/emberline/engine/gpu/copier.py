@@ -79,10 +79,15 @@ class DeviceCopier:
         )
         self._block_ids = InputStaging(2 * (8 * cache.num_blocks + ALIGN_BYTES), device)
         self._area: Tensor | None = None
+        self._part_offset, self._saves_blocks = 0, True
 
-    def attach_host_memory(self, host_memory: memoryview) -> None:
-        """Set the main memory that contains all buffers, and pin it until `detach_host_memory` if possible."""
+    def attach_host_memory(self, host_memory: memoryview, part_offset: int = 0, *, saves_blocks: bool = True) -> None:
+        """Set the main memory that contains all buffers, and pin it until `detach_host_memory` if possible.
+
+        `part_offset`: where this rank's part of a block begins in a buffer. `saves_blocks`: False if another rank saves
+        the same part."""
         assert self._area is None
+        self._part_offset, self._saves_blocks = part_offset, saves_blocks
         self._area = torch.frombuffer(host_memory, dtype=torch.uint8)
         if not self._device.pin(self._area):
             for piece in self._pieces:
@@ -105,6 +110,7 @@ class DeviceCopier:
         assert self._area is not None
         # A block may be given to another request while a plan is made: only its last load counts.
         loads = list({copy.block: copy for copy in loads}.values())
+        saves = saves if self._saves_blocks else []
         (saves, saved_pages), (loads, loaded_pages) = self._separate_pages(saves), self._separate_pages(loads)
         staged = self._block_ids.new_inputs()
         saved, loaded = (staged.put(np.array([c.block for c in copies], np.int64)) for copies in (saves, loads))
@@ -127,9 +133,9 @@ class DeviceCopier:
         return [self._block_ids.device, *(piece.memory for piece in self._pieces)]
 
     def _separate_pages(self, copies: Sequence[BlockCopy]) -> tuple[list[BlockCopy], list[BlockCopy]]:
-        """Return the copies of blocks, and those of pages of states."""
+        """Return the copies of blocks, and those of pages of states, unless this rank has no recurrent layers."""
         blocks = [copy for copy in copies if copy.block < self._num_blocks]
-        return blocks, [copy for copy in copies if copy.block >= self._num_blocks]
+        return blocks, [] if self._states is None else [copy for copy in copies if copy.block >= self._num_blocks]
 
     def _split_to_fit_scratch(
         self, copies: Sequence[BlockCopy], block_ids: Tensor | None = None
@@ -191,4 +197,4 @@ class DeviceCopier:
         return scratch
 
     def _buffer_as_tensor(self, copy: BlockCopy) -> Tensor:
-        return torch.frombuffer(copy.buffer, dtype=torch.uint8, count=self._size)
+        return torch.frombuffer(copy.buffer, dtype=torch.uint8, count=self._size, offset=self._part_offset)

@@ -27,6 +27,7 @@ class RankRole:
     stage: Stage
     stages: Communicator | None = None  # between the stages; None: there is only one
     shards: Communicator | None = None  # between the ranks of this stage; None: there is only this one
+    pages_per_slot: int = 0  # pages of the states of a sequence, on every rank; 0: as many as those of this rank need
 
     @staticmethod
     def alone(config: ModelConfig, groups: LayerGroups, num_state_slots: int) -> RankRole:

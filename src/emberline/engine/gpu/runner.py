@@ -99,9 +99,9 @@ class GPURunner:
         staging, self._table_inputs = (InputStaging(size, device, self.rank.num_plans + 1) for _ in range(2))
         self._graphs = StepGraphs(device.step_stream, staging, ahead, max_step_rows(running))
         self._next_tokens = self.rank.make_next_tokens(self._rows, device, self.vocab_size, size)
-        self._state_copies = None if states is None else DeviceStateCopies(states, cache)
-        self.pages_per_slot = 0 if self._state_copies is None else self._state_copies.pages.per_slot
-        self.copier = DeviceCopier(cache, device, self._state_copies) if settings.tiers.has_tiers else None
+        copies = None if states is None else DeviceStateCopies(states, cache, self.rank.pages_per_slot)
+        self._state_copies, self.pages_per_slot = copies, copies.pages.per_slot if copies else self.rank.pages_per_slot
+        self.copier = DeviceCopier(cache, device, copies) if settings.tiers.has_tiers else None
         self.draft_model = draft_model
         self._drafting: DeviceDrafting | None = None
         if draft_model is not None:

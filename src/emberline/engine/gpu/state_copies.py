@@ -17,10 +17,12 @@ from emberline.kv.state_pages import StatePages, split_page
 
 
 class DeviceStateCopies:
-    def __init__(self, states: StateCache, cache: KVCache) -> None:
+    def __init__(self, states: StateCache, cache: KVCache, pages_per_slot: int = 0) -> None:
+        """`pages_per_slot`: at least those that these states need; 0: as many. The others are empty."""
         self._states, self._cache = states, cache
         self._page_bytes = cache.shape.block_bytes
-        self.pages = StatePages.cut(states.shape.slot_bytes, self._page_bytes, cache.num_blocks)
+        needed = StatePages.cut(states.shape.slot_bytes, self._page_bytes, cache.num_blocks)
+        self.pages = StatePages(cache.num_blocks, max(needed.per_slot, pages_per_slot))
         tensors = (tensor for tensor in (states.conv, states.matrices) if tensor.numel())
         # Of each layer: the bytes of all slots. The parts of a slot are in this order.
         self._parts = [layer for tensor in tensors for layer in tensor.flatten(2).view(torch.uint8)]

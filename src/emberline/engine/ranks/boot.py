@@ -124,7 +124,7 @@ def _allocate_caches(
     """Let all ranks allocate their caches, and return the engine. `model`: the whole one. `part`: the leader's."""
     layout = group.layout
     caches = share_caches(config, group.memory, layout, model, part, num_blocks)
-    host, buffers = make_shared_host_tier(config, group.memory, part)
+    host, buffers = make_shared_host_tier(config, group.memory, part.share.whole.block_bytes, part.share.pages_per_slot)
     offsets, area = {} if caches is None else caches.offsets, None if buffers is None else buffers.area
     group.send(AllocateCaches(num_blocks, num_slots, cache_offsets=offsets, host_buffers=area))
     part.allocate(num_blocks, num_slots, None if caches is None else caches.regions[layout.leader])
@@ -241,9 +241,11 @@ def share_caches(
 
 
 def make_shared_host_tier(
-    config: EngineConfig, memory: GroupMemory, part: RankPart
+    config: EngineConfig, memory: GroupMemory, block_bytes: int, pages_per_slot: int
 ) -> tuple[HostTier | None, HostBuffers | None]:
-    """Return the host tier, whose buffers are in the group's memory, and the buffers; None: there are no tiers."""
+    """Return the host tier, whose buffers are in the group's memory, and the buffers; None: there are no tiers.
+
+    `block_bytes`: of a block with the parts of all ranks. `pages_per_slot`: of the recurrent states of a sequence."""
     if not config.tiers.has_tiers:
         return None, None
     made: list[HostBuffers] = []
@@ -252,7 +254,7 @@ def make_shared_host_tier(
         made.append(HostBuffers.allocate(memory, buffer_bytes, count))
         return made[0].memory
 
-    host = make_host_tier(config, part.share.whole, part.share.pages_per_slot, allocate)
+    host = make_host_tier(config, block_bytes, pages_per_slot, allocate)
     return host, made[0]
 
 
@@ -274,7 +276,8 @@ def make_engine(
     runner = runner_class(group, part, frozenset(model.eos), make_compiler, num_slots, steps, buffers)
     library, endpoint, tiers = ops.current_backend().library, None, None
     if host is not None:
-        tiers = make_tiers(config, runner.layout, share.whole, library, host, share.pages_per_slot)
+        whole = share.whole.block_bytes, share.whole.dtype
+        tiers = make_tiers(config, runner.layout, *whole, library, host, share.pages_per_slot)
     if config.transfer is not None and caches is not None:
         region = caches.make_region(part.groups, steps)
         endpoint = open_transfer_endpoint(config, config.transfer, region, None, library)

@@ -10,6 +10,7 @@ import msgspec
 
 from emberline.core.engine_config import EngineConfig
 from emberline.engine.messages import Rejection
+from emberline.engine.ranks.buffer_parts import BufferParts
 from emberline.engine.ranks.layout import Layout
 from emberline.kernels.comm.rendezvous import Rendezvous
 
@@ -68,6 +69,7 @@ class AllocateCaches(msgspec.Struct, tag=True):
     products: list[tuple[int, int, int, str, int]] = []
     cache_offsets: dict[int, int] = {}  # by rank: the place of its KV cache in the group's memory; empty: in its own
     host_buffers: BufferArea | None = None  # None: there are no KV tiers
+    buffer_parts: BufferParts | None = None  # the division of these buffers among GPUs; None: they have whole blocks
 
 
 class RankReady(msgspec.Struct, tag=True):

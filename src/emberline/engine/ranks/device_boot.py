@@ -13,20 +13,24 @@ import torch
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed
-from emberline.engine.boot import LoadedEngine, dtype_name, full_context, make_grammar_compiler, numerics_of
+from emberline.engine.boot import (
+    LoadedEngine,
+    check_host_memory,
+    dtype_name,
+    full_context,
+    make_grammar_compiler,
+    numerics_of,
+)
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.boot import capture_first_shapes
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.rank_summary import RankSummary
 from emberline.engine.ranks.boot import closing_on_error, load_parts, wait_for_start
-from emberline.engine.ranks.control import (
-    AllocateCaches,
-    RankLoaded,
-    RankReady,
-)
+from emberline.engine.ranks.control import RankLoaded, RankReady
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner, PipelineDeviceLeaderRunner
 from emberline.engine.ranks.device_part import DevicePart
 from emberline.engine.ranks.device_settings import check_device_drafts, check_device_settings
+from emberline.engine.ranks.device_tiers import DeviceHostTier, describe_caches
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup
@@ -35,7 +39,7 @@ from emberline.engine.ranks.settings import check_divisible
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.hub.checkpoint import Checkpoint
-from emberline.kernels import ops, tuning
+from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import check_requested_dtype, stored_weight_format
@@ -60,6 +64,7 @@ def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None
     check_device_settings(config, torch.cuda.device_count())
     check_requested_dtype(config.dtype, on_gpu=True)
     check_requested_weights(config.gpu.weights, on_gpu=True)
+    check_host_memory(config)
     began = time.perf_counter()
     layout = Layout.of(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
@@ -81,12 +86,13 @@ def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None
         planned = time.perf_counter()
         num_blocks, num_slots = plan_device_caches(parts.values())
         part.planned.tune_matrix_products()
-        group.send(AllocateCaches(num_blocks, num_slots, tuning.list_choices()))
-        seconds = allocate_leader(config, part, num_blocks, num_slots)
+        host = DeviceHostTier.make(config, group.memory, layout, model.kv_heads, parts)
+        group.send(describe_caches(num_blocks, num_slots, host))
+        seconds = allocate_leader(config, layout.leader, part, num_blocks, num_slots, host)
         ready = group.wait_for(RankReady)
         group.is_ready = True
         loaded = time.perf_counter()
-        engine = make_device_engine(config, group, part)
+        engine = make_device_engine(config, group, part, host)
         seconds["capture"] = capture_first_shapes(part.runner, config.scheduler.for_model(part.runner.model.context))
     gc.freeze()  # as on one GPU: objects of the start are permanent
     seconds = {"ranks": started - began, "plan": planned - started, "load": loaded - planned, **seconds}
@@ -114,23 +120,37 @@ def plan_device_caches(parts: Iterable[RankLoaded]) -> tuple[int, int]:
     return min(part.max_blocks for part in parts), num_slots
 
 
-def allocate_leader(config: EngineConfig, part: DevicePart, num_blocks: int, num_slots: int) -> dict[str, float]:
-    """Build the leader's runner; return the seconds of each phase, by name."""
+def allocate_leader(
+    config: EngineConfig,
+    rank: int,
+    part: DevicePart,
+    num_blocks: int,
+    num_slots: int,
+    host: DeviceHostTier | None = None,
+) -> dict[str, float]:
+    """Build the runner of the leader, whose number is `rank`; return the seconds of each phase, by name."""
     model = part.planned.model.config
     make_compiler = partial(make_grammar_compiler, Path(config.model), model)
     runner_class = PipelineDeviceLeaderRunner if config.parallel.pp > 1 else DeviceLeaderRunner
     make_state = SamplingStateFactory(frozenset(model.eos), make_compiler)
-    return part.allocate(num_blocks, num_slots, make_state, runner_class)
+    if host is None:
+        return part.allocate(num_blocks, num_slots, make_state, runner_class)
+    seconds = part.allocate(num_blocks, num_slots, make_state, runner_class, host.parts.pages_per_slot)
+    part.attach_buffers(host.buffers, host.parts, rank)
+    return seconds
 
 
-def make_device_engine(config: EngineConfig, group: FollowerGroup, part: DevicePart) -> Engine:
-    """Return the engine of a group whose ranks are all ready. `part`: the leader's."""
+def make_device_engine(
+    config: EngineConfig, group: FollowerGroup, part: DevicePart, host: DeviceHostTier | None = None
+) -> Engine:
+    """Return the engine of a group whose ranks are all ready. `part`: the leader's. `host`: the first KV tier."""
     runner = part.runner
     assert isinstance(runner, DeviceLeaderRunner)
-    runner.lead(group, part)
+    runner.lead(group, part, host)
+    tiers = None if host is None else host.make_tiers(config, runner, runner.cache.shape.dtype)
     scheduler = config.scheduler.for_model(runner.model.context)
     drafter = make_drafter(config.speculation, find_library, scheduler.max_running, continues_on_device=True)
-    return Engine(scheduler, runner, drafter=drafter)
+    return Engine(scheduler, runner, tiers=tiers, drafter=drafter)
 
 
 def _summarise_rank(layout: Layout, rank: int, part: RankLoaded, weight_bytes: int, leader: GPURunner) -> RankSummary:

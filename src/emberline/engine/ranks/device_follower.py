@@ -8,30 +8,54 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from emberline.core.params import SamplingParams
-from emberline.core.plan import Admission, StepPlan, StepResult, WorkItem
+from emberline.core.plan import Admission, StepPlan, WorkItem
 from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.ranks.copy_codec import decode_copies, is_copies
 from emberline.engine.ranks.device_leader import PREPARE_NEXT, RUN_UNCAPTURED
+from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.kernels import ops
 
 PLAIN_PARAMS = SamplingParams()
-FinishStep = Callable[[], StepResult]
+FinishStep = Callable[[], object]
 
 
 class DeviceFollower:
-    def __init__(self, runner: GPURunner, num_plans: int = 1) -> None:
-        """`num_plans`: the number of steps over which the leader remembers requests."""
+    def __init__(
+        self,
+        runner: GPURunner,
+        num_plans: int = 1,
+        buffers: HostBuffers | None = None,
+        on_copied: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`num_plans`: the number of steps over which the leader remembers requests.
+
+        `buffers`: for copies of KV blocks. `on_copied`: called when the copies of a message are complete."""
         self._runner, self._plans = runner, FollowerPlans(num_plans)
+        self._buffers, self._on_copied = buffers, on_copied
 
     def handle(self, message: bytes) -> FinishStep | None:
-        """Do what a message of the leader asks for. If it launches a step, return a function that waits for its end."""
+        """Do what a message of the leader asks for; return a function that waits for the step or the copies, if any."""
         if message == PREPARE_NEXT:
             self._runner.prepare_next()
             return None
         if message == RUN_UNCAPTURED:
             self._runner.run_uncaptured_once()
             return None
+        if is_copies(message):
+            return self._launch_copies(message)
         return self._runner.launch(self._plans.decode(message))
+
+    def _launch_copies(self, message: bytes) -> FinishStep:
+        assert self._buffers is not None
+        saves, loads = decode_copies(message, self._buffers.find)
+        finish = self._runner.launch(StepPlan(0, [], [], [], saves, loads))
+
+        def finish_copies() -> None:
+            finish()
+            self._on_copied()
+
+        return finish_copies
 
 
 class FollowerPlans:

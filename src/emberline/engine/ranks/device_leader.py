@@ -7,7 +7,9 @@ from typing import TypeVar
 
 from emberline.core.plan import StepPlan, StepResult, WorkItem
 from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.ranks.copy_codec import encode_copies
 from emberline.engine.ranks.device_part import DevicePart
+from emberline.engine.ranks.device_tiers import DeviceHostTier
 from emberline.engine.ranks.leader import FollowerGroup, ending_group
 from emberline.engine.ranks.work_codec import WorkEncoder
 from emberline.kernels import ops
@@ -25,23 +27,28 @@ class DeviceLeaderRunner(GPURunner):
     Until `lead` is called, it computes its part without the other ranks, to try its kernels."""
 
     _group: FollowerGroup | None = None
+    _host: DeviceHostTier | None = None
 
-    def lead(self, group: FollowerGroup, part: DevicePart) -> None:
-        """Compute steps together with these ranks from now on. `part`: the leader's, which has this runner."""
-        self._group, self._part = group, part
+    def lead(self, group: FollowerGroup, part: DevicePart, host: DeviceHostTier | None = None) -> None:
+        """Compute steps together with these ranks from now on. `part`: the leader's, which has this runner.
+
+        `host`: the first KV tier; None: there are no tiers."""
+        self._group, self._part, self._host = group, part, host
         self._encoder, self._num_published = WorkEncoder(group.layout.pp), 0
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
 
     @property
     def layout(self) -> str:
-        return super().layout if self._group is None else f"{super().layout}/{self._group.layout}"
+        if self._group is None:
+            return super().layout
+        division = "" if self._host is None else self._host.division
+        return "/".join(filter(None, (super().layout, str(self._group.layout), division)))
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Raises EngineFailed, after which the group cannot be used any more."""
         if (group := self._group) is None:
             return super().launch(plan)
         group.check()
-        self._encoder.forget(plan.ended_ids)
         count = self._num_published
         self._encoder.forget(plan.ended_ids)
         self._cleared += [block for w in plan.work for block in w.cleared_blocks]
@@ -67,6 +74,19 @@ class DeviceLeaderRunner(GPURunner):
             self._publish(self._encoder.encode(work, self._cleared))
             self._cleared = []
         return super()._launch_step(plan, work, failures_by_request)
+
+    def _launch_copies(self, plan: StepPlan) -> Callable[[], None]:
+        group, host = self._group, self._host
+        if group is None or host is None or not (plan.saves or plan.loads):
+            return super()._launch_copies(plan)
+        group.publish_copies(encode_copies(plan.saves, plan.loads, host.buffers.number))
+        finish_own = super()._launch_copies(plan)
+
+        def finish() -> None:
+            finish_own()
+            group.finish_copies()  # only then buffers may be read, and used again
+
+        return finish
 
     def _publish(self, message: bytes) -> None:
         assert self._group is not None
@@ -112,6 +132,6 @@ class PipelineDeviceLeaderRunner(DeviceLeaderRunner):
 
     max_in_flight = 1  # set by `lead`
 
-    def lead(self, group: FollowerGroup, part: DevicePart) -> None:
-        super().lead(group, part)
+    def lead(self, group: FollowerGroup, part: DevicePart, host: DeviceHostTier | None = None) -> None:
+        super().lead(group, part, host)
         self.max_in_flight = group.layout.pp

@@ -21,7 +21,9 @@ from emberline.engine.gpu.rank_role import RankRole
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_shapes, max_step_tokens
 from emberline.engine.gpu.weight_format import open_device_weights
+from emberline.engine.ranks.buffer_parts import BufferParts
 from emberline.engine.ranks.control import RankLoaded
+from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.rank_part import ConnectRanksFunction
 from emberline.engine.sampler import SamplingStateFactory
@@ -142,15 +144,16 @@ class DevicePart:
         num_slots: int,
         make_state: SamplingStateFactory,
         runner_class: Callable[..., GPURunner] = GPURunner,
+        pages_per_slot: int = 0,
     ) -> dict[str, float]:
         """Allocate the caches, wait for the weights, and compile and try the kernels, without other ranks.
 
-        Return the seconds of each phase, by name."""
+        `pages_per_slot`: BufferParts.pages_per_slot, if there are tiers. Return the seconds of each phase, by name."""
         is_leader = self.stage.is_last and (self.connections.shards is None or self.connections.shards.rank == 0)
         stages, shards = (
             cast("Communicator | None", each) for each in (self.connections.stages, self.connections.shards)
         )
-        role = RankRole(self.planned.plan.groups, num_slots, is_leader, self.stage, stages, shards)
+        role = RankRole(self.planned.plan.groups, num_slots, is_leader, self.stage, stages, shards, pages_per_slot)
         self.runner = self.planned.make_runner(make_state, num_blocks, num_slots, role, runner_class)
         seconds: dict[str, float] = {}
         if self._weights is not None:
@@ -159,6 +162,12 @@ class DevicePart:
         for each in self.connections.all:
             each.open()
         return seconds
+
+    def attach_buffers(self, buffers: HostBuffers, parts: BufferParts, rank: int) -> None:
+        """Let the runner copy its part of KV blocks to and from these buffers. `rank`: the number of this rank."""
+        assert self.runner.copier is not None
+        args = buffers.memory, parts.offsets[rank]
+        self.runner.copier.attach_host_memory(*args, saves_blocks=parts.is_first(rank))
 
     def check_connections(self) -> None:
         """Raise RankLost if a collective of a step that was computed gave up."""

@@ -16,8 +16,10 @@ from emberline.engine.messages import Rejection
 from emberline.engine.ranks.control import AllocateCaches, ControlSocket, RankReady, StartRank
 from emberline.engine.ranks.device_follower import DeviceFollower, StepWaiter
 from emberline.engine.ranks.device_part import DevicePart
-from emberline.engine.ranks.device_settings import order_visible_gpus
+from emberline.engine.ranks.device_settings import check_gpu_count, order_visible_gpus
+from emberline.engine.ranks.group_memory import NUM_COPIED, GroupMemory
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
+from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.plan_ring import PlanReader
 from emberline.engine.ranks.rank_part import ConnectRanksFunction
 from emberline.engine.sampler import SamplingStateFactory
@@ -25,10 +27,14 @@ from emberline.kernels import tuning
 from emberline.kernels.comm.communicator import RankLost
 
 
-def run_device_rank(start: StartRank, leader: ControlSocket, connect: ConnectRanksFunction, reader: PlanReader) -> int:
+def run_device_rank(
+    start: StartRank, leader: ControlSocket, connect: ConnectRanksFunction, reader: PlanReader, memory: GroupMemory
+) -> int:
     """Take part in the group until it ends, and return the exit status of the process. All ranks have started.
 
     Raises RankLost, or EmberlineError if the rank cannot go on."""
+    if start.layout.node_of(start.rank):  # node 0 has counted only its own
+        check_gpu_count(start.config.parallel, torch.cuda.device_count())
     gpus = order_visible_gpus(start.layout, start.rank, start.config.parallel.ranks_per_gpu)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # CUDA reads it at its first use, which comes now
     with naming_gpu():
@@ -37,16 +43,32 @@ def run_device_rank(start: StartRank, leader: ControlSocket, connect: ConnectRan
         if not isinstance(sizes := leader.receive(), AllocateCaches):
             return 1
         tuning.use_choices(sizes.products)
-        part.allocate(sizes.num_blocks, sizes.num_slots, SamplingStateFactory(frozenset(), None))
+        buffers = allocate_part(part, sizes, start.rank, memory)
         gc.freeze()  # objects of the start are permanent
         gc.enable()
         leader.send(RankReady(part.runner.model.weight_bytes))
-        follower = DeviceFollower(part.runner, start.layout.pp)
+
+        def count_copies() -> None:
+            memory.set(start.rank, NUM_COPIED, memory.get(start.rank, NUM_COPIED) + 1)
+
+        follower = DeviceFollower(part.runner, start.layout.pp, buffers, count_copies)
         waiter = StepWaiter(part.check_connections, lambda error: _end_process(leader, error))
         while (message := reader.receive()) is not None:
             if (finish := follower.handle(message)) is not None:
                 waiter.add(finish)
     return 0
+
+
+def allocate_part(part: DevicePart, sizes: AllocateCaches, rank: int, memory: GroupMemory) -> HostBuffers | None:
+    """Allocate the caches of a rank other than the leader; return the buffers of the host tier, if there is one."""
+    make_state, places = SamplingStateFactory(frozenset(), None), sizes.buffer_parts
+    pages = 0 if places is None else places.pages_per_slot
+    part.allocate(sizes.num_blocks, sizes.num_slots, make_state, pages_per_slot=pages)
+    if sizes.host_buffers is None or places is None:
+        return None
+    buffers = HostBuffers(memory, sizes.host_buffers)
+    part.attach_buffers(buffers, places, rank)
+    return buffers
 
 
 @contextmanager

@@ -7,7 +7,9 @@ from __future__ import annotations
 from emberline.core.engine_config import EngineConfig
 from emberline.core.environment import visible_gpus
 from emberline.core.errors import InvalidRequest
+from emberline.core.parallel_config import ParallelConfig
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.settings import check_node_settings
 from emberline.models.config import ModelConfig
 
 # Hints for settings that no option of the same name sets.
@@ -18,17 +20,14 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
     """Raise InvalidRequest for settings that an engine on several GPUs does not support, or if there are too few GPUs.
 
     `num_gpus`: that this process can see."""
+    check_node_settings(config)
     parallel, field = config.parallel, "tp" if config.parallel.tp > 1 else "pp"
     ranks = f"{parallel.num_ranks} ranks (tp {parallel.tp}, pp {parallel.pp})"
     unsupported = {
-        "kv_host_memory": config.tiers.kv_host_memory > 0,
-        "kv_disk": config.tiers.kv_disk is not None,
-        "kv_store": config.tiers.kv_store is not None,
         "kv_mooncake": config.network.kv_mooncake,
         "speculate": config.speculation.uses_draft_model or (parallel.pp > 1 and config.speculation.speculate != "off"),
         "transfer": config.transfer is not None and config.transfer.required,
         "dp_attention": parallel.dp_attention,
-        "nodes": parallel.nodes > 1,
         "launcher": parallel.launcher != "processes",
         "exact": config.gpu.exact,
         "overlap": not config.gpu.overlap,  # set by programs only
@@ -38,10 +37,18 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
             what = "the exchange of KV blocks with other workers" if name == "transfer" else f"the setting {name}"
             hint = HINTS.get(name) or f"drop --{name.replace('_', '-')} or --{field}"
             raise InvalidRequest(f"{what} does not work with {ranks} on GPUs yet", param=name, hint=hint)
-    needed = -(-parallel.num_ranks // parallel.ranks_per_gpu)
+    check_gpu_count(parallel, num_gpus)
+
+
+def check_gpu_count(parallel: ParallelConfig, num_gpus: int) -> None:
+    """Raise InvalidRequest if this node has too few GPUs for its ranks. `num_gpus`: that this process can see."""
+    needed = -(-parallel.num_ranks // parallel.nodes // parallel.ranks_per_gpu)
     if needed > num_gpus:
+        field, nodes = "tp" if parallel.tp > 1 else "pp", parallel.nodes
+        where = f" on each of {nodes} nodes" if nodes > 1 else ""
         seen = "CUDA_VISIBLE_DEVICES lets this process see" if visible_gpus() is not None else "this machine has"
-        message = f"{ranks} need {needed} GPUs, and {seen} {num_gpus}"
+        ranks = f"{parallel.num_ranks} ranks (tp {parallel.tp}, pp {parallel.pp})"
+        message = f"{ranks} need {needed} GPUs{where}, and {seen} {num_gpus}"
         raise InvalidRequest(message, param=field, hint=f"lower --{field}, or use --device cpu")
 
 

@@ -229,7 +229,7 @@ class NodeListener:
                 raise InvalidRequest(message, param=setting, hint=hint)
         if not 0 < hello.node_rank < layout.nodes:
             raise InvalidRequest(f"node_rank is {hello.node_rank}; it must be from 1 to {layout.nodes - 1}")
-        if hello.max_ranks < layout.ranks_per_node:
+        if self._config.device != "cuda" and hello.max_ranks < layout.ranks_per_node:
             needed, cores = layout.ranks_per_node, hello.max_ranks
             raise InvalidRequest(
                 f"{layout.describe_node(hello.node_rank)} needs {needed} cores, and its process may use {cores}",

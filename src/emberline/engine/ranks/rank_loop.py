@@ -51,7 +51,7 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
         if start.config.device == "cuda":
             from emberline.engine.ranks.device_rank import run_device_rank  # imported if needed, to start sooner
 
-            return run_device_rank(start, leader, connect, reader)
+            return run_device_rank(start, leader, connect, reader, memory)
         part = RankPart.load(start.config, start.layout, start.rank, connect)
         leader.send(part.describe())
         if not isinstance(sizes := leader.receive(), AllocateCaches):

@@ -1,0 +1,61 @@
+"""DeviceHostTier: the first KV tier of an engine whose ranks have GPUs, in main memory that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from emberline.core.engine_config import EngineConfig
+from emberline.engine.boot import make_tiers
+from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.ranks.boot import make_shared_host_tier
+from emberline.engine.ranks.buffer_parts import BufferParts
+from emberline.engine.ranks.control import AllocateCaches, RankLoaded
+from emberline.engine.ranks.group_memory import GroupMemory
+from emberline.engine.ranks.host_buffers import HostBuffers
+from emberline.engine.ranks.layout import Layout
+from emberline.kernels import ops, tuning
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.stack import TierStack
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHostTier:
+    tier: HostTier
+    buffers: HostBuffers
+    parts: BufferParts
+    division: str  # name of the division of layers among stages: tiers must not mix blocks of different ones
+
+    @staticmethod
+    def make(
+        config: EngineConfig, memory: GroupMemory, layout: Layout, kv_heads: int, ranks: Mapping[int, RankLoaded]
+    ) -> DeviceHostTier | None:
+        """Add buffers to the group's memory; return None if there are no tiers. Raises InvalidRequest.
+
+        `kv_heads`: of the whole model. `ranks`: what each rank has loaded."""
+        sizes = ({rank: getattr(each, name) for rank, each in ranks.items()} for name in ("block_bytes", "slot_bytes"))
+        parts = BufferParts.plan(layout, kv_heads, *sizes)
+        tier, buffers = make_shared_host_tier(config, memory, parts.block_bytes, parts.pages_per_slot)
+        if tier is None or buffers is None:
+            return None
+        counts = (str(ranks[first].layers) for first in range(0, layout.num_ranks, layout.tp))
+        return DeviceHostTier(tier, buffers, parts, f"layers-{'-'.join(counts)}")
+
+    def make_tiers(self, config: EngineConfig, runner: GPURunner, dtype: torch.dtype) -> TierStack:
+        """Return all tiers. `runner`: the leader's. The memory stays pinned until they are closed."""
+        assert runner.copier is not None
+        library = ops.start_backend(threads=1).library
+        sizes = self.parts.block_bytes, dtype
+        tiers = make_tiers(config, runner.layout, *sizes, library, self.tier, self.parts.pages_per_slot)
+        tiers.host.on_close = runner.copier.detach_host_memory
+        return tiers
+
+
+def describe_caches(num_blocks: int, num_slots: int, host: DeviceHostTier | None) -> AllocateCaches:
+    """Return the message that lets the other ranks allocate their caches."""
+    products = tuning.list_choices()
+    if host is None:
+        return AllocateCaches(num_blocks, num_slots, products)
+    return AllocateCaches(num_blocks, num_slots, products, host_buffers=host.buffers.area, buffer_parts=host.parts)

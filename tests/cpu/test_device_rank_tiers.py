@@ -1,0 +1,118 @@
+"""KV tiers of engines whose ranks have GPUs. Here the ranks are threads, and the CPU is their device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_delta
+from device_rank_engines import DeviceThreadRanks, make_device_thread_engine
+from rank_models import DELTA, DELTA_SIZES
+from test_rank_tiers import SETTINGS, Replies, assert_same, run
+from test_rank_tiers import build_config as build_cpu_config
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.plan import BlockCopy
+from emberline.engine.boot import boot
+from emberline.engine.gpu.copier import DeviceCopier
+from emberline.engine.ranks.buffer_parts import BufferParts
+from emberline.engine.ranks.device_leader import DeviceLeaderRunner
+from emberline.engine.ranks.layout import Layout
+
+TP2, PP2, BOTH, TP4 = {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 4}  # the models have 2 KV heads
+STAGES = {"pp": 2, "pp_layers": "7,1"}  # every fourth layer attends; the leader has only the last layer, and no states
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("gemma", BOTH), ("deepseek_v3", TP2), ("delta-dense", TP4), ("delta-stages", STAGES),
+]  # fmt: skip
+
+
+def build_config(directory: Path, name: str) -> EngineConfig:
+    if name == "delta-stages":
+        config = tiny_delta.make_config("dense") | DELTA | DELTA_SIZES | {"num_hidden_layers": 8}
+        tiny_delta.write_random(directory, config)
+        return EngineConfig.build(str(directory), **SETTINGS)
+    return build_cpu_config(directory, name)
+
+
+def run_on_one_rank(config: EngineConfig, length: int = 45) -> Replies:
+    return run(boot(config).engine, length)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_blocks_come_back_from_host_memory(name: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    """Blocks of heads, of replicated heads, of layer groups, latents and recurrent states."""
+    # A snapshot of states is stored only for prefixes of at least 64 tokens. A cache has room for one or two requests.
+    length, max_blocks = (77, 15) if name.startswith("delta") else (45, 23 if name == "gemma" else 9)
+    config = build_config(tmp_path, name)
+    expected = run_on_one_rank(config, length)
+    settings = config.with_settings(kv_host_memory=4 << 20, graphs=False, **layout)
+    engine = make_device_thread_engine(settings, max_blocks=max_blocks)
+    for _ in range(2):
+        assert_same(run(engine, length), expected)
+    host = engine.stats().tiers["host"]
+    engine.close()
+    assert host.hit_tokens >= length // 8 * 8
+
+
+def run_with_disk(config: EngineConfig, disk: Path, **layout: Any) -> tuple[Replies, int]:
+    """Return the replies of a new engine, and how many blocks it loaded from the disk."""
+    settings = config.with_settings(kv_disk=str(disk), kv_disk_size=1 << 24, graphs=False, **layout)
+    engine = make_device_thread_engine(settings)
+    replies = run(engine)
+    engine.close()
+    return replies, engine.stats().tiers["disk"].loaded_blocks
+
+
+def test_disk_keeps_blocks_of_each_division(tmp_path: Path) -> None:
+    """An engine finds its blocks after a restart, and not those of an engine whose ranks divide blocks differently."""
+    config = build_config(tmp_path / "model", "gemma")  # 6 layers
+    expected = run_on_one_rank(config)
+    for layout in ({"pp": 2}, {"pp": 2, "pp_layers": "4,2"}):
+        for is_loaded in (False, True):
+            replies, loaded = run_with_disk(config, tmp_path / "disk", **layout)
+            assert_same(replies, expected)
+            assert bool(loaded) == is_loaded, layout
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2])
+def test_buffers_are_used_again_after_all_ranks_have_copied(
+    layout: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank copies late. Saved blocks must not be written to disk, and loaded ones not be evicted, before it has.
+
+    Host memory has few buffers, so that they are used again at once."""
+    config = build_config(tmp_path / "model", "llama")
+    expected = run_on_one_rank(config)
+    launch = DeviceCopier.launch
+
+    def launch_late(self: DeviceCopier, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> Callable[[], None]:
+        if self is slow:
+            time.sleep(0.005)
+        return launch(self, saves, loads)
+
+    monkeypatch.setattr(DeviceCopier, "launch", launch_late)
+    disk = {"kv_disk": str(tmp_path / "disk"), "kv_disk_size": 1 << 24, "kv_host_memory": 8 * 4096}
+    engine = make_device_thread_engine(config.with_settings(**disk, graphs=False, **layout), max_blocks=9)
+    runner = engine.runner
+    assert isinstance(runner, DeviceLeaderRunner) and isinstance(runner._group, DeviceThreadRanks)
+    (slow,) = [part.runner.copier for part in runner._group.parts if part.runner is not runner]
+    for _ in range(4):
+        assert_same(run(engine), expected)
+    tiers = engine.stats().tiers
+    engine.close()
+    assert tiers["disk"].loaded_blocks > 15 and tiers["host"].evicted_blocks > 15
+
+
+def test_places_of_parts() -> None:
+    """Ranks with the same heads share a place, unless they have different recurrent states."""
+    sizes, none = dict.fromkeys(range(4), 64), dict.fromkeys(range(4), 0)
+    parts = BufferParts.plan(Layout(4), 2, sizes, none)
+    assert (parts.offsets, parts.block_bytes, parts.pages_per_slot) == ({0: 0, 1: 0, 2: 64, 3: 64}, 128, 0)
+    assert [parts.is_first(rank) for rank in range(4)] == [True, False, True, False]
+    parts = BufferParts.plan(Layout(2, 2), 1, sizes, none)
+    assert parts.offsets == {0: 0, 1: 0, 2: 64, 3: 64}
+    parts = BufferParts.plan(Layout(4), 2, sizes, none | {2: 130})
+    assert (list(parts.offsets.values()), parts.block_bytes, parts.pages_per_slot) == ([0, 64, 128, 192], 256, 3)
