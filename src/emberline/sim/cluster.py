@@ -113,6 +113,11 @@ class SimCluster:
         return self.clock.time
 
     @property
+    def num_waiting(self) -> int:
+        """The requests that wait until a worker is ready."""
+        return self._turns.num_waiting
+
+    @property
     def has_prefill_workers(self) -> bool:
         return self._num_prefill_workers > 0
 
