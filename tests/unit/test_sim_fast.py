@@ -13,7 +13,7 @@ from emberline.cli.__main__ import main
 from emberline.core.errors import InvalidRequest
 from emberline.sim.cluster import SimCluster, SimClusterConfig, SimDetail
 from emberline.sim.costmodel import CostModel
-from emberline.sim.fast_worker import FastRun
+from emberline.sim.fast_run import FastRun
 from emberline.sim.prefix_cache import SimPrefixCache
 from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
 from emberline.sim.result import RequestRecord, SimResult
@@ -102,15 +102,13 @@ def test_every_request_ends_once_while_workers_come_and_go(seed: int, detail: Si
 
     def change_workers() -> None:
         names = [name for name, worker in cluster.workers.items() if worker.state == "ready"]
-        rng.choice(
-            [
-                lambda: cluster.kill_worker(rng.choice(names)),
-                lambda: cluster.drain_worker(rng.choice(names), move=rng.random() < 0.5),
-                lambda: cluster.add_worker(start_seconds=rng.uniform(0.0, 1.0)),
-            ]
-            if len(names) > 1
-            else [lambda: cluster.add_worker()]
-        )()
+        action = rng.choice(["kill", "drain", "add"]) if len(names) > 1 else "add"
+        if action == "kill":
+            cluster.kill_worker(rng.choice(names))
+        elif action == "drain":
+            cluster.drain_worker(rng.choice(names), move=rng.random() < 0.5)
+        else:
+            cluster.add_worker(start_seconds=rng.uniform(0.0, 1.0))
 
     cluster.every(0.4, change_workers)
     workload = RequestWorkload(ConstantRate(12.0), 3.0, rng.uniform(50, 600), rng.uniform(5, 60), 0.8, 200, 3)
@@ -162,6 +160,8 @@ def test_simulate_prints_a_report(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert report["step_costs"] == "h200 llama-8b plain"
     assert main(["simulate", str(trace), "--detail", "runs", "--routing", "random"]) == 0
     assert "worker_hours" in capsys.readouterr().out
+    assert main(["simulate", str(trace), "--detail", "runs", "--itl-target-ms", "20"]) == 1
+    assert "itl_target_ms cannot be simulated in runs of steps" in capsys.readouterr().err
     assert main(["simulate", str(trace), "--kv-tokens", "0"]) == 1
     assert "--kv-tokens is 0; it must be above 0" in capsys.readouterr().err
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from routers import get, spawn, start_router, stop, until
 
@@ -160,3 +161,47 @@ def test_streams_that_cannot_continue(cluster: SeveralRouters) -> None:
         with pytest.raises(urllib.error.HTTPError) as error:
             read_events(cluster, 1, other, given)
         assert error.value.code == status and text in error.value.read().decode()
+
+
+async def worker_of_turn(pool: HTTPConnectionPool, url: str, messages: list[dict[str, str]]) -> str:
+    body = json.dumps({"model": "fake", "messages": messages, "max_tokens": 3, "seed": 1}).encode()
+    async with asyncio.timeout(30):
+        reply = await pool.fetch("POST", f"{url}{CHAT}", HEADERS, body)
+    assert reply.status == 200
+    return reply.headers["x-emberline-worker"]
+
+
+async def count_turns_at_their_worker(cluster: SeveralRouters, name: str, urls: list[str]) -> int:
+    """Return how many second and third turns of 16 conversations went to the worker of the first turn."""
+    pool = HTTPConnectionPool(connect_timeout_s=5.0, idle_timeout_s=0.0)
+    talks = [[{"role": "user", "content": f"{name} {i} " * 60}] for i in range(16)]
+    workers: list[list[str]] = []
+    for turn in range(3):
+        if turn:
+            await asyncio.sleep(2.5)  # heartbeats carry what the routers know
+        sent = [worker_of_turn(pool, urls[(i + turn) % len(urls)], talk) for i, talk in enumerate(talks)]
+        workers.append(list(await asyncio.gather(*sent)))
+        for talk in talks:
+            talk += [{"role": "assistant", "content": "so"}, {"role": "user", "content": f"turn {turn} " * 9}]
+    pool.close()
+    return sum(later == first for turn in workers[1:] for first, later in zip(workers[0], turn, strict=True))
+
+
+def test_conversations_keep_their_worker_at_any_router(cluster: SeveralRouters) -> None:
+    async def main() -> list[int]:
+        one, several = cluster.urls[:1], cluster.urls
+        return await asyncio.gather(
+            count_turns_at_their_worker(cluster, "one", one), count_turns_at_their_worker(cluster, "several", several)
+        )
+
+    with_one, with_two = asyncio.run(main())
+    assert with_two >= 0.9 * with_one > 16
+
+
+def test_openai_client_ignores_event_ids(cluster: SeveralRouters) -> None:
+    with openai.OpenAI(base_url=f"{cluster.urls[0]}/v1", api_key="none", max_retries=0) as client:
+        messages = [{"role": "user", "content": "why"}]
+        stream = client.chat.completions.create(model="fake", messages=messages, max_tokens=6, seed=5, stream=True)  # type: ignore[call-overload]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    completion = FakeCompletion(5, FakeRequest(5, 6))
+    assert text == "".join(map(completion.text_at, range(6)))
