@@ -27,7 +27,7 @@ from emberline.kv.transfer.piece import TransferPiece
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_memory": 1 << 20, "block_size": 16, "max_batch_tokens": 16}
 SETTINGS |= {"max_running": 3, "max_context": 64}
-BLOCK_BYTES = 2 * 2 * 16 * 16 * 4  # of a rank: keys and values of 2 layers, with one head of 16 numbers
+BLOCK_BYTES = 2 * 3 * 16 * 8 * 4  # of a rank: keys and values of 3 layers, with one head of 8 numbers
 PROMPTS = ["one", "a prefix of several blocks, two", "a prefix of several blocks, three"]
 PARAMS = [SamplingParams(max_tokens=8, temperature=t, seed=3) for t in (0.0, 0.9, 0.0)]
 
@@ -76,8 +76,8 @@ def assert_all_ranks_copy_a_block(llm: LLM) -> None:
     assert llm.engine.transfer_endpoint is not None
     region = llm.engine.transfer_endpoint.sender.region
     data = bytearray(region.layout.block_bytes)
-    region.gather(TransferPiece(0, 2, 0, 1), np.array([0]), region.layout, memoryview(data))
-    assert np.frombuffer(data, np.float32).reshape(2, 2, 2, -1).any(axis=3).all()
+    region.gather(TransferPiece(0, 3, 0, 1), np.array([0]), region.layout, memoryview(data))
+    assert np.frombuffer(data, np.float32).reshape(3, 2, 2, -1).any(axis=3).all()
 
 
 def test_same_tokens_as_one_rank_until_a_gpu_fails(
@@ -85,7 +85,7 @@ def test_same_tokens_as_one_rank_until_a_gpu_fails(
 ) -> None:
     gpus.setenv(FAILURE_FILE, str(tmp_path / "failure"))
     gpus.setenv("CUDA_VISIBLE_DEVICES", "4,7,1,2")
-    small = SETTINGS | {"kv_memory": 4 * BLOCK_BYTES, "kv_host_memory": 1 << 20}  # blocks come back from host memory
+    small = SETTINGS | {"kv_memory": 5 * BLOCK_BYTES, "kv_host_memory": 1 << 20}  # blocks come back from host memory
     with LLM(directory, **small, tp=2, rank_timeout=2.0, transfer=TransferConfig("p")) as llm:
         for _ in range(2):
             assert [each.tokens for each in llm.generate(PROMPTS, PARAMS, progress=False)] == expected
