@@ -101,6 +101,18 @@ def test_latents_and_experts(tmp_path: Path) -> None:
     check_same_tokens(tmp_path, make_plain_submissions(), tp=4, ep=2)
 
 
+def test_float8_cache(tmp_path: Path) -> None:
+    """Stages compute the bits of one rank, so they round keys and values to the same numbers."""
+    directory = write_checkpoint(tmp_path)
+    settings = {"dtype": "bfloat16", "kv_dtype": "float8"}
+    one = boot(EngineConfig.build(str(directory), **SETTINGS | settings)).engine
+    expected = run_engine(one, make_plain_submissions())
+    engine = boot_ranks(directory, pp=2, **settings).engine
+    for _ in range(2):
+        assert run_engine(engine, make_plain_submissions()) == expected
+    engine.close()
+
+
 def test_preemption(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     expected = run_engine(boot(EngineConfig.build(str(directory), **SETTINGS)).engine, make_submissions(2))
