@@ -164,7 +164,7 @@ class WorkerHarness:
         guard = cast("GrammarGuard", self)
         generator = Generator(engine, prompts, guard, self.metrics, served_name="m", timeout=60.0, **style)
         self.catalog = ModelCatalog([LoadedModel("m", generator, guard, self.metrics, "fp")])
-        config = ServerConfig(models={"m": "m"}, embedder=None, worker=WorkerConfig("http://router"), **settings)
+        config = ServerConfig(models={"m": "m"}, embedder=None, worker=WorkerConfig(("http://router",)), **settings)
         self.app = EngineApp(config, engine, self.catalog, None, {})
 
     def check(self, grammar: GrammarSpec, param: str = "") -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +201,61 @@ def test_lost_node_and_its_replacement(cluster: Any, directory: Path) -> None:
     config = EngineConfig.build(str(directory), **settings, node_timeout=100.0)
     asyncio.run(asyncio.wait_for(lose_a_node(cluster, config), 200))
     wait_until(lambda: not find_ranks() and free_cpus() == 4)
+
+
+class SplitCluster:
+    """A router and three workers, started with one command on the nodes of Ray."""
+
+    def __init__(self, cluster: Any, directory: Path, home: Path) -> None:
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self.log = home / "cluster.log"
+        command = f"cluster up --launcher ray --ray-address {cluster.address} --prefill 1 --decode 2 --port"
+        worker = "--embedder none --kv-memory 1M --served-name m --block-size 8"
+        words = [*command.split(), self.url.rpartition(":")[2], "--logs", str(home), str(directory), *worker.split()]
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen([sys.executable, "-m", "emberline.cli", *words], stdout=out, stderr=out)
+
+    def count_ready_workers(self) -> int:
+        assert self.process.poll() is None, self.log.read_text()
+        try:
+            with urllib.request.urlopen(f"{self.url}/cluster/status", timeout=5) as reply:
+                return sum(row["health"] == "ready" for row in json.load(reply)["workers"])
+        except urllib.error.HTTPError as e:
+            assert e.code == 401
+            return 0
+        except OSError:
+            return 0
+
+    def complete(self, prompt: str) -> str:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0.0}
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return str(json.load(reply)["choices"][0]["text"])
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
+
+def test_split_cluster_on_nodes_of_ray(cluster: Any, directory: Path, tmp_path: Path) -> None:
+    """A node is lost while requests run, and returns: all answers are right."""
+    prompts = [f"prompt number {i} " * 20 for i in range(12)]
+    with LLM(directory, **SETTINGS) as llm:
+        expected = [each.text for each in llm.generate(prompts, PARAMS, progress=False)]
+    split = SplitCluster(cluster, directory, tmp_path)
+    try:
+        wait_until(lambda: split.count_ready_workers() == 3, 90)
+        assert free_cpus() == 1
+        with ThreadPoolExecutor(3) as clients:
+            answers = [clients.submit(split.complete, prompt) for prompt in prompts * 2]
+            (node,) = cluster.worker_nodes
+            cluster.remove_node(node, allow_graceful=False)
+            assert [each.result() for each in answers] == expected * 2
+        wait_until(lambda: split.count_ready_workers() == 2, 60)  # as many as the other node has CPUs
+        start_node(lambda settings: cluster.add_node(**settings))
+        wait_until(lambda: split.count_ready_workers() == 3, 90)
+        assert [split.complete(prompt) for prompt in prompts] == expected
+    finally:
+        split.close()
+    wait_until(lambda: free_cpus() == 4, 60)

@@ -117,7 +117,7 @@ def test_manifests_match_schemas_of_kubernetes(version: str, monkeypatch: pytest
             kubernetes_validate.validate(body, version, strict=True)
     assert checked == {
         *("StatefulSet", "Deployment", "Service", "ConfigMap", "NetworkPolicy"),
-        *("PodDisruptionBudget", "HorizontalPodAutoscaler"),
+        *("PodDisruptionBudget", "HorizontalPodAutoscaler", "ServiceAccount", "Role", "RoleBinding"),
     }
 
 
@@ -125,7 +125,8 @@ def test_pods_run_without_root_on_a_read_only_file_system() -> None:
     for pod in all_pods():
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] > 0
-        assert spec["automountServiceAccountToken"] is False
+        calls_kubernetes = spec["containers"][0]["name"] == "autoscaler"
+        assert spec.get("automountServiceAccountToken", True) is calls_kubernetes
         for container in spec["containers"]:
             context = container["securityContext"]
             assert context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]
@@ -161,6 +162,20 @@ def test_selectors_match_pods_and_ports() -> None:
                 assert {port["targetPort"] for port in spec["ports"]} <= names, manifest["metadata"]["name"]
 
 
+def test_workers_register_with_every_router() -> None:
+    for case in CASE_NAMES:
+        manifests = load_manifests(case)
+        (routers,) = (each for each in manifests if each["kind"] == "StatefulSet")
+        name, domain = routers["metadata"]["name"], routers["spec"]["serviceName"]
+        assert any(each["kind"] == "Service" and each["metadata"]["name"] == domain for each in manifests)
+        expected = {f"{name}-{index}.{domain}:8000" for index in range(routers["spec"]["replicas"])}
+        for pod in (pod for manifest in manifests for pod in find_pods(manifest)):
+            arguments = pod["spec"]["containers"][0]["args"]
+            if arguments[0] == "worker":
+                urls = [each.removeprefix("--router=") for each in arguments if each.startswith("--router=")]
+                assert {url.partition("://")[2] for url in urls} == expected
+
+
 def build_parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(exit_on_error=False)
     importlib.import_module(f"emberline.cli.{command}").add_arguments(parser)
@@ -182,13 +197,13 @@ def test_commands_accept_their_arguments() -> None:
         assert not any("$(" in argument for argument in arguments), arguments
         build_parser(command).parse_args(arguments)
         seen.add(command)
-    assert seen == {"router", "worker", "gateway"}
+    assert seen == {"router", "worker", "gateway", "autoscale"}
 
 
 def test_probes_and_drain() -> None:
     for pod in all_pods():
         (container,) = pod["spec"]["containers"]
-        if "ports" not in container or container["name"] == "master":
+        if "ports" not in container or container["name"] in ("master", "autoscaler"):
             continue
         assert container["livenessProbe"]["httpGet"]["path"] == "/health/live"
         assert container["readinessProbe"]["httpGet"]["path"] in ("/health/ready", "/health/live")

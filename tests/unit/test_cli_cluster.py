@@ -112,7 +112,7 @@ def test_cluster_key_is_read_from_environment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "hush")
     assert cluster_key_from_environment() == "hush"
     monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "")
-    assert cluster_key_from_environment() is None and WorkerConfig("http://r").role == "both"
+    assert cluster_key_from_environment() is None and WorkerConfig(("http://r",)).role == "both"
 
 
 def test_drain_waits_until_blocks_are_fetched() -> None:

@@ -31,7 +31,7 @@ COMMAND_ONLY_OPTIONS = {
     "worker": {"--config", "--models", "--served-name", "--log-level"},
     "router": {"--foreign-key-env", "--listen-fd", "--log-level"},
     "gateway": {"--config", "--forget-old", "--log-level"},
-    "cluster up": {"--workers", "--prefill", "--decode", "--logs"},
+    "cluster up": {"--workers", "--prefill", "--decode", "--logs", "--ray-cpus", "--ray-gpus"},
     "doctor": {"--model", "--pull", "--gpus", "--gpu-memory", "--json", "--mtp", "--tiers", "--transfer"},
 }
 

@@ -219,7 +219,7 @@ def test_worker_metrics_need_key(path: str) -> None:
 
 
 def test_exposed_worker_accepts_only_its_router() -> None:
-    closed = build_app(closed=True, worker=WorkerConfig("http://10.0.0.1:1"), cluster_key="cluster-secret")
+    closed = build_app(closed=True, worker=WorkerConfig(("http://10.0.0.1:1",)), cluster_key="cluster-secret")
     assert fetch(closed, "/v1/models") == fetch(closed, "/metrics") == 401
     assert fetch(closed, "/v1/models", authorization="Bearer cluster-secret") == 401
     assert fetch(closed, "/v1/models", x_emberline_cluster_key="cluster-secret") == 200
@@ -240,7 +240,7 @@ def test_exposed_listener_needs_authentication(host: str) -> None:
 
 
 def test_servers_refuse_to_start_exposed_without_authentication() -> None:
-    worker = WorkerConfig("http://127.0.0.1:1")
+    worker = WorkerConfig(("http://127.0.0.1:1",))
     for config in (ServerConfig(host="0.0.0.0", port=0), ServerConfig(host="0.0.0.0", port=0, worker=worker)):
         with pytest.raises(InvalidRequest, match="without authentication"):
             asyncio.run(serve(config, None, None, 0.0))  # type: ignore[arg-type]

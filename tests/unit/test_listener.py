@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from emberline.core.errors import InvalidRequest
-from emberline.server.listener import answer_while_loading, bind_listener, serve_until_stopped
+from emberline.server.listener import answer_while_loading, bind_listener, limit_silence, serve_until_stopped
 
 
 def test_bound_port_is_in_use_at_once() -> None:
@@ -109,3 +110,22 @@ def test_stop_logs_open_requests_and_timeout(caplog: pytest.LogCaptureFixture) -
     with restore_sigterm():
         asyncio.run(main())
     assert "Stopping, waiting for open requests: open=1 timeout_s=10" in caplog.text
+
+
+def test_connections_to_unreachable_machines_are_closed() -> None:
+    """Accepted connections inherit the limits of the listening socket."""
+    with bind_listener("127.0.0.1", 0) as listener:
+        limit_silence(listener, 120)
+        with socket.create_connection(listener.getsockname()):
+            accepted, _ = listener.accept()
+            with accepted:
+                found = [
+                    accepted.getsockopt(socket.IPPROTO_TCP, name)
+                    for name in (
+                        socket.TCP_KEEPIDLE,
+                        socket.TCP_KEEPINTVL,
+                        socket.TCP_KEEPCNT,
+                        socket.TCP_USER_TIMEOUT,
+                    )
+                ]
+                assert found == [60, 15, 4, 120_000] and accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

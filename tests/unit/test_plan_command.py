@@ -19,9 +19,10 @@ MODEL = str(CONFIGS / "llama-3.1-8b.json")
 OPTIONS = {
     "--model": MODEL,
     "--gpu": "h200",
-    "--traffic": "rate=4,in=1000,out=10",
+    "--traffic": "rate=4,in=300,out=10",
     "--slo": "ttft_p90=300ms,itl_p90=30ms",
     "--weights": "plain",
+    "--max-gpus": "2",
 }
 
 
@@ -70,7 +71,7 @@ def test_report(written: tuple[dict[str, Any], str]) -> None:
     best = report["candidates"][0]
     assert best["gpus"] == 1 and best["meets_slo"] and best["pools"][0]["workers"] == 1
     assert best["ttft_p50_ms"] <= best["ttft_p90_ms"] <= 300 and best["itl_p50_ms"] <= best["itl_p90_ms"] <= 30
-    tokens_per_hour = 4 * 1010 * 3600
+    tokens_per_hour = 4 * 310 * 3600
     assert best["cost_per_million_tokens"] == pytest.approx(2.5e6 / tokens_per_hour, rel=1e-3)
     assert report["validate"] and {each["topology"] for each in report["candidates"]} >= set(report["validate"])
     assert [each["factor"] for each in report["sensitivity"]["traffic"]] == [0.75, 1.25]
@@ -100,11 +101,12 @@ def test_names_of_files_are_escaped(written: tuple[dict[str, Any], str]) -> None
         ({"gpu": "B200"}, "'B200'", "h200"),
         ({"model": "/no/such/model"}, "/no/such/model", ""),
         ({"traffic": ""}, "rate, in, out", "rate="),
+        ({"traffic": "/no/such/trace"}, "neither a file", "rate="),
         ({"traffic": "rate=0,in=10,out=10"}, "rate is '0'", "rate="),
         ({"traffic": "rate=1,in=10"}, "no out", "rate="),
         ({"traffic": "rate=1,in=10,out=nan"}, "out is 'nan'", "rate="),
         ({"traffic": "rate=1,in=10,out=5,burst=3"}, "'burst'", "spread"),
-        ({"traffic": "rate=1,in=500000,out=10"}, "500010 tokens", "in and out"),
+        ({"traffic": "rate=1,in=500000,out=10"}, "500010 tokens", "shorter requests"),
         ({"slo": "ttft_p90=1s"}, "itl_p90", "ttft_p90="),
         ({"slo": "ttft_p90=1s,itl_p90=100us"}, "'100us'", "500ms"),
         ({"slo": "ttft_p90=1ms,itl_p90=1s"}, "cannot be reached", "raise ttft_p90"),

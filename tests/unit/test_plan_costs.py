@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from emberline.planner.measured_shapes import (
     projection_error,
     read_measured_shapes,
 )
+from emberline.planner.step_costs import ProjectedCosts
 from emberline.planner.worker_kind import WorkerKind, WorkerOptions, list_worker_kinds
 from emberline.sim.costs import list_cost_tables
 
@@ -40,6 +42,7 @@ def read_results(file: str) -> dict[str, Any]:
     return results
 
 
+@cache
 def list_kinds(name: str, **options: Any) -> dict[str, WorkerKind]:
     kinds, _ = list_worker_kinds(read_config(name), H200, WorkerOptions(**options))
     return {kind.name: kind for kind in kinds}
@@ -56,11 +59,15 @@ def test_figures_are_those_of_the_result_files() -> None:
     handoff = read_results(figures.HANDOFF_FILE)["results"]
     names = {"tcp": "handoff_tcp_8", "cuda": "handoff_cuda"}
     assert {link: handoff[name]["value"] for link, name in names.items()} == figures.HANDOFF_GB_S
+    for (weights, ranks), milliseconds in figures.RANK_STEPS_MS.items():
+        results = read_results(figures.rank_file(weights, ranks))["results"]
+        assert milliseconds == {batch: results[f"decode_b{batch}_ms"]["value"] for batch in (1, 8, 64)}
     assert read_results(figures.START_FILE)["results"]["cold_ready_s"]["value"] == figures.START_S
 
 
 def test_every_measured_table_has_its_shape() -> None:
-    assert {table.shape for table in list_cost_tables()} == read_measured_shapes().keys()
+    shapes = {table.shape for table in list_cost_tables() if table.gpu == "h200"}
+    assert shapes | {figures.RANK_SHAPE} == read_measured_shapes().keys()
 
 
 def test_shapes_are_found_by_their_sizes() -> None:
@@ -95,6 +102,15 @@ def test_tensor_parallel_steps_are_shorter_but_not_proportionally() -> None:
     assert kinds["plain"].basis == "measured" and kinds["plain tp2"].basis == "projected"
 
 
+@pytest.mark.parametrize(("weights", "ranks"), [("plain", 2), ("packed", 4), ("fp8", 8)])
+def test_steps_of_a_rank_are_the_measured_ones(weights: str, ranks: int) -> None:
+    kind = list_kinds("llama-3.3-70b")[f"{weights} tp{ranks}"]
+    assert isinstance(kind.costs, ProjectedCosts) and kind.basis == "projected"
+    for rows, milliseconds in figures.RANK_STEPS_MS[weights, ranks].items():
+        step_s = kind.costs.step_seconds(rows, rows * 640) - kind.costs.collective_seconds(rows, rows)
+        assert step_s == pytest.approx(milliseconds / 1e3)
+
+
 def test_pipeline_takes_as_long_as_one_gpu_and_holds_more() -> None:
     kinds = list_kinds("llama-3.1-8b")
     one, two = kinds["plain"], kinds["plain pp2"]
@@ -125,7 +141,7 @@ def test_drafts_are_a_kind_of_their_own_where_they_were_measured() -> None:
 
 def test_stored_quantised_weights_are_planned_as_they_are() -> None:
     kinds = list_kinds("gpt-oss-120b", max_gpus=1)
-    assert list(kinds) == ["auto"]
+    assert list(kinds) == ["stored"]
     with pytest.raises(InvalidRequest, match="quantised weights"):
         list_kinds("gpt-oss-120b", weights=("packed",))
 

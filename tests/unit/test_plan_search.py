@@ -14,7 +14,7 @@ from emberline.planner.capacity import estimate_colocated, fewest_workers, p90_w
 from emberline.planner.gpu_speeds import find_gpu_speed
 from emberline.planner.kv_handoff import HandoffLink
 from emberline.planner.search import find_candidates, shortlist
-from emberline.planner.topology import PlanningTask, list_topologies
+from emberline.planner.topology import PlanningTask, Topology, list_topologies
 from emberline.planner.traffic import Traffic
 from emberline.planner.verification import choose_simulated_counts, simulate_topology
 from emberline.planner.worker_kind import WorkerKind, WorkerOptions, list_worker_kinds
@@ -59,16 +59,15 @@ def test_pools_of_a_split_topology_have_compatible_weights(kinds: list[WorkerKin
 
 
 def test_slow_links_make_the_first_token_late(kinds: list[WorkerKind]) -> None:
-    fast, slow = (
-        next(
-            each
-            for each in list_topologies(kinds, make_task(link=link, slo="ttft_p90=5s,itl_p90=30ms"))
-            if each.is_split
-        )
-        for link in ("100", "0.5")
-    )
+    def first_split(rate: float, link: str) -> Topology:
+        task = make_task(f"rate={rate},in=2000,out=20", "ttft_p90=5s,itl_p90=30ms", link=link)
+        return next(each for each in list_topologies(kinds, task) if each.is_split)
+
+    fast, slow = first_split(0.1, "100"), first_split(0.1, "0.5")
     difference = 2000 * 131072 / 0.5e9 - 2000 * 131072 / 100e9
     assert slow.estimate.ttft_p90 - fast.estimate.ttft_p90 == pytest.approx(difference)
+    # A decode worker can copy 0.5 GB/s, less than two prompts per second.
+    assert first_split(20, "100").counts[1] == 1 and first_split(20, "0.5").counts[1] > 10
 
 
 def test_overload_is_unstable(kinds: list[WorkerKind]) -> None:
@@ -112,6 +111,8 @@ def test_candidates_meet_the_targets_with_as_few_workers_as_possible(kinds: list
     task = make_task("rate=100,in=500,out=10", "ttft_p90=100ms,itl_p90=30ms")
     best = find_candidates(kinds[:1], task, 0)[0]
     assert best.meets_targets and best.load.meets(task)
+    tight = replace(task, max_gpus=best.topology.gpus)
+    assert {each.topology.gpus for each in find_candidates(kinds[:1], tight, 0)} == {best.topology.gpus}
     fewer = best.topology.with_counts([best.topology.counts[0] - 1], task)
     assert not simulate_topology(fewer, task, 0).meets(task)
 
@@ -143,3 +144,47 @@ def test_too_small_budgets_name_the_number_of_gpus(kinds: list[WorkerKind]) -> N
     assert 10 < rate < 100
     affordable = replace(task, traffic=task.traffic.with_rate_factor(0.9 * rate / 100))
     assert list_topologies(kinds, affordable)[0].gpus <= 2
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+def write_trace(path: Path, rows: list[tuple[float, int, int]]) -> Path:
+    lines = [f"{time},ChatGPT,{prompt},{output}" for time, prompt, output in rows]
+    path.write_text("\n".join(["Timestamp,Model,Request tokens,Response tokens", *lines]))
+    return path
+
+
+def test_busiest_part_of_a_trace_is_planned(tmp_path: Path) -> None:
+    quiet = [(float(second), 100, 10) for second in range(600)]
+    busy = [(600 + number / 4, 400, 20) for number in range(400)]
+    traffic = Traffic.parse(str(write_trace(tmp_path / "trace.csv", quiet + busy)), 0)
+    assert traffic.rate == pytest.approx(4.0, rel=0.05) and traffic.mean_prompt == 400
+    assert len(traffic.replayed) >= 100 and "of 1000 requests" in traffic.description
+
+
+def test_shared_prefixes_of_a_trace_are_counted(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 1000 * n, "input_length": 1024, "output_length": 5, "hash_ids": [0, n + 1]} for n in range(50)
+    ]
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert Traffic.parse(str(path), 0).prefix_share == pytest.approx(49 / 100)
+
+
+def test_traces_are_replayed_at_the_rate(kinds: list[WorkerKind], tmp_path: Path) -> None:
+    bursts = [(float(number // 10 * 5), 500, 5) for number in range(200)]  # 10 at once, every 5 s
+    trace = str(write_trace(tmp_path / "trace.csv", bursts))
+    task = make_task(trace, "ttft_p90=1s,itl_p90=30ms")
+    topology = list_topologies(kinds[:1], task)[0]
+    even = replace(task, traffic=replace(task.traffic, replayed=()))
+    burst_load, even_load = (simulate_topology(topology, each, 0) for each in (task, even))
+    assert burst_load.ttft_p90 > 3 * even_load.ttft_p90 and not burst_load.cached_share
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"), [([], "no request"), ([(1.0, 10, 10)], "no two"), ([(1.0, 10, 10)] * 3, "no two")]
+)
+def test_traces_without_a_rate_are_refused(tmp_path: Path, rows: list[tuple[float, int, int]], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        Traffic.parse(str(write_trace(tmp_path / "trace.csv", rows)), 0)

@@ -86,7 +86,7 @@ def test_unbounded_queue_is_refused() -> None:
 
 
 def test_invalid_worker_address_is_refused_before_loading() -> None:
-    check_worker_address(WorkerConfig("http://router"), "::1", 8001)
+    check_worker_address(WorkerConfig(("http://router",)), "::1", 8001)
     for bad in (
         {"worker_url": "host:8001"},
         {"worker_url": "ftp://h"},
@@ -94,4 +94,4 @@ def test_invalid_worker_address_is_refused_before_loading() -> None:
         {"worker_name": "w\u00f6rker"},
     ):
         with pytest.raises(InvalidRequest, match="invalid worker name or URL"):
-            check_worker_address(WorkerConfig("http://router", **bad), "127.0.0.1", 8001)
+            check_worker_address(WorkerConfig(("http://router",), **bad), "127.0.0.1", 8001)

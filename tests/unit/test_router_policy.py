@@ -182,7 +182,7 @@ def test_full_kv_cache_is_avoided() -> None:
 
 def test_equal_workers_share_prompts() -> None:
     workers = [worker(n) for n in "abc"]
-    assert len({decide(replace(ask(), digest=bytes([i])), workers).worker.name for i in range(40)}) == 3
+    assert len({decide(replace(ask(), conversation=bytes([i])), workers).worker.name for i in range(40)}) == 3
 
 
 def test_excluded_workers_are_not_chosen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from emberline.cli.__main__ import main
 from emberline.core.errors import InvalidRequest
 from emberline.sim.cluster import SimCluster, SimClusterConfig, SimDetail
 from emberline.sim.costmodel import CostModel
-from emberline.sim.fast_worker import FastRun
+from emberline.sim.fast_run import FastRun
 from emberline.sim.prefix_cache import SimPrefixCache
 from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
 from emberline.sim.result import RequestRecord, SimResult
@@ -83,6 +84,42 @@ def test_moved_streams_keep_their_tokens_in_runs() -> None:
     assert result.inter_token_seconds.count == result.output_tokens - len(records), "one time between any two tokens"
 
 
+@pytest.mark.parametrize("detail", ["steps", "runs"])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_request_ends_once_while_workers_come_and_go(seed: int, detail: SimDetail) -> None:
+    rng = random.Random(seed)
+    config = SimClusterConfig(
+        workers=2,
+        prefill_workers=seed % 2,
+        kv_tokens=rng.choice([4096, 16_384]),
+        max_running=rng.choice([4, 32]),
+        batch_tokens=rng.choice([128, 512]),
+        cost=CostModel(plans_ahead=rng.random() < 0.5),
+        detail=detail,
+    )
+    cluster, records = SimCluster(config), list[RequestRecord]()
+    cluster.observers.append(records.append)
+
+    def change_workers() -> None:
+        names = [name for name, worker in cluster.workers.items() if worker.state == "ready"]
+        action = rng.choice(["kill", "drain", "add"]) if len(names) > 1 else "add"
+        if action == "kill":
+            cluster.kill_worker(rng.choice(names))
+        elif action == "drain":
+            cluster.drain_worker(rng.choice(names), move=rng.random() < 0.5)
+        else:
+            cluster.add_worker(start_seconds=rng.uniform(0.0, 1.0))
+
+    cluster.every(0.4, change_workers)
+    workload = RequestWorkload(ConstantRate(12.0), 3.0, rng.uniform(50, 600), rng.uniform(5, 60), 0.8, 200, 3)
+    result = cluster.run(workload.sessions(seed))  # checks the invariants of the workers
+    assert len(records) == len(list(workload.sessions(seed)))
+    assert result.inter_token_seconds.count == sum(max(0, record.output_tokens - 1) for record in records)
+    answered = [record for record in records if record.outcome == "answered"]
+    assert result.ttft_seconds.count == sum(record.first_token_at is not None for record in records)
+    assert result.requests == len(answered) > len(records) / 2
+
+
 def test_steps_until_a_time_are_exact() -> None:
     run = FastRun(0.0, first_s=0.01, growth_s=1e-5)
     for steps in (1, 2, 57, 4000):
@@ -123,6 +160,8 @@ def test_simulate_prints_a_report(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert report["step_costs"] == "h200 llama-8b plain"
     assert main(["simulate", str(trace), "--detail", "runs", "--routing", "random"]) == 0
     assert "worker_hours" in capsys.readouterr().out
+    assert main(["simulate", str(trace), "--detail", "runs", "--itl-target-ms", "20"]) == 1
+    assert "itl_target_ms cannot be simulated in runs of steps" in capsys.readouterr().err
     assert main(["simulate", str(trace), "--kv-tokens", "0"]) == 1
     assert "--kv-tokens is 0; it must be above 0" in capsys.readouterr().err
 

@@ -113,7 +113,7 @@ def test_certificate_of_another_ca_is_refused_for_a_worker(tmp_path: Path) -> No
 
 
 CERT: dict[str, Any] = {"tls_cert": "c", "tls_key": "k"}
-SECURE_WORKER = WorkerConfig("https://r")
+SECURE_WORKER = WorkerConfig(("https://r",))
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ SECURE_WORKER = WorkerConfig("https://r")
         (lambda: RouterConfig(**CERT, tls_ca="a", tls_client_certs="some"), "tls_client_certs"),
         (lambda: ServerConfig(**CERT, tls_ca="a", tls_names=("n",)), "tls_names"),
         (lambda: ServerConfig(**CERT, worker=SECURE_WORKER), "tls_ca"),
-        (lambda: ServerConfig(**CERT, tls_ca="a", worker=WorkerConfig("http://r")), "router"),
+        (lambda: ServerConfig(**CERT, tls_ca="a", worker=WorkerConfig(("http://r",))), "router"),
         (
-            lambda: ServerConfig(**CERT, tls_ca="a", worker=WorkerConfig("https://r", worker_url="http://w")),
+            lambda: ServerConfig(**CERT, tls_ca="a", worker=WorkerConfig(("https://r",), worker_url="http://w")),
             "worker_url",
         ),
         (lambda: GatewayConfig(engine_tls_ca="a"), "engine"),

@@ -238,17 +238,18 @@ def test_worker_on_all_interfaces_registers_outgoing_address(host: str) -> None:
         WorkerRegistration(
             "w", "1", f"http://{f'[{host}]' if ':' in host else host or '0.0.0.0'}:8001", (ModelRegistration("m"),)
         )
-    found = with_reachable_url(WorkerConfig("http://127.0.0.1:8000"), host, 8001)
+    found = with_reachable_url(WorkerConfig(("http://127.0.0.1:8000",)), host, 8001)
     assert found.worker_url == "http://127.0.0.1:8001"
-    config = WorkerConfig("http://127.0.0.1:8000", worker_url="http://worker:8001")
+    config = WorkerConfig(("http://127.0.0.1:8000",), worker_url="http://worker:8001")
     assert with_reachable_url(config, host, 8001) is config
     with pytest.raises(InvalidRequest, match="address towards the router"):
-        with_reachable_url(WorkerConfig("http://no-such-host.invalid:8000"), host, 8001)
+        with_reachable_url(WorkerConfig(("http://no-such-host.invalid:8000",)), host, 8001)
 
 
 def test_default_worker_name_is_its_address() -> None:
-    one, two = (WorkerConfig("http://r", worker_url=f"http://10.0.0.{i}:8001") for i in (1, 2))
+    one, two = (WorkerConfig(("http://r",), worker_url=f"http://10.0.0.{i}:8001") for i in (1, 2))
     assert (_worker_name(one, 8001), _worker_name(two, 8001)) == ("10.0.0.1:8001", "10.0.0.2:8001")
     assert (
-        _worker_name(WorkerConfig("http://r", worker_name="given", worker_url="http://10.0.0.1:8001"), 8001) == "given"
+        _worker_name(WorkerConfig(("http://r",), worker_name="given", worker_url="http://10.0.0.1:8001"), 8001)
+        == "given"
     )

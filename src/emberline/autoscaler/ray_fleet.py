@@ -12,6 +12,7 @@ import secrets
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from emberline.core.environment import supervised_environment
 
 NAMESPACE = "emberline"
 CALL_TIMEOUT_S = 20.0  # for a call of Ray; actors are started in the background
+EXIT_DELAY_S = 0.2  # for calls that return the exit status
 STOP_TIMEOUT_S = 30.0  # between SIGTERM and SIGKILL of the worker process
 
 Result = TypeVar("Result")
@@ -41,8 +43,13 @@ class RayWorkerActor:
         self._process.send_signal(signal.SIGTERM)
         threading.Timer(STOP_TIMEOUT_S, self._process.kill).start()
 
+    def wait_for_end(self) -> int:
+        """Wait until the process has ended, and return its exit status."""
+        return self._process.wait()
+
     def _exit_with_process(self) -> None:
         self._process.wait()
+        time.sleep(EXIT_DELAY_S)
         os._exit(0)
 
 

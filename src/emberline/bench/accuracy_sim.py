@@ -25,9 +25,10 @@ INSTANT_BYTES_PER_S = 1e15  # the time of copies is part of the measured overhea
 
 @dataclass(frozen=True, slots=True)
 class HostOverheads:
-    """What the host adds to the compute time of steps, measured with one request at a time."""
+    """What the host adds to the compute time of steps, measured without other load."""
 
     step_s: float = 0.0  # to every step: planning, sampling, messages
+    row_s: float = 0.0  # to a step for each request that decodes in it
     request_s: float = 0.0  # to the first token: HTTP, router, tokenizer, messages between processes
     handoff_s: float = 0.0  # to the first token, if another worker has computed the prompt
 
@@ -89,7 +90,7 @@ class SimulatedCluster:
             kv_tokens=self.kv_tokens,
             max_running=self.max_running,
             batch_tokens=self.batch_tokens,
-            cost=replace(self.table, token_points=points),
+            cost=replace(self.table, token_points=points, row_seconds=self.table.row_seconds + overheads.row_s),
             workers=self.workers,
             prefill_workers=self.prefill_workers,
             link=KVLink(bytes_per_second=INSTANT_BYTES_PER_S, latency_s=overheads.handoff_s),

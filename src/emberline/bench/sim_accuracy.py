@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from emberline.bench import accuracy_h200
+from emberline.bench import accuracy_h200, workload
 from emberline.bench.accuracy_load import LoadResult, LoadShape, TimedRequest, measure_load
 from emberline.bench.accuracy_sim import HostOverheads, SimulatedCluster
 from emberline.bench.client import CompletionClient, RequestTrace
@@ -37,7 +37,9 @@ SERVED = "bench"
 ARRANGEMENTS: dict[str, dict[Role, int]] = {"colocated": {"both": 3}, "split": {"prefill": 2, "decode": 1}}
 MAX_RUNNING, BATCH_TOKENS, KV_TOKENS = 64, 512, 65_536
 OPTIONS = ("--served-name", SERVED, "--threads", "1", "--device", "cpu", "--embedder", "none")
-ALONE = 5  # requests that run alone, to measure what the host adds
+ALONE = 4  # requests that run alone, to measure what the host adds; the first is a warm-up
+# Requests at each worker that decode at the same time, to measure what the host adds for each of them.
+ROWS, ROW_PROMPT, ROW_OUTPUT = 8, 16, 32
 CASES = ("tiny", "smollm2")
 LATENCIES = ("ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
 RUN_TIMEOUT_S = 600.0  # of one cluster
@@ -121,8 +123,8 @@ def make_case(name: str, seconds: float, directory: Path) -> AccuracyCase:
         model = write_tiny_checkpoint(directory / "model", smollm2)
         return AccuracyCase(name, model, replace(h200.scale(16.0), plans_ahead=False), shape, 128, seconds)
     plan = StepCostPlan(rows=(1, 4, 16), contexts=(32, 256), chunks=(16, 64, 192), threads=1, rounds=2)
-    shape = LoadShape(LogNormal(4.2, 0.6, 192), LogNormal(3.0, 0.5, 48), 49_000)
-    return AccuracyCase(name, smollm2, measure_step_costs("smollm2", plan).scale(3.0), shape, 32, 2 * seconds)
+    shape = LoadShape(LogNormal(3.5, 0.6, 96), LogNormal(2.5, 0.5, 32), 49_000)
+    return AccuracyCase(name, smollm2, measure_step_costs("smollm2", plan).scale(3.0), shape, 24, 1.75 * seconds)
 
 
 async def _measure_case(
@@ -155,6 +157,8 @@ async def _measure_case(
                     AccuracyPoint(name, rate, len(requests), real, simulated.simulate(requests, overheads, alone))
                 )
                 print(f"{name}: {len(requests)} requests", flush=True)
+            handoffs = (await cluster.fetch_router_status() or {}).get("prefills", {})
+            report.config[f"{case.name}_{arrangement}"]["handoffs"] = handoffs
             client.close()
     return points
 
@@ -164,7 +168,7 @@ async def _measure_overheads(
 ) -> tuple[HostOverheads, list[TimedRequest]]:
     """Return what the host adds, and the requests with which it was measured. `colocated`: as measured before."""
     table = StepCostTable.from_data(case.costs)
-    requests = case.shape.draw_requests([0.0] * (ALONE + 1), seed=0)
+    requests = case.shape.draw_requests([0.0] * ALONE, seed=0)
     requests = [replace(each, prompt=(each.prompt * 8)[: case.shape.prompt.maximum]) for each in requests]
     steps, firsts = [], []
     for request in requests:
@@ -174,10 +178,25 @@ async def _measure_overheads(
         steps.append(_step_overhead(trace, request, table))
         count = len(request.prompt)
         firsts.append(trace.event_times[0] - trace.sent - table.step_seconds(0, 0, count, count_prompt_pairs(0, count)))
-    step_s, first_s = median(steps[1:]), median(firsts[1:])  # the first request is a warm-up
+    step_s, first_s = median(steps[1:]), median(firsts[1:])
     if arrangement == "colocated":
-        return HostOverheads(step_s, max(0.0, first_s - step_s)), requests
+        row_s = await _measure_row_overhead(client, case, table, step_s)
+        return HostOverheads(step_s, row_s, max(0.0, first_s - step_s)), requests
     return replace(colocated, handoff_s=max(0.0, first_s - step_s - colocated.request_s)), requests
+
+
+async def _measure_row_overhead(
+    client: CompletionClient, case: AccuracyCase, table: StepCostTable, step_s: float
+) -> float:
+    """Return the seconds that the host adds to a step for each decoding request, with ROWS of them at each worker."""
+    lengths = [(ROW_PROMPT, ROW_OUTPUT)] * ROWS * sum(ARRANGEMENTS["colocated"].values())
+    job = workload.make_job(lengths, case.shape.vocab_size, seed=1)
+    traces = await asyncio.gather(*map(client.complete, job.prompts, job.outputs))
+    gaps = [gap for trace in traces for gap in trace.inter_token_seconds[ROW_OUTPUT // 2 :]]  # all of them decode
+    if not gaps:
+        raise EmberlineError(f"requests without other load failed: {traces[0].error}", hint="see the workers' logs")
+    context = ROWS * (ROW_PROMPT + ROW_OUTPUT * 3 / 4)
+    return max(0.0, (median(gaps) - table.step_seconds(ROWS, context) - step_s) / (ROWS - 1))
 
 
 def _step_overhead(trace: RequestTrace, request: TimedRequest, table: StepCostTable) -> float:

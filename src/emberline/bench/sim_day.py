@@ -33,20 +33,20 @@ from emberline.sim.workloads.arrivals import ConstantRate, DiurnalRate
 HOUR_S = 3600.0
 TURNS = (4, 12)
 MEAN_TURNS = sum(TURNS) / 2
-CHECK_WORKERS, CHECK_SEEDS = 4, 3  # of the comparison with single steps
+CHECK_WORKERS, CHECK_SEEDS = 4, 2  # of the comparison with single steps
 
 
 @dataclass(frozen=True, slots=True)
 class DayPlan:
     workers: int = 1000
     cell_workers: int = 25  # behind one router
-    compared_workers: int = 125  # with which the other policies are simulated
-    requests_per_worker: float = 1500.0
+    compared_workers: int = 50  # with which the other policies are simulated
+    requests_per_worker: float = 400.0
     hours: float = 24.0
     peak_factor: float = 1.7  # highest arrival rate of the day over the mean
     slowdown: float = 8.0  # factor on the measured step times of the 8B model, about a model of 70B
     kv_tokens: int = 360_000
-    check_minutes: float = 10.0  # simulated step by step, to measure the error
+    check_minutes: float = 4.0  # simulated step by step, to measure the error
     processes: int = 2
 
     def workload(self) -> AgentWorkload:
@@ -58,7 +58,7 @@ class DayPlan:
             system_tokens=(4096, 12_288),
             turns=TURNS,
             user_tokens=800.0,
-            reply_tokens=1500.0,
+            reply_tokens=4000.0,
             think_seconds=30.0,
             over_seconds=seconds,
             arrivals=DiurnalRate(sessions_per_s, self.peak_factor, seconds),
@@ -100,11 +100,12 @@ def bench(plan: DayPlan) -> BenchReport:
     report = BenchReport("sim-day", {**asdict(plan), "cost_source": plan.step_costs().source})
     cells = plan.workers // plan.cell_workers
     began = time.perf_counter()
-    day, memory_bytes = _simulate_cells(plan, OWN_POLICY, range(cells))
+    day, usage = _simulate_cells(plan, OWN_POLICY, range(cells))
     seconds = time.perf_counter() - began
     report.add("workers", float(cells * plan.cell_workers), "")
     report.add("seconds", seconds, "s")
-    report.add("memory_mb", memory_bytes / 1e6, "MB")
+    report.add("cpu_seconds", usage.cpu_seconds, "s")
+    report.add("memory_mb", usage.memory_bytes / 1e6, "MB")
     report.add("simulated_hours", day.seconds / HOUR_S, "h")
     report.add("requests", float(day.requests), "")
     report.add("output_tokens", float(day.output_tokens), "")
@@ -130,26 +131,35 @@ def _add_policy(report: BenchReport, name: str, result: SimResult) -> None:
     report.add(f"{name}: refused or failed", float(result.refused + result.failed + result.too_long), "")
 
 
-def _simulate_cells(plan: DayPlan, policy: str, cells: Sequence[int]) -> tuple[SimResult, int]:
-    """Return the merged results of these cells, and the memory of all processes that simulated them."""
-    total, peaks = SimResult(), dict[int, int]()
+@dataclass(slots=True)
+class SimulationUsage:
+    cpu_seconds: float = 0.0
+    memory_bytes: int = 0  # sum of the largest sizes of the processes
+
+
+def _simulate_cells(plan: DayPlan, policy: str, cells: Sequence[int]) -> tuple[SimResult, SimulationUsage]:
+    """Return the merged results of these cells, and what all processes that simulated them used."""
+    total, by_process = SimResult(), dict[int, SimulationUsage]()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(plan.processes, len(cells)), mp_context=context) as pool:
-        for result, process_id, peak_bytes in pool.map(partial(_simulate_cell, plan, policy), cells):
+        for result, process_id, usage in pool.map(partial(_simulate_cell, plan, policy), cells):
             total.merge(result)
-            peaks[process_id] = peak_bytes
-    return total, sum(peaks.values()) + _peak_memory_bytes()
+            latest = by_process.setdefault(process_id, usage)
+            latest.cpu_seconds = max(latest.cpu_seconds, usage.cpu_seconds)
+            latest.memory_bytes = max(latest.memory_bytes, usage.memory_bytes)
+    usages = [*by_process.values(), _own_usage()]
+    return total, SimulationUsage(sum(each.cpu_seconds for each in usages), sum(each.memory_bytes for each in usages))
 
 
-def _simulate_cell(plan: DayPlan, policy_name: str, cell: int) -> tuple[SimResult, int, int]:
+def _simulate_cell(plan: DayPlan, policy_name: str, cell: int) -> tuple[SimResult, int, SimulationUsage]:
     policy = POLICIES[policy_name]
     cluster = SimCluster(plan.cluster(), policy.make_chooser(cell), sends_session_ids=policy.sends_session_ids)
     result = cluster.run(plan.workload().sessions(cell))
-    return result, os.getpid(), _peak_memory_bytes()
+    return result, os.getpid(), _own_usage()
 
 
-def _peak_memory_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _own_usage() -> SimulationUsage:
+    return SimulationUsage(time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def _add_errors(report: BenchReport, plan: DayPlan) -> None:

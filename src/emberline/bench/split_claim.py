@@ -25,7 +25,9 @@ from emberline.sim.workloads.requests import RequestWorkload
 GPU, SHAPE, WEIGHTS = "h200", "llama-8b", "plain"
 PROMPT_TOKENS, OUTPUT_TOKENS = 4096, 256
 BATCH_TOKENS, MAX_RUNNING, BLOCK_SIZE = 8192, 256, 64  # the engine's defaults on a GPU
-RATE_PER_GPU = 8.0  # of colocated GPUs, with which vLLM's p90 was 103-109 ms on one H200
+# Requests per second of a colocated GPU: the open loop with a nominal rate of 8, in which vLLM's p90 was 103-109 ms on
+# one H200, had 143 requests in 20 s (h200-open.json).
+RATE_PER_GPU = 143 / 20
 ITL_TARGET_S, ITL_TARGET_MS = 0.030, 29.3
 TTFT_TARGET_S = 0.610  # vLLM's p90 at that load
 # Blocks go from GPU to GPU of one machine: handoff_cuda and handoff_cuda_overhead_ms in h200-handoff.json.
@@ -66,7 +68,7 @@ def bench(rate: float, seconds: float) -> BenchReport:
     """Compare arrangements at `rate` requests per second, for `seconds` of virtual time."""
     if not rate >= RATE_PER_GPU:
         message = f"rate is {rate:g}; one GPU gets {RATE_PER_GPU:g} requests per second"
-        raise InvalidRequest(message, param="rate", hint="use a multiple of it, such as 48")
+        raise InvalidRequest(message, param="rate", hint="use a multiple of it, such as 57.2")
     if not seconds > 0:
         raise InvalidRequest(f"seconds is {seconds:g}; it must be above 0", param="seconds")
     table = find_cost_table(GPU, SHAPE, WEIGHTS)

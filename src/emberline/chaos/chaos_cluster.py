@@ -1,7 +1,7 @@
-"""ChaosCluster: a router and workers, started with the usual commands, with a proxy on each connection.
+"""ChaosCluster: routers and workers, started with the usual commands, with a proxy on each connection.
 
-The proxies inject faults. A supervisor restarts processes that die. A reference server, into which no faults are
-injected, runs beside the cluster."""
+The proxies inject faults. If there are several routers, clients reach them through a TCP balancer. A supervisor
+restarts processes that die. A reference server, into which no faults are injected, runs beside the cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from emberline.chaos.chaos_process import ChaosProcess
 from emberline.chaos.clock import ShiftedClock
 from emberline.chaos.fault_proxy import FaultProxy, ProxiedConnection, TrafficFilter
 from emberline.chaos.network import LOOPBACK_ADDRESS, ChaosNetwork
-from emberline.chaos.request_progress import RequestObserver
+from emberline.chaos.request_progress import RequestObserver, RequestProgress
+from emberline.chaos.tcp_balancer import TCPBalancer
 from emberline.cluster.cluster_health import describe_held_resources, find_unavailable_workers, wait_until_no_problem
 from emberline.cluster.supervisor import SupervisedProcess, Supervisor
 from emberline.core.config import Role
@@ -49,6 +50,7 @@ class ChaosSettings:
     model: str
     prefill: int = 1
     decode: int = 2
+    routers: int = 1
     kv_memory: str = "48M"
     disk: str = "64M"
     links: bool = False  # each worker has its own network namespace
@@ -83,7 +85,14 @@ class ChaosCluster:
         self._transfer_address_pattern = re.compile(
             rb'"incarnation":"(\w+)".*?"tcp":"%b:(\d+)"' % self.network.hub.encode(), re.DOTALL
         )
-        self.router = self._new_process("router")
+        self.routers = [self._new_process(f"router-{i + 1}" if i else "router") for i in range(settings.routers)]
+        self._balancer = TCPBalancer(
+            LOOPBACK_ADDRESS,
+            0,
+            (LOOPBACK_ADDRESS, self.routers[0].port),
+            self._observe_router,
+            servers=[(LOOPBACK_ADDRESS, router.port) for router in self.routers],
+        )
         self.reference = self._new_process("reference")
         self.store = self._new_process("store") if STORE_PROGRAM.exists() else None
         self.workers: list[ChaosProcess] = []
@@ -94,6 +103,19 @@ class ChaosCluster:
     def find_worker(self, name: str | None) -> ChaosProcess | None:
         return next((worker for worker in self.workers if worker.name == name), None)
 
+    @property
+    def has_several_routers(self) -> bool:
+        return len(self.routers) > 1
+
+    @property
+    def client_url(self) -> str:
+        """The address for clients: that of the router or, if there are several, of the balancer."""
+        return f"http://{LOOPBACK_ADDRESS}:{self._balancer.port}" if self.has_several_routers else self.routers[0].url
+
+    def router_of(self, progress: RequestProgress) -> ChaosProcess:
+        """Return the router that carries a request."""
+        return next((router for router in self.routers if router.port == progress.router_port), self.routers[0])
+
     # -- starting and stopping -----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -101,10 +123,13 @@ class ChaosCluster:
         self.reference.child.arguments += ["serve", settings.model, "--served-name", SERVED_MODEL_NAME, "--port",
                                            str(self.reference.port), "--embedder", "none", "--threads", "1",
                                            "--device", "cpu", "--kv-memory", "256M"]  # fmt: skip
-        self.router.child.arguments += ["router", "--allowed-hosts", self.network.hub, "--port", str(self.router.port),
-                                        "--request-timeout",
-                                        str(settings.deadline), *settings.router]  # fmt: skip
-        for process in filter(None, (self.router, self.reference, self._add_store_process())):
+        for router in self.routers:
+            router.child.arguments += ["router", "--allowed-hosts", self.network.hub, "--port", str(router.port),
+                                       "--request-timeout", str(settings.deadline), *settings.router,
+                                       *(["--event-ids"] if self.has_several_routers else [])]  # fmt: skip
+        if self.has_several_routers:
+            await self._balancer.start()
+        for process in filter(None, (*self.routers, self.reference, self._add_store_process())):
             await self._supervisor.start(process.child)
         counts: dict[Role, int] = {"prefill": settings.prefill, "decode": settings.decode}
         for role, count in counts.items():
@@ -126,7 +151,7 @@ class ChaosCluster:
         return self.store
 
     async def stop(self) -> None:
-        for process in filter(None, (*self.workers, self.router, self.store)):
+        for process in filter(None, (*self.workers, *self.routers, self.store)):
             if process.child.process is not None:
                 process.send_signal(signal.SIGCONT, include_engine=True)
             if process.link is not None:
@@ -137,6 +162,7 @@ class ChaosCluster:
         for process in self.workers:
             for proxy in process.proxies():
                 proxy.stop()
+        self._balancer.stop()
         self.network.close()
         self.pool.close()
 
@@ -153,18 +179,21 @@ class ChaosCluster:
                 (*process.link.namespace_command_prefix, *process.child.program),
             )
         process.disk.mkdir(parents=True)
-        hub, router = self.network.hub, (LOOPBACK_ADDRESS, self.router.port)
-        process.heartbeats = await FaultProxy(hub, 0, router, self._make_heartbeat_filter(process)).start()
+        hub, filter_heartbeats = self.network.hub, self._make_heartbeat_filter(process)
+        process.heartbeats = [
+            await FaultProxy(hub, 0, (LOOPBACK_ADDRESS, router.port), filter_heartbeats).start()
+            for router in self.routers
+        ]
         process.requests = await FaultProxy(
             hub, process.port, (process.host, process.port), self._make_request_filter(process)
         ).start()
         process.child.arguments += self.worker_arguments(
-            process, process.host, process.port, hub, f"{hub}:{process.heartbeats.port}"
+            process, process.host, process.port, hub, [f"http://{hub}:{proxy.port}" for proxy in process.heartbeats]
         )
         return process
 
     def worker_arguments(
-        self, process: ChaosProcess, host: str, port: int, public_host: str, router_url: str
+        self, process: ChaosProcess, host: str, port: int, public_host: str, router_urls: Sequence[str]
     ) -> list[str]:
         """Return a worker's command line. `public_host`: the address at which other processes reach the worker."""
         settings, store = self.settings, self.store
@@ -175,7 +204,7 @@ class ChaosCluster:
             store_options += ["--kv-mooncake-host", store.host if host == LOOPBACK_ADDRESS else host]
         return ["worker", settings.model, "--served-name", SERVED_MODEL_NAME, "--role", str(process.role),
                 "--worker-name", process.name, "--host", host, "--port", str(port), "--worker-url", f"http://{public_host}:{port}",
-                "--router", f"http://{router_url}", "--kv-memory", settings.kv_memory, "--kv-disk", str(process.disk),
+                "--router", ",".join(router_urls), "--kv-memory", settings.kv_memory, "--kv-disk", str(process.disk),
                 "--kv-disk-size", settings.disk, *store_options, *settings.worker]  # fmt: skip
 
     def _new_process(self, name: str, role: Role | None = None) -> ChaosProcess:
@@ -188,6 +217,11 @@ class ChaosCluster:
             name, [], self.directory / f"{name}.log", {**base_environment, "PYTHONPATH": path}
         )
         return ChaosProcess(name, role, self.network.find_free_port(), supervised, clock)
+
+    def _observe_router(self, connection: ProxiedConnection, is_to_server: bool, data: bytes) -> bytes:
+        if is_to_server:
+            self.observer.observe_router(connection.server_writer.get_extra_info("peername")[1], data)
+        return data
 
     # -- traffic filters -----------------------------------------------------------------------------------------------
 
@@ -264,25 +298,23 @@ class ChaosCluster:
 
         The processes in `excluded_names` are not checked."""
         started_at = asyncio.get_running_loop().time()
-        status = await self.fetch_json(f"{self.router.url}/cluster/status")
-        if status is None:
-            return {"router": "the router does not answer"}
         workers = [worker for worker in self.workers if worker.name not in excluded_names]
-        unavailable, rows = (
-            find_unavailable_workers(status, await self._fetch_stats_by_worker(workers)),
-            {row["name"]: row for row in status["workers"]},
-        )
-        problems = {
-            worker.name: _describe_problem_in_status_row(worker, rows[worker.name])
-            for worker in workers
-            if worker.name not in unavailable
-        }
+        stats, unavailable, problems = await self._fetch_stats_by_worker(workers), dict[str, str](), dict[str, str]()
+        for router in self.routers:
+            status = await self.fetch_json(f"{router.url}/cluster/status")
+            if status is None:
+                return {"router": f"{router.name} does not answer"}
+            unavailable |= find_unavailable_workers(status, stats)
+            rows = {row["name"]: row for row in status["workers"]}
+            for worker in workers:
+                if worker.name not in unavailable and not problems.get(worker.name):
+                    problems[worker.name] = _describe_problem_in_status_row(worker, rows[worker.name])
         if self.store is not None and self.store.name not in excluded_names:
             problems[self.store.name] = await self._describe_store_problem(
                 [worker for worker in workers if worker.name not in unavailable]
             )
         unavailable |= {name: problem for name, problem in problems.items() if problem}
-        for outage in self.router.outages[-1:]:
+        for outage in (outage for router in self.routers for outage in router.outages[-1:]):
             if not unavailable and len(outage) == 1 and outage[0] < started_at:
                 outage.append(asyncio.get_running_loop().time())
         return unavailable
@@ -307,8 +339,11 @@ class ChaosCluster:
         return bool(health) and health["status"] == "ready"
 
     def was_router_degraded_since(self, since: float) -> bool:
-        """Whether at any time since `since` the router was down, or not all workers had registered with it."""
-        return any(len(outage) == 1 or outage[1] >= since for outage in self.router.outages)
+        """Whether at any time since `since` the only router was down, or not all workers had registered with it.
+
+        If there are several routers, the failure of one is no excuse for an error."""
+        outages = self.routers[0].outages if not self.has_several_routers else []
+        return any(len(outage) == 1 or outage[1] >= since for outage in outages)
 
     async def wait_until_healthy(self) -> str:
         """Wait until the cluster is healthy, and return "".
@@ -320,9 +355,12 @@ class ChaosCluster:
         """Return which requests, leases or KV blocks the cluster still holds while no client sends requests.
 
         Return "" if it holds none."""
-        return describe_held_resources(
-            await self.fetch_json(f"{self.router.url}/cluster/status"), await self._fetch_stats_by_worker(self.workers)
-        )
+        stats = await self._fetch_stats_by_worker(self.workers)
+        held = [
+            describe_held_resources(await self.fetch_json(f"{router.url}/cluster/status"), stats)
+            for router in self.routers
+        ]
+        return next(filter(None, held), "")
 
     async def wait_until_idle(self) -> str:
         return await wait_until_no_problem(self.describe_held_resources, IDLE_TIMEOUT_S)

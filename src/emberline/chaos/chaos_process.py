@@ -25,7 +25,7 @@ class ChaosProcess:
     clock: ShiftedClock
     host: str = LOOPBACK_ADDRESS  # address on which it listens
     link: NetworkLink | None = None  # network link of all its traffic, with --links
-    heartbeats: FaultProxy | None = None  # its heartbeats to the router
+    heartbeats: list[FaultProxy] = field(default_factory=list)  # its heartbeats to each router
     requests: FaultProxy | None = None  # the router's requests to it
     blocks: FaultProxy | None = None  # other workers' fetches of its blocks
     disk: Path | None = None
@@ -65,4 +65,4 @@ class ChaosProcess:
                 os.kill(pid, signal_number)
 
     def proxies(self) -> list[FaultProxy]:
-        return [proxy for proxy in (self.heartbeats, self.requests, self.blocks) if proxy is not None]
+        return [proxy for proxy in (*self.heartbeats, self.requests, self.blocks) if proxy is not None]

@@ -8,7 +8,19 @@ from typing import Any
 
 from emberline.chaos.client import RequestOutcome, Verdict
 
-RESULT_COLUMNS = ("count", "answered", "moved", "noticed", "left", "errors", "cut", "hung", "wrong", "leaked")
+RESULT_COLUMNS = (
+    "count",
+    "answered",
+    "moved",
+    "resumed",
+    "noticed",
+    "left",
+    "errors",
+    "cut",
+    "hung",
+    "wrong",
+    "leaked",
+)
 FAILURE_COLUMNS = ("hung", "wrong", "leaked")
 
 
@@ -38,6 +50,7 @@ class ChaosReport:
         row = self.rows.setdefault((fault_name, stage), Counter())
         row["count"] += 1
         row["moved"] += migration_count
+        row["resumed"] += outcome.resumptions
         row["noticed"] += detection_count
         row[outcome.verdict] += 1
         self._record_outcome(f"{fault_name}, {stage}", outcome)
@@ -48,6 +61,7 @@ class ChaosReport:
     ) -> None:
         self.background_requests["count"] += 1
         self.background_requests[outcome.verdict] += 1
+        self.background_requests["resumed"] += outcome.resumptions
         self._record_outcome(f"other request during {fault_description}", outcome)
         self._record_error_unless_expected(f"other request during {fault_description}", outcome, is_error_expected)
 

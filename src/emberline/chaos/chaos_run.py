@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -41,6 +41,7 @@ class ChaosRun:
     rng: random.Random
     report_line: Callable[[str], None]
     report: ChaosReport
+    fault_names: Collection[str] = ()  # kinds of faults to inject; empty: all
     _clients_may_send: asyncio.Event = field(default_factory=asyncio.Event)
     _schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _last_fault: tuple[str, str] = ("nothing", "")
@@ -65,7 +66,10 @@ class ChaosRun:
 
     async def _inject_faults(self, fault_count: int) -> None:
         scheduler = FaultScheduler(self.cluster.workers, self.rng)
-        faults = draw_faults([fault for fault in FAULTS if fault.is_possible(self.cluster)], self.rng)
+        kinds = [fault for fault in FAULTS if fault.is_possible(self.cluster)]
+        if self.fault_names:
+            kinds = [fault for fault in kinds if fault.name in self.fault_names]
+        faults = draw_faults(kinds, self.rng)
         while fault_count and not self.report.unrecovered:
             next_faults = islice(faults, min(FAULTS_PER_LEAK_CHECK, fault_count))
             # Other faults run during the restarts.
@@ -140,8 +144,13 @@ class ChaosRun:
         )
 
     def _new_client(self) -> ChaosClient:
+        cluster = self.cluster
         return ChaosClient(
-            self.cluster.pool, self.cluster.router.url, self.cluster.observer, self.cluster.settings.deadline
+            cluster.pool,
+            cluster.client_url,
+            cluster.observer,
+            cluster.settings.deadline,
+            reconnects=cluster.has_several_routers,
         )
 
     async def _pick_case(self, fault: Fault, stage: RequestStage) -> ReferenceCase:
@@ -232,11 +241,13 @@ class ChaosRun:
 
     async def _count_migrations_and_retries(self) -> int:
         """Return how many times the router retried a request or continued a stream at a different worker."""
-        status = await self.cluster.fetch_json(f"{self.cluster.router.url}/cluster/status", timeout_s=1.0)
-        if status is None:
-            return 0
-        moved = sum(row["count"] for row in status["migrations"] if row["outcome"] == "went on")
-        return int(moved + sum(status["retries"].values()))
+        total = 0
+        for router in self.cluster.routers:
+            status = await self.cluster.fetch_json(f"{router.url}/cluster/status", timeout_s=1.0)
+            if status is not None:
+                total += sum(row["count"] for row in status["migrations"] if row["outcome"] == "went on")
+                total += sum(status["retries"].values())
+        return total
 
     async def _check_leaks(self) -> None:
         """Check that the cluster holds no requests, leases or blocks once no client sends requests.
@@ -272,13 +283,23 @@ def _find_session_preferring(answering_worker: ChaosProcess, cluster: ChaosClust
 
 
 async def run_chaos(
-    cluster: ChaosCluster, report: ChaosReport, fault_count: int, seed: int, print_line: Callable[[str], None]
+    cluster: ChaosCluster,
+    report: ChaosReport,
+    fault_count: int,
+    seed: int,
+    print_line: Callable[[str], None],
+    fault_names: Collection[str] = (),
 ) -> None:
     rng = random.Random(seed)
     try:
         await cluster.start()
         await ChaosRun(
-            cluster, ReferenceCases(cluster.reference.url, SERVED_MODEL_NAME, rng), rng, print_line, report
+            cluster,
+            ReferenceCases(cluster.reference.url, SERVED_MODEL_NAME, rng),
+            rng,
+            print_line,
+            report,
+            fault_names,
         ).run(fault_count)
     finally:
         await cluster.stop()

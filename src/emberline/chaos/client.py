@@ -9,6 +9,7 @@ from enum import StrEnum
 from emberline.chaos.observed_reply import ObservedReply
 from emberline.chaos.reference_case import ReferenceCase
 from emberline.chaos.request_progress import RequestObserver, RequestProgress
+from emberline.chaos.resuming_client import ResumedReply, fetch_with_resumption
 from emberline.net.connection_pool import HTTPConnectionPool
 from emberline.net.errors import UpstreamFailed
 
@@ -30,10 +31,21 @@ class RequestOutcome:
     detail: str
     started_at: float
     duration_s: float
+    resumptions: int = 0  # connections that continued the stream, after an earlier one broke
 
 
 class ChaosClient:
-    def __init__(self, pool: HTTPConnectionPool, url: str, observer: RequestObserver, deadline: float) -> None:
+    def __init__(
+        self,
+        pool: HTTPConnectionPool,
+        url: str,
+        observer: RequestObserver,
+        deadline: float,
+        *,
+        reconnects: bool = False,
+    ) -> None:
+        """`reconnects`: continue a stream with Last-Event-ID when its connection breaks."""
+        self._reconnects = reconnects
         self._pool = pool
         self._url = url  # without a path
         self._observer = observer
@@ -42,30 +54,28 @@ class ChaosClient:
     async def run(self, case: ReferenceCase, progress: RequestProgress, session: str = "") -> RequestOutcome:
         """Send a request and return its outcome. Cancelling this coroutine closes the client's connection."""
         started_at = asyncio.get_running_loop().time()
-        raw = bytearray()
+        reply = ResumedReply()
         headers = {"content-type": "application/json"} | ({"x-session-affinity": session} if session else {})
         try:
             async with asyncio.timeout(self._deadline_s + HANG_MARGIN_S):
                 body = case.encode_with_request_marker(progress.marker_text)
-                reply = await self._pool.request(self._url, "POST", case.path, headers, body)
-                try:
-                    while part := await reply.read():
-                        raw += part
-                finally:
-                    reply.close()
-            verdict, detail = judge_reply(case, reply.status, bytes(raw))
+                await fetch_with_resumption(
+                    self._pool, self._url, case.path, headers, body, reply, reconnects=self._reconnects
+                )
+            verdict, detail = judge_reply(case, reply.status, reply.body)
         except TimeoutError:
-            verdict, detail = Verdict.HUNG, f"at stage {progress.stage}, after {len(raw)} bytes"
+            verdict, detail = Verdict.HUNG, f"at stage {progress.stage}, after {len(reply.body)} bytes"
         except UpstreamFailed as e:
             difference = (
-                ObservedReply.from_stream(case.path, bytes(raw)).describe_difference_from(case.expected)
-                if case.is_stream and raw
+                ObservedReply.from_stream(case.path, reply.body).describe_difference_from(case.expected)
+                if case.is_stream and reply.body
                 else ""
             )
             verdict, detail = (Verdict.WRONG, difference) if difference else (Verdict.CUT, repr(e))
         finally:
             self._observer.stop_tracking(progress)
-        return RequestOutcome(verdict, detail, started_at, asyncio.get_running_loop().time() - started_at)
+        duration_s = asyncio.get_running_loop().time() - started_at
+        return RequestOutcome(verdict, detail, started_at, duration_s, reply.resumptions)
 
 
 def judge_reply(case: ReferenceCase, status: int, body: bytes) -> tuple[Verdict, str]:

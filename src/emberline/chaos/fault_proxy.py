@@ -108,7 +108,7 @@ class FaultProxy:
             if self._is_refusing:
                 raise ConnectionError("cut")
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                server_reader, server_writer = await asyncio.open_connection(*self.target, limit=READ_BYTES)
+                server_reader, server_writer = await self._connect_to_server()
         except (OSError, TimeoutError):
             client_writer.transport.abort()
             return
@@ -125,6 +125,9 @@ class FaultProxy:
             self.connections.discard(connection)
             for writer in (client_writer, server_writer):
                 writer.close()
+
+    async def _connect_to_server(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(*self.target, limit=READ_BYTES)
 
     async def _copy_stream(
         self,

@@ -60,7 +60,7 @@ class FaultContext:
             case "decode":
                 return self.decode_worker
             case "router":
-                return self.cluster.router
+                return self.cluster.router_of(self.progress)
             case "store":
                 assert self.cluster.store is not None
                 return self.cluster.store
@@ -133,23 +133,31 @@ def disturb_connections(connection_kind: str, target: FaultTarget, disturbance: 
 
     @asynccontextmanager
     async def inject_fault(context: FaultContext) -> AsyncIterator[None]:
-        proxy: FaultProxy | None = getattr(context.process_at(target), connection_kind)
-        assert proxy is not None
-        match disturbance:
-            case "cut":
-                proxy.refuse_connections()
-            case "hold":
-                proxy.pause_forwarding()
-            case "slow":
-                proxy.bytes_per_s = 20e3
-            case "spoil":
-                proxy.bytes_to_corrupt = 4
+        process = context.process_at(target)
+        found: FaultProxy | list[FaultProxy] | None = getattr(process, connection_kind)
+        proxies = found if isinstance(found, list) else [found] if found is not None else []
+        assert proxies
+        for proxy in proxies:
+            _disturb(proxy, disturbance)
         try:
             yield
         finally:
-            proxy.end_faults()
+            for proxy in proxies:
+                proxy.end_faults()
 
     return inject_fault
+
+
+def _disturb(proxy: FaultProxy, disturbance: str) -> None:
+    match disturbance:
+        case "cut":
+            proxy.refuse_connections()
+        case "hold":
+            proxy.pause_forwarding()
+        case "slow":
+            proxy.bytes_per_s = 20e3
+        case "spoil":
+            proxy.bytes_to_corrupt = 4
 
 
 def disturb_link(disturbance: LinkDisturbance, target: FaultTarget) -> FaultInjector:
@@ -226,7 +234,7 @@ async def start_duplicate_worker(context: FaultContext) -> AsyncIterator[None]:
         LOOPBACK_ADDRESS,
         cluster.network.find_free_port(),
         LOOPBACK_ADDRESS,
-        f"{LOOPBACK_ADDRESS}:{cluster.router.port}",
+        [router.url for router in cluster.routers],
     )
     child = SupervisedProcess(
         process.name, arguments, cluster.directory / f"{process.name}-twin.log", process.child.environment
@@ -249,7 +257,7 @@ async def start_duplicate_worker(context: FaultContext) -> AsyncIterator[None]:
 
 
 async def _fetch_registered_incarnation(cluster: ChaosCluster, process: ChaosProcess) -> str | None:
-    status = await cluster.fetch_json(f"{cluster.router.url}/cluster/status")
+    status = await cluster.fetch_json(f"{cluster.routers[0].url}/cluster/status")
     rows = status["workers"] if status else []
     return next((str(row["incarnation"]) for row in rows if row["name"] == process.name), None)
 

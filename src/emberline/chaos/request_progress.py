@@ -34,6 +34,7 @@ class RequestProgress:
     stage: RequestStage = RequestStage.QUEUED
     prefill_worker: str | None = None  # the worker that computes the prompt for another
     decode_worker: str | None = None  # the worker that answered last
+    router_port: int = 0  # of the router that carries it, if there are several; 0: not known
     group_count: int = 0
     _stage_waiters: list[tuple[RequestStage, asyncio.Future[None]]] = field(default_factory=list)
 
@@ -69,6 +70,12 @@ class RequestObserver:
     def stop_tracking(self, progress: RequestProgress) -> None:
         progress.advance_to(RequestStage.ENDED)
         self._by_mark.pop(progress.mark, None)
+
+    def observe_router(self, router_port: int, data: bytes) -> None:
+        """Record which router a client's data was sent to, if the data names a request."""
+        found = MARK_PATTERN.search(data)
+        if found is not None and (progress := self._by_mark.get(int(found[1]))) is not None:
+            progress.router_port = router_port
 
     def make_traffic_filter(self, worker_name: str) -> TrafficFilter:
         """Return a filter that updates the requests' progress, for the proxy between the router and this worker."""

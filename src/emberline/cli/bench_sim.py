@@ -26,12 +26,12 @@ def _add_sim_day_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=1000, help="Number of simulated workers.")
     parser.add_argument("--cell", type=int, default=25, metavar="N", help="Workers behind one router.")
     parser.add_argument(
-        "--compared", type=int, default=125, metavar="N", help="Workers with which all routing policies are compared."
+        "--compared", type=int, default=50, metavar="N", help="Workers with which all routing policies are compared."
     )
-    parser.add_argument("--requests", type=float, default=1500.0, help="Requests for each worker.")
+    parser.add_argument("--requests", type=float, default=400.0, help="Requests for each worker.")
     parser.add_argument("--hours", type=float, default=24.0, help="Simulated time.")
     parser.add_argument(
-        "--check-minutes", type=float, default=10.0, help="Simulated time in which every step is planned as well."
+        "--check-minutes", type=float, default=4.0, help="Simulated time in which every step is planned as well."
     )
     parser.add_argument("--processes", type=int, default=2, help="Processes that simulate.")
     reports.add_report_arguments(parser)

@@ -12,10 +12,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from emberline.core.config import DEFAULT_MODEL
-from emberline.core.errors import EmberlineError
+from emberline.core.errors import EmberlineError, InvalidRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="Random seed.")
     parser.add_argument("--prefill", type=int, default=1, help="Number of workers that compute prompts for others.")
     parser.add_argument("--decode", type=int, default=2, help="Number of decode workers.")
+    parser.add_argument(
+        "--routers",
+        type=int,
+        default=1,
+        help="Number of routers behind a TCP balancer; with 2 or more, clients continue broken streams.",
+    )
+    parser.add_argument(
+        "--fault",
+        dest="fault_names",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="Inject only faults of this name; may be repeated. (default: all)",
+    )
     parser.add_argument(
         "--kv-memory", default="48M", help="KV cache of each worker in bytes; small, so that blocks move to disk."
     )
@@ -42,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from emberline.chaos.chaos_cluster import ChaosCluster, ChaosSettings
     from emberline.chaos.chaos_report import ChaosReport
     from emberline.chaos.chaos_run import run_chaos
+    from emberline.chaos.fault_table import FAULTS
     from emberline.hub.source import resolve_model
 
     if sys.platform != "linux":
@@ -49,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
             "emberline chaos runs only on Linux, because it needs network namespaces and prlimit; "
             f"this system is {sys.platform}"
         )
+    _check_arguments(args, [fault.name for fault in FAULTS])
     resolve_model(args.model)  # a missing model is reported here, and not in every worker's log
     log_dir = args.logs or Path(tempfile.mkdtemp(prefix="emberline-chaos-"))
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -66,8 +83,11 @@ def run(args: argparse.Namespace) -> int:
 
         for number in (signal.SIGINT, signal.SIGTERM):  # all processes are stopped, and the results so far printed
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
-        settings = ChaosSettings(args.model, args.prefill, args.decode, kv_memory=args.kv_memory, links=args.links)
-        await run_chaos(ChaosCluster(settings, log_dir), report, args.faults, args.seed, _print_event)
+        settings = ChaosSettings(
+            args.model, args.prefill, args.decode, args.routers, kv_memory=args.kv_memory, links=args.links
+        )
+        cluster = ChaosCluster(settings, log_dir)
+        await run_chaos(cluster, report, args.faults, args.seed, _print_event, args.fault_names)
 
     _print_event(f"log files: {log_dir}")
     with contextlib.suppress(asyncio.CancelledError):
@@ -85,10 +105,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         head = {"command": current_command(), "commit": machine.describe_commit(),
                 "hardware": machine.describe_hardware(), "software": machine.describe_software(),
-                "model": args.model, "seed": args.seed}  # fmt: skip
+                "model": args.model, "seed": args.seed, "routers": args.routers}  # fmt: skip
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({**head, "seconds": round(seconds), **report.as_dict()}, indent=1) + "\n")
     return 1 if report.failure_count else 128 + stop_signal if stop_signal else 0
+
+
+def _check_arguments(args: argparse.Namespace, known_faults: Sequence[str]) -> None:
+    if args.routers < 1:
+        raise InvalidRequest(f"--routers is {args.routers}; it must be at least 1", param="routers")
+    for name in args.fault_names:
+        if name not in known_faults:
+            raise InvalidRequest(f"--fault is {name!r}", param="fault", hint=f"known faults: {', '.join(known_faults)}")
 
 
 def _print_event(event: str) -> None:

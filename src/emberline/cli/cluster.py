@@ -14,9 +14,11 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from emberline.cli.cluster_ray import RayNodes, add_ray_arguments
 from emberline.cli.options import add_options, given_options
 from emberline.cluster.address import is_unspecified_address
 from emberline.core.config import (
@@ -69,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(up, RouterConfig(), ROUTER_SETTINGS, {"host": "Address of the router; workers use 127.0.0.1."})
     help_ = f"First port for KV transfers; each worker uses {KV_PORT_COUNT} ports; 0: any free ports."
     add_options(up, EngineConfig.build(""), ("kv_port",), {"kv_port": help_})
+    add_ray_arguments(up)
     up.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
     up.add_argument(
         "options",
@@ -83,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     workers = _worker_counts(args)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="emberline-cluster-"))
     logs.mkdir(parents=True, exist_ok=True)
-    asyncio.run(_run_cluster(args, workers, logs))
+    ray_nodes = RayNodes.connect(args) if args.launcher == "ray" else None
+    asyncio.run(_run_cluster(args, workers, logs, ray_nodes))
     return 0
 
 
@@ -107,7 +111,9 @@ def _worker_counts(args: argparse.Namespace) -> dict[Role, int]:
     return counts
 
 
-async def _run_cluster(args: argparse.Namespace, worker_counts: dict[Role, int], log_dir: Path) -> None:
+async def _run_cluster(
+    args: argparse.Namespace, worker_counts: dict[Role, int], log_dir: Path, ray_nodes: RayNodes | None = None
+) -> None:
     import secrets
 
     from emberline.cluster.supervisor import Supervisor, build_processes
@@ -115,7 +121,7 @@ async def _run_cluster(args: argparse.Namespace, worker_counts: dict[Role, int],
 
     config = RouterConfig(**given_options(args, RouterConfig))
     port = config.port or free_port()
-    url = _router_url(config, port)
+    url = _router_url(config if ray_nodes is None else replace(config, host=ray_nodes.router_host(config)), port)
     identity = open_identity(config.tls)
     if identity is not None:
         identity.check_accepts_itself()
@@ -127,12 +133,13 @@ async def _run_cluster(args: argparse.Namespace, worker_counts: dict[Role, int],
     router += ["--kv-events"] if config.kv_events else []
     key = cluster_key_from_environment() or secrets.token_hex(16)
     key_file = _write_key_file(log_dir / "cluster.key", key)
-    store_options = [
-        "--response-store",
-        str(log_dir / "responses.sqlite"),
-    ]  # shared, so that every worker finds a response
-    gpus = usable_gpus() if _may_use_gpus(args) else []
-    options = _worker_options(args, sum(worker_counts.values()), [*keys, *shared_options, *store_options], gpus)
+    if ray_nodes is None:
+        gpus = usable_gpus() if _may_use_gpus(args) else []
+        share = None
+        shared_options += ["--response-store", str(log_dir / "responses.sqlite")]  # every worker finds a response
+    else:
+        gpus, share = [], ray_nodes.worker_options(config, args.options)
+    options = _worker_options(args, sum(worker_counts.values()), [*keys, *shared_options], gpus, share)
     processes = build_processes(
         router,
         worker_counts,
@@ -144,6 +151,8 @@ async def _run_cluster(args: argparse.Namespace, worker_counts: dict[Role, int],
         listen_fd=listener.fileno(),
         gpus=[gpu.name for gpu in gpus],
     )
+    if ray_nodes is not None:
+        ray_nodes.run_workers_on_nodes(processes[1:], key)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP of a closed terminal does not reach children
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -215,11 +224,16 @@ def _may_use_gpus(args: argparse.Namespace) -> bool:
 
 
 def _worker_options(
-    args: argparse.Namespace, worker_count: int, cluster_options: list[str], gpus: Sequence[Gpu] = ()
+    args: argparse.Namespace,
+    worker_count: int,
+    cluster_options: list[str],
+    gpus: Sequence[Gpu] = (),
+    share: list[str] | None = None,
 ) -> list[str]:
     """Return the command line arguments of every worker.
 
-    They are the model, the cluster's options, the worker's share of the machine, and the user's options."""
+    They are the model, the cluster's options, the worker's share of its machine, and the user's options. `share`: the
+    options for the share; None: an equal part of this machine."""
     options = [word for word in args.options if word != "--"]
     for word in options:
         if word.split("=")[0] in CLUSTER_OPTIONS:
@@ -227,12 +241,11 @@ def _worker_options(
                 f"{word} is an option of the cluster, but it follows the model, where only workers' options may be",
                 hint=f"put {word.split('=')[0]} before the model",
             )
-    share = []
-    if gpus:
+    if share is None and gpus:
         share = _gpu_memory_options(options, worker_count, gpus)
-    elif not any(word.startswith(("--threads", "--device")) for word in options):
+    elif share is None and not any(word.startswith(("--threads", "--device")) for word in options):
         share = ["--threads", str(max(1, core_count() // (worker_count * _rank_count(options)))), "--device", "cpu"]
-    return [args.model, *cluster_options, *share, *options]
+    return [args.model, *cluster_options, *(share or []), *options]
 
 
 def _rank_count(worker_options: list[str]) -> int:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from emberline.cli.router_tls import add_router_tls_options, make_router_tls
 from emberline.core.config import RouterConfig, cluster_key_from_environment
 from emberline.core.errors import EmberlineError, WrongClusterKey
+from emberline.core.router_urls import parse_router_urls
 
 POLL_INTERVAL_S = 0.2
 
@@ -25,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = RouterConfig()
     parser.add_argument("worker", help="Name of the worker, as on the router's status page.")
     parser.add_argument(
-        "--router", metavar="URL", default=f"http://{default.host}:{default.port}", help="URL of the router."
+        "--router",
+        dest="routers",
+        metavar="URL",
+        action="append",
+        help=f"URL of the router; may be repeated, once for each router. (default: http://{default.host}:{default.port})",
     )
     parser.add_argument("--cluster-key", help="Cluster key of the router. (default: EMBERLINE_CLUSTER_KEY)")
     parser.add_argument(
@@ -44,28 +49,38 @@ def run(args: argparse.Namespace) -> int:
         "content-type": "application/json",
         **({"authorization": f"Bearer {key}"} if key else {}),
     }
-    router = Router(args.router, headers, make_router_tls(args))
-    router.call("/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move})
+    tls, default = make_router_tls(args), RouterConfig()
+    urls = parse_router_urls(args.routers or (f"http://{default.host}:{default.port}",))
+    routers = [Router(url, headers, tls) for url in urls]
+    for router in routers:  # each sends requests to the worker
+        router.call("/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move})
     if args.undo:
         print(f"{args.worker} accepts requests again")
         return 0
+    if not args.no_wait:
+        for router in routers:
+            _wait_until_drained(router, args.worker)
+    print(f"{args.worker} {'is draining' if args.no_wait else 'is drained'}")
+    return 0
+
+
+def _wait_until_drained(router: Router, worker: str) -> None:
+    """Wait until the worker has no requests of this router, and no other worker has to copy its KV blocks."""
     printed, idle_since = None, time.monotonic()
-    incarnation = _find_worker_row(router.call("/cluster/status"), args.worker).get("incarnation")
-    while not args.no_wait:
-        remaining = _remaining_work(router.call("/cluster/status"), args.worker, incarnation)
+    incarnation = _find_worker_row(router.call("/cluster/status"), worker).get("incarnation")
+    while True:
+        remaining = _remaining_work(router.call("/cluster/status"), worker, incarnation)
         idle_since = time.monotonic() if remaining.open_requests else idle_since
         if not any(remaining[:2]) and remaining.report_age_s < time.monotonic() - idle_since:
             break
         if remaining[:2] not in (printed, (0, 0)):
             print(
-                f"{args.worker}: {remaining.open_requests} open requests,"
+                f"{worker}: {remaining.open_requests} open requests,"
                 f" {remaining.leased_prompts} prompts held for other workers",
                 flush=True,
             )
             printed = remaining[:2]
         time.sleep(POLL_INTERVAL_S)
-    print(f"{args.worker} {'is draining' if args.no_wait else 'is drained'}")
-    return 0
 
 
 class RemainingWork(NamedTuple):

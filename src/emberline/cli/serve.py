@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser, server: ServerConfig | None =
     add_options(parser, server or ServerConfig())
     service.add_log_level_option(parser)
     add_options(parser, EngineConfig.build(""))
-    add_options(parser, WorkerConfig(""), ("router", "worker_name", "worker_url"))
+    add_options(parser, WorkerConfig(()), ("routers", "worker_name", "worker_url"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,7 +89,7 @@ def _run_node(model: str, engine: EngineConfig) -> int:
 
 
 def _worker_config(args: argparse.Namespace) -> WorkerConfig | None:
-    if args.router is not None:
+    if args.routers is not None:
         return WorkerConfig(**given_options(args, WorkerConfig))
     for name in ("worker_name", "worker_url", "cluster_key", "kv_mooncake", "kv_checksums"):
         if getattr(args, name):

@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-running", type=int, default=256, help="Requests that a worker runs at the same time.")
     parser.add_argument("--max-batch-tokens", type=int, default=8192, help="Tokens that a worker computes in one step.")
+    parser.add_argument("--itl-target-ms", type=float, help="Target inter-token latency, as the option of a server.")
     parser.add_argument("--link", type=float, default=25.0, metavar="GB/S", help="Speed of KV transfer to a worker.")
     parser.add_argument("--routing", choices=list(ROUTING), default="router", help="How workers are chosen.")
     parser.add_argument(
@@ -119,6 +120,7 @@ def _make_config(args: argparse.Namespace, costs: StepCostTable) -> SimClusterCo
         kv_tokens=kv_tokens,
         max_running=args.max_running,
         batch_tokens=max(args.max_batch_tokens, args.max_running),
+        itl_target_ms=args.itl_target_ms,
         block_size=64 if costs.plans_ahead else 16,
         cost=costs,
         link=KVLink(args.link * 1e9),

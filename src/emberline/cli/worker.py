@@ -11,13 +11,13 @@ from emberline.core.errors import InvalidRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, WorkerConfig(""), ("role",))
+    add_options(parser, WorkerConfig(()), ("role",))
     serve.add_arguments(parser, ServerConfig(port=0))
     parser.set_defaults(port=0)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.router is None:
+    if args.routers is None:
         raise InvalidRequest(
             "--router is missing: a worker registers with a router",
             param="router",

@@ -10,17 +10,27 @@ import asyncio
 import os
 import signal
 import socket
+import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from emberline.cluster.fake_completion import FakeCompletion, FakeForwardedRequest, FakeRequest
-from emberline.cluster.registrar import PeersByModel, Registrar
+from emberline.cluster.registrar import PeersByModel
+from emberline.cluster.registrar_group import RegistrarGroup
 from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerRegistration
+from emberline.cluster.resumable_streams import (
+    EVENT_IDS_HEADER,
+    RECLAIM_PATH,
+    ReclaimRequest,
+    ResumableStream,
+    ResumableStreams,
+    digest_request,
+)
 from emberline.core.config import Role
-from emberline.core.errors import InvalidRequest
+from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.events import TransferStats
 from emberline.core.handoff import Handoff
 from emberline.core.numerics import Numerics
@@ -32,6 +42,7 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+FAKE_PATH = "/v1/chat/completions"  # of all requests that it understands
 RESUME_PATH, PREFILL_PATH = "/cluster/resume", "/cluster/prefill"
 JSON_HEADERS = [(b"content-type", b"application/json")]
 NDJSON_HEADERS = [(b"content-type", b"application/x-ndjson")]
@@ -72,6 +83,7 @@ class FakeWorker:
         self.resumed = self.prefilled = self.pulled = 0
         self.offered_output = 0  # output tokens that prefill requests contained besides the prompt
         self.transfer = TransferStats()
+        self.streams = ResumableStreams(self.incarnation, time.monotonic)
         self.seen: list[dict[str, str]] = []  # headers of the last requests
 
     def build_registration(self, url: str) -> WorkerRegistration:
@@ -134,19 +146,28 @@ class FakeWorker:
     async def _handle_request(
         self, path: str, headers: dict[str, str], body: bytes, fault: FakeFault, send: Send
     ) -> None:
-        if path == PREFILL_PATH:
+        has_ids = headers.get(EVENT_IDS_HEADER) == "1"
+        if path == RECLAIM_PATH:
+            await self._handle_reclaim(msgspec.json.decode(body, type=ReclaimRequest), send)
+        elif path == PREFILL_PATH:
             self.prefilled += 1
             self.transfer.published += 1
             await self._handle_prefill(msgspec.json.decode(body, type=FakeForwardedRequest), fault, send)
         elif path == RESUME_PATH:
             self.resumed += 1
             envelope = msgspec.json.decode(body, type=FakeForwardedRequest)
-            await self._handle_completion(bytes(envelope.body), envelope.seed, envelope, True, fault, send)
+            await self._handle_completion(bytes(envelope.body), envelope.seed, envelope, True, has_ids, fault, send)
         else:
             is_tracked = headers.get("x-emberline-track") == "1"
             await self._handle_completion(
-                body, int(headers.get("x-emberline-seed", "0")), None, is_tracked, fault, send
+                body, int(headers.get("x-emberline-seed", "0")), None, is_tracked, has_ids, fault, send
             )
+
+    async def _handle_reclaim(self, position: ReclaimRequest, send: Send) -> None:
+        try:
+            await _send_reply(send, 200, msgspec.json.encode(self.streams.reclaim(position, "")))
+        except EmberlineError as e:
+            await _send_reply(send, e.status, msgspec.json.encode({"error": {"message": str(e), "code": e.code}}))
 
     async def _handle_prefill(self, forwarded: FakeForwardedRequest, fault: FakeFault, send: Send) -> None:
         self.prompts += len(bytes(forwarded.body)) // 4
@@ -161,6 +182,7 @@ class FakeWorker:
         seed: int,
         forwarded: FakeForwardedRequest | None,
         is_tracked: bool,
+        has_event_ids: bool,
         fault: FakeFault,
         send: Send,
     ) -> None:
@@ -182,14 +204,34 @@ class FakeWorker:
         else:
             self.prompts += prompt_tokens
         if request.stream:
-            return await self._send_chunks(
-                completion.stream_chunks(prompt_tokens, resumed_tokens, is_tracked), SSE_HEADERS, fault, send
-            )
+            stream = self._open_stream(body, completion, seed, forwarded) if has_event_ids and is_tracked else None
+            try:
+                return await self._send_chunks(
+                    completion.stream_chunks(prompt_tokens, resumed_tokens, is_tracked, stream),
+                    SSE_HEADERS,
+                    fault,
+                    send,
+                )
+            finally:
+                if stream is not None:
+                    self.streams.close(stream, is_resumable=True)
         await asyncio.sleep(self.token_interval_s * completion.length)
         # A long reply must not delay heartbeats.
         reply_body = await asyncio.to_thread(completion.build_body, prompt_tokens)
         return await self._send_chunks(
             [reply_body], [*JSON_HEADERS, (b"content-length", str(len(reply_body)).encode())], fault, send
+        )
+
+    def _open_stream(
+        self, body: bytes, completion: FakeCompletion, seed: int, forwarded: FakeForwardedRequest | None
+    ) -> ResumableStream:
+        return self.streams.open(
+            Handoff.parse(forwarded.handoff) if forwarded is not None else Handoff(),
+            tenant="",
+            request_digest=digest_request(FAKE_PATH, body),
+            reply_id=completion.id,
+            created=1,
+            seed=seed,
         )
 
     async def _send_chunks(self, chunks: Iterable[bytes], headers: Headers, fault: FakeFault, send: Send) -> None:
@@ -234,33 +276,27 @@ async def _send_reply(send: Send, status: int, body: bytes, extra_headers: Heade
     await send({"type": "http.response.body", "body": body})
 
 
-async def run_fake_worker(worker: FakeWorker, router_url: str | None, port: int, tls: TLSIdentity | None) -> None:
+async def run_fake_worker(worker: FakeWorker, router_urls: Sequence[str], port: int, tls: TLSIdentity | None) -> None:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     url = f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
-    registrar = (
-        Registrar(
-            router_url,
-            None,
-            lambda: worker.build_registration(url),
-            worker.build_heartbeat,
-            worker.set_peers,
-            tls.peer_client_context() if tls is not None else None,
-        )
-        if router_url
-        else None
+    registrars = RegistrarGroup(
+        router_urls,
+        None,
+        lambda: worker.build_registration(url),
+        worker.build_heartbeat,
+        worker.set_peers,
+        tls.peer_client_context() if tls is not None else None,
     )
     stop = asyncio.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(each, stop.set)
     server = HTTPServer(worker, tls=tls.listener_context() if tls is not None else None)
     await server.start(listener)
-    if registrar is not None:
-        registrar.start()
+    registrars.start()
     await stop.wait()
-    if registrar is not None:
-        await registrar.announce_shutdown()
+    await registrars.announce_shutdown()
     await server.stop(10.0)
 
 
@@ -270,7 +306,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Run a worker without an engine.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--router", help="URL of the router to register with")
+    parser.add_argument(
+        "--router", action="append", default=[], help="URL of a router to register with; may be repeated"
+    )
     parser.add_argument("--name", default="fake", help="name of the worker")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: any free port")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds between two tokens")

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from emberline.cluster.resumable_streams import ResumableStream
 from emberline.core.errors import InvalidRequest
 from emberline.core.handoff import Handoff, TokenGroup
 
@@ -66,15 +67,24 @@ class FakeCompletion:
         events = b"".join(self._format_event(b'"content":"%b"' % piece.encode()) for piece in pieces if piece)
         return events + (self._format_event(b"", b'"stop"') if last else b"")
 
-    def stream_chunks(self, prompt_tokens: int, skipped_tokens: int, is_tracked: bool) -> Iterator[bytes]:
-        """Yield the chunks of the stream, without the first `skipped_tokens` tokens, which the client already has."""
+    def stream_chunks(
+        self, prompt_tokens: int, skipped_tokens: int, is_tracked: bool, stream: ResumableStream | None = None
+    ) -> Iterator[bytes]:
+        """Yield the chunks of the stream, without the first `skipped_tokens` tokens, which the client already has.
+
+        `stream`: writes the ids of the events; None if they have none."""
+        replayed_events = self.events_for_token(skipped_tokens - 1) if skipped_tokens else b""
         for at in range(skipped_tokens, self.length):
             events = self.events_for_token(at)
             group = TokenGroup(0, (self.token_at(at),), "stop" if at == self.length - 1 else "")
+            if stream is not None:
+                events = stream.write_group(events, group, replayed_events)
             yield group.to_comment(len(events)) + events if is_tracked else events
         ending = b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(
             {"choices": [], "usage": self._build_usage(prompt_tokens)}
         )
+        if stream is not None:
+            ending = stream.write_group(ending, None, replayed_events)
         yield TokenGroup(0, ()).to_comment(len(ending)) + ending if is_tracked else ending
 
     def build_body(self, prompt_tokens: int) -> bytes:

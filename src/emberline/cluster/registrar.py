@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.cluster.registration import Heartbeat, RegistrationReply, WorkerRegistration
+from emberline.cluster.registration import Heartbeat, RegistrationReply, RouterReport, WorkerRegistration
 from emberline.net.connection_pool import FetchedReply, HTTPConnectionPool
 from emberline.net.errors import UpstreamFailed
 from emberline.net.json_errors import JSON_DECODE_ERRORS
@@ -40,8 +40,11 @@ class Registrar:
         heartbeat: Callable[[], Heartbeat],
         on_peers: Callable[[PeersByModel], None] = lambda peers: None,  # called with the peers of every reply
         tls: ssl.SSLContext | None = None,  # for an https router; None: the system's CAs
+        on_report: Callable[[RouterReport], None] = lambda report: None,  # called with the report of every reply
     ) -> None:
-        self._router_url = router_url.rstrip("/")
+        self.router_url = router_url.rstrip("/")
+        self.is_registered = False  # the router accepted the last message
+        self.failure_count = 0  # messages that the router did not answer or did not accept
         self._headers = {"content-type": "application/json"} | (
             {"authorization": f"Bearer {cluster_key}"} if cluster_key else {}
         )
@@ -49,6 +52,7 @@ class Registrar:
         self._heartbeat = heartbeat
         self._on_peers = on_peers
         self._tls = tls
+        self._on_report = on_report
         # The registration that the router has; None if its last reply was not 200.
         self._acknowledged: WorkerRegistration | None = None
         self._task: asyncio.Task[None] | None = None
@@ -84,7 +88,7 @@ class Registrar:
                 try:
                     pause = await self._send_next_message(pool)
                 except (TimeoutError, UpstreamFailed, *JSON_DECODE_ERRORS) as e:
-                    self._log_problem_once(f"{type(e).__name__}: {e}")
+                    self._record_problem(f"{type(e).__name__}: {e}")
                     # A timeout has waited already.
                     pause = NOT_READY_INTERVAL_S if isinstance(e, TimeoutError) else RECONNECT_INTERVAL_S
 
@@ -99,37 +103,43 @@ class Registrar:
             case 200:
                 reply = msgspec.json.decode(body, type=RegistrationReply)
                 self._acknowledged = registration
-                self._log_problem_once("")
+                self._record_problem("")
                 self._on_peers(reply.peers)
+                if reply.report is not None:
+                    self._on_report(reply.report)
                 if heartbeat is None:
                     return 0.0  # the first heartbeat follows at once
                 return reply.beat_seconds if heartbeat.ready else min(NOT_READY_INTERVAL_S, reply.beat_seconds)
             case 404 if heartbeat is not None:
                 return REGISTER_INTERVAL_S if self._is_leaving else 0.0  # the router was restarted
             case 409:
-                self._log_problem_once(
+                self._record_problem(
                     f"registration rejected, this worker gets no requests: {_parse_error_message(body)}"
                 )
                 return REGISTER_INTERVAL_S
-        self._log_problem_once(
+        self._record_problem(
             f"registration rejected, this worker gets no requests: status {status}, {_parse_error_message(body)}"
         )
         return REGISTER_INTERVAL_S
 
-    def _log_problem_once(self, problem: str) -> None:
-        """Log a problem when it begins and when it ends, but not for every message in between."""
+    def _record_problem(self, problem: str) -> None:
+        """Record whether the last message failed, and why; "" if the router accepted it.
+
+        A problem is logged when it begins and when it ends, but not for every message in between."""
+        self.is_registered = not problem
+        self.failure_count += bool(problem)
         if problem == self._logged_problem:
             return
         self._logged_problem = problem
         if problem:
-            log.warning("Worker is not registered: router=%s reason=%s", self._router_url, problem)
+            log.warning("Worker is not registered: router=%s reason=%s", self.router_url, problem)
         else:
-            log.info("Worker is registered: router=%s worker=%s", self._router_url, self._registration().name)
+            log.info("Worker is registered: router=%s worker=%s", self.router_url, self._registration().name)
 
     async def _post(self, pool: HTTPConnectionPool, path: str, body: bytes) -> FetchedReply:
         """Send a request to the router. Raises UpstreamFailed, or TimeoutError after REQUEST_TIMEOUT_S."""
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
-            return await pool.fetch("POST", self._router_url + path, self._headers, body)
+            return await pool.fetch("POST", self.router_url + path, self._headers, body)
 
     def _new_pool(self) -> HTTPConnectionPool:
         return HTTPConnectionPool(

@@ -57,6 +57,25 @@ class ModelRegistration(msgspec.Struct, frozen=True):
     ranks: int = 1  # processes among which it is divided
 
 
+class RouterReport(msgspec.Struct, frozen=True):
+    """The requests that one router has open at a worker.
+
+    The router sends it to the worker with its replies, and the worker passes it on to its other routers. So each router
+    knows the load that the others cause, and where the conversations that they routed are cached."""
+
+    router: str  # random id of the router's process
+    open_requests: int = 0
+    prefill_tokens: float = 0.0  # prompt tokens that the worker still has to compute
+    decode_tokens: float = 0.0  # tokens that it still has to generate, estimated
+    uncached_tokens: float = 0.0  # prompt tokens, computed by this worker or by others, that are not in its cache yet
+    # Prompts that the router has sent since its last report: hash in hexadecimal digits, and number of bytes.
+    prompts: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for digest, _ in self.prompts:
+            bytes.fromhex(digest)  # raises ValueError
+
+
 class Heartbeat(msgspec.Struct, frozen=True):
     """A worker's state, summed over its models.
 
@@ -79,6 +98,8 @@ class Heartbeat(msgspec.Struct, frozen=True):
     paired: tuple[str, ...] = ()  # incarnations of engines from which it can fetch blocks
     refused: dict[str, str] = {}  # incarnations of engines from which it cannot, with the reason
     transfer: TransferStats | None = None
+    routers: int = 1  # number of routers with which the worker registers
+    reports: tuple[RouterReport, ...] = ()  # last reports of the other routers that answer
 
 
 class RegistrationReply(msgspec.Struct, frozen=True):
@@ -86,3 +107,4 @@ class RegistrationReply(msgspec.Struct, frozen=True):
 
     beat_seconds: float  # interval between heartbeats
     peers: dict[str, list[dict[str, Any]]] = {}  # by model: all engines to pair with
+    report: RouterReport | None = None  # None: the worker has no other router, or the router has an earlier release

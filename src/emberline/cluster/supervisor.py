@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from emberline.core.config import Role
 from emberline.core.engine_config import KV_PORT_COUNT
@@ -27,6 +28,22 @@ IMMEDIATE_RESTARTS = 3  # clients retry for about one second in all
 STOP_TIMEOUT_S = 20.0  # between SIGTERM and SIGKILL
 
 
+class RunningProcess(Protocol):
+    """The part of asyncio.subprocess.Process that the Supervisor uses."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 @dataclass(slots=True)
 class SupervisedProcess:
     name: str
@@ -35,7 +52,8 @@ class SupervisedProcess:
     environment: Mapping[str, str] = field(repr=False)
     program: Sequence[str] = (sys.executable, "-m", "emberline.cli")
     inherited_fds: tuple[int, ...] = ()  # file descriptors that keep their numbers
-    process: asyncio.subprocess.Process | None = None
+    start_elsewhere: Callable[[], RunningProcess] | None = None  # starts it on another machine; None: on this one
+    process: RunningProcess | None = None
     restarts: int = 0
     immediate_restarts_left: int = IMMEDIATE_RESTARTS
     restart_pause_s: float = FIRST_RESTART_PAUSE_S  # before the restart after the immediate ones
@@ -96,6 +114,10 @@ class Supervisor:
         return True
 
     async def _spawn(self, child: SupervisedProcess) -> None:
+        if child.start_elsewhere is not None:
+            child.process = await asyncio.to_thread(child.start_elsewhere)
+            self._report(child.name, "starts on a node of the cluster")
+            return
         child.log_file.parent.mkdir(parents=True, exist_ok=True)  # the system may have deleted the temporary folder
         if self._lifeline is None:
             self._lifeline = os.pipe()

@@ -15,6 +15,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.foreign_config import ROLES, ForeignWorkerConfig
 from emberline.core.foreign_config import Role as Role
 from emberline.core.options import option
+from emberline.core.router_urls import parse_router_urls
 from emberline.core.tls_config import CLIENT_CERT_CHOICES, TLSConfig
 
 DEFAULT_MODEL = "smollm2"
@@ -225,6 +226,9 @@ class RouterConfig(InferenceServiceConfig):
         10.0, "Seconds that a request waits for a worker to start or continue on when none is available.", unit="s"
     )
     kv_events: bool = option(False, "Route by the KV blocks that workers report, instead of inferring them.")
+    event_ids: bool = option(
+        False, "Write an id in each event of a stream; clients can continue a broken stream with Last-Event-ID."
+    )
     foreign: tuple[ForeignWorkerConfig, ...] = option(
         (),
         "A vLLM or SGLang server to use, such as vllm:decode=http://host:8000; may be repeated.",
@@ -269,7 +273,14 @@ class RouterConfig(InferenceServiceConfig):
 class WorkerConfig:
     """Settings of a server that gets its requests from a router."""
 
-    router: str = option(MISSING, "URL of a router to register with.", metavar="URL", default_text="none")
+    routers: tuple[str, ...] = option(
+        MISSING,
+        "URL of a router to register with; may be repeated, once for each router.",
+        flag="--router",
+        metavar="URL",
+        is_repeatable=True,
+        default_text="none",
+    )
     worker_name: str | None = option(
         None, "Name at the router, the same after every restart.", default_text="HOST:PORT"
     )
@@ -281,6 +292,9 @@ class WorkerConfig:
         "prefill: compute prompts for other workers; decode: generate from their prompts; both: do both.",
         choices=ROLES,
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "routers", parse_router_urls(self.routers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +359,8 @@ def _check_worker_tls(config: ServerConfig) -> None:
         if config.tls_ca is None:
             message = "tls_cert is set without tls_ca: a worker must check the certificates of its router and peers"
             raise InvalidRequest(message, param="tls_ca", hint="add --tls-ca FILE")
-        for name, url in (("router", config.worker.router), ("worker_url", config.worker.worker_url)):
+        routers = (("router", url) for url in config.worker.routers)
+        for name, url in (*routers, ("worker_url", config.worker.worker_url)):
             if url is not None and not url.startswith("https://"):
                 message = f"{name} is {url!r}; with tls_cert it must be an https URL"
                 raise InvalidRequest(message, param=name)

@@ -22,6 +22,7 @@
     ├── EngineFailed               500     engine_failed         the engine process died while the request was open
     ├── WorkerLost                 502     worker_lost           a worker died or hung after part of the reply was sent
     ├── WorkersCrashed             422     workers_broke         several workers died serving this request: do not retry
+    ├── StreamNotResumable         410     stream_not_resumable  no worker has the stream that Last-Event-ID names
     ├── Superseded                 409     superseded            a newer process has taken this worker's name
     ├── NodeRankTaken              409     node_rank_taken       another process is this node of the engine
     ├── DeadlineExceeded           504     deadline_exceeded
@@ -168,6 +169,11 @@ class WorkerLost(EmberlineError):
 class WorkersCrashed(EmberlineError):
     status = 422
     code = "workers_broke"
+
+
+class StreamNotResumable(EmberlineError):
+    status = 410
+    code = "stream_not_resumable"
 
 
 class Superseded(EmberlineError):

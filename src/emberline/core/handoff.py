@@ -67,6 +67,9 @@ class Handoff:
     cached_tokens: int | None = None  # cached prompt tokens to report to the client; None: the next worker counts them
     source: dict[str, Any] | None = None  # ticket (kv.transfer.ticket) of a peer that has blocks of the prompt
     drafts: DraftCounts = NO_DRAFTS  # of all workers so far
+    # For a client that has reconnected in the middle of a group:
+    resends_last_group: bool = False  # the events of the last group are sent again
+    skip_events: int = 0  # first events of what is sent, which the client has already
 
     def tokens_by_choice(self, choice_count: int) -> tuple[tuple[int, ...], ...]:
         """Return the output tokens so far of each of the `choice_count` choices; () if there are none.
@@ -89,6 +92,8 @@ class Handoff:
             "cached_tokens": self.cached_tokens,
             "source": self.source,
             "drafts": list(self.drafts),
+            **({"resends_last_group": self.resends_last_group} if self.resends_last_group else {}),
+            **({"skip_events": self.skip_events} if self.skip_events else {}),
         }
 
     @staticmethod
@@ -97,11 +102,16 @@ class Handoff:
         try:
             groups = tuple(_parse_token_group(*group) for group in data.get("said", ()))
             started, cached, source = data.get("started", False), data.get("cached_tokens"), data.get("source")
-            if type(started) is not bool or not (source is None or isinstance(source, dict)):
-                raise ValueError("started must be true or false, and source must be an object or null")
+            resends = data.get("resends_last_group", False)
+            is_valid = type(started) is type(resends) is bool and (source is None or isinstance(source, dict))
+            if not is_valid:
+                raise ValueError(
+                    "started and resends_last_group must be true or false, and source must be an object or null"
+                )
+            skip = _parse_non_negative_int(data.get("skip_events", 0))
             drafts = DraftCounts(*map(_parse_non_negative_int, data.get("drafts", ())))
             cached_tokens = None if cached is None else _parse_non_negative_int(cached)
-            return Handoff(groups, started, cached_tokens, source, drafts)
+            return Handoff(groups, started, cached_tokens, source, drafts, resends, skip)
         except (AttributeError, TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"the handoff (state of a stream to continue) cannot be parsed: {error}", param="handoff"

@@ -139,16 +139,7 @@ class StepCostTable:
 
     def estimate_work_seconds(self, work: Iterable[WorkItem]) -> float:
         """Return the seconds of a step that computes these work items."""
-        rows = context = prompt = pairs = 0
-        for item in work:
-            count = len(item.tokens)
-            if count - item.num_draft > 1:
-                prompt += count
-                pairs += count_prompt_pairs(item.start, count)
-            else:
-                rows += count
-                context += item.start + count
-        return self.step_seconds(rows, context, prompt, pairs)
+        return self.step_seconds(*sum_work(work))
 
     def step_seconds(
         self, decode_rows: int, decode_context: float, prompt_tokens: int = 0, prompt_pairs: float = 0
@@ -161,6 +152,20 @@ class StepCostTable:
             return 0.0
         attention = self.context_seconds * decode_context + self.pair_seconds * prompt_pairs
         return _interpolate(self.token_points, tokens) + attention + self.row_seconds * decode_rows
+
+
+def sum_work(work: Iterable[WorkItem]) -> tuple[int, int, int, int]:
+    """Return the sums over work items that `step_seconds` needs, in the order of its parameters."""
+    rows = context = prompt = pairs = 0
+    for item in work:
+        count = len(item.tokens)
+        if count - item.num_draft > 1:
+            prompt += count
+            pairs += count_prompt_pairs(item.start, count)
+        else:
+            rows += count
+            context += item.start + count
+    return rows, context, prompt, pairs
 
 
 def count_prompt_pairs(start: int, count: int) -> int:

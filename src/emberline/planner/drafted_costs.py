@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emberline.core.plan import StepPlan
-from emberline.core.step_costs import count_prompt_pairs
+from emberline.core.step_costs import sum_work
 from emberline.planner.measured_figures import DRAFTED_STEPS, DRAFTS_FILE, DRAFTS_SHAPE, MAX_DRAFT_TOKENS
 from emberline.sim.costmodel import StepCosts
 
@@ -32,11 +32,7 @@ class DraftedCosts:
         return whole - alone * (1.0 - self._time_share(decode_rows))
 
     def estimate_step_seconds(self, plan: StepPlan) -> float:
-        rows = [work for work in plan.work if len(work.tokens) == 1]
-        prompts = [work for work in plan.work if len(work.tokens) > 1]
-        pairs = sum(count_prompt_pairs(work.start, len(work.tokens)) for work in prompts)
-        context, tokens = sum(work.start + 1 for work in rows), sum(len(work.tokens) for work in prompts)
-        return self.step_seconds(len(rows), context, tokens, pairs)
+        return self.step_seconds(*sum_work(plan.work))
 
     def _time_share(self, rows: int) -> float:
         """Return the time per token with drafts, divided by that without, in batches of this size."""

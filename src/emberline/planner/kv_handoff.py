@@ -32,6 +32,10 @@ class HandoffLink:
             raise InvalidRequest(message, param="link", hint="tcp and cuda have measured speeds")
         return HandoffLink(f"{speed:g} GB/s", speed * 1e9, "projected", "as given with --link")
 
+    def transfer_seconds(self, kind: WorkerKind, tokens: float) -> float:
+        """Return the seconds in which the keys and values of so many tokens are copied."""
+        return tokens * kind.kv_bytes_per_token / self.bytes_per_second
+
     def handoff_seconds(self, kind: WorkerKind, prompt_tokens: int) -> float:
         """Return the seconds from the end of a prompt until its last chunk is copied; earlier ones already are."""
-        return min(prompt_tokens, kind.max_batch_tokens) * kind.kv_bytes_per_token / self.bytes_per_second
+        return self.transfer_seconds(kind, min(prompt_tokens, kind.max_batch_tokens))

@@ -39,3 +39,22 @@ HANDOFF_GB_S = {"tcp": 7.3517, "cuda": 203.03}
 
 START_FILE = "h200-engine.json"
 START_S = 7.7271  # from the start of the process to the first token, Llama-3.1-8B from a disk
+
+RANK_SHAPE = "llama-3.3-70b"
+# Milliseconds of a decode step of one rank, without its collectives, by weights, ranks and batch.
+RANK_STEPS_MS: dict[tuple[str, int], dict[int, float]] = {
+    ("plain", 2): {1: 17.824, 8: 17.847, 64: 20.868},
+    ("plain", 4): {1: 9.6167, 8: 9.7437, 64: 11.575},
+    ("plain", 8): {1: 5.4867, 8: 5.7005, 64: 7.0806},
+    ("packed", 2): {1: 13.185, 8: 13.421, 64: 18.868},
+    ("packed", 4): {1: 7.6881, 8: 8.0105, 64: 12.255},
+    ("packed", 8): {1: 4.8948, 8: 5.084, 64: 7.5055},
+    ("fp8", 2): {1: 10.211, 8: 10.393, 64: 13.514},
+    ("fp8", 4): {1: 6.1001, 8: 6.3209, 64: 8.1084},
+    ("fp8", 8): {1: 4.0536, 8: 4.1397, 64: 5.8432},
+}
+
+
+def rank_file(weights: str, ranks: int) -> str:
+    """Return the result file with the steps of one rank."""
+    return f"h200-rank-{RANK_SHAPE}-tp{ranks}{'' if weights == 'plain' else f'-{weights}'}.json"

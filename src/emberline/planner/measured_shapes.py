@@ -14,6 +14,7 @@ from emberline.engine.gpu_plan import plan_gpus
 from emberline.models.config_outline import read_outline
 from emberline.models.outline import ModelOutline
 from emberline.planner.gpu_speeds import GPUSpeed, find_gpu_speed
+from emberline.planner.measured_figures import RANK_SHAPE, RANK_STEPS_MS
 from emberline.planner.step_costs import NO_CORRECTION, CostCorrection, ProjectedCosts
 from emberline.planner.step_work import StepWork
 from emberline.sim.costs import list_cost_tables
@@ -21,6 +22,8 @@ from emberline.sim.costs import list_cost_tables
 SHAPES_FILE = "shapes.json"  # package data: config.json of each shape that was measured
 MEASURED_GPU = "H200"  # whose measured steps correct projections
 ERROR_QUANTILE = 0.9
+RANK_CONTEXT = 640  # mean tokens of a request in the measured steps of a rank: 512 to 768
+UNCORRECTED_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,21 @@ def make_correction(measured: StepCostData) -> CostCorrection:
 
 
 @cache
+def make_rank_correction(weights: str, ranks: int) -> CostCorrection:
+    """Return what corrects projected costs so that they agree with the measured steps of one rank of a large model.
+
+    Prompts of a rank were not measured: from UNCORRECTED_TOKENS on, projections stay as they are."""
+    costs = project_costs(read_measured_shapes()[RANK_SHAPE], find_gpu_speed(MEASURED_GPU), weights, ranks=ranks)
+    ratios = {UNCORRECTED_TOKENS: 1.0}
+    for rows, milliseconds in RANK_STEPS_MS[weights, ranks].items():
+        context = rows * RANK_CONTEXT
+        attention = costs.attention_seconds(rows, context, 0.0)
+        others = attention + costs.collective_seconds(rows, rows)
+        ratios[rows] = (milliseconds / 1e3 - attention) / (costs.step_seconds(rows, context) - others)
+    return CostCorrection(tuple(sorted(ratios.items())))
+
+
+@cache
 def projection_error() -> ProjectionError:
     """Compare projections with all measured steps of GPUs."""
     errors: list[float] = []
@@ -88,9 +106,13 @@ def projection_error() -> ProjectionError:
 
 
 def project_costs(
-    config: dict[str, Any], gpu: GPUSpeed, weights: str, correction: CostCorrection = NO_CORRECTION
+    config: dict[str, Any],
+    gpu: GPUSpeed,
+    weights: str,
+    correction: CostCorrection = NO_CORRECTION,
+    ranks: int = 1,
 ) -> ProjectedCosts:
-    """Return the costs of a model on one GPU."""
+    """Return the costs of a model on one GPU, or on several with tensor parallelism."""
     outline, settings = read_outline(config), EngineConfig.build("", weights=weights).with_gpu_defaults()
-    work = StepWork.of_plan(plan_gpus(config, gpu.gpus(1), settings).best, outline)
-    return ProjectedCosts(gpu, work, outline.hidden, correction=correction)
+    work = StepWork.of_plan(plan_gpus(config, gpu.gpus(ranks), settings).best, outline)
+    return ProjectedCosts(gpu, work, outline.hidden, ranks, correction=correction)

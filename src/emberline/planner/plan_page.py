@@ -22,10 +22,11 @@ h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2rem 0 .5r
 p { margin: .4rem 0; } .soft { color: var(--soft); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-th { color: var(--soft); font-weight: 500; } td.number, th.number { text-align: right; white-space: nowrap; }
+th { color: var(--soft); font-weight: 500; vertical-align: bottom; } td.number { white-space: nowrap; }
+td.number, th.number { text-align: right; } td:first-child { min-width: 11rem; }
 .badge { color: var(--soft); border: 1px solid var(--line); border-radius: 6px; padding: 0 .4em; font-size: .85em; }
 .missed { color: var(--bad); } code { font: .88em ui-monospace, Menlo, Consolas, monospace; }
-svg { display: block; width: 100%; max-width: 720px; margin: 1rem 0; padding: .8rem; background: var(--raised);
+svg { display: block; width: 100%; max-width: 860px; margin: 1rem 0; padding: .8rem; background: var(--raised);
   border: 1px solid var(--line); border-radius: 12px; box-sizing: border-box; }
 svg text { font: 12px ui-sans-serif, system-ui, sans-serif; fill: var(--ink); }
 svg .faint { fill: var(--soft); } svg .title { font-weight: 600; font-size: 13px; }
@@ -84,7 +85,7 @@ def _candidates(report: dict[str, Any]) -> Iterable[str]:
     rows = []
     for each in report["candidates"]:
         targets = "met" if each["meets_slo"] else Markup('<span class="missed">missed</span>')
-        note = " (quantised at load: changes the output slightly)" if each["changes_output"] else ""
+        note = " *" if each["changes_output"] else ""
         rows.append(
             (
                 each["topology"] + note,
@@ -98,6 +99,8 @@ def _candidates(report: dict[str, Any]) -> Iterable[str]:
         )
     names = ("candidate", "GPUs", "first token p50 ms", "p90 ms", "inter-token p50 ms", "p90 ms", cost, output)
     yield _table((*names, "step costs", "targets"), rows, numbers=range(1, 8))
+    if any(each["changes_output"] for each in report["candidates"]):
+        yield '<p class="soft">* Weights are quantised when they are loaded, which changes the output slightly.</p>'
 
 
 def _latency_charts(report: dict[str, Any]) -> Iterable[str]:
@@ -117,7 +120,7 @@ def _workers(report: dict[str, Any]) -> Iterable[str]:
             pool["workers"],
             pool["gpus_each"],
             f"{pool['kv_tokens_each']:,}",
-            Markup(f"<code>emberline worker --model MODEL {escape(pool['worker_options'])}</code>"),
+            Markup(f"<code>emberline worker MODEL --router URL {escape(pool['worker_options'])}</code>"),
         )
         for each in report["candidates"]
         if each["topology"] in report["validate"]

@@ -143,12 +143,13 @@ def _list_basis(plan: FleetPlan) -> Iterator[dict[str, str]]:
         if kind.tp > 1 or kind.pp > 1:
             known += "; on several GPUs: not measured"
         yield _basis(f"step costs, {name}", kind.basis, kind.source, known)
-    yield _basis(
-        "latencies of candidates",
-        "simulated",
-        "production scheduler, KV manager and router on a virtual clock",
-        f"ttft_p90 {plan.accuracy.describe('ttft_p90')}, itl_p90 {plan.accuracy.describe('itl_p90')}",
-    )
+    errors = (f"{name} {plan.accuracy.describe(name)}" for name in ("ttft_p90", "itl_p90"))
+    how = "virtual clock, production router, scheduler and KV manager"
+    if any(each.topology.is_split for each in plan.candidates):
+        how += "; of prefill and decode workers, runs of steps at once"
+    yield _basis("latencies of candidates", "simulated", how, ", ".join(errors))
+    if plan.settings.tokens_per_step is not None:
+        yield _basis("tokens per step with drafts", "given", "--tokens-per-step", "depends on the traffic")
     link = plan.task.link
     if any(each.topology.is_split for each in plan.candidates):
         yield _basis(f"handoff link, {link.name}", link.basis, link.source, NOT_MEASURED)

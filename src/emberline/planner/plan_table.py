@@ -20,7 +20,7 @@ def format_plan(report: dict[str, Any]) -> Iterator[str]:
     best = report["candidates"][0]
     yield f"best: {best['topology']}, {count_gpus(best['gpus'])}"
     for pool in best["pools"]:
-        yield f"  {pool['workers']} x emberline worker --model MODEL {pool['worker_options']}"
+        yield f"  {pool['workers']} x emberline worker MODEL --router URL {pool['worker_options']}"
     yield f"worth validating: {'; '.join(report['validate'])}"
     yield ""
     yield from _format_sensitivity(report["sensitivity"])
@@ -56,16 +56,17 @@ def _format_sensitivity(found: dict[str, Any]) -> Iterator[str]:
     for each in found["traffic"]:
         state = "met" if each["meets_slo"] else "missed"
         needed = "none found" if each["gpus_needed"] is None else count_gpus(each["gpus_needed"])
+        first, between = (show_ms(each[f"{name}_p90_ms"], " ms") for name in ("ttft", "itl"))
         yield (
-            f"  traffic {each['factor'] - 1:+.0%}: first token p90 {show_ms(each['ttft_p90_ms'])} ms, inter-token p90"
-            f" {show_ms(each['itl_p90_ms'])} ms, targets {state}; needs about {needed}"
+            f"  traffic {each['factor'] - 1:+.0%}: first token p90 {first}, inter-token p90 {between}, targets {state};"
+            f" needs about {needed}"
         )
     shares = [
         f"{each['shared_prefix_share']:.0%} {'none' if each['gpus_needed'] is None else each['gpus_needed']}"
         for each in found["prefix"]
     ]
     yield f"  GPUs by share of shared prefixes: {', '.join(shares)}"
-    starts = [f"{each['start_seconds']:.3g} s: {show_ms(each['ttft_p90_ms'])} ms" for each in found["start"]]
+    starts = [f"{each['start_seconds']:.3g} s: {show_ms(each['ttft_p90_ms'], ' ms')}" for each in found["start"]]
     yield f"  first token p90 while one worker is replaced, by start time: {', '.join(starts)}"
 
 
@@ -73,10 +74,10 @@ def count_gpus(count: int) -> str:
     return f"{count} GPU" + "s" * (count != 1)
 
 
-def show_ms(value: float | None) -> str:
+def show_ms(value: float | None, unit: str = "") -> str:
     if value is None:
         return "overload"
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+    return (f"{value:.0f}" if value >= 100 else f"{value:.1f}") + unit
 
 
 def _align(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ class Candidate:
 
 
 def find_candidates(kinds: Sequence[WorkerKind], task: PlanningTask, seed: int) -> list[Candidate]:
-    """Return the simulated candidates, those that meet the targets first, then by GPUs.
+    """Return the simulated candidates within the budget: those that meet the targets first, then by GPUs.
 
     Raises InvalidRequest if no topology meets the targets within the budget, with what could be reached."""
     reject_impossible_targets(kinds, task)
@@ -40,7 +40,7 @@ def find_candidates(kinds: Sequence[WorkerKind], task: PlanningTask, seed: int) 
     fitting = [each for each in candidates if each.meets_targets and _fits(each.topology, task.max_gpus)]
     if not fitting:
         raise _budget_error(kinds, topologies, candidates, task)
-    return sorted(candidates, key=_rank)
+    return sorted((each for each in candidates if _fits(each.topology, task.max_gpus)), key=_rank)
 
 
 def shortlist(topologies: Sequence[Topology]) -> list[Topology]:
@@ -52,8 +52,17 @@ def shortlist(topologies: Sequence[Topology]) -> list[Topology]:
         if sort not in sorts:
             sorts.add(sort)
             chosen.append(topology)
-    chosen += [topology for topology in topologies if topology not in chosen]
+    looks = {_look(topology) for topology in chosen}
+    for topology in topologies:
+        if _look(topology) not in looks:
+            looks.add(_look(topology))
+            chosen.append(topology)
     return sorted(chosen[:MAX_SIMULATED_TOPOLOGIES], key=topologies.index)
+
+
+def _look(topology: Topology) -> tuple[tuple[str, int, bool], ...]:
+    """Return what makes topologies worth comparing: formats and ranks, but not the number of pipeline stages."""
+    return tuple((pool.kind.weights, pool.kind.tp, pool.kind.drafts) for pool in topology.pools)
 
 
 def _verify(topology: Topology, task: PlanningTask, seed: int) -> Candidate:

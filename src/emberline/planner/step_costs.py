@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import hypot, log
 
 from emberline.core.plan import StepPlan
-from emberline.core.step_costs import count_prompt_pairs
+from emberline.core.step_costs import sum_work
 from emberline.planner.collective_times import all_reduce_us
 from emberline.planner.gpu_speeds import GPUSpeed
 from emberline.planner.step_work import StepWork
@@ -18,7 +18,8 @@ from emberline.planner.step_work import StepWork
 DENSE_READ_SHARE, EXPERT_READ_SHARE, KV_READ_SHARE = 0.98, 0.85, 0.96
 PRODUCT_SHARE, FP8_PRODUCT_SHARE, ATTENTION_SHARE = 0.85, 0.7, 0.88
 LAYER_S = 14e-6  # of a layer in a captured step, besides what is read and computed
-EXPERT_PROMPT_LAYER_S = 1.2e-3  # least time of a layer in a step with prompts, in a model with experts
+EXPERT_PROMPT_LAYER_S = 1.2e-3  # least time of a layer in a step that is not captured, in a model with experts
+MAX_CAPTURED_TOKENS = 1024  # of prompts in a captured step of a large model
 STAGE_HOP_S = 20e-6  # between two pipeline stages
 
 
@@ -37,6 +38,10 @@ class CostCorrection:
             return self.points[min(right, len(sizes) - 1)][1]
         (low, first), (high, second) = self.points[right - 1], self.points[right]
         return first + (second - first) * log(tokens / low) / log(high / low)
+
+    def times(self, other: CostCorrection) -> CostCorrection:
+        sizes = sorted({size for size, _ in (*self.points, *other.points)})
+        return CostCorrection(tuple((size, self.at(size) * other.at(size)) for size in sizes))
 
 
 NO_CORRECTION = CostCorrection()
@@ -64,7 +69,8 @@ class ProjectedCosts:
             return 0.0
         attention = self.attention_seconds(decode_rows, decode_context, prompt_pairs)
         seconds = self.correction.at(tokens) * self._product_seconds(decode_rows, prompt_tokens)
-        return seconds + attention + self._collective_seconds(tokens)
+        sampled = decode_rows + bool(prompt_tokens)
+        return seconds + attention + self.collective_seconds(tokens, sampled)
 
     def attention_seconds(self, decode_rows: int, decode_context: float, prompt_pairs: float) -> float:
         context = decode_context / decode_rows if decode_rows else 0.0
@@ -81,27 +87,18 @@ class ProjectedCosts:
         is_fp8 = work.weight_format == "fp8"
         flops = FP8_PRODUCT_SHARE * gpu.fp8_flops if is_fp8 else PRODUCT_SHARE * gpu.bf16_flops
         seconds = work.layers * LAYER_S + hypot(reading, products / flops)
-        if prompt_tokens and work.experts:
+        if prompt_tokens > MAX_CAPTURED_TOKENS and work.experts:
             seconds = max(seconds, work.layers * EXPERT_PROMPT_LAYER_S)
         return seconds
 
     def estimate_step_seconds(self, plan: StepPlan) -> float:
-        rows = context = prompts = 0
-        pairs = 0.0
-        for item in plan.work:
-            count = len(item.tokens)
-            if count == 1:
-                rows, context = rows + 1, context + item.start + 1
-            else:
-                prompts, pairs = prompts + count, pairs + count_prompt_pairs(item.start, count)
-        return self.step_seconds(rows, context, prompts, pairs)
+        return self.step_seconds(*sum_work(plan.work))
 
-    def prompt_seconds(self, tokens: int, cached: int = 0) -> float:
-        """Return the duration of a step that computes a prompt alone, of which `cached` tokens are known."""
-        return self.step_seconds(0, 0.0, tokens - cached, count_prompt_pairs(cached, tokens - cached))
-
-    def _collective_seconds(self, tokens: int) -> float:
+    def collective_seconds(self, tokens: int, sampled: int) -> float:
+        """Return the published times of a step's collectives. `sampled`: rows with logits."""
         seconds = (self.stages - 1) * STAGE_HOP_S
-        if self.ranks > 1:  # the sums after attention and feed-forward network, and the parts of the logits
+        if self.ranks > 1:  # sums after the embedding, attention and feed-forward network; then the logits' parts
             seconds += (2 * self.work.layers + 1) * all_reduce_us(tokens * self.hidden, self.ranks) * 1e-6
+            logits = sampled * self.ranks * self.work.head_weights // self.hidden
+            seconds += all_reduce_us(logits, self.ranks) * 1e-6
         return seconds

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH = 720
-LABEL_WIDTH, VALUE_WIDTH = 250, 90  # of bars
+WIDTH = 860
+LABEL_WIDTH, VALUE_WIDTH = 330, 90  # of bars
 BAR_HEIGHT, BAR_GAP, TOP = 18, 8, 26
 LINE_HEIGHT, MARGIN_LEFT, MARGIN_RIGHT, MARGIN_BOTTOM = 260, 56, 16, 44
 LEGEND_LINE_HEIGHT = 18
@@ -50,11 +51,11 @@ def draw_bars(title: str, unit: str, bars: Sequence[ChartBar], limit: float | No
 
 
 def draw_lines(title: str, x_label: str, y_label: str, lines: Sequence[ChartLine], mark: float | None = None) -> str:
-    """Return a chart with lines over the same axes. `mark`: x of a dashed line."""
+    """Return a chart of counts, as lines over the same axes. `mark`: x of a dashed line."""
     points = [point for line in lines for point in line.points]
     if not points:
         return ""
-    right, top = max(x for x, _ in points), max(y for _, y in points) * 1.08 or 1.0
+    right, top = max(x for x, _ in points), GRID_LINES * max(1, math.ceil(max(y for _, y in points) / GRID_LINES))
     x_scale, y_scale = (WIDTH - MARGIN_LEFT - MARGIN_RIGHT) / right, (LINE_HEIGHT - TOP) / top
     parts = [*_draw_axes(right, top, x_scale, y_scale, x_label)]
     if mark is not None:

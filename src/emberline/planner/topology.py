@@ -11,11 +11,13 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.slo import LatencyTargets
 from emberline.planner.capacity import (
     MAX_WORKERS,
+    UNSTABLE,
     LoadEstimate,
     estimate_colocated,
     estimate_decode,
     estimate_prefill,
     fewest_workers,
+    p90_wait,
     prompt_seconds,
 )
 from emberline.planner.kv_handoff import HandoffLink
@@ -23,6 +25,7 @@ from emberline.planner.traffic import Traffic
 from emberline.planner.worker_kind import Basis, WorkerKind
 
 ITL_TARGET_SHARE = 0.97
+MAX_LINK_UTILISATION = 0.8  # of the link of a decode worker
 PoolRole = Literal["both", "prefill", "decode"]
 
 
@@ -99,7 +102,7 @@ class Topology:
     @property
     def family(self) -> tuple[str, ...]:
         """What topologies have in common that differ in the number of workers only."""
-        return tuple(f"{pool.role} {pool.kind.name}" for pool in self.pools)
+        return tuple(pool.kind.name if pool.role == "both" else f"{pool.kind.name} {pool.role}" for pool in self.pools)
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.pools))
@@ -150,9 +153,17 @@ def estimate_pools(pools: Sequence[PlannedPool], task: PlanningTask) -> LoadEsti
     handoff_s = task.link.handoff_seconds(prefill.kind, task.traffic.p90_prompt)
     first = estimate_prefill(prefill.kind, prefill.count, task.traffic, handoff_s)
     second = estimate_decode(decode.kind, decode.count, task.traffic)
-    return LoadEstimate(
-        first.ttft_p90, second.itl_p90, second.decode_rows, is_stable=first.is_stable and second.is_stable
-    )
+    busy = _link_utilisation(decode, task)
+    if not (first.is_stable and second.is_stable and busy < MAX_LINK_UTILISATION):
+        return UNSTABLE
+    transfer_s = task.link.transfer_seconds(decode.kind, task.traffic.mean_prompt)
+    wait = p90_wait(busy, decode.engines, transfer_s, task.traffic.prompt_variation)
+    return LoadEstimate(first.ttft_p90 + wait, second.itl_p90, second.decode_rows, is_stable=True)
+
+
+def _link_utilisation(pool: PlannedPool, task: PlanningTask) -> float:
+    """Return the share of time in which a decode worker copies keys and values of prompts."""
+    return task.traffic.rate / pool.engines * task.link.transfer_seconds(pool.kind, task.traffic.mean_prompt)
 
 
 def _plan_colocated(kind: WorkerKind, task: PlanningTask) -> Topology | None:
@@ -175,5 +186,9 @@ def _plan_prefill(kind: WorkerKind, task: PlanningTask) -> PlannedPool | None:
 
 
 def _plan_decode(kind: WorkerKind, task: PlanningTask) -> PlannedPool | None:
-    count = fewest_workers(lambda count: estimate_decode(kind, count, task.traffic).itl_p90 <= task.slo.itl_p90)
+    def meets(count: int) -> bool:
+        is_fast = estimate_decode(kind, count, task.traffic).itl_p90 <= task.slo.itl_p90
+        return is_fast and _link_utilisation(PlannedPool("decode", kind, count), task) < MAX_LINK_UTILISATION
+
+    count = fewest_workers(meets)
     return None if count is None else PlannedPool("decode", kind, count)

@@ -7,20 +7,25 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from emberline.core.errors import InvalidRequest
+from emberline.sim.prompt import PromptPart
+from emberline.sim.workloads.traces import TraceRequest, read_trace
 
 EXAMPLE = "rate=8,in=4096,out=256"
 MAX_SPREAD = 2.0
 SAMPLED_REQUESTS = 2000  # drawn from a distribution of lengths
 MAX_TOKENS = 10_000_000
+MAX_PREFIX_SHARE = 0.99
+BUSIEST_SECONDS, BUSIEST_REQUESTS = 60.0, 100  # least length of the part of a trace that is planned for
 # Name: smallest and largest value, and whether it must be given.
 _FIELDS = {
     "rate": (1e-3, 1e6, True),
     "in": (1, MAX_TOKENS, True),
     "out": (1, MAX_TOKENS, True),
     "spread": (0.0, MAX_SPREAD, False),
-    "prefix": (0.0, 0.99, False),
+    "prefix": (0.0, MAX_PREFIX_SHARE, False),
 }
 
 
@@ -30,13 +35,15 @@ class Traffic:
     lengths: tuple[tuple[int, int], ...]  # tokens of prompt and reply, of sampled requests
     prefix_share: float = 0.0  # of the prompt tokens, which earlier requests had too
     description: str = ""
-    trace: str = ""  # file with the requests; empty: arrivals are random
+    replayed: tuple[TraceRequest, ...] = ()  # requests of a trace in the order of time; empty: arrivals are random
 
     @staticmethod
     def parse(text: str, seed: int) -> Traffic:
-        """Parse text such as rate=8,in=4096,out=256. Raises InvalidRequest.
+        """Parse text such as rate=8,in=4096,out=256, or read the busiest part of a trace. Raises InvalidRequest.
 
         `spread`: sigma of log-normal lengths with these means. `prefix`: share of a prompt that others have too."""
+        if text.strip() and "=" not in text:
+            return Traffic.read_trace(Path(text))
         values = _parse_fields(text)
         rng, spread = random.Random(seed), values.get("spread", 0.0)
 
@@ -46,6 +53,23 @@ class Traffic:
         count = SAMPLED_REQUESTS if spread else 1
         lengths = tuple((draw(values["in"]), draw(values["out"])) for _ in range(count))
         return Traffic(values["rate"], lengths, values.get("prefix", 0.0), text)
+
+    @staticmethod
+    def read_trace(path: Path) -> Traffic:
+        """Return the busiest part of a trace file, in one of the formats that the simulator reads."""
+        if not path.is_file():
+            message = f"traffic is {str(path)[:80]!r}, which is neither a file nor fields"
+            raise InvalidRequest(message, param="traffic", hint=f"write {EXAMPLE}, or the path of a trace")
+        requests = read_trace(path).requests
+        busiest = find_busiest_part(requests)
+        seconds = busiest[-1].time - busiest[0].time if busiest else 0.0
+        if seconds <= 0:
+            message = f"{path} has {len(requests)} requests, and no two at different times"
+            raise InvalidRequest(message, param="traffic", hint="plan for a trace with more requests")
+        lengths = tuple((sum(part.num_tokens for part in each.parts), each.output_tokens) for each in busiest)
+        part = f"the busiest {seconds:.3g} s, {len(busiest)} of {len(requests)} requests"
+        rate = (len(busiest) - 1) / seconds
+        return Traffic(rate, lengths, count_prefix_share(busiest), f"{path.name}: {part}", busiest)
 
     def with_rate_factor(self, factor: float) -> Traffic:
         return replace(self, rate=self.rate * factor)
@@ -89,6 +113,41 @@ class Traffic:
     def tokens_per_second(self) -> float:
         """Prompt and output tokens together."""
         return self.rate * (self.mean_prompt + self.mean_output)
+
+
+def find_busiest_part(requests: Sequence[TraceRequest]) -> tuple[TraceRequest, ...]:
+    """Return consecutive requests with the most tokens per second, over a minute and BUSIEST_REQUESTS at least."""
+    if len(requests) <= BUSIEST_REQUESTS:
+        return tuple(requests)
+    sizes = [sum(part.num_tokens for part in each.parts) + each.output_tokens for each in requests]
+    best, best_rate, end, tokens = (0, len(requests)), 0.0, 0, 0
+    for start in range(len(requests)):
+        while end < len(requests) and (
+            end - start < BUSIEST_REQUESTS or requests[end - 1].time - requests[start].time < BUSIEST_SECONDS
+        ):
+            tokens += sizes[end]
+            end += 1
+        seconds = requests[end - 1].time - requests[start].time
+        if end - start < BUSIEST_REQUESTS:
+            break
+        if seconds > 0 and tokens / seconds > best_rate:
+            best, best_rate = (start, end), tokens / seconds
+        tokens -= sizes[start]
+    return tuple(requests[slice(*best)])
+
+
+def count_prefix_share(requests: Sequence[TraceRequest]) -> float:
+    """Return the share of prompt tokens that an earlier prompt had, too, from its beginning."""
+    known: set[tuple[PromptPart, ...]] = set()
+    shared = total = 0
+    for request in requests:
+        is_known = True
+        for number, part in enumerate(request.parts, 1):
+            is_known = is_known and request.parts[:number] in known
+            shared += part.num_tokens * is_known
+            total += part.num_tokens
+        known.update(request.parts[:number] for number in range(1, len(request.parts) + 1))
+    return min(MAX_PREFIX_SHARE, shared / total)
 
 
 def quantile(values: Sequence[int], fraction: float) -> int:

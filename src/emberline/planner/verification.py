@@ -17,6 +17,7 @@ from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
 from emberline.sim.result import Distribution
 from emberline.sim.sessions import SingleRequest
 from emberline.sim.worker_config import SimWorkerConfig
+from emberline.sim.workloads.requests import make_single_request
 
 MAX_SIMULATED_ENGINES = 16  # of all pools; larger topologies are simulated in part
 MAX_SHARE_MISMATCH = 1.1  # between the parts of two pools that are simulated
@@ -115,7 +116,7 @@ def choose_simulated_counts(engines: Sequence[int], wanted: int) -> list[int]:
 
 
 class _Sessions:
-    """Random arrivals until `end_s`. `arrivals` collects their times.
+    """Random arrivals, or those of a trace, until `end_s`. `arrivals` collects their times.
 
     To start near the steady state, the first requests arrive within `ramp_s`, with a part of their replies in their
     prompts already."""
@@ -133,14 +134,30 @@ class _Sessions:
             prompt, output = rng.choices(self._traffic.lengths, outputs)[0]  # long replies run for longer
             done = rng.randrange(output)
             yield SingleRequest(at, self._build_request(rng, f"first-{number}", prompt + done, output - done))
+        for session in self._replay_trace() if self._traffic.replayed else self._draw_requests(rng):
+            if session.starts_at >= self._end_s:
+                return
+            self.arrivals.append(session.starts_at)
+            yield session
+
+    def _draw_requests(self, rng: random.Random) -> Iterator[SingleRequest]:
         at = self._ramp_s
         for number in itertools.count():
             at += rng.expovariate(self._traffic.rate)
-            if at >= self._end_s:
-                return
-            self.arrivals.append(at)
             prompt, output = rng.choice(self._traffic.lengths)
             yield SingleRequest(at, self._build_request(rng, str(number), prompt, output))
+
+    def _replay_trace(self) -> Iterator[SingleRequest]:
+        """Yield the requests of the trace, at the speed that gives the traffic's rate; again if it ends too early."""
+        requests = self._traffic.replayed
+        interval_s = 1.0 / self._traffic.rate  # mean
+        slowness = interval_s * (len(requests) - 1) / (requests[-1].time - requests[0].time)
+        for lap in itertools.count():
+            start = self._ramp_s + lap * len(requests) * interval_s
+            for number, request in enumerate(requests):
+                at = start + (request.time - requests[0].time) * slowness
+                parts = [PromptPart(f"{lap}/{part.key}", part.num_tokens) for part in request.parts]
+                yield make_single_request(f"request-{lap}-{number}", at, parts, request.output_tokens)
 
     def _build_request(self, rng: random.Random, name: str, prompt: int, output: int) -> SimRequest:
         builder = SimPromptBuilder()

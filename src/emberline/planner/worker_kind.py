@@ -16,9 +16,15 @@ from emberline.models.weight_formats import read_weight_formats
 from emberline.planner.collective_times import ALL_REDUCE_US
 from emberline.planner.drafted_costs import find_drafted_costs
 from emberline.planner.gpu_speeds import GPUSpeed
-from emberline.planner.measured_figures import DRAFT_HEAD_BYTES
-from emberline.planner.measured_shapes import MEASURED_GPU, find_measured, find_shape_name, make_correction
-from emberline.planner.step_costs import ProjectedCosts
+from emberline.planner.measured_figures import DRAFT_HEAD_BYTES, RANK_STEPS_MS, rank_file
+from emberline.planner.measured_shapes import (
+    MEASURED_GPU,
+    find_measured,
+    find_shape_name,
+    make_correction,
+    make_rank_correction,
+)
+from emberline.planner.step_costs import NO_CORRECTION, ProjectedCosts
 from emberline.planner.step_work import StepWork
 from emberline.sim.costmodel import StepCosts
 
@@ -27,6 +33,7 @@ WEIGHTS = ("plain", "packed", "both", "fp8")
 STORED_WEIGHTS = ("auto",)  # of files with quantised weights: as they are
 TENSOR_RANKS = (1, *ALL_REDUCE_US)
 STAGES = (1, 2)
+MAX_RUNNING = 512  # the workers' setting: more than the default of 256, so that memory is the limit for most models
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ class WorkerKind:
 
     @property
     def name(self) -> str:
-        weights = "packed+plain" if self.weights == "both" else self.weights
+        weights = {"both": "packed+plain", "auto": "stored"}.get(self.weights, self.weights)
         parts = [weights, f"tp{self.tp}" * (self.tp > 1), f"pp{self.pp}" * (self.pp > 1), "drafts" * self.drafts]
         return " ".join(filter(None, parts))
 
@@ -58,6 +65,7 @@ class WorkerKind:
     def serve_options(self) -> str:
         """Options of `emberline worker`."""
         options = [f"--weights {self.weights}"] if self.weights != "auto" else []
+        options.append(f"--max-running {self.max_running}")
         options += [f"--tp {self.tp}"] * (self.tp > 1) + [f"--pp {self.pp}"] * (self.pp > 1)
         return " ".join([*options, *(["--speculate eagle3:DIR"] * self.drafts)])
 
@@ -84,7 +92,7 @@ def list_worker_kinds(
             f"the longest request has {options.longest_request} tokens, and the model a context of"
             f" {outline.longest_context}",
             param="traffic",
-            hint="lower in and out, or plan for another model",
+            hint="plan for shorter requests (in and out), or for another model",
         )
     kinds: list[WorkerKind] = []
     rejected: dict[str, str] = {}
@@ -130,7 +138,7 @@ def _make_kinds(
     tp: int,
     pp: int,
 ) -> list[WorkerKind]:
-    settings = EngineConfig.build("", weights=weights).with_gpu_defaults()
+    settings = EngineConfig.build("", weights=weights, max_running=MAX_RUNNING).with_gpu_defaults()
     plan = plan_gpus(_stage_config(config, pp), gpu.gpus(tp), settings)
     best = next((each for each in plan.plans if each.sharing in ("one GPU", "tensor parallel")), None)
     if best is None:
@@ -189,9 +197,14 @@ def _find_costs(
     measured = find_measured(gpu.name, shape, weights)
     if measured is not None and tp == pp == 1:
         return StepCostTable.from_data(measured), "measured", ", ".join(measured.sources)
-    costs = ProjectedCosts(gpu, work, outline.hidden, tp, pp)
-    several = " and published times of collectives" if tp > 1 else ""
+    sources, correction = ["bytes and arithmetic of a step"], NO_CORRECTION
     if (known := find_measured(MEASURED_GPU, shape, weights)) is not None:
-        source = f"the share of the GPU's speed in measured steps ({', '.join(known.sources)}){several}"
-        return replace(costs, correction=make_correction(known)), "projected", source
-    return costs, "projected", f"bytes and arithmetic of a step{several}"
+        sources = [f"the share of the GPU's speed in measured steps ({', '.join(known.sources)})"]
+        correction = make_correction(known)
+    if tp > 1:
+        rank_weights = "packed" if weights == "both" else weights  # in the small batches that were measured
+        if (rank_weights, tp) in RANK_STEPS_MS:
+            correction = correction.times(make_rank_correction(rank_weights, tp))
+            sources.append(f"steps of one rank ({rank_file(rank_weights, tp)})")
+        sources.append("published times of collectives")
+    return ProjectedCosts(gpu, work, outline.hidden, tp, pp, correction), "projected", ", ".join(sources)

@@ -15,6 +15,7 @@ from emberline.core.handoff import Handoff, TokenGroup
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.router.dialect import (
     CHAIN_HEADER,
+    EVENT_IDS_HEADER,
     PRIVATE_HEADER_PREFIX,
     TENANT_HEADER,
     InvalidWorkerReply,
@@ -94,7 +95,7 @@ class NativeDialect:
         headers = {**self.client_request.trace_headers, "content-type": "application/json"}
         headers |= {
             name: self.client_request.headers[name]
-            for name in (CHAIN_HEADER, TENANT_HEADER)
+            for name in (CHAIN_HEADER, TENANT_HEADER, EVENT_IDS_HEADER)
             if name in self.client_request.headers
         }
         if self.cluster_key:

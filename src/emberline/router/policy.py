@@ -111,7 +111,7 @@ def choose_worker(
             bonus = allowed if summary.session else 0.0 if is_shared_prefix else min(allowed, saved)
         if is_shared_prefix:
             saved = max(saved - RECENT_WORK_WEIGHT * (recent[worker.id] - least), 0.0)
-        work = worker.prefill_tokens + rules.decode_weight * worker.decode_tokens + prompt
+        work = worker.total_prefill_tokens + rules.decode_weight * worker.total_decode_tokens + prompt
         return work - saved - bonus, rank[worker.id]
 
     best = min(choices, key=worker_cost)
@@ -129,9 +129,9 @@ def _select_workers_with_capacity(
 
     If no worker has both, return the workers with a free slot. If no worker has a free slot, return the workers with
     space in their queues, or all workers if `ignore_capacity_limits` is set."""
-    idle = [w for w in workers if w.open_requests < w.max_running]
+    idle = [w for w in workers if w.total_open_requests < w.max_running]
     roomy = [w for w in idle if w.kv_free_tokens >= needed_tokens]
-    return roomy or idle or [w for w in workers if w.open_requests < w.max_requests or ignore_capacity_limits]
+    return roomy or idle or [w for w in workers if w.total_open_requests < w.max_requests or ignore_capacity_limits]
 
 
 def select_answering_workers(workers: Sequence[Worker]) -> Sequence[Worker]:
@@ -180,11 +180,12 @@ def rendezvous_hash(session: str, worker_name: str) -> bytes:
 def _tie_break_rank_by_worker(summary: RequestSummary, workers: Sequence[Worker]) -> dict[str, float]:
     """Return a rank for each worker, by worker id, that decides between workers of equal cost.
 
-    The worker with the lowest rank is chosen. Ranks depend on load, then on a hash of the session or prompt, so that
-    different prompts go to different workers."""
-    key = summary.session or summary.digest.hex()
+    The worker with the lowest rank is chosen. Ranks depend on load, then on a hash of the session or of the
+    conversation's first messages. So different conversations go to different workers, and routers that know nothing of
+    each other choose the same worker for all requests of one conversation."""
+    key = summary.session or (summary.conversation or summary.digest).hex()
     order = sorted(
-        workers, key=lambda worker: (worker.open_requests / worker.max_running, rendezvous_hash(key, worker.name))
+        workers, key=lambda worker: (worker.total_open_requests / worker.max_running, rendezvous_hash(key, worker.name))
     )
     return {worker.id: float(i) for i, worker in enumerate(order)}
 

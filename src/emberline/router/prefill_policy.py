@@ -42,9 +42,9 @@ def choose_prefill_worker(
     def is_in_time(worker: Worker) -> bool:
         rate = worker.prefill_rate.tokens_per_s
         if not rate:
-            return worker.open_requests < worker.max_running or not _is_more_loaded(worker, answering_worker)
+            return worker.total_open_requests < worker.max_running or not _is_more_loaded(worker, answering_worker)
         return (
-            worker.prefill_tokens + missing_tokens(worker) - answering_worker.prefill_tokens
+            worker.total_prefill_tokens + missing_tokens(worker) - answering_worker.total_prefill_tokens
             <= rules.max_split_delay_s * rate
         )
 
@@ -52,16 +52,21 @@ def choose_prefill_worker(
         w
         for w in prefillers
         if answering_worker.can_fetch_blocks_from(w, summary.model)
-        and w.open_requests < w.max_requests
+        and w.total_open_requests < w.max_requests
         and (is_required or is_in_time(w))
     ]
     if not choices:
         return None
     best = min(
-        choices, key=lambda worker: (worker.prefill_tokens + missing_tokens(worker), worker.open_requests, worker.name)
+        choices,
+        key=lambda worker: (
+            worker.total_prefill_tokens + missing_tokens(worker),
+            worker.total_open_requests,
+            worker.name,
+        ),
     )
     cached = min(cached_bytes_by_worker.get(best.id, 0), summary.prompt_bytes)
-    wait = best.prefill_tokens / best.prefill_rate.tokens_per_s if best.prefill_rate.tokens_per_s else 0.0
+    wait = best.total_prefill_tokens / best.prefill_rate.tokens_per_s if best.prefill_rate.tokens_per_s else 0.0
     return RoutingDecision(
         best,
         RequestLoad(missing_tokens(best), 0.0),
@@ -72,4 +77,4 @@ def choose_prefill_worker(
 
 
 def _is_more_loaded(worker: Worker, other: Worker) -> bool:
-    return worker.open_requests * other.max_running > other.open_requests * worker.max_running
+    return worker.total_open_requests * other.max_running > other.total_open_requests * worker.max_running

@@ -17,6 +17,7 @@ from emberline.router.prefixmap import PromptPrefix
 
 MIN_PREFIX_BYTES = 256  # shorter prefixes save too little computing to influence routing
 MAX_PREFIXES_PER_PROMPT = 48
+SYSTEM_ROLES = ("system", "developer")
 
 
 class _ModelField(msgspec.Struct):
@@ -42,6 +43,11 @@ class _RoutingFields(_ModelField):
     input: msgspec.Raw = msgspec.Raw(b"")
 
 
+class _RoleField(msgspec.Struct):
+    role: str = ""
+
+
+_ROLE_FIELD = msgspec.json.Decoder(_RoleField)
 _MODEL_FIELD = msgspec.json.Decoder(_ModelField)
 _BODY = msgspec.json.Decoder(_RoutingFields)
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
@@ -57,6 +63,7 @@ class RequestSummary:
     digest: bytes = b""  # hash of the whole prompt
     prefixes: tuple[PromptPrefix, ...] = ()  # prefixes at which this prompt may diverge from others, shortest first
     is_single_sequence: bool = False  # one prompt, one choice, no echo and no prompt logprobs
+    conversation: bytes = b""  # hash of the prompt up to its first user message, the same in all turns
     endpoints: tuple[str, ...] = ()  # HOST:PORT of workers that an endpoint picker chose, preferred first
 
     @staticmethod
@@ -72,6 +79,7 @@ class RequestSummary:
         except JSON_DECODE_ERRORS as e:
             raise InvalidRequest(f"the body is not JSON: {e}") from e
         parts = [memoryview(part) for part in _prompt_parts(fields)]
+        digest, prefixes, conversation = _hash_prompt(fields, parts, tenant_id)
         limit = fields.max_completion_tokens or fields.max_output_tokens or fields.max_tokens
         return RequestSummary(
             fields.model,
@@ -79,8 +87,10 @@ class RequestSummary:
             bool(fields.stream),
             limit * max(fields.n or 1, 1) if limit and limit > 0 else None,
             session_id,
-            *_prompt_digest_and_prefixes(fields, parts, tenant_id),
+            digest,
+            prefixes,
             _is_single_sequence(fields),
+            conversation,
         )
 
 
@@ -113,10 +123,23 @@ def _is_single_sequence(body: _RoutingFields) -> bool:
     return len(items) == 1 or all(bytes(memoryview(item)[:1]).isdigit() for item in items[:1])
 
 
-def _prompt_digest_and_prefixes(
+def _find_first_user_part(prompt_parts: list[memoryview]) -> int:
+    """Return the index of the first message that is not the system's. Without one, return the last index."""
+    for i, part in enumerate(prompt_parts):
+        if bytes(part[:1]) != b"{":
+            continue
+        try:
+            if _ROLE_FIELD.decode(part).role not in SYSTEM_ROLES:
+                return i
+        except JSON_DECODE_ERRORS:
+            return i
+    return len(prompt_parts) - 1
+
+
+def _hash_prompt(
     body: _RoutingFields, prompt_parts: list[memoryview], tenant_id: str = ""
-) -> tuple[bytes, tuple[PromptPrefix, ...]]:
-    """Return the hash of the complete prompt, and the prefixes of the prompt.
+) -> tuple[bytes, tuple[PromptPrefix, ...], bytes]:
+    """Return the hash of the complete prompt, the prefixes of the prompt, and the hash of its first messages.
 
     One prefix ends at the end of each part, for example a message, because the next turn of a conversation adds parts
     there. Within a long part, prefixes end at 256, 512, 1024 .. bytes. Prefixes are measured in bytes, not in token
@@ -125,7 +148,8 @@ def _prompt_digest_and_prefixes(
     digest.update(b"\0" + bytes(body.cache_salt) + b"\0" + tenant_id.encode())
     prefixes: list[PromptPrefix] = []
     length, next_end = 0, MIN_PREFIX_BYTES
-    for part in prompt_parts:
+    first_user_part, conversation = _find_first_user_part(prompt_parts), b""
+    for i, part in enumerate(prompt_parts):
         start = 0
         while length + len(part) - start >= next_end:
             taken = next_end - length
@@ -134,9 +158,10 @@ def _prompt_digest_and_prefixes(
             prefixes.append(PromptPrefix(digest.digest(), length))
         digest.update(part[start:])
         length += len(part) - start
+        if i == first_user_part:
+            conversation = digest.digest()
         if length >= MIN_PREFIX_BYTES and length != (prefixes[-1].length if prefixes else 0):
             prefixes.append(PromptPrefix(digest.digest(), length))
     half = MAX_PREFIXES_PER_PROMPT // 2
-    return digest.digest(), tuple(
-        prefixes if len(prefixes) <= MAX_PREFIXES_PER_PROMPT else prefixes[:half] + prefixes[-half:]
-    )
+    kept = prefixes if len(prefixes) <= MAX_PREFIXES_PER_PROMPT else prefixes[:half] + prefixes[-half:]
+    return digest.digest(), tuple(kept), conversation

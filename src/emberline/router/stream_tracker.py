@@ -34,7 +34,13 @@ class _FirstEvent(_ReplyHead):
 
 
 class StreamTracker:
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        received: Handoff | None = None,
+        reply_id: str | None = None,
+        created: int | None = None,
+    ) -> None:
+        """`received`: output that the client received over an earlier connection, of a reply with this id and time."""
         self.event_count = 0  # events passed on
         self.has_ended = False  # the protocol's final event was passed on
         self.cached_tokens: int | None = None  # cached prompt tokens, as the client's usage field shows them
@@ -43,6 +49,11 @@ class StreamTracker:
         self.first_chunk = self.last_chunk = b""  # first and last bytes passed on, each as one write
         # Comments of the groups passed on, a line each; parsed only when the stream is moved.
         self._group_comments = bytearray()
+        self._reply_identity = reply_id, created
+        if received is not None:
+            self.cached_tokens, self.drafts = received.cached_tokens, received.drafts
+            for group in received.groups:
+                self._group_comments += group.to_comment(0)[:-1]
         self._partial_group: list[bytes] = []  # data of an incomplete group
         self._missing_bytes = 0  # bytes that the incomplete group lacks at least
         self._untracked_events: SSEBuffer | None = None  # set if the stream has no groups
@@ -97,10 +108,14 @@ class StreamTracker:
             groups = tuple(TokenGroup.from_comment(bytes(line)) for line in self._group_comments.splitlines())
         except ValueError as e:
             raise InvalidWorkerReply(str(e)) from e
-        return Handoff(groups, self.has_output, self.cached_tokens, drafts=self.drafts)
+        return Handoff(
+            groups, self.has_output or self._reply_identity[0] is not None, self.cached_tokens, drafts=self.drafts
+        )
 
     def reply_id_and_created(self) -> tuple[str | None, int | None]:
         """Return the reply's id and creation time from its first event, or (None, None)."""
+        if self._reply_identity[0] is not None:
+            return self._reply_identity
         for line in self.first_chunk.splitlines():
             if line.startswith(b"data: {"):
                 try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from emberline.core.breaker import CircuitBreaker
 from emberline.core.numerics import Numerics, can_exchange_blocks
@@ -20,6 +21,18 @@ class RequestLoad:
     decode_tokens: float  # tokens still to be generated
     is_suspect: bool = False  # workers failed while serving this request, which may be the cause
     uncached_tokens: float = 0.0  # prompt tokens, computed here or elsewhere, that are not in this worker's cache yet
+
+
+class OtherRoutersLoad(NamedTuple):
+    """The load that other routers cause at a worker, as of its last heartbeat."""
+
+    open_requests: int = 0
+    prefill_tokens: float = 0.0
+    decode_tokens: float = 0.0
+    uncached_tokens: float = 0.0
+
+
+NO_OTHER_ROUTERS = OtherRoutersLoad()
 
 
 @dataclass(slots=True)
@@ -43,6 +56,7 @@ class Worker:
     prefill_tokens: float = 0.0  # sums over `loads`
     decode_tokens: float = 0.0
     uncached_tokens: float = 0.0
+    other_routers: OtherRoutersLoad = NO_OTHER_ROUTERS
     kv_capacity_tokens: int = 0  # 0: not reported
     kv_used_tokens: float = 0.0  # as of the last heartbeat
     mean_request_s: float = 0.0  # moving average of request durations
@@ -57,7 +71,20 @@ class Worker:
 
     @property
     def open_requests(self) -> int:
+        """The number of this router's own requests at the worker."""
         return len(self.loads)
+
+    @property
+    def total_open_requests(self) -> int:
+        return len(self.loads) + self.other_routers.open_requests
+
+    @property
+    def total_prefill_tokens(self) -> float:
+        return self.prefill_tokens + self.other_routers.prefill_tokens
+
+    @property
+    def total_decode_tokens(self) -> float:
+        return self.decode_tokens + self.other_routers.decode_tokens
 
     def accepts_requests_for(self, model: str, now: float) -> bool:
         return self.is_ready and model in self.models and self.breaker.allows_request(now)
@@ -81,7 +108,11 @@ class Worker:
     def kv_free_tokens(self) -> float:
         """The estimated free tokens in the KV cache once all open requests have reached their full length."""
         return (
-            self.kv_capacity_tokens - self.kv_used_tokens - self.uncached_tokens - self.decode_tokens
+            self.kv_capacity_tokens
+            - self.kv_used_tokens
+            - self.uncached_tokens
+            - self.other_routers.uncached_tokens
+            - self.total_decode_tokens
             if self.kv_capacity_tokens
             else math.inf
         )
@@ -173,4 +204,4 @@ class Worker:
     @property
     def seconds_to_free_slot(self) -> float:
         """The estimated seconds until the next open request of this worker ends."""
-        return self.mean_request_s / max(self.open_requests, 1)
+        return self.mean_request_s / max(self.total_open_requests, 1)

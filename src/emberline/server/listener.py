@@ -58,6 +58,22 @@ def _bind_error_hint(error: OSError | OverflowError, port: int) -> str:
     return "choose another --port" + (f"; `lsof -i :{port}` shows the process" if in_use else "")
 
 
+def limit_silence(listener: socket.socket, timeout_s: int) -> None:
+    """Close connections of this socket whose other end does not acknowledge data for `timeout_s` seconds.
+
+    Without this, the system notices after 15 minutes or never that the other machine was switched off or is
+    unreachable. A process that ends closes its connections itself. Systems other than Linux keep their defaults."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", timeout_s // 2),
+        ("TCP_KEEPINTVL", timeout_s // 8),
+        ("TCP_KEEPCNT", 4),
+        ("TCP_USER_TIMEOUT", timeout_s * 1000),
+    ):
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def is_exposed(listener: socket.socket) -> bool:
     """Return whether other machines can connect to this socket."""
     return not is_loopback(listener.getsockname()[0])

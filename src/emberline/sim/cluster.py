@@ -137,6 +137,7 @@ class SimCluster:
         self.result.seconds = self.now
         for worker in self.workers.values():
             self._count_worker_time(worker)
+            worker.model.check_invariants()
         if not self._events.has_work:
             assert not self._turns.num_open and not self.dispatch.open_attempt_count
         return self.result

@@ -142,3 +142,8 @@ class SimPrefixCache:
             parent.num_children -= 1
             parent.last_used = max(parent.last_used, part.last_used)
             self._mark_if_idle(parent)
+
+    def check_unheld(self) -> None:
+        """Assert that nothing is held, and that only parts are counted as used."""
+        assert not any(part.num_holders for part in self._parts.values())
+        assert self.num_used == sum(part.num_tokens for part in self._parts.values()) <= self._capacity

@@ -167,6 +167,9 @@ class SimWorker:
             scheduler.generated_tokens,
         )
 
+    def check_invariants(self) -> None:
+        self.engine.kv.check_invariants()
+
     def _transfer_blocks(self, now: float) -> None:
         """Simulate the transfers between the worker and the shared store up to the time `now`.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from emberline.cluster.resumable_streams import EVENT_IDS_HEADER, ReclaimRequest
 from emberline.core.errors import BodyTooLarge, EmberlineError, EngineFailed, InvalidRequest
 from emberline.core.events import Output
 from emberline.core.handoff import Handoff
@@ -30,6 +31,7 @@ from emberline.worker.request_context import CHAIN_HEADER, RequestContext, tenan
 
 log = logging.getLogger("emberline.server")
 
+MAX_RECLAIM_BYTES = 1 << 16
 MAX_FORWARD_OVERHEAD_BYTES = 8 << 20  # of a forwarded request beside the client's body
 
 
@@ -68,11 +70,21 @@ class ClusterHandler:
         tenant = tenant_from_router(exchange, self._has_api_keys)
         context = replace(
             forwarded.to_context(),
+            has_event_ids=exchange.header(EVENT_IDS_HEADER) == "1",
             reports_chain=exchange.header(CHAIN_HEADER) == "1",
             span=exchange.span,
             tenant=tenant,
         )
         await self._handler.handle(exchange, forwarded.path, body, context)
+
+    async def reclaim(self, exchange: Exchange) -> None:
+        """Reply with the tokens of a stream up to an event, so that the stream can be continued after that event."""
+        try:
+            position = msgspec.json.decode(await exchange.read_body(MAX_RECLAIM_BYTES), type=ReclaimRequest)
+        except JSON_DECODE_ERRORS as e:
+            raise InvalidRequest(f"invalid request to continue a stream: {e}") from e
+        tenant = tenant_from_router(exchange, self._has_api_keys)
+        await exchange.reply_json(self._handler.resumable_streams.reclaim(position, tenant))
 
     async def prefill(self, exchange: Exchange) -> None:
         """Compute a prompt for a different worker, and reply with a stream of JSON lines.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from emberline.api import tokenize
 from emberline.api.anthropic import request as anthropic
 from emberline.api.openai import embeddings, models
 from emberline.api.openapi import build_document
+from emberline.cluster.resumable_streams import RECLAIM_PATH, ResumableStreams
 from emberline.core.config import ServerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
@@ -64,11 +66,13 @@ class EngineApp:
         self._engine = engine
         self._catalog = catalog
         responses = StoredResponses(response_store, self._tenant_of)
-        self._handler = GenerationHandler(catalog, responses)
+        self.incarnation = uuid.uuid4().hex
+        self._handler = GenerationHandler(catalog, responses, ResumableStreams(self.incarnation, time.monotonic))
         self._embeddings = embedding_model
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.record_step(stats)
         self._start_time = time.time()
         self._tracing = tracing
+        self.extra_metrics: Callable[[], Iterable[MetricFamily]] = tuple  # of the registration with routers
         self._tls = tls
         traced: Callable[[Handler], Handler] = (lambda handler: handler) if tracing is None else tracing.trace_handler
         routes = {
@@ -89,6 +93,7 @@ class EngineApp:
         if config.worker is not None:
             cluster = ClusterHandler(self._handler, config.max_body, has_api_keys=bool(config.api_keys))
             routes["/cluster/resume"] = HTTPRoute(traced(cluster.resume), required_key="cluster")
+            routes[RECLAIM_PATH] = HTTPRoute(cluster.reclaim, required_key="cluster")
             routes["/cluster/prefill"] = HTTPRoute(traced(cluster.prefill), required_key="cluster")
             routes["/cluster/events"] = HTTPRoute(BlockEventStream(engine).handle, "GET", "cluster")
         cluster_key = config.cluster_key if config.worker is not None else None
@@ -225,7 +230,8 @@ class EngineApp:
     async def _report_metrics(self, exchange: Exchange) -> None:
         models = (f for model in self._catalog for f in self._metric_families(model))
         traced = self._tracing.families() if self._tracing is not None else ()
-        text = render_exposition([*models, self._site.reply_counter.family(), *traced, *tls_families(self._tls)])
+        others = (*traced, *self.extra_metrics(), *tls_families(self._tls))
+        text = render_exposition([*models, self._site.reply_counter.family(), *others])
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _metric_families(self, model: LoadedModel) -> Iterator[MetricFamily]:

@@ -10,7 +10,6 @@ import logging
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -35,17 +34,19 @@ from emberline.server.listener import (
     bind_listener,
     check_exposure,
     is_exposed,
+    limit_silence,
     serve_until_stopped,
 )
 
 if TYPE_CHECKING:
-    from emberline.cluster.registrar import Registrar
+    from emberline.cluster.registrar_group import RegistrarGroup
     from emberline.worker.engine_app import EngineApp
 
 log = logging.getLogger("emberline.server")
 QUANTISED_WEIGHTS = ("quantised", "fp8", "int4", "gguf", "q4", "q8")  # of Numerics.weights
 
 LEASE_DRAIN_TIMEOUT_S = 5.0
+ROUTER_TIMEOUT_S = 120  # after which requests of a router whose machine is unreachable are aborted
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ async def serve(
         tls.check_accepts_itself()
     listener = bind_listener(config.host, config.port)
     port = listener.getsockname()[1]
-    config = _with_worker_address(_check_access(config, listener), port)
+    config = _prepare_worker(_check_access(config, listener), listener)
     server = await answer_while_loading(listener, tls.listener_context() if tls is not None else None)
     directories = await _run_in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
     if config.worker is not None:
@@ -88,7 +89,7 @@ async def serve(
             assembled = assemble_server(config, parts, engine, spans, tls)
             _log_models(engine.model_info)
             if config.worker is not None:
-                registrar = _make_registrar(config.worker, config, port, assembled.app, tls)
+                registrar = _make_registrars(config.worker, config, port, assembled.app, tls)
 
             def announce_ready() -> None:
                 _log_ready(f"{config.scheme}://{config.host}:{port}", engine.model_info, start_time)
@@ -112,10 +113,14 @@ async def serve(
             assembled.close()
 
 
-def _with_worker_address(config: ServerConfig, port: int) -> ServerConfig:
-    """Return the settings with the URL of a worker. Raises InvalidRequest if others could not reach it."""
+def _prepare_worker(config: ServerConfig, listener: socket.socket) -> ServerConfig:
+    """Return the settings with the URL of a worker. Raises InvalidRequest if others could not reach it.
+
+    From now on, connections of unreachable routers are closed."""
     if config.worker is None:
         return config
+    port = listener.getsockname()[1]
+    limit_silence(listener, ROUTER_TIMEOUT_S)
     worker = with_reachable_url(config.worker, config.host, port, config.scheme)
     check_worker_address(worker, config.host, port)
     return replace(config, worker=worker)
@@ -185,22 +190,25 @@ async def wait_until_blocks_are_fetched(engine: AsyncEngine) -> None:
         await asyncio.sleep(0.05)
 
 
-def _make_registrar(
+def _make_registrars(
     worker: WorkerConfig, config: ServerConfig, port: int, app: EngineApp, tls: TLSIdentity | None
-) -> Registrar:
-    from emberline.cluster.registrar import Registrar
+) -> RegistrarGroup:
+    from emberline.cluster.registrar_group import RegistrarGroup
+    from emberline.worker.router_link_metrics import build_router_metrics
     from emberline.worker.worker_reporter import WorkerReporter
 
     name, url = _worker_name(worker, port), _worker_url(worker, config.host, port, config.scheme)
-    reporter = WorkerReporter(name, uuid.uuid4().hex, url, worker.role, app.engine, app.served_models)
-    return Registrar(
-        worker.router,
+    reporter = WorkerReporter(name, app.incarnation, url, worker.role, app.engine, app.served_models)
+    registrars = RegistrarGroup(
+        worker.routers,
         config.cluster_key,
         reporter.build_registration,
         reporter.build_heartbeat,
         reporter.update_peers,
         tls.peer_client_context() if tls is not None else None,
     )
+    app.extra_metrics = lambda: build_router_metrics(registrars.registrars)
+    return registrars
 
 
 def check_worker_address(worker: WorkerConfig, host: str, port: int) -> None:
@@ -227,9 +235,9 @@ def with_reachable_url(worker: WorkerConfig, host: str, port: int, scheme: str =
     if worker.worker_url or not is_unspecified_address(host):
         return worker
     try:
-        found = find_outgoing_address(worker.router)
+        found = find_outgoing_address(worker.routers[0])
     except (OSError, ValueError) as e:
-        what = f"cannot determine this machine's address towards the router {worker.router}: {e}"
+        what = f"cannot determine this machine's address towards the router {worker.routers[0]}: {e}"
         raise InvalidRequest(what, param="worker_url", hint=f"set --worker-url {scheme}://HOST:PORT") from e
     return replace(worker, worker_url=f"{scheme}://{f'[{found}]' if ':' in found else found}:{port}")
 

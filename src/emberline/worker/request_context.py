@@ -12,6 +12,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from emberline.cluster.resumable_streams import EVENT_IDS_HEADER
 from emberline.core.errors import InvalidRequest
 from emberline.core.handoff import Handoff
 from emberline.server.access import derive_tenant_id
@@ -33,6 +34,7 @@ class RequestContext:
     seed: int | None = None  # for a call without a seed
     timeout: float = math.inf  # seconds left for the request
     is_tracked: bool = False  # comments in the stream tell the router the tokens of its events
+    has_event_ids: bool = False  # any router can continue the stream after an event, by the event's id
     reports_chain: bool = False  # the reply tells the router the hash of the prompt's last full KV block
     handoff: Handoff = field(default_factory=Handoff)
     span: Span | None = None  # None: tracing is off
@@ -51,7 +53,13 @@ class RequestContext:
         times: dict[str, Any] = {} if created is None else {"created": created}
         tenant = derive_tenant_id(exchange) if has_api_keys else tenant_from_router(exchange)
         return RequestContext(
-            seed=seed, is_tracked=tracked, reports_chain=chained, span=exchange.span, tenant=tenant, **times
+            seed=seed,
+            is_tracked=tracked,
+            has_event_ids=tracked and exchange.header(EVENT_IDS_HEADER) == "1",
+            reports_chain=chained,
+            span=exchange.span,
+            tenant=tenant,
+            **times,
         )
 
 

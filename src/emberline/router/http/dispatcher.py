@@ -20,7 +20,6 @@ from emberline.router.http.worker_registry import WorkerRegistry
 from emberline.router.policy import RoutingDecision, RoutingReason, RoutingRules, choose_worker
 from emberline.router.prefill_policy import choose_prefill_worker
 from emberline.router.prefix_block_map import BlockPosition
-from emberline.router.prefixmap import PrefixMap
 from emberline.router.request_summary import RequestSummary
 from emberline.router.token_estimator import TokenEstimator
 from emberline.router.worker import RequestLoad, Worker
@@ -36,7 +35,6 @@ class Dispatcher(WorkerRegistry):
         self._rules = RoutingRules(
             config.affinity_slack, config.decode_weight, config.split_tokens, config.split_patience
         )
-        self.prefixes = PrefixMap(config.prefixes)
         self._attempt_ids = itertools.count()
         self._detached_tasks: set[asyncio.Task[None]] = set()
 
@@ -167,6 +165,7 @@ class Dispatcher(WorkerRegistry):
         worker.add_request(attempt.id, decision.load, now)
         self._open_attempts.setdefault(worker.id, {})[attempt.id] = attempt
         self.prefixes.record_prompt(summary.prefixes, worker.id)
+        self.shared_routing.record_prompt(worker.id, summary.prefixes)
         self.metrics.record_decision(decision)
         try:
             yield attempt

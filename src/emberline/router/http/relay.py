@@ -23,11 +23,18 @@ from emberline.core.errors import (
     WorkerLost,
     WorkersCrashed,
 )
-from emberline.router.dialect import CHAIN_HEADER, PRIVATE_HEADER_PREFIX, TENANT_HEADER, InvalidWorkerReply
+from emberline.router.dialect import (
+    CHAIN_HEADER,
+    EVENT_IDS_HEADER,
+    PRIVATE_HEADER_PREFIX,
+    TENANT_HEADER,
+    InvalidWorkerReply,
+)
 from emberline.router.http.dispatcher import Dispatcher
 from emberline.router.http.remote_prefill import RemotePrefill
 from emberline.router.http.reply_relay import HOP_BY_HOP_HEADERS, ReplyRelay, content_type_and_headers
 from emberline.router.http.routed_request import AttemptFailure, RoutedRequest
+from emberline.router.http.stream_resumption import StreamResumption
 from emberline.router.http.worker_attempt import WorkerAttempt
 from emberline.router.native import RESUME_PATH
 from emberline.router.policy import RETRY_HINT, RoutingDecision, RoutingReason
@@ -58,12 +65,15 @@ class Relay(ReplyRelay):
         self._suspects = SuspectRequests()
         self.waiting_requests = 0  # requests that wait until a worker is available
 
-    async def run(self, exchange: Exchange, summary: RequestSummary, body: bytes) -> None:
-        """Answer the client's request.
+    async def run(
+        self, exchange: Exchange, summary: RequestSummary, body: bytes, resumption: StreamResumption | None = None
+    ) -> None:
+        """Answer the client's request. `resumption`: the stream that the request continues.
 
         Raises an EmberlineError if the request failed. The caller replies with that error; if the reply has already
         started, the caller closes the connection instead."""
-        routed = self._create_routed_request(exchange, self._dispatcher.fill_in_default_model(summary), body)
+        summary = self._dispatcher.fill_in_default_model(summary)
+        routed = self._create_routed_request(exchange, summary, body, resumption)
         try:
             await self._run_to_end(routed)
         finally:
@@ -94,7 +104,9 @@ class Relay(ReplyRelay):
         finally:
             routed.handle_event(ending)
 
-    def _create_routed_request(self, exchange: Exchange, summary: RequestSummary, body: bytes) -> RoutedRequest:
+    def _create_routed_request(
+        self, exchange: Exchange, summary: RequestSummary, body: bytes, resumption: StreamResumption | None
+    ) -> RoutedRequest:
         decoded = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in exchange.headers.items())
         headers = {
             name: value
@@ -103,13 +115,18 @@ class Relay(ReplyRelay):
         }
         if self._config.kv_events:
             headers[CHAIN_HEADER] = "1"
+        if self._config.event_ids or resumption is not None:
+            headers[EVENT_IDS_HEADER] = "1"
         if tenant := derive_tenant_id(exchange):
             headers[TENANT_HEADER] = f"{'checked' if self._config.api_keys else 'presented'} {tenant}"
         client_request = UpstreamRequest(
             exchange.method, exchange.path + (f"?{exchange.query}" if exchange.query else ""), headers, body
         )
         config, arrived_at = self._config, self._now()
-        identity = (secrets.randbits(64), int(WallClock.now()), config.cluster_key)
+        seed, created = secrets.randbits(64), int(WallClock.now())
+        if resumption is not None:
+            seed, created = resumption.seed if resumption.seed is not None else seed, resumption.created
+        identity = (seed, created, config.cluster_key)
         is_known_suspect = self._suspects.contains(summary.digest, self._now())
         limits, is_generation = (config.attempts, config.migrations), exchange.path in GENERATION_PATHS
         return RoutedRequest(
@@ -123,6 +140,7 @@ class Relay(ReplyRelay):
             is_known_suspect,
             config.foreign_key,
             arrived_at,
+            resumption,
         )
 
     def _deadline_error(self, routed: RoutedRequest) -> DeadlineExceeded:

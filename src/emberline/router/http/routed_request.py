@@ -15,6 +15,7 @@ from emberline.core.handoff import TokenGroup
 from emberline.core.offload import offload
 from emberline.router.dialect import Ticket, WorkerDialect
 from emberline.router.http.remote_prefill import RemotePrefill
+from emberline.router.http.stream_resumption import StreamResumption
 from emberline.router.http.worker_attempt import WorkerAttempt
 from emberline.router.native import NativeDialect
 from emberline.router.policy import RoutingDecision
@@ -84,6 +85,7 @@ class RoutedRequest:
     is_known_suspect: bool  # the same prompt was abandoned recently because workers failed while serving it
     foreign_key: str | None = None  # API key for vLLM and SGLang servers
     arrived_at: float = 0.0  # on the event loop's clock
+    resumption: StreamResumption | None = None  # the stream of an earlier connection, which this request continues
     state: RequestState = RequestState.CHOOSING  # changed by `handle_event` alone
     tracker: StreamTracker = field(default_factory=StreamTracker)
     prefill: RemotePrefill | None = None
@@ -103,6 +105,12 @@ class RoutedRequest:
     output_timeout: asyncio.Timeout | None = None  # for the next part of the reply
     timeout_extended_at: float = 0.0
     worker_times_out_itself: bool = False  # the current worker itself ends requests that make no progress
+
+    def __post_init__(self) -> None:
+        if self.resumption is not None:
+            self.tracker = self.resumption.make_tracker()
+            self.output_worker = self.resumption.worker
+            self.can_split_prefill = False  # the prompt is in the cache of the worker that computed it
 
     def handle_event(self, event: RequestEvent) -> None:
         """Change the request's state to the next one for `event`. Raises IllegalTransition if there is none."""
@@ -224,7 +232,7 @@ class RoutedRequest:
             prefill.may_have_crashed_worker = False  # counted once
             self.record_worker_failure(prefill.worker)
         if not self.has_reply_started:
-            self.tracker = StreamTracker()
+            self.tracker = StreamTracker() if self.resumption is None else self.resumption.make_tracker()
             self.interrupted_at = now if failure.is_crash or not self.interrupted_at else self.interrupted_at
         elif was_relaying:
             self.loss_message = (
@@ -265,6 +273,10 @@ class RoutedRequest:
             handoff = replace(self.tracker.build_handoff(), source=ticket)
             return self.dialect_for(worker).build_resume_request(
                 handoff, remaining_s, *self.tracker.reply_id_and_created()
+            )
+        if (resumption := self.resumption) is not None:
+            return self.dialect_for(worker).build_resume_request(
+                resumption.handoff, remaining_s, resumption.reply_id, resumption.created
             )
         if not self.is_generation:
             return self._client_request_for(worker)

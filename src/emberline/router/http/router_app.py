@@ -24,6 +24,7 @@ from emberline.router.destination import DESTINATION_HEADER, parse_endpoints
 from emberline.router.http.dispatcher import Dispatcher
 from emberline.router.http.relay import Relay
 from emberline.router.http.router_metrics import WorkerView, build_status
+from emberline.router.http.stream_resumption import LAST_EVENT_ID_HEADER, StreamResumer
 from emberline.router.http.worker_registry import TICK_INTERVAL_S
 from emberline.router.request_summary import RequestSummary
 from emberline.router.worker_client import WorkerClient
@@ -69,6 +70,7 @@ class RouterApp:
         self._clock = clock
         self.dispatcher = Dispatcher(config, clock)
         self._relay = Relay(self.dispatcher, client, config)
+        self._stream_resumer = StreamResumer(self.dispatcher, client, config)
         self._tracing = tracing
         self._tls = tls
         self._started_at = int(time.time())
@@ -126,7 +128,14 @@ class RouterApp:
         )
         if header := exchange.header(DESTINATION_HEADER):
             summary = replace(summary, endpoints=parse_endpoints(header))
-        await exchange.run_while_connected(self._relay.run(exchange, summary, body))
+        resumption = None
+        if (last_event_id := exchange.header(LAST_EVENT_ID_HEADER)) and summary.stream:
+            resumption = await self._stream_resumer.find_stream(exchange, summary, last_event_id, body)
+            if resumption.is_complete:
+                await exchange.start_event_stream()
+                await exchange.send(last=True)
+                return
+        await exchange.run_while_connected(self._relay.run(exchange, summary, body, resumption))
 
     async def _relay_stored_response_call(self, exchange: Exchange) -> None:
         """Relay a request that reads or deletes a stored response to any worker.
@@ -187,7 +196,12 @@ class RouterApp:
         await exchange.reply_json(self._build_registration_reply(heartbeat.name))
 
     def _build_registration_reply(self, worker_name: str) -> RegistrationReply:
-        return RegistrationReply(self._config.beat_seconds, self.dispatcher.peers_by_model(worker_name))
+        worker = self.dispatcher.workers[worker_name]
+        return RegistrationReply(
+            self._config.beat_seconds,
+            self.dispatcher.peers_by_model(worker_name),
+            self.dispatcher.shared_routing.build_report(worker),
+        )
 
     async def _handle_leave(self, exchange: Exchange) -> None:
         request = await self._decode_body(exchange, LeaveRequest)

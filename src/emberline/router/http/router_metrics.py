@@ -160,6 +160,7 @@ def _build_status_row(
         "health": health.value,
         "breaker": worker.breaker.state,
         "open": worker.open_requests,
+        "open_by_other_routers": worker.other_routers.open_requests,
         "max_running": worker.max_running,
         "limit": worker.max_requests,
         "prefill_tokens": round(worker.prefill_tokens),
@@ -174,7 +175,7 @@ def _build_status_row(
         **{
             name: getattr(heartbeat, name)
             for name in heartbeat.__struct_fields__
-            if name not in ("name", "incarnation")
+            if name not in ("name", "incarnation", "reports")
         },
         "paired": sorted({worker_by_engine[peer] for peer in heartbeat.paired if peer in worker_by_engine}),
         "refused": {worker_by_engine.get(peer, peer): why for peer, why in heartbeat.refused.items()},
@@ -198,6 +199,11 @@ def _build_worker_gauges(worker_views: Sequence[WorkerView]) -> Iterator[MetricF
             "decode_tokens",
             "Tokens still to be generated, estimated.",
             [worker.decode_tokens for worker, _, _ in worker_views],
+        ),
+        (
+            "open_by_other_routers",
+            "Requests that other routers have open at the worker, as of its last heartbeat.",
+            [worker.other_routers.open_requests for worker, _, _ in worker_views],
         ),
         (
             "breaker_open",

@@ -17,8 +17,10 @@ from emberline.core.errors import EngineUnavailable, InvalidRequest, NotFound, S
 from emberline.core.numerics import Numerics, can_exchange_blocks, describe_difference
 from emberline.router.destination import endpoint_of_url
 from emberline.router.http.router_metrics import RouterMetrics
+from emberline.router.http.shared_routing import SharedRouting
 from emberline.router.http.worker_attempt import WorkerAttempt
 from emberline.router.kvindex import KVIndex
+from emberline.router.prefixmap import PrefixMap
 from emberline.router.token_estimator import TokenEstimator
 from emberline.router.worker import Worker
 
@@ -39,6 +41,8 @@ class WorkerRegistry:
         self.estimators: defaultdict[str, TokenEstimator] = defaultdict(TokenEstimator)  # by model
         self.kv_index = KVIndex(config.kv_blocks, config.prefixes) if config.kv_events else None
         self.metrics = RouterMetrics()
+        self.prefixes = PrefixMap(config.prefixes)
+        self.shared_routing = SharedRouting(self.prefixes)
         self._open_attempts: dict[str, dict[int, WorkerAttempt]] = {}  # by worker id, then by attempt id
         # Replaced workers with open attempts: by id, the seconds of silence allowed.
         self._retired_worker_timeouts: dict[str, float] = {}
@@ -158,6 +162,7 @@ class WorkerRegistry:
         worker = self.workers[heartbeat.name]
         worker.failed_since_heartbeat, worker.paired_engine_ids = False, frozenset(heartbeat.paired)
         worker.record_heartbeat_counters(heartbeat.prompt_tokens, heartbeat.busy_seconds, heartbeat.kv_usage)
+        self.shared_routing.record_reports(worker, heartbeat)
         self._update_readiness(worker)
 
     def peers_by_model(self, worker_name: str) -> dict[str, list[dict[str, Any]]]:
@@ -333,6 +338,7 @@ class WorkerRegistry:
 
         Unless the worker is lost, its open attempts may finish, as in a rolling restart."""
         worker.is_ready = False
+        self.shared_routing.remove_worker(worker.id)
         if self.kv_index is not None:
             self.kv_index.remove_worker(worker.id)
         self._retired_worker_timeouts[worker.id] = self._config.lost_after if is_lost else self._config.stuck_after
