@@ -128,7 +128,7 @@ def _make_config(args: argparse.Namespace, costs: StepCostTable) -> SimClusterCo
 
 
 def _replace_first_worker(cluster: SimCluster, start_seconds: float) -> None:
-    """Kill the answering worker that has run longest, and start another in its place."""
+    """Kill the longest-running worker that generates tokens, and start another in its place."""
     names = [name for name, worker in cluster.workers.items() if worker.role != "prefill" and worker.state == "ready"]
     if names:
         cluster.kill_worker(names[0])
