@@ -25,6 +25,7 @@ OPTIONAL_METRICS = {
     "emberline:kv_tier_": "--kv-host-memory, --kv-disk or --kv-store",
     "vllm:nixl_": "--role",
     "emberline:tls_": "--tls-cert",
+    "emberline:autoscaler_": "emberline autoscale, a process of its own",
     "emberline:gateway_limits_": "the gateway's setting redis",
 }
 

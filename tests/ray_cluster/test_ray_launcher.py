@@ -22,12 +22,13 @@ import tiny
 from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
 
 from emberline import LLM, SamplingParams
+from emberline.autoscaler.ray_fleet import RayFleet
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import EngineFailed, EngineUnavailable
 from emberline.core.freeport import free_port
 from emberline.core.request import Submission
 from emberline.engine.async_engine import AsyncEngine
-from emberline.engine.ranks.ray_launcher import RayLauncher, RayNodeActor
+from emberline.engine.ranks.ray_launcher import RayLauncher, RayNodeActor, connect_to_ray
 
 try:
     import ray
@@ -153,6 +154,36 @@ def test_gpus_are_reserved(cluster: Any, directory: Path, monkeypatch: pytest.Mo
     finally:
         launcher.close()
     wait_until(lambda: ray.available_resources().get("GPU") == 4)
+
+
+async def start_and_stop_a_worker(cluster: Any) -> None:
+    def make_fleet() -> RayFleet:
+        def build_command(role: str, name: str) -> list[str]:
+            return [sys.executable, "-c", "import time; time.sleep(100)", role, name]
+
+        resources = {"both": {"num_cpus": 1.0, "num_gpus": 0}}
+        return RayFleet(
+            connect_to_ray(cluster.address), build_command, ["both"], environment={}, resources_by_role=resources
+        )
+
+    await make_fleet().start_workers("both", 1)
+    fleet = make_fleet()  # an autoscaler that was started again
+    (worker,) = await fleet.list_workers()
+    assert worker.role == "both" and not worker.is_stopping
+    await asyncio.to_thread(wait_until, lambda: bool(find_processes(worker.name)))
+    await fleet.stop_worker(worker.name)
+    await asyncio.to_thread(wait_until, lambda: not find_processes(worker.name))
+    while await fleet.list_workers():
+        await asyncio.sleep(0.1)
+
+
+def find_processes(word: str) -> list[Path]:
+    return [file for file in Path("/proc").glob("[0-9]*") if word.encode() in read(file / "cmdline").split(b"\0")]
+
+
+def test_workers_of_an_autoscaler(cluster: Any) -> None:
+    asyncio.run(asyncio.wait_for(start_and_stop_a_worker(cluster), 100))
+    wait_until(lambda: free_cpus() == 4)
 
 
 def test_model_that_another_node_cannot_read(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ SLO = LatencyTargets(1.0, 0.05)
 
 
 def settings(*pools: PoolSettings, **changes: Any) -> AutoscalerSettings:
+    changes = {"utilisation": 0.8, "cool_down": 180.0, **changes}
     return AutoscalerSettings(SLO, pools or (PoolSettings("both", max_workers=50, capacity=1000.0),), **changes)
 
 
@@ -126,7 +127,7 @@ def test_an_slo_that_no_worker_reaches_starts_no_further_workers() -> None:
     [
         (PoolObservation(ready=4, open_requests=9, kv_usage=0.95), "kv"),
         (PoolObservation(ready=4, open_requests=100, waiting_requests=30, slots=100), "slots"),
-        (PoolObservation(ready=4, open_requests=9, prompt_backlog=9000.0), "backlog"),
+        (PoolObservation(ready=4, open_requests=9, prompt_backlog=150000.0), "backlog"),
         (PoolObservation(ready=4, open_requests=9, prompt_rate=4000.0), "load"),
         (PoolObservation(ready=4, open_requests=9, output_rate=1000.0), "load"),
         (PoolObservation(ready=4, open_requests=9, prompt_rate=2000.0, refused_share=0.5), "load"),
@@ -172,9 +173,11 @@ def test_a_forecast_follows_the_trend_but_not_noise() -> None:
 
 def test_a_capacity_that_missed_the_slo_is_not_tried_again_soon() -> None:
     capacity = CapacityEstimate.from_seed(None).with_load(800.0, 0.5, 0.8, 0.0)
-    capacity = capacity.with_load(900.0, 1.5, 0.8, 10.0)
-    assert capacity.work_per_s == pytest.approx(930.0) and capacity.ceiling == 900.0
-    for now in range(20, 3600, 5):
+    assert capacity.with_load(900.0, 1.5, 0.8, 10.0).work_per_s == 1000.0  # a short peak
+    for now in range(10, 75, 5):
+        capacity = capacity.with_load(900.0, 1.5, 0.8, float(now))
+    assert capacity.work_per_s == pytest.approx(930.0) and capacity.ceiling == pytest.approx(900.0, 1e-3)
+    for now in range(80, 3600, 5):
         capacity = capacity.with_load(0.8 * (capacity.work_per_s or 0.0), 0.3, 0.8, float(now))
     assert capacity.work_per_s is not None and capacity.work_per_s <= 930.0
 

@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "gateway.http": {"core", "api", "wire", "net", "trace", "server"},
     "worker": {"core", "tokens", "hub", "api", "wire", "engine", "models.config", "net", "trace", "server", "cluster"},
     "autoscaler": {"core", "net", "server"},
-    "sim": {"core", "tokens", "kv", "engine", "router", "cluster"},
+    "sim": {"core", "tokens", "kv", "engine", "router", "cluster", "autoscaler", "server.metrics"},
     "planner": {"core", "engine", "models", "sim"},
     "bench": {
         "planner",

@@ -49,12 +49,17 @@ def test_host_overheads_are_added_to_steps_requests_and_handoffs() -> None:
     assert split.ttft_p90 == pytest.approx(0.4, rel=0.01)
 
 
-def test_blocks_of_a_prompt_are_copied_while_the_answering_worker_computes() -> None:
-    """The first token of a handed-off prompt waits for the end of one step of the decode worker, not of two."""
-    requests = [TimedRequest(0.0, [1] * 32, 30), TimedRequest(0.35, [1] * 32, 2)]
+@pytest.mark.parametrize(("prompt", "shortest", "longest"), [(32, 0.2, 0.3), (96, 0.2, 0.3)])
+def test_blocks_of_several_chunks_are_copied_while_the_answering_worker_computes(
+    prompt: int, shortest: float, longest: float
+) -> None:
+    """A prompt of one chunk is announced when it is computed, and its copy starts with the next step.
+
+    So a prompt of two chunks of 0.1 s has its first token at the same time."""
+    requests = [TimedRequest(0.0, [1] * 32, 30), TimedRequest(0.35, [1] * prompt, 2)]
     warm_up = [TimedRequest(0.0, [1] * 32, 2)]
     split = replace(CLUSTER, prefill_workers=1).simulate(requests, HostOverheads(handoff_s=0.01), warm_up)
-    assert split.ttft_p90 < 0.2
+    assert shortest < split.ttft_p90 < longest
 
 
 def test_capacity_is_what_the_slots_serve() -> None:
@@ -101,6 +106,26 @@ def test_unknown_cases_and_loads_are_refused(cases: list[str], loads: list[int],
     with pytest.raises(InvalidRequest) as refused:
         sim_accuracy.bench(cases, loads, 1.0, RESULTS, Path("unused"))
     assert refused.value.param == param
+
+
+def test_recording_of_another_bench_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    file.write_text('{"bench": "router"}')
+    with pytest.raises(InvalidRequest, match="no measurements of this bench"):
+        sim_accuracy.compare_recorded(file, RESULTS)
+
+
+def test_recorded_points_are_simulated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = json.loads((RESULTS / "sim-accuracy-real.json").read_text())
+    recorded["config"] |= {"cases": ["smollm2"], "loads": [40]}
+    file = tmp_path / "real.json"
+    file.write_text(json.dumps(recorded))
+    monkeypatch.setattr(accuracy_h200, "FILES", ())  # these are compared above
+    report = sim_accuracy.compare_recorded(file, RESULTS)
+    before = recorded["config"]["points"]["smollm2_colocated_40"]
+    assert report.config["points"]["smollm2_colocated_40"]["real"] == before["real"]
+    assert report.results["throughput_error_max"].value < 0.05
+    assert report.config["measured"]["commit"] == recorded["commit"]
 
 
 def test_split_arrangement_shortens_inter_token_times() -> None:

@@ -6,12 +6,14 @@ load; the load at which that happened is remembered, so that the estimate does n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 LOW_PRESSURE = 0.8  # latency as a share of its SLO up to which more load may be tried
 RISE_PER_S = 0.001
 FALL_FACTOR = 0.93
-FALL_INTERVAL_S = 60.0  # between two reductions: a lower load needs time to show in the latency
+MISSED_BEFORE_FALL_S = 60.0  # of missed SLOs before a reduction: short peaks say nothing about capacity
+MISSED_MEMORY_S = 900.0  # time constant after which missed SLOs are forgotten
 CEILING_SHARE = 0.95  # of the load at which the SLO was missed
 CEILING_RISE_PER_S = 1e-5  # 3.6 % an hour: models and prompts change
 MIN_SHARE_OF_SEED = 0.5
@@ -22,7 +24,7 @@ class CapacityEstimate:
     work_per_s: float | None = None  # None: nothing is known yet
     seed: float | None = None  # what the operator stated; the estimate stays between half of it and all of it
     ceiling: float | None = None  # load per worker at which the SLO was missed
-    reduced_at: float = float("-inf")
+    missed_s: float = 0.0  # seconds in which latencies exceeded the SLO below this capacity, recently
     updated_at: float | None = None
 
     @staticmethod
@@ -35,23 +37,24 @@ class CapacityEstimate:
         `pressure`: the worst latency as a share of its SLO; None: no request."""
         seconds = 0.0 if self.updated_at is None else max(now - self.updated_at, 0.0)
         ceiling = None if self.ceiling is None else self.ceiling * (1 + CEILING_RISE_PER_S * seconds)
-        updated = replace(self, ceiling=ceiling, updated_at=now)
+        missed_s = self.missed_s * math.exp(-seconds / MISSED_MEMORY_S)
+        updated = replace(self, ceiling=ceiling, missed_s=missed_s, updated_at=now)
         if pressure is None or load <= 0:
             return updated
         known = updated.work_per_s
         if known is None:
             return replace(updated, work_per_s=load if pressure > 1 else load / utilisation)
         if pressure > 1 and load < known:
-            return updated._reduce(load, known, now)
+            return updated._record_miss(load, known, seconds)
         if pressure < LOW_PRESSURE and load > 0.97 * utilisation * known:
             higher = known * (1 + RISE_PER_S * seconds)
             limits = (higher, updated.seed, None if ceiling is None else CEILING_SHARE * ceiling)
             return replace(updated, work_per_s=max(known, min(each for each in limits if each is not None)))
         return updated
 
-    def _reduce(self, load: float, known: float, now: float) -> CapacityEstimate:
-        if now - self.reduced_at < FALL_INTERVAL_S:
-            return self
+    def _record_miss(self, load: float, known: float, seconds: float) -> CapacityEstimate:
+        if (missed_s := self.missed_s + seconds) < MISSED_BEFORE_FALL_S:
+            return replace(self, missed_s=missed_s)
         lowest = 0.0 if self.seed is None else MIN_SHARE_OF_SEED * self.seed
         ceiling = load if self.ceiling is None else min(load, self.ceiling)
-        return replace(self, work_per_s=max(FALL_FACTOR * known, lowest), ceiling=ceiling, reduced_at=now)
+        return replace(self, work_per_s=max(FALL_FACTOR * known, lowest), ceiling=ceiling, missed_s=0.0)

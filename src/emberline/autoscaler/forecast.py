@@ -1,52 +1,87 @@
 """DemandForecast: predicts a pool's demand a short time ahead, from its trend and from earlier periods.
 
-Demand is smoothed exponentially, once and twice (Brown's method); the difference of the two gives the trend. If the
-load repeats, for example every day, the mean demand of each bucket of the period is kept too, and the forecast is the
-present demand times the ratio of two buckets of the last period."""
+Demand is smoothed exponentially with three time constants. A smoothed value lags behind a steady rise by its time
+constant, so the difference of two of them gives the slope. The slower ones, which noise changes little, give the usual
+forecast. If the fast one leaves the usual one by more than noise does, the load has changed, and the slower ones begin
+again at its value. If it rises that fast, the forecast follows it.
+
+If the load repeats, for example every day, the mean demand of each bucket of the period is kept too, and the forecast
+is the present demand times the ratio of two buckets of the last period."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
-FAST_SMOOTHING_S = 20.0  # time constant of the demand that counts as present
-TREND_SMOOTHING_S = 120.0
+FAST_S, USUAL_S, SLOW_S = 20.0, 90.0, 300.0  # time constants
+FIRST_NOISE = 0.15  # standard deviation of one observation, as a share of the demand, before it was measured
+CHANGE_DEVIATIONS = 3.0  # of the fast value from the usual one, above which the load has changed
+RISE_DEVIATIONS = 2.0  # of the lag of the fast value, above which the load rises fast
+MIN_CHANGE_RATIO = 0.05  # smaller changes are left to the usual value, however small the noise is
+MAX_TREND_RATIO = 2.0  # a trend may double the demand, and not more
 BUCKETS_PER_PERIOD = 288  # five minutes of a day
 NEW_PERIOD_WEIGHT = 0.5  # of the last period against all earlier ones
 MAX_PERIODIC_RATIO = 10.0
-MAX_TREND_RATIO = 2.0  # a trend may double the demand, and not more: it is noisy
 
 
 @dataclass(frozen=True, slots=True)
 class DemandForecast:
     period_s: float = 86400.0  # 0: the load does not repeat
-    present: float = 0.0  # smoothed over FAST_SMOOTHING_S
-    once: float = 0.0  # smoothed over TREND_SMOOTHING_S
-    twice: float = 0.0  # `once`, smoothed again
+    fast: float = 0.0  # demand, smoothed with each of the time constants
+    fast_again: float = 0.0  # `fast`, smoothed a second time
+    usual: float = 0.0
+    slow: float = 0.0
+    variance: float = 0.0  # of single observations
+    deviation: float = 0.0  # standard deviation of `fast`
     updated_at: float | None = None
     buckets: tuple[float, ...] = ()  # mean demand by time of the period; negative: not known yet
     bucket_index: int = -1  # of the bucket that is being filled
     bucket_sum: float = 0.0  # of demand times seconds
     bucket_seconds: float = 0.0
 
+    @property
+    def present(self) -> float:
+        """The demand now, without most of its noise."""
+        return self.usual
+
     def with_demand(self, demand: float, now: float) -> DemandForecast:
         """Return the forecast after a demand was observed. `demand`: mean since the observation before."""
         if self.updated_at is None:
             empty = (-1.0,) * (BUCKETS_PER_PERIOD if self.period_s else 0)
-            return replace(self, present=demand, once=demand, twice=demand, updated_at=now, buckets=empty)
+            noise = (FIRST_NOISE * demand) ** 2
+            return DemandForecast(self.period_s, demand, demand, demand, demand, noise, updated_at=now, buckets=empty)
         seconds = max(now - self.updated_at, 0.0)
-        fast, slow = (1 - math.exp(-seconds / each) for each in (FAST_SMOOTHING_S, TREND_SMOOTHING_S))
-        once = self.once + slow * (demand - self.once)
-        twice = self.twice + slow * (once - self.twice)
-        present = self.present + fast * (demand - self.present)
-        smoothed = replace(self, present=present, once=once, twice=twice, updated_at=now)
+        fast = _smooth(self.fast, demand, seconds, FAST_S)
+        fast_again = _smooth(self.fast_again, fast, seconds, FAST_S)
+        usual, slow = _smooth(self.usual, demand, seconds, USUAL_S), _smooth(self.slow, demand, seconds, SLOW_S)
+        largest = 9 * max(self.variance, (FIRST_NOISE * self.usual) ** 2)
+        surprise = min((demand - self.usual) ** 2, largest)  # a burst is no noise
+        variance = _smooth(self.variance, surprise, seconds, SLOW_S)
+        deviation = math.sqrt(variance * seconds / (2 * FAST_S))  # of the fast value
+        if abs(fast - usual) > max(CHANGE_DEVIATIONS * deviation, MIN_CHANGE_RATIO * usual):
+            variance *= (fast / usual) if usual else 1.0  # more requests have more noise
+            usual = slow = fast
+        smoothed = replace(
+            self,
+            fast=fast,
+            fast_again=fast_again,
+            usual=usual,
+            slow=slow,
+            variance=variance,
+            deviation=deviation,
+            updated_at=now,
+        )
         return smoothed._with_bucket(demand, seconds, now) if self.period_s else smoothed
 
     def predict(self, now: float, ahead_s: float) -> float:
         """Return the demand that is expected at `now + ahead_s`."""
-        slope = (self.once - self.twice) / TREND_SMOOTHING_S
-        # `twice` lags behind by two time constants, of which `present` already made up most.
-        trend = min(max(self.present + slope * ahead_s, 0.0), MAX_TREND_RATIO * self.present)
+        lag = self.fast - self.fast_again
+        expected = self.usual
+        if lag > 0:  # the slower slope goes on for minutes after a rise has ended
+            expected += max(self.usual - self.slow, 0.0) / (SLOW_S - USUAL_S) * (USUAL_S + ahead_s)
+        if lag > max(RISE_DEVIATIONS * self.deviation, MIN_CHANGE_RATIO * self.usual):
+            expected = max(expected, self.fast + lag / FAST_S * (FAST_S + ahead_s))
+        trend = min(expected, MAX_TREND_RATIO * self.present)
         return max(trend, self._predict_by_period(now, ahead_s))
 
     def _predict_by_period(self, now: float, ahead_s: float) -> float:
@@ -71,3 +106,7 @@ class DemandForecast:
             mean = mean if last < 0 else last + NEW_PERIOD_WEIGHT * (mean - last)
             buckets = (*buckets[: self.bucket_index], mean, *buckets[self.bucket_index + 1 :])
         return replace(self, buckets=buckets, bucket_index=index, bucket_sum=demand * seconds, bucket_seconds=seconds)
+
+
+def _smooth(value: float, new_value: float, seconds: float, time_constant_s: float) -> float:
+    return value + (1 - math.exp(-seconds / time_constant_s)) * (new_value - value)

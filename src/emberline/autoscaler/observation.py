@@ -15,6 +15,7 @@ class PoolObservation:
     slots: int = 0  # requests that all ready workers together run at the same time; 0: unknown
     prompt_backlog: float = 0.0  # prompt tokens that arrived and are not computed
     kv_usage: float = 0.0  # share of the pool's KV cache that requests use, from 0 to 1
+    has_rates: bool = True  # False: there was no earlier observation, so the rates below are unknown
     prompt_rate: float = 0.0  # prompt tokens to compute that arrived, per second
     output_rate: float = 0.0  # tokens to generate that arrived, per second
     ttft_s: float | None = None  # 90th percentile of the last seconds; None: no request

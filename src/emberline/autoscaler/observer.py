@@ -44,6 +44,7 @@ class StatusObserver:
                 slots=sum(row["max_running"] for row in pool.ready),
                 prompt_backlog=self._in_flight[role][0],
                 kv_usage=sum(row["kv_usage"] for row in pool.ready) / max(len(pool.ready), 1),
+                has_rates=seconds > 0,
                 prompt_rate=prompt_rate,
                 output_rate=output_rate,
                 ttft_s=ttft_s,

@@ -21,8 +21,11 @@ from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
 
 MAX_KV_USAGE = 0.85  # above it, requests are preempted soon
 MAX_SLOT_USAGE = 0.9
-MISSED_SLO_GROWTH = 0.1  # share of workers added when latencies exceed the SLO
-ROUNDING_SLACK = 0.02  # of a worker: a need of 3.01 is met by 3
+HIGH_PRESSURE = 0.85  # latency as a share of its SLO above which a fully loaded pool gets more workers
+LATENCY_GROWTH = 0.1  # share of workers added because of latencies
+LATENCY_DELAY_S = 15.0  # until more workers show in the latencies
+START_MARGIN = 0.1  # of a worker: a need of 3.1 is met by 3
+REMOVAL_MARGIN = 0.3  # of a worker: a need of 2.8 keeps 4 of 4, since 3 would soon be too few
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class PoolState:
 
     forecast: DemandForecast
     capacity: CapacityEstimate
-    needs: tuple[tuple[float, int], ...] = ()  # time and number of workers needed, during the cool-down
+    needs: tuple[tuple[float, int], ...] = ()  # time and number of workers to keep, during the cool-down
     idle_since: float | None = None
     correct_again_at: float = float("-inf")  # when latencies may cause the next correction
     is_slo_unreachable: bool = False
@@ -47,8 +50,17 @@ class PolicyState:
 class PoolNeed:
     """How many workers a pool needs, before limits, and for which reason."""
 
-    workers: int
+    amount: float  # in workers
     reason: str  # load, forecast, backlog, kv, slots, latency, waiting, idle
+
+    @property
+    def workers(self) -> int:
+        return math.ceil(self.amount - START_MARGIN)
+
+    @property
+    def workers_to_keep(self) -> int:
+        """The number of workers below which none is removed."""
+        return math.ceil(self.amount + REMOVAL_MARGIN) if self.amount % 1 else round(self.amount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +101,7 @@ def _assess_pool(
 ) -> tuple[PoolState, PoolNeed]:
     work = seen.prompt_rate + settings.decode_weight * seen.output_rate
     demand = work / (1 - min(seen.refused_share, 0.75))  # refused requests would have been work too
-    forecast = before.forecast.with_demand(demand, now)
+    forecast = before.forecast.with_demand(demand, now) if seen.has_rates else before.forecast
     pressure = _latency_pressure(pool, seen, settings)
     # One request for each worker and none waits: more workers would not be faster.
     unreachable = pressure > 1 and seen.open_requests <= seen.ready and not seen.waiting_requests
@@ -100,15 +112,22 @@ def _assess_pool(
     idle_since = (before.idle_since if before.idle_since is not None else now) if seen.is_idle else None
     after = replace(before, forecast=forecast, capacity=capacity, idle_since=idle_since, is_slo_unreachable=unreachable)
     need = _find_need(pool, seen, after, now, settings)
-    if pressure > 1 and need.workers < seen.ready:  # not the moment to remove workers
+    is_high = pressure > 1 or (pressure > HIGH_PRESSURE and _is_loaded(seen, after, settings))
+    if is_high and need.amount < seen.ready:  # not the moment to remove workers
         need = PoolNeed(seen.ready, "latency")
     can_correct = seen.ready and not seen.starting and not unreachable and now >= before.correct_again_at
-    if pressure > 1 and can_correct:
-        more = seen.ready + max(1, math.floor(MISSED_SLO_GROWTH * seen.ready))
-        need = max(need, PoolNeed(more, "latency"), key=lambda each: each.workers)
-        after = replace(after, correct_again_at=now + settings.start_time + settings.cool_down / 3)
+    if is_high and can_correct:
+        more = seen.ready + max(1, math.floor(LATENCY_GROWTH * seen.ready))
+        need = max(need, PoolNeed(more, "latency"), key=lambda each: each.amount)
+        after = replace(after, correct_again_at=now + settings.start_time + LATENCY_DELAY_S)
     kept = tuple(each for each in before.needs if each[0] >= now - settings.cool_down)
-    return replace(after, needs=(*kept, (now, need.workers))), need
+    return replace(after, needs=(*kept, (now, need.workers_to_keep))), need
+
+
+def _is_loaded(seen: PoolObservation, state: PoolState, settings: AutoscalerSettings) -> bool:
+    """Whether the workers have about as much work as is planned. Only then would more workers lower the latencies."""
+    per_worker = state.capacity.work_per_s
+    return per_worker is not None and state.forecast.fast >= 0.9 * settings.utilisation * per_worker * seen.ready
 
 
 def _latency_pressure(pool: PoolSettings, seen: PoolObservation, settings: AutoscalerSettings) -> float:
@@ -137,20 +156,17 @@ def _find_need(
     if per_worker is not None:
         planned = settings.utilisation * per_worker
         expected = state.forecast.predict(now, settings.start_time + settings.interval)
-        needs += [_need(state.forecast.present / planned, "load"), _need(expected / planned, "forecast")]
+        needs += [PoolNeed(state.forecast.present / planned, "load"), PoolNeed(expected / planned, "forecast")]
         if seen.ready:
-            # What is queued must be computed within the SLO, beside what arrives.
-            backlog_rate = max(seen.prompt_backlog / settings.slo.ttft_p90 - seen.ready * planned, 0.0)
-            needs.append(_need((state.forecast.present + backlog_rate) / per_worker, "backlog"))
-    needs.append(_need(seen.ready * seen.kv_usage / MAX_KV_USAGE, "kv"))
+            # What waits longer than the SLO must be computed soon after more workers are ready, beside what arrives.
+            late_tokens = max(seen.prompt_backlog - seen.ready * per_worker * settings.slo.ttft_p90, 0.0)
+            recovery_rate = late_tokens / max(settings.start_time, settings.slo.ttft_p90)
+            needs.append(PoolNeed((state.forecast.present + recovery_rate) / per_worker, "backlog"))
+    needs.append(PoolNeed(seen.ready * seen.kv_usage / MAX_KV_USAGE, "kv"))
     if seen.slots and answers:
         taken = (seen.open_requests + seen.waiting_requests) / seen.slots
-        needs.append(_need(seen.ready * taken / MAX_SLOT_USAGE, "slots"))
-    return max(needs, key=lambda each: each.workers)
-
-
-def _need(workers: float, reason: str) -> PoolNeed:
-    return PoolNeed(math.ceil(workers - ROUNDING_SLACK), reason)
+        needs.append(PoolNeed(seen.ready * taken / MAX_SLOT_USAGE, "slots"))
+    return max(needs, key=lambda each: each.amount)
 
 
 def _within_budget(desired: Mapping[str, int], settings: AutoscalerSettings) -> dict[str, int]:

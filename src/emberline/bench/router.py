@@ -8,6 +8,7 @@ mutual TLS is compared with one without.
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from emberline.kv.transfer.receiver import MAX_PIECE_BYTES
 
 READY_TIMEOUT_S = 30.0
 PATH = "/v1/chat/completions"
-KV_TRANSFER_BYTES = 128 << 20  # of each KV transfer with and without TLS
+KV_TRANSFER_BYTES = 64 << 20  # of each KV transfer with and without TLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,11 @@ class BenchedRouter:
     async def _run_clients(self, plan: RouterBenchPlan, events: int, url: str, reconnects: bool) -> RouterBenchRun:
         left = iter(range(plan.requests))
         first: list[float] = []
+        clients = [_RouterClient(url, self.tls, plan, events, reconnects) for _ in range(plan.streams)]
+        if url == self.url and not reconnects:
+            await asyncio.gather(*(each.connection.fetch("/health/live") for each in clients))
         before = processes.read_usage(self.pid)
         began = time.perf_counter()
-        clients = (_RouterClient(url, self.tls, plan, events, reconnects) for _ in range(plan.streams))
         await asyncio.gather(*(each.send_requests(left, first, i / plan.streams) for i, each in enumerate(clients)))
         wall, after = time.perf_counter() - began, processes.read_usage(self.pid)
         assert before is not None and after is not None and len(first) == plan.requests
@@ -144,7 +147,8 @@ def bench(plan: RouterBenchPlan, rounds: int) -> BenchReport:
 def bench_tls(plan: RouterBenchPlan, rounds: int) -> BenchReport:
     """Measure a router with mutual TLS to clients and workers, and KV transfers. The peer of each has no TLS."""
     config = {name: getattr(plan, name) for name in plan.__slots__}
-    report = BenchReport("tls", {**config, "rounds": rounds})
+    # Processes of others on the machine, ready to run when the benchmark starts: above 0, all figures are too low.
+    report = BenchReport("tls", {**config, "rounds": rounds, "load_average": round(os.getloadavg()[0], 1)})
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="emberline-tls-")))
         ca = LocalCA(home)
@@ -204,21 +208,21 @@ def _add_results(
     report.add("rss", max(turn.rss for turn in routed_runs) / 1e6, "MB")
 
 
-@dataclass(frozen=True, slots=True)
 class _RouterClient:
-    url: str
-    tls: ssl.SSLContext | None
-    plan: RouterBenchPlan
-    events: int
-    reconnects: bool  # each request has a connection of its own
+    def __init__(
+        self, url: str, tls: ssl.SSLContext | None, plan: RouterBenchPlan, events: int, reconnects: bool
+    ) -> None:
+        """`reconnects`: each request has a connection of its own."""
+        self.connection = MinimalHTTPConnection(url, tls=tls)
+        self._plan, self._events, self._reconnects = plan, events, reconnects
 
     async def send_requests(
         self, request_numbers: Iterator[int], first_byte_seconds: list[float], start_delay_share: float
     ) -> None:
-        connection, events = MinimalHTTPConnection(self.url, tls=self.tls), self.events
-        await asyncio.sleep(start_delay_share * events * self.plan.pace)  # streams with a pace start evenly spread
+        connection, events = self.connection, self._events
+        await asyncio.sleep(start_delay_share * events * self._plan.pace)  # streams with a pace start evenly spread
         for number in request_numbers:
-            content = f"{number} ".ljust(self.plan.prompt, "x")
+            content = f"{number} ".ljust(self._plan.prompt, "x")
             asked = {"model": "fake", "messages": [{"role": "user", "content": content}], "max_tokens": events}
             body = msgspec.json.encode({**asked, "stream": True})
             began, got, last = time.perf_counter(), 0, b""
@@ -229,6 +233,6 @@ class _RouterClient:
                 last = part
             if got != events + 3 or not last.endswith(b"[DONE]\n\n"):
                 raise EmberlineError(f"a stream ended after {got} of {events + 3} events: {last[-200:]!r}")
-            if self.reconnects:
+            if self._reconnects:
                 connection.close()
         connection.close()

@@ -13,10 +13,12 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from emberline.bench import accuracy_h200, workload
 from emberline.bench.accuracy_load import LoadResult, LoadShape, TimedRequest, measure_load
@@ -29,6 +31,7 @@ from emberline.bench.tiny_checkpoint import VOCAB, write_tiny_checkpoint
 from emberline.bench.workload import LogNormal
 from emberline.core.config import Role
 from emberline.core.errors import EmberlineError, InvalidRequest
+from emberline.core.jsonfile import read_object
 from emberline.core.step_costs import StepCostData, StepCostTable, count_prompt_pairs
 from emberline.hub.source import resolve_model
 from emberline.sim.costs import find_cost_data
@@ -40,7 +43,13 @@ OPTIONS = ("--served-name", SERVED, "--threads", "1", "--device", "cpu", "--embe
 ALONE = 4  # requests that run alone, to measure what the host adds; the first is a warm-up
 # Requests at each worker that decode at the same time, to measure what the host adds for each of them.
 ROWS, ROW_PROMPT, ROW_OUTPUT = 8, 16, 32
-CASES = ("tiny", "smollm2")
+SHAPES = {
+    "tiny": LoadShape(LogNormal(5.3, 0.8, 512), LogNormal(3.2, 0.5, 64), VOCAB),
+    "smollm2": LoadShape(LogNormal(3.5, 0.6, 96), LogNormal(2.5, 0.5, 32), 49_000),
+}
+CASES = tuple(SHAPES)
+SPLIT_TOKENS = {"tiny": 128, "smollm2": 24}
+DURATIONS = {"tiny": 1.0, "smollm2": 1.75}  # of the load, as multiples of --seconds
 LATENCIES = ("ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
 RUN_TIMEOUT_S = 600.0  # of one cluster
 
@@ -103,8 +112,33 @@ def bench(cases: Sequence[str], loads: Sequence[int], seconds: float, results_di
         case = make_case(name, seconds, log_dir / name)
         report.config[name] = {"costs": asdict(case.costs), "prompt": case.shape.prompt, "output": case.shape.output}
         points += asyncio.run(_measure_case(case, loads, log_dir / name, report))
-    add_points(report, points)
-    add_points(report, list(_compare_with_h200(results_dir)), prefix="h200_")
+    _add_all_points(report, points, results_dir)
+    return report
+
+
+def compare_recorded(recording: Path, results_dir: Path) -> BenchReport:
+    """Simulate again what an earlier report of this bench has measured, and compare with its measurements."""
+    document = read_object(recording)
+    if document.get("bench") != "sim-accuracy":
+        hint = "give a file that this command wrote with --json"
+        raise InvalidRequest(f"{recording} has no measurements of this bench", param="real", hint=hint)
+    old = document["config"]
+    config = {name: value for name, value in old.items() if name != "points"}
+    facts = {"file": recording.name, "commit": document["commit"], "command": document["command"]}
+    report = BenchReport("sim-accuracy", {**config, "measured": facts, "points": {}})
+    points = []
+    for name in old["cases"]:
+        case = recorded_case(name, old)
+        for arrangement, load in product(ARRANGEMENTS, old["loads"]):
+            facts = old[f"{name}_{arrangement}"]
+            point = f"{name}_{arrangement}_{load}"
+            overheads, rate = HostOverheads(**facts["overheads"]), load / 100 * facts["capacity"]
+            requests = case.shape.draw_poisson(rate, case.seconds, seed=load)
+            simulated = case.make_simulated_cluster(arrangement).simulate(requests, overheads, draw_alone(case.shape))
+            points.append(
+                AccuracyPoint(point, rate, len(requests), LoadResult(**old["points"][point]["real"]), simulated)
+            )
+    _add_all_points(report, points, results_dir)
     return report
 
 
@@ -118,13 +152,25 @@ def make_case(name: str, seconds: float, directory: Path) -> AccuracyCase:
     """Prepare the model and the paced step costs of a case."""
     smollm2 = resolve_model("smollm2")
     if name == "tiny":
-        h200 = find_cost_data("h200", "llama-8b", "plain")
-        shape = LoadShape(LogNormal(5.3, 0.8, 512), LogNormal(3.2, 0.5, 64), VOCAB)
+        costs = replace(find_cost_data("h200", "llama-8b", "plain").scale(16.0), plans_ahead=False)
         model = write_tiny_checkpoint(directory / "model", smollm2)
-        return AccuracyCase(name, model, replace(h200.scale(16.0), plans_ahead=False), shape, 128, seconds)
+        return AccuracyCase(name, model, costs, SHAPES[name], SPLIT_TOKENS[name], DURATIONS[name] * seconds)
     plan = StepCostPlan(rows=(1, 4, 16), contexts=(32, 256), chunks=(16, 64, 192), threads=1, rounds=2)
-    shape = LoadShape(LogNormal(3.5, 0.6, 96), LogNormal(2.5, 0.5, 32), 49_000)
-    return AccuracyCase(name, smollm2, measure_step_costs("smollm2", plan).scale(3.0), shape, 24, 1.75 * seconds)
+    costs = measure_step_costs("smollm2", plan).scale(3.0)
+    return AccuracyCase(name, smollm2, costs, SHAPES[name], SPLIT_TOKENS[name], DURATIONS[name] * seconds)
+
+
+def recorded_case(name: str, config: Mapping[str, Any]) -> AccuracyCase:
+    """Return a case with the step costs that a report has recorded, without its model."""
+    costs = StepCostData.from_json(config[name]["costs"])
+    seconds = DURATIONS[name] * config["seconds"]
+    return AccuracyCase(name, Path(name), costs, SHAPES[name], SPLIT_TOKENS[name], seconds)
+
+
+def draw_alone(shape: LoadShape) -> list[TimedRequest]:
+    """Return the requests that run alone before the load, with the longest prompts."""
+    requests = shape.draw_requests([0.0] * ALONE, seed=0)
+    return [replace(each, prompt=(each.prompt * 8)[: shape.prompt.maximum]) for each in requests]
 
 
 async def _measure_case(
@@ -168,8 +214,7 @@ async def _measure_overheads(
 ) -> tuple[HostOverheads, list[TimedRequest]]:
     """Return what the host adds, and the requests with which it was measured. `colocated`: as measured before."""
     table = StepCostTable.from_data(case.costs)
-    requests = case.shape.draw_requests([0.0] * ALONE, seed=0)
-    requests = [replace(each, prompt=(each.prompt * 8)[: case.shape.prompt.maximum]) for each in requests]
+    requests = draw_alone(case.shape)
     steps, firsts = [], []
     for request in requests:
         trace = await client.complete(request.prompt, request.output)
@@ -210,22 +255,34 @@ def _step_overhead(trace: RequestTrace, request: TimedRequest, table: StepCostTa
 
 def add_points(report: BenchReport, points: Sequence[AccuracyPoint], prefix: str = "") -> None:
     """Add each point to the report, and the largest errors. `prefix`: of the names of these."""
-    worst: dict[str, float] = {}
     for point in points:
-        errors = point.errors()
         report.config["points"][point.name] = {
             "rate": point.rate,
             "requests": point.requests,
             "real": _without_nan(asdict(point.real)),
             "simulated": asdict(point.simulated),
-            "errors": errors,
+            "errors": point.errors(),
         }
         for name in LATENCIES:
             report.add(f"{point.name}_{name}", 1e3 * getattr(point.simulated, name), "ms")
             report.add(f"{point.name}_{name}/real", 1e3 * getattr(point.real, name), "ms")
-        worst = {name: max(error, worst.get(name, 0.0)) for name, error in errors.items()}
+    add_largest_errors(report, points, prefix)
+
+
+def add_largest_errors(report: BenchReport, points: Sequence[AccuracyPoint], prefix: str = "") -> None:
+    worst: dict[str, float] = {}
+    for point in points:
+        worst |= {name: max(error, worst.get(name, 0.0)) for name, error in point.errors().items()}
     for name, error in worst.items():
         report.add(f"{prefix}{'throughput' if name == 'output_rate' else name}_error_max", error, "of the measured")
+
+
+def _add_all_points(report: BenchReport, points: Sequence[AccuracyPoint], results_dir: Path) -> None:
+    """Add the points of all cases, the largest errors of each case, and those of runs on an H200."""
+    add_points(report, points)
+    for case in report.config["cases"]:
+        add_largest_errors(report, [point for point in points if point.name.startswith(case)], f"{case}_")
+    add_points(report, list(_compare_with_h200(results_dir)), prefix="h200_")
 
 
 def _without_nan(values: dict[str, float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from functools import partial
 from emberline.bench.report import BenchReport
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.step_costs import StepCostTable, count_prompt_pairs
-from emberline.sim.cluster import SimCluster, SimClusterConfig
+from emberline.sim.cluster import SimCluster, SimClusterConfig, SimDetail
 from emberline.sim.costs import find_cost_table
 from emberline.sim.link import KVLink
 from emberline.sim.result import Distribution, RequestRecord
@@ -25,8 +25,8 @@ from emberline.sim.workloads.requests import RequestWorkload
 GPU, SHAPE, WEIGHTS = "h200", "llama-8b", "plain"
 PROMPT_TOKENS, OUTPUT_TOKENS = 4096, 256
 BATCH_TOKENS, MAX_RUNNING, BLOCK_SIZE = 8192, 256, 64  # the engine's defaults on a GPU
-# Requests per second of a colocated GPU: the open loop with a nominal rate of 8, in which vLLM's p90 was 103-109 ms on
-# one H200, had 143 requests in 20 s (h200-open.json).
+# Requests per second of a colocated GPU: those of h200-open.json, in fact 143 in 20 s at a nominal rate of 8. At that
+# nominal rate vLLM had a p90 of 103-109 ms on one H200.
 RATE_PER_GPU = 143 / 20
 ITL_TARGET_S, ITL_TARGET_MS = 0.030, 29.3
 TTFT_TARGET_S = 0.610  # vLLM's p90 at that load
@@ -64,8 +64,10 @@ class ArrangementLatency:
         return self.itl_p90 <= ITL_TARGET_S and self.ttft_p90 <= TTFT_TARGET_S
 
 
-def bench(rate: float, seconds: float) -> BenchReport:
-    """Compare arrangements at `rate` requests per second, for `seconds` of virtual time."""
+def bench(rate: float, seconds: float, detail: SimDetail = "steps") -> BenchReport:
+    """Compare arrangements at `rate` requests per second, for `seconds` of virtual time.
+
+    `detail`: with "runs" it takes seconds instead of minutes, but pacing of prompts is left out."""
     if not rate >= RATE_PER_GPU:
         message = f"rate is {rate:g}; one GPU gets {RATE_PER_GPU:g} requests per second"
         raise InvalidRequest(message, param="rate", hint="use a multiple of it, such as 57.2")
@@ -79,6 +81,7 @@ def bench(rate: float, seconds: float) -> BenchReport:
         "costs": table.source,
         "rate": rate,
         "seconds": seconds,
+        "detail": detail,
         "prompt_tokens": PROMPT_TOKENS,
         "output_tokens": OUTPUT_TOKENS,
         "batch_tokens": BATCH_TOKENS,
@@ -90,7 +93,7 @@ def bench(rate: float, seconds: float) -> BenchReport:
 
     def measure(arrangement: GPUArrangement) -> ArrangementLatency:
         if arrangement not in found:
-            found[arrangement] = latency = simulate(arrangement, table, rate, seconds)
+            found[arrangement] = latency = simulate(arrangement, table, rate, seconds, detail)
             _add_latency(report, arrangement, latency)
             print(f"{arrangement.name}: inter-token p90 {1e3 * latency.itl_p90:.1f} ms", flush=True)
         return found[arrangement]
@@ -101,7 +104,8 @@ def bench(rate: float, seconds: float) -> BenchReport:
     # The published claim is about equal numbers of GPUs: some more than the anchors' load needs.
     equal = GPUArrangement(split.gpus)
     at_equal = measure(equal)
-    measure(GPUArrangement(split.gpus, itl_target_ms=ITL_TARGET_MS))
+    if detail == "steps":
+        measure(GPUArrangement(split.gpus, itl_target_ms=ITL_TARGET_MS))
     report.add("colocated_itl_p90_ms", 1e3 * base.itl_p90, "ms")
     report.add("split_itl_p90_ms", 1e3 * measure(split).itl_p90, "ms")
     report.add("colocated_gpus", colocated.gpus, "GPUs")
@@ -111,7 +115,9 @@ def bench(rate: float, seconds: float) -> BenchReport:
     return report
 
 
-def simulate(arrangement: GPUArrangement, table: StepCostTable, rate: float, seconds: float) -> ArrangementLatency:
+def simulate(
+    arrangement: GPUArrangement, table: StepCostTable, rate: float, seconds: float, detail: SimDetail = "steps"
+) -> ArrangementLatency:
     """Return the latencies in the second half of the arrivals: batches of decode workers grow for some time."""
     workload = RequestWorkload(ConstantRate(rate), seconds, PROMPT_TOKENS, OUTPUT_TOKENS)
     cluster = SimCluster(
@@ -126,6 +132,7 @@ def simulate(arrangement: GPUArrangement, table: StepCostTable, rate: float, sec
             prefill_workers=arrangement.prefill,
             link=LINK,
             kv_bytes_per_token=table.kv_bytes_per_token,
+            detail=detail,
         )
     )
     begin, gaps, records = seconds / 2, list[Distribution](), list[RequestRecord]()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from emberline.bench import report as reports
 from emberline.cli import (
+    bench_autoscaler,
     bench_churn,
     bench_crash,
     bench_drain,
@@ -61,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_exact.add_arguments(kinds.add_parser("exact", help="Count the tokens that drafts change; cost of --exact."))
     _add_router_arguments(kinds.add_parser("router", help="Measure the time that the router adds, with fake workers."))
     bench_sim.add_parsers(kinds)
+    bench_autoscaler.add_arguments(
+        kinds.add_parser("autoscaler", help="Compare the autoscaler with an oracle, simulated, and kill a real one.")
+    )
     bench_churn.add_arguments(kinds.add_parser("churn", help="Restart workers of a cluster under load at random."))
     _add_prefill_split_arguments(
         kinds.add_parser("split", help="Compare separate prefill and decode workers with workers that do both.")
@@ -98,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
         "unweight": _run_unweight_bench,
         "router": _run_router_bench,
         **bench_sim.RUNS,
+        "autoscaler": bench_autoscaler.run,
         "split": _run_prefill_split_bench,
         "drain": bench_drain.run,
         "churn": bench_churn.run,

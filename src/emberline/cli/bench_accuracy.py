@@ -37,12 +37,18 @@ def _add_accuracy_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("benchmarks/results"),
         help="Directory of the H200's result files, which are compared too.",
     )
+    parser.add_argument(
+        "--real", type=Path, metavar="FILE", help="Simulate again what this result file of the command has measured."
+    )
     add_logs_option(parser)
 
 
 def _run_accuracy(args: argparse.Namespace) -> int:
     from emberline.bench import sim_accuracy
 
+    if args.real is not None:
+        sim_accuracy.compare_recorded(args.real, args.results).print_and_save(args.json, args.commit)
+        return 0
     report = sim_accuracy.bench(args.cases, args.loads, args.seconds, args.results, choose_log_dir(args))
     report.print_and_save(args.json, args.commit)
     return 0
@@ -51,13 +57,16 @@ def _run_accuracy(args: argparse.Namespace) -> int:
 def _add_claim_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, default=57.2, help="Requests per second at the whole cluster.")
     parser.add_argument("--seconds", type=float, default=60.0, help="Simulated seconds; the first half is a warm-up.")
+    parser.add_argument(
+        "--detail", choices=("steps", "runs"), default="steps", help="Plan each step, or runs of decode steps at once."
+    )
     reports.add_report_arguments(parser)
 
 
 def _run_claim(args: argparse.Namespace) -> int:
     from emberline.bench import split_claim
 
-    split_claim.bench(args.rate, args.seconds).print_and_save(args.json, args.commit)
+    split_claim.bench(args.rate, args.seconds, args.detail).print_and_save(args.json, args.commit)
     return 0
 
 

@@ -113,6 +113,11 @@ class SimCluster:
         return self.clock.time
 
     @property
+    def num_waiting(self) -> int:
+        """The requests that wait until a worker is ready."""
+        return self._turns.num_waiting
+
+    @property
     def has_prefill_workers(self) -> bool:
         return self._num_prefill_workers > 0
 
@@ -280,7 +285,10 @@ class SimCluster:
         num_tokens, num_cached = request.num_prompt_tokens, output.cached_tokens
         link, token_bytes = self.config.link, self.config.kv_bytes_per_token
         overlapped = count_overlapped_tokens(num_tokens, num_cached, chunk, output.prefill_s, link, token_bytes)
-        return KVSource(num_tokens, overlapped, is_prefill=True, cached_tokens=num_cached, ready_at=self.now)
+        # The prefill worker announces blocks with its first chunk, or at once if some are cached.
+        is_announced_early = num_tokens - num_cached > chunk or num_cached > 0
+        ready_at = self.now if is_announced_early else None
+        return KVSource(num_tokens, overlapped, is_prefill=True, cached_tokens=num_cached, ready_at=ready_at)
 
     def last_prompt_block(self, worker_name: str, request: SimRequest) -> BlockPosition | None:
         model = self.workers[worker_name].model

@@ -28,8 +28,8 @@ class KVSource:
     overlapped_tokens: int  # of them, those that were copied while the other worker still computed
     is_prefill: bool = False  # the other worker is a prefill worker, which also samples the first token
     cached_tokens: int = 0  # prompt tokens that the other worker found in its cache
-    # Time at which the other worker had computed them. A prefill worker announces blocks before that, so they are
-    # copied even while the answering worker computes a step. None: they are copied from the admission on.
+    # Time at which the other worker had computed them, if it had announced them before: they are then copied while the
+    # answering worker computes a step. None: they are copied from the admission on.
     ready_at: float | None = None
 
     def copy_end(self, link_free_at: float, now: float, seconds: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -30,6 +31,11 @@ class Distribution:
         self.count += other.count
         self.total += other.total
         self._bins.update(other._bins)
+
+    def counts_by_value(self) -> Iterator[tuple[float, int]]:
+        """Yield each value, rounded to its bin, with the number of times that it was added."""
+        for number, count in self._bins.items():
+            yield math.exp(number * BIN_WIDTH), count
 
     @property
     def mean(self) -> float:

@@ -129,6 +129,11 @@ class TurnDispatcher:
             self._route(turn)
         return turn
 
+    @property
+    def num_waiting(self) -> int:
+        """The requests that wait until a worker is ready."""
+        return len(self._waiting)
+
     def retry_waiting(self) -> None:
         """Try again to route the requests that wait for a worker, because one has become ready."""
         waiting, self._waiting = self._waiting, []
