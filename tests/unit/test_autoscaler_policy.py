@@ -154,7 +154,7 @@ def test_prefill_and_decode_pools_follow_their_own_latency() -> None:
 
 def test_the_budget_is_shared_by_need_and_never_exceeded() -> None:
     pools = PoolSettings("prefill", 1, 20, capacity=1000.0), PoolSettings("decode", 1, 20, gpus=2, capacity=1000.0)
-    config = settings(*pools, budget=10)
+    config = settings(*pools, max_gpus=10)
     busy = PoolObservation(ready=1, open_requests=40, prompt_rate=8000.0)
     desired = decide({"prefill": busy, "decode": busy}, PolicyState({}, 0.0), 1e3, config).desired
     assert desired["prefill"] + 2 * desired["decode"] <= 10 and min(desired.values()) >= 3
@@ -185,8 +185,8 @@ def test_a_capacity_that_missed_the_slo_is_not_tried_again_soon() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda: settings(PoolSettings("both"), budget=0), "budget is 0 GPUs"),
-        (lambda: settings(PoolSettings("both", 4, 8, gpus=2), budget=6), "at least 8"),
+        (lambda: settings(PoolSettings("both"), max_gpus=0), "max_gpus is 0"),
+        (lambda: settings(PoolSettings("both", 4, 8, gpus=2), max_gpus=6), "at least 8"),
         (lambda: PoolSettings("both", 3, 2), "min=3, max=2"),
         (lambda: PoolSettings("both", -1, 2), "min=-1"),
         (lambda: PoolSettings.parse("embed"), "'embed' does not exist"),

@@ -12,7 +12,7 @@ from emberline.sim.cluster import SimClusterConfig
 from emberline.sim.workloads.arrivals import ConstantRate
 from emberline.sim.workloads.ramped_bursts import RampedBurstRate
 
-SETTINGS = AutoscalerSettings(LatencyTargets(3.0, 0.1), (PoolSettings("both", 1, 8),), start_time=10.0, period=0.0)
+SETTINGS = AutoscalerSettings(LatencyTargets(3.0, 0.1), (PoolSettings("both", 1, 8),), start_seconds=10.0, period=0.0)
 PLAN = AutoscalerBenchPlan(SETTINGS, SimClusterConfig(max_running=64, detail="runs"), 10.0, 8000, 100)
 
 

@@ -32,7 +32,7 @@ class Autoscaler:
         self._clock = clock
         self._observer = StatusObserver()
         self._state = PolicyState()
-        self._starts = StartTracker(settings.start_time)
+        self._starts = StartTracker(settings.start_seconds)
         self._draining_since: dict[str, float] = {}
         self._logged_problem = ""
         self.metrics = AutoscalerMetrics()
@@ -56,11 +56,11 @@ class Autoscaler:
             names = {worker.name for worker in workers}
             self._draining_since = {name: since for name, since in self._draining_since.items() if name in names}
             observations = self._observer.observe(status, pools, now)
-            settings = replace(self._settings, start_time=max(self._starts.usual_start_s, 0.1))
+            settings = replace(self._settings, start_seconds=max(self._starts.usual_start_s, 0.1))
             decision = decide(observations, self._state, now, settings)
             self._state = decision.state
             self.metrics.record_decision(decision, observations)
-            self.metrics.failed_starts, self.metrics.usual_start_s = self._starts.failed_starts, settings.start_time
+            self.metrics.failed_starts, self.metrics.usual_start_s = self._starts.failed_starts, settings.start_seconds
             for role, pool in pools.items():
                 await self._stop_finished_workers(pool, now)
                 await self._reconcile(role, pool, decision, now)

@@ -43,7 +43,7 @@ class KubernetesAPI:
             raise InvalidRequest(
                 f"the Kubernetes service account in {account_dir} cannot be read: {e}",
                 param="adapter",
-                hint="run the autoscaler in a pod with a service account that may patch the scale of the pools",
+                hint="run the autoscaler in a pod whose service account may get and update the scale of the pools",
             ) from e
 
     @staticmethod
@@ -101,7 +101,9 @@ class KubernetesAPI:
         finally:
             connection.close()
         if reply.status == 409:
-            raise KubernetesConflict(f"Kubernetes object {path} was changed by another client", hint="nothing to do")
+            raise KubernetesConflict(
+                f"Kubernetes object {path} was changed by another client", hint="it is tried again"
+            )
         if reply.status >= 300:
             message = f"Kubernetes answered {reply.status} to {method} {path}: {_read_message(content)}"
             raise FleetError(message, hint=_hint_for(reply.status, path))

@@ -117,7 +117,7 @@ class LocalFleet:
         free = [gpu for gpu in self._gpus if gpu not in used]
         if len(free) < count:
             message = f"a worker of the pool {role} needs {count} GPUs, and {len(free)} of {len(self._gpus)} are free"
-            raise FleetError(message, hint="set --budget to the number of GPUs")
+            raise FleetError(message, hint="set --max-gpus to the number of GPUs")
         return {GPU_VARIABLE: ",".join(free[:count])}
 
     def _find_processes(self) -> Iterator[LocalProcess]:

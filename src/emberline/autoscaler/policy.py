@@ -89,7 +89,7 @@ def decide(
         number = max(need.workers, min(current, highest if is_filled else current))
         desired[pool.role] = min(max(number, pool.min_workers), pool.max_workers)
         reasons[pool.role] = need.reason
-    return ScalingDecision(_within_budget(desired, settings), reasons, PolicyState(pools, started_at))
+    return ScalingDecision(_limit_gpus(desired, settings), reasons, PolicyState(pools, started_at))
 
 
 def _initial_state(pool: PoolSettings, settings: AutoscalerSettings) -> PoolState:
@@ -119,7 +119,7 @@ def _assess_pool(
     if is_high and can_correct:
         more = seen.ready + max(1, math.floor(LATENCY_GROWTH * seen.ready))
         need = max(need, PoolNeed(more, "latency"), key=lambda each: each.amount)
-        after = replace(after, correct_again_at=now + settings.start_time + LATENCY_DELAY_S)
+        after = replace(after, correct_again_at=now + settings.start_seconds + LATENCY_DELAY_S)
     kept = tuple(each for each in before.needs if each[0] >= now - settings.cool_down)
     return replace(after, needs=(*kept, (now, need.workers_to_keep))), need
 
@@ -155,12 +155,12 @@ def _find_need(
     per_worker = state.capacity.work_per_s
     if per_worker is not None:
         planned = settings.utilisation * per_worker
-        expected = state.forecast.predict(now, settings.start_time + settings.interval)
+        expected = state.forecast.predict(now, settings.start_seconds + settings.interval)
         needs += [PoolNeed(state.forecast.present / planned, "load"), PoolNeed(expected / planned, "forecast")]
         if seen.ready:
             # What waits longer than the SLO must be computed soon after more workers are ready, beside what arrives.
             late_tokens = max(seen.prompt_backlog - seen.ready * per_worker * settings.slo.ttft_p90, 0.0)
-            recovery_rate = late_tokens / max(settings.start_time, settings.slo.ttft_p90)
+            recovery_rate = late_tokens / max(settings.start_seconds, settings.slo.ttft_p90)
             needs.append(PoolNeed((state.forecast.present + recovery_rate) / per_worker, "backlog"))
     needs.append(PoolNeed(seen.ready * seen.kv_usage / MAX_KV_USAGE, "kv"))
     if seen.slots and answers:
@@ -169,15 +169,15 @@ def _find_need(
     return max(needs, key=lambda each: each.amount)
 
 
-def _within_budget(desired: Mapping[str, int], settings: AutoscalerSettings) -> dict[str, int]:
-    """Return the numbers of workers that the budget of GPUs allows.
+def _limit_gpus(desired: Mapping[str, int], settings: AutoscalerSettings) -> dict[str, int]:
+    """Return the numbers of workers that `max_gpus` allows.
 
     Each pool gets its minimum. The rest goes, one worker at a time, to the pool with the largest unmet share."""
     pools = [pool for pool in settings.pools if pool.gpus]
-    if settings.budget is None or sum(desired[pool.role] * pool.gpus for pool in pools) <= settings.budget:
+    if settings.max_gpus is None or sum(desired[pool.role] * pool.gpus for pool in pools) <= settings.max_gpus:
         return dict(desired)
     given = dict(desired) | {pool.role: pool.min_workers for pool in pools}
-    left = settings.budget - sum(given[pool.role] * pool.gpus for pool in pools)
+    left = settings.max_gpus - sum(given[pool.role] * pool.gpus for pool in pools)
     while unmet := [pool for pool in pools if given[pool.role] < desired[pool.role] and pool.gpus <= left]:
         neediest = max(unmet, key=lambda pool: 1 - given[pool.role] / desired[pool.role])
         given[neediest.role] += 1

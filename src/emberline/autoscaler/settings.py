@@ -21,7 +21,7 @@ class PoolSettings:
     role: str  # of workers: prefill, decode or both
     min_workers: int = 1  # 0: the pool may be empty while there are no requests
     max_workers: int = 8
-    gpus: int = 1  # of one worker; they count towards the budget
+    gpus: int = 1  # of one worker; they count towards max_gpus
     capacity: float | None = None  # work per second that a worker serves within the SLO; None: learned
     target: str = ""  # Kubernetes: the object to scale, such as deployment/decode
 
@@ -77,14 +77,14 @@ class AutoscalerSettings:
     slo: LatencyTargets
     pools: tuple[PoolSettings, ...]
     interval: float = option(5.0, "Seconds between two decisions.", unit="s")
-    start_time: float = option(
-        30.0, "Seconds from the start of a worker until it is ready, until starts were measured.", unit="s"
+    start_seconds: float = option(
+        30.0, "Seconds from the start of a worker until it is ready. Measured starts replace this value.", unit="s"
     )
     cool_down: float = option(
-        120.0, "Seconds for which fewer workers must have sufficed before one is removed.", unit="s"
+        120.0, "Seconds for which fewer workers must have been enough before one is removed.", unit="s"
     )
     idle_time: float = option(300.0, "Seconds without requests after which a pool with min=0 is emptied.", unit="s")
-    utilisation: float = option(0.97, "Share of a worker's capacity that is used on average; the rest is reserve.")
+    utilisation: float = option(0.99, "Share of a worker's capacity that is used on average; the rest is reserve.")
     decode_weight: float = option(4.0, "Cost of a generated token, in prompt tokens, as of the router.", unit="tokens")
     period: float = option(
         86400.0, "Seconds after which the load repeats, for forecasts; 0: forecasts by trend only.", unit="s"
@@ -92,10 +92,10 @@ class AutoscalerSettings:
     drain_timeout: float = option(
         120.0, "Seconds that a drained worker may take to finish its requests before it is stopped.", unit="s"
     )
-    budget: int | None = option(None, "Most GPUs that all pools together may use.", default_text="no limit")
+    max_gpus: int | None = option(None, "Most GPUs that all pools together may use.", default_text="no limit")
 
     def __post_init__(self) -> None:
-        for name in ("interval", "start_time", "drain_timeout"):
+        for name in ("interval", "start_seconds", "drain_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
         for name in ("cool_down", "idle_time", "decode_weight", "period"):
@@ -105,7 +105,7 @@ class AutoscalerSettings:
             message = f"utilisation is {self.utilisation}; it must be above 0 and at most 1"
             raise InvalidRequest(message, param="utilisation")
         self._check_pools()
-        self._check_budget()
+        self._check_max_gpus()
 
     def pool(self, role: str) -> PoolSettings:
         return next(each for each in self.pools if each.role == role)
@@ -121,15 +121,15 @@ class AutoscalerSettings:
             message = "pool is prefill only, but no pool would generate tokens"
             raise InvalidRequest(message, param="pool", hint="add --pool decode")
 
-    def _check_budget(self) -> None:
-        if self.budget is None:
+    def _check_max_gpus(self) -> None:
+        if self.max_gpus is None:
             return
         needed = sum(pool.min_workers * pool.gpus for pool in self.pools)
         smallest = min((pool.gpus for pool in self.pools if pool.gpus), default=0)
-        if self.budget < max(needed, smallest, 0) or (self.budget < 1 and smallest):
+        if self.max_gpus < max(needed, smallest, 0) or (self.max_gpus < 1 and smallest):
             raise InvalidRequest(
-                f"budget is {self.budget} GPUs; it must be at least {max(needed, smallest)}: the smallest pools need "
+                f"max_gpus is {self.max_gpus}; it must be at least {max(needed, smallest)}: the smallest pools need "
                 f"{needed}, and the smallest worker {smallest}",
-                param="budget",
-                hint="raise --budget, or lower min and gpus of the pools",
+                param="max_gpus",
+                hint="raise --max-gpus, or lower min and gpus of the pools",
             )

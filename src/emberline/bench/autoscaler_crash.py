@@ -91,7 +91,7 @@ def _autoscaler_options(plan: CrashPlan, url: str, log_dir: Path) -> list[str]:
     worker = [sys.executable, "-m", "emberline.cluster.fake", "--router", "{router}", "--role", "{role}", "--name",
               "{name}", "--pace", f"{plan.token_interval_s}", "--max-running", f"{plan.slots}"]  # fmt: skip
     return ["--router", url, "--slo", "ttft_p90=1s,itl_p90=100ms", "--pool", f"both:min=0,max={MAX_WORKERS}",
-            "--interval", "0.3", "--start-time", "1", "--cool-down", "2", "--idle-time", "2",
+            "--interval", "0.3", "--start-seconds", "1", "--cool-down", "2", "--idle-time", "2",
             "--logs", str(log_dir), "--worker-command", " ".join(worker)]  # fmt: skip
 
 

@@ -41,7 +41,8 @@ class HelpFormatter(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         """Return the help text of an argument, with its default appended unless the text already names it."""
         help_ = action.help
-        has_no_value = action.default is argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction)
+        commands = (argparse._SubParsersAction, argparse._SubParsersAction._ChoicesPseudoAction)
+        has_no_value = action.default is argparse.SUPPRESS or isinstance(action, commands)
         if help_ is None or "(default:" in help_ or has_no_value:
             return help_
         if action.required:

@@ -44,16 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cluster-key", help="Cluster key of the router. (default: EMBERLINE_CLUSTER_KEY)")
     add_router_tls_options(parser)
-    parser.add_argument("--slo", required=True, help="Latencies to keep, such as ttft_p90=500ms,itl_p90=50ms.")
+    parser.add_argument("--slo", required=True, help="Limits of latencies, such as ttft_p90=500ms,itl_p90=50ms.")
     parser.add_argument(
         "--pool",
         action="append",
         metavar="ROLE[:KEY=VALUE,...]",
-        help="Pool to scale: both, prefill or decode, with the keys min, max, gpus, capacity (work per second of a"
-        " worker), target (Kubernetes object); may be repeated. (default: both)",
+        help="Pool to scale: both, prefill or decode, with the keys min, max, gpus, capacity (tokens per second of a"
+        " worker, weighted), target (Kubernetes object); may be repeated. (default: both)",
     )
-    parser.add_argument("--min", type=int, default=1, help="Fewest workers of a pool that states none.")
-    parser.add_argument("--max", type=int, default=8, help="Most workers of a pool that states none.")
+    parser.add_argument("--min", type=int, default=1, help="Minimum number of workers of a pool without min.")
+    parser.add_argument("--max", type=int, default=8, help="Maximum number of workers of a pool without max.")
     parser.add_argument("--adapter", choices=ADAPTERS, default="local", help="Where workers are started.")
     example = AutoscalerSettings(LatencyTargets(1.0, 1.0), (PoolSettings("both"),))
     add_options(parser, example)
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metrics-port", type=int, help="Port of /metrics. (default: no metrics are served)")
     service.add_log_level_option(parser)
     parser.add_argument(
-        "options", nargs=argparse.REMAINDER, help="Options of every worker, as for emberline serve. (default: none)"
+        "options", nargs=argparse.REMAINDER, help="Options of every worker, as for emberline worker. (default: none)"
     )
 
 

@@ -49,7 +49,7 @@ def _build_plan(args: argparse.Namespace) -> AutoscalerBenchPlan:
 
     costs = find_cost_table("h200", "llama-8b", "plain")
     slo, pool = LatencyTargets.parse(args.slo), PoolSettings("both", 1, MAX_SIMULATED_WORKERS)
-    settings = AutoscalerSettings(slo, (pool,), start_time=args.start_time, period=0.0)
+    settings = AutoscalerSettings(slo, (pool,), start_seconds=args.start_time, period=0.0)
     cluster = SimClusterConfig(
         workers=1, kv_tokens=costs.kv_tokens // 16 * 16, max_running=256, batch_tokens=2048, cost=costs, detail="runs"
     )

@@ -12,22 +12,27 @@ from emberline.planner.measured_figures import START_S
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", required=True, metavar="CONFIG", help="The model: the path of a config.json, a directory or a name."
+        "--model",
+        required=True,
+        metavar="CONFIG",
+        help="The model: the path of a config.json, a directory or a name. Weights are not needed.",
     )
-    parser.add_argument("--gpu", required=True, help="The GPU, such as h200.")
+    parser.add_argument("--gpu", required=True, help="The GPU: h200, or h100 (projected from the H200).")
     parser.add_argument(
         "--traffic",
         required=True,
         metavar="FILE|FIELDS",
         help="Requests per second and mean tokens, such as rate=8,in=4096,out=256. Further fields: spread (sigma of"
-        " log-normal lengths), prefix (share of a prompt that other prompts have too). Or the path of a trace.",
+        " log-normal lengths), prefix (share of a prompt that other prompts begin with too). Or the path of a trace.",
     )
+    parser.add_argument("--slo", required=True, help="Limits of latencies, such as ttft_p90=500ms,itl_p90=50ms.")
+    parser.add_argument("--max-gpus", type=int, help="Most GPUs to use. (default: no limit)")
     parser.add_argument(
-        "--slo", required=True, help="90th percentiles of latencies, such as ttft_p90=500ms,itl_p90=50ms."
-    )
-    parser.add_argument("--max-gpus", type=int, help="Budget of GPUs. (default: no limit)")
-    parser.add_argument(
-        "--weights", type=parse_comma_list, default=(), help="Formats of weights to consider. (default: all that fit)"
+        "--weights",
+        type=parse_comma_list,
+        default=(),
+        metavar="NAME,...",
+        help="Weight formats to consider, such as plain,packed. (default: all that fit)",
     )
     parser.add_argument(
         "--link",
@@ -37,10 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-step",
         type=float,
-        help="Consider drafts by an EAGLE-3 head, and assume that a step gives a request this many tokens, 1 to 5."
-        " (default: drafts are not considered)",
+        help="Also consider speculative decoding with an EAGLE-3 head that gives a request this many tokens per step, 1"
+        " to 5. (default: speculative decoding is not considered)",
     )
-    parser.add_argument("--gpu-price", type=float, help="Price of one GPU for an hour. (default: no costs are shown)")
+    parser.add_argument(
+        "--gpu-price", type=float, help="Price of one GPU for an hour. (default: GPU-hours are shown instead of costs)"
+    )
     parser.add_argument(
         "--start-seconds",
         type=float,
@@ -48,7 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="Seed of the simulated requests.")
     parser.add_argument(
-        "--accuracy", type=Path, metavar="FILE", help="Errors of the simulator. (default: the checkout's result file)"
+        "--accuracy",
+        type=Path,
+        metavar="FILE",
+        help="Measured errors of the simulator, from `emberline bench sim-accuracy --json FILE`. (default:"
+        " benchmarks/results/sim-accuracy.json)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the plan as JSON.")
     parser.add_argument("--html", type=Path, metavar="FILE", help="Write the plan as a page with plots.")

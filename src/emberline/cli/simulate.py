@@ -42,13 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"A trace file (a gateway's log, Mooncake, Azure or BurstGPT), or poisson, bursts, diurnal or agents with"
         f" settings, such as {EXAMPLE}.",
     )
-    parser.add_argument("--workers", type=int, default=4, help="Workers that answer requests.")
-    parser.add_argument(
-        "--prefill-workers", type=int, default=0, help="Further workers, which compute prompts for them."
-    )
-    parser.add_argument("--gpu", default="h200", help="GPU of a worker, of which step times were measured.")
-    parser.add_argument("--model", default="llama-8b", metavar="SHAPE", help="Model whose step times were measured.")
-    parser.add_argument("--weights", default="plain", help="Weight format whose step times were measured.")
+    parser.add_argument("--workers", type=int, default=4, help="Workers that generate tokens.")
+    parser.add_argument("--prefill-workers", type=int, default=0, help="Further workers, which only compute prompts.")
+    parser.add_argument("--gpu", default="h200", help="GPU whose step times are used.")
+    parser.add_argument("--model", default="llama-8b", metavar="SHAPE", help="Model whose step times are used.")
+    parser.add_argument("--weights", default="plain", help="Weight format whose step times are used.")
     parser.add_argument(
         "--step-costs",
         type=Path,
@@ -60,14 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-running", type=int, default=256, help="Requests that a worker runs at the same time.")
     parser.add_argument("--max-batch-tokens", type=int, default=8192, help="Tokens that a worker computes in one step.")
-    parser.add_argument("--itl-target-ms", type=float, help="Target inter-token latency, as the option of a server.")
+    parser.add_argument("--itl-target-ms", type=float, help="Target inter-token latency, as for emberline serve.")
     parser.add_argument("--link", type=float, default=25.0, metavar="GB/S", help="Speed of KV transfer to a worker.")
     parser.add_argument("--routing", choices=list(ROUTING), default="router", help="How workers are chosen.")
     parser.add_argument(
         "--kill", type=_parse_times, default=(), metavar="S,...", help="Times in seconds at which a worker is killed."
     )
     parser.add_argument(
-        "--start-seconds", type=float, default=60.0, help="Seconds until a killed worker's successor is ready."
+        "--start-seconds", type=float, default=60.0, help="Seconds until the replacement of a killed worker is ready."
     )
     parser.add_argument(
         "--detail",
@@ -133,7 +131,7 @@ def _make_config(args: argparse.Namespace, costs: StepCostTable) -> SimClusterCo
 
 
 def _replace_first_worker(cluster: SimCluster, start_seconds: float) -> None:
-    """Kill the answering worker that has run longest, and start another in its place."""
+    """Kill the longest-running worker that generates tokens, and start another in its place."""
     names = [name for name, worker in cluster.workers.items() if worker.role != "prefill" and worker.state == "ready"]
     if names:
         cluster.kill_worker(names[0])

@@ -177,7 +177,8 @@ class InferenceServiceConfig(ServiceConfig):
     )
     tls_names: tuple[str, ...] = option(
         (),
-        "Names, one of which the certificate of every router and worker must have; *.DOMAIN: all names in a domain.",
+        "Names, one of which the certificate of every router and worker must have; *.DOMAIN: all names one level below"
+        " DOMAIN.",
         metavar="NAME,...",
         default_text="servers: the host of their URL; clients: any name",
     )
