@@ -82,7 +82,9 @@ class StreamResumer:
             async with asyncio.timeout(2 * self._config.beat_seconds):
                 while True:
                     for member in self._dispatcher.membership:
-                        if member.registration.incarnation == incarnation:
+                        # vLLM and SGLang servers must not get the cluster key.
+                        known = member.registration
+                        if known.incarnation == incarnation and known.dialect == "native":
                             return member
                     await asyncio.sleep(TICK_INTERVAL_S)
         raise _not_resumable("the worker that generated the stream is gone")
