@@ -84,7 +84,7 @@ class AutoscalerSettings:
         120.0, "Seconds for which fewer workers must have been enough before one is removed.", unit="s"
     )
     idle_time: float = option(300.0, "Seconds without requests after which a pool with min=0 is emptied.", unit="s")
-    utilisation: float = option(0.97, "Share of a worker's capacity that is used on average; the rest is reserve.")
+    utilisation: float = option(0.99, "Share of a worker's capacity that is used on average; the rest is reserve.")
     decode_weight: float = option(4.0, "Cost of a generated token, in prompt tokens, as of the router.", unit="tokens")
     period: float = option(
         86400.0, "Seconds after which the load repeats, for forecasts; 0: forecasts by trend only.", unit="s"
