@@ -15,10 +15,12 @@ from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.planned_model import PlannedModel
 from emberline.engine.ranks.boot import check_same_model
+from emberline.engine.ranks.control import AllocateCaches
 from emberline.engine.ranks.device_boot import allocate_leader, make_device_engine, plan_device_caches
 from emberline.engine.ranks.device_follower import DeviceFollower
 from emberline.engine.ranks.device_part import DeviceConnections, DevicePart
-from emberline.engine.ranks.device_rank import allocate_part
+from emberline.engine.ranks.device_rank import allocate_part, make_part_transfers
+from emberline.engine.ranks.device_region import allocate_transfer_slots
 from emberline.engine.ranks.device_tiers import DeviceHostTier, describe_caches
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.host_buffers import HostBuffers
@@ -61,32 +63,44 @@ class DeviceThreadRanks(ThreadRanks):
         num_blocks, num_slots = plan_device_caches(described.values())
         num_blocks = min(num_blocks, max_blocks or num_blocks)
         self.device_leader = parts[layout.leader]
-        model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
+        self.model = model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
         self.device_host = DeviceHostTier.make(config, self.memory, layout, model.kv_heads, described)
-        message = describe_caches(num_blocks, num_slots, self.device_host)
+        whole = self.device_leader.describe_whole_blocks(model, "")
+        self.slots = allocate_transfer_slots(config, self.memory, layout, whole)
+        message = describe_caches(num_blocks, num_slots, self.device_host, self.slots)
         allocate_leader(config, layout.leader, self.device_leader, num_blocks, num_slots, self.device_host)
         self._num_copied, self._num_finished = dict.fromkeys(layout.followers, 0), 0
         self._runs: list[Future[None]] = [
-            self._pool.submit(self._follow, queue, rank, allocate_part(parts[rank], message, rank, self.memory))
-            for rank, queue in self._queues.items()
+            self._pool.submit(self._follow, rank, message, allocate_part(parts[rank], message, rank, self.memory))
+            for rank in layout.followers
         ]
 
-    def _follow(self, queue: SimpleQueue[bytes | None], rank: int, buffers: HostBuffers | None) -> None:
+    def _follow(self, rank: int, sizes: AllocateCaches, buffers: HostBuffers | None) -> None:
         def count_copies() -> None:
             self._num_copied[rank] += 1
 
-        follower = DeviceFollower(self.parts[rank].runner, self.layout.pp, buffers, count_copies)
+        part, queue = self.parts[rank], self._queues[rank]
+        transfers = make_part_transfers(part, sizes, rank, self.layout.num_ranks, self.memory, self._abort)
+        follower = DeviceFollower(part.runner, self.layout.pp, buffers, count_copies, transfers)
         try:
             while (message := queue.get()) is not None:
                 if (finish := follower.handle(message)) is not None:
                     finish()
-        except BaseException:
-            for group in self._groups.values():
-                group.abort()
+        except BaseException as error:
+            self._abort(error)
             raise
+        finally:
+            if transfers is not None:
+                transfers.close()
+
+    def _abort(self, error: BaseException) -> None:
+        for group in self._groups.values():
+            group.abort()
+
+    def make_engine(self, config: EngineConfig) -> Engine:
+        return make_device_engine(config, self, self.device_leader, self.model, self.device_host, self.slots)
 
 
 def make_device_thread_engine(config: EngineConfig, **options: Any) -> Engine:
     """`options`: of DeviceThreadRanks."""
-    ranks = DeviceThreadRanks(config, **options)
-    return make_device_engine(config, ranks, ranks.device_leader, ranks.device_host)
+    return DeviceThreadRanks(config, **options).make_engine(config)

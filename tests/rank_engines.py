@@ -107,6 +107,9 @@ class ThreadRanks:
     def publish_copies(self, copies: bytes) -> None:
         self.publish(copies)
 
+    def publish_beside_steps(self, message: bytes) -> None:
+        self.publish(message)
+
     def finish_copies(self) -> None:
         self._num_finished += 1
         while min(self._num_copied.values()) < self._num_finished:

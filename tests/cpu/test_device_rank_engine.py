@@ -30,7 +30,7 @@ from emberline.engine.boot import boot
 from emberline.engine.engine import Engine, GrammarRunner
 from emberline.engine.ranks import device_boot, ray_boot
 from emberline.engine.ranks.control import RankLoaded
-from emberline.engine.ranks.device_boot import check_same_devices, make_device_engine, plan_device_caches
+from emberline.engine.ranks.device_boot import check_same_devices, plan_device_caches
 from emberline.engine.ranks.device_follower import StepWaiter
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
 from emberline.engine.ranks.device_rank import explain_gpu_error
@@ -120,7 +120,7 @@ def test_preempted_requests_continue(layout: dict[str, int], tmp_path: Path) -> 
     pending = [replace(s, params=replace(s.params, n=1, max_tokens=30, prompt_logprobs=None)) for s in submissions()]
     expected = run_on_one_rank(config, pending)
     ranks = DeviceThreadRanks(config.with_settings(kv_memory=6 * block_bytes(config, layout), **layout))
-    engine = make_device_engine(config.with_settings(**layout), ranks, ranks.device_leader)
+    engine = ranks.make_engine(config.with_settings(**layout))
     assert collect(engine, pending) == expected
     engine.close()
     assert engine.scheduler.preemptions, "the cache was meant to be too small"
@@ -171,7 +171,7 @@ def test_drafts_are_verified_on_all_ranks(tmp_path: Path) -> None:
 def test_all_ranks_capture_the_same_shapes(tmp_path: Path) -> None:
     config = build_config(tmp_path, "llama", max_running=2, tp=2)
     ranks = DeviceThreadRanks(config)
-    engine = make_device_engine(config, ranks, ranks.device_leader)
+    engine = ranks.make_engine(config)
     assert isinstance(engine.runner, DeviceLeaderRunner) and engine.is_preparing
     engine.runner.run_uncaptured_once()
     while engine.prepare_next():
@@ -187,7 +187,7 @@ def test_all_ranks_capture_the_same_shapes(tmp_path: Path) -> None:
 def test_error_of_a_rank_ends_the_steps_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = build_config(tmp_path, "llama", tp=2)
     ranks = DeviceThreadRanks(config)
-    engine = make_device_engine(config, ranks, ranks.device_leader)
+    engine = ranks.make_engine(config)
 
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

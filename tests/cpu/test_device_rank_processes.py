@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
@@ -16,15 +17,17 @@ from test_nodes import KEY, node_settings, running_node
 from emberline import LLM, SamplingParams
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed, InvalidRequest
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine import llm as llm_module
 from emberline.engine.boot import LoadedEngine
 from emberline.engine.ranks import device_boot
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
 from emberline.engine.ranks.group import RankGroup
+from emberline.kv.transfer.piece import TransferPiece
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_memory": 1 << 20, "block_size": 16, "max_batch_tokens": 16}
 SETTINGS |= {"max_running": 3, "max_context": 64}
-BLOCK_BYTES = 2 * 2 * 16 * 16 * 4  # of a rank: keys and values of 2 layers, with one head of 16 numbers
+BLOCK_BYTES = 2 * 3 * 16 * 8 * 4  # of a rank: keys and values of 3 layers, with one head of 8 numbers
 PROMPTS = ["one", "a prefix of several blocks, two", "a prefix of several blocks, three"]
 PARAMS = [SamplingParams(max_tokens=8, temperature=t, seed=3) for t in (0.0, 0.9, 0.0)]
 
@@ -68,13 +71,22 @@ def pids_of(llm: LLM) -> dict[int, int]:
     return runner._group.pids
 
 
+def assert_all_ranks_copy_a_block(llm: LLM) -> None:
+    """Read a block as another engine would: every layer and head has keys and values."""
+    assert llm.engine.transfer_endpoint is not None
+    region = llm.engine.transfer_endpoint.sender.region
+    data = bytearray(region.layout.block_bytes)
+    region.gather(TransferPiece(0, 3, 0, 1), np.array([0]), region.layout, memoryview(data))
+    assert np.frombuffer(data, np.float32).reshape(3, 2, 2, -1).any(axis=3).all()
+
+
 def test_same_tokens_as_one_rank_until_a_gpu_fails(
     expected: list[list[int]], directory: Path, gpus: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gpus.setenv(FAILURE_FILE, str(tmp_path / "failure"))
     gpus.setenv("CUDA_VISIBLE_DEVICES", "4,7,1,2")
-    small = SETTINGS | {"kv_memory": 4 * BLOCK_BYTES, "kv_host_memory": 1 << 20}  # blocks come back from host memory
-    with LLM(directory, **small, tp=2, rank_timeout=2.0) as llm:
+    small = SETTINGS | {"kv_memory": 5 * BLOCK_BYTES, "kv_host_memory": 1 << 20}  # blocks come back from host memory
+    with LLM(directory, **small, tp=2, rank_timeout=2.0, transfer=TransferConfig("p")) as llm:
         for _ in range(2):
             assert [each.tokens for each in llm.generate(PROMPTS, PARAMS, progress=False)] == expected
             llm.generate(["another prompt that takes all blocks of the cache"], PARAMS[0], progress=False)
@@ -83,6 +95,7 @@ def test_same_tokens_as_one_rank_until_a_gpu_fails(
         assert all(each.weight_bytes > 0 and each.kv_bytes > 0 for each in llm.loaded.ranks)
         numerics = llm.loaded.numerics
         assert (llm.loaded.device, numerics.device, numerics.ranks) == ("cuda", "cuda", "tp2")
+        assert_all_ranks_copy_a_block(llm)
         pids = pids_of(llm)
         (tmp_path / "failure").touch()
         with pytest.raises(EngineFailed, match=r"rank 1 of 2 .*: GPU 7 failed: RuntimeError: CUDA error: an illegal"):

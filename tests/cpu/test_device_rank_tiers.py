@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_delta
 from device_rank_engines import DeviceThreadRanks, make_device_thread_engine
@@ -15,7 +16,7 @@ from test_rank_tiers import SETTINGS, Replies, assert_same, run
 from test_rank_tiers import build_config as build_cpu_config
 
 from emberline.core.engine_config import EngineConfig
-from emberline.core.plan import BlockCopy
+from emberline.core.plan import BlockCopy, StepPlan
 from emberline.engine.boot import boot
 from emberline.engine.gpu.copier import DeviceCopier
 from emberline.engine.ranks.buffer_parts import BufferParts
@@ -78,32 +79,36 @@ def test_disk_keeps_blocks_of_each_division(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [TP2, PP2])
-def test_buffers_are_used_again_after_all_ranks_have_copied(
+def test_copies_end_when_all_ranks_have_copied(
     layout: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank copies late. Saved blocks must not be written to disk, and loaded ones not be evicted, before it has.
-
-    Host memory has few buffers, so that they are used again at once."""
-    config = build_config(tmp_path / "model", "llama")
-    expected = run_on_one_rank(config)
-    launch = DeviceCopier.launch
+    """One rank copies late, in a plan without work: no sum of the ranks lets the leader wait for it."""
+    config = build_config(tmp_path, "llama").with_settings(kv_host_memory=1 << 20, graphs=False, **layout)
+    ranks = DeviceThreadRanks(config)
+    engine, launch = ranks.make_engine(config), DeviceCopier.launch
 
     def launch_late(self: DeviceCopier, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> Callable[[], None]:
-        if self is slow:
-            time.sleep(0.005)
+        if self is not engine.runner.copier:
+            time.sleep(0.05)
         return launch(self, saves, loads)
 
     monkeypatch.setattr(DeviceCopier, "launch", launch_late)
-    disk = {"kv_disk": str(tmp_path / "disk"), "kv_disk_size": 1 << 24, "kv_host_memory": 8 * 4096}
-    engine = make_device_thread_engine(config.with_settings(**disk, graphs=False, **layout), max_blocks=9)
-    runner = engine.runner
-    assert isinstance(runner, DeviceLeaderRunner) and isinstance(runner._group, DeviceThreadRanks)
-    (slow,) = [part.runner.copier for part in runner._group.parts if part.runner is not runner]
-    for _ in range(4):
-        assert_same(run(engine), expected)
-    tiers = engine.stats().tiers
+    assert engine.kv.tiers is not None and isinstance(engine.runner, DeviceLeaderRunner)
+    buffer = engine.kv.tiers.host.reserve_buffer(b"block")
+    assert buffer is not None
+    caches = [part.runner.cache for part in ranks.parts]
+    for number, cache in enumerate(caches):
+        cache.keys[:, 3], cache.values[:, 3] = number + 1, number + 5
+    engine.runner.launch(StepPlan(1, [], [], [], saves=[BlockCopy(3, b"block", buffer)]))()
+    size = sum(cache.shape.block_bytes for cache in caches)
+    saved = np.frombuffer(buffer[:size], np.float32).reshape(4, -1)[
+        :, 0
+    ]  # keys and values of one rank, then of the other
+    assert saved.tolist() == [1, 5, 2, 6]
+    engine.runner.launch(StepPlan(2, [], [], [], loads=[BlockCopy(7, b"block", buffer)]))()
+    for number, cache in enumerate(caches):
+        assert (cache.keys[:, 7] == number + 1).all() and (cache.values[:, 7] == number + 5).all()
     engine.close()
-    assert tiers["disk"].loaded_blocks > 15 and tiers["host"].evicted_blocks > 15
 
 
 def test_places_of_parts() -> None:

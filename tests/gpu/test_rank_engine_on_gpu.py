@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from emberline.core.errors import EngineFailed, InvalidRequest
 from emberline.core.freeport import free_port
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
+from emberline.core.transfer_config import TransferConfig
 from emberline.engine.boot import LoadedEngine, boot
 from emberline.engine.ranks import device_boot
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
@@ -99,6 +101,18 @@ def test_latents_and_experts(tmp_path: Path) -> None:
     check_same_tokens(tmp_path, make_plain_submissions(), tp=4, ep=2)
 
 
+def test_float8_cache(tmp_path: Path) -> None:
+    """Stages compute the bits of one rank, so they round keys and values to the same numbers."""
+    directory = write_checkpoint(tmp_path)
+    settings = {"dtype": "bfloat16", "kv_dtype": "float8"}
+    one = boot(EngineConfig.build(str(directory), **SETTINGS | settings)).engine
+    expected = run_engine(one, make_plain_submissions())
+    engine = boot_ranks(directory, pp=2, **settings).engine
+    for _ in range(2):
+        assert run_engine(engine, make_plain_submissions()) == expected
+    engine.close()
+
+
 def test_preemption(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     expected = run_engine(boot(EngineConfig.build(str(directory), **SETTINGS)).engine, make_submissions(2))
@@ -157,6 +171,33 @@ def test_nodes(layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monke
         finally:
             engine.close()
         joined.result(timeout=30)  # it ends with node 0
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [({"tp": 2}, {"pp": 2}), ({"pp": 2}, {}), ({}, {"tp": 2, "pp": 2})])
+def test_blocks_move_between_layouts(sender: dict[str, int], receiver: dict[str, int], tmp_path: Path) -> None:
+    """A prompt that one engine has computed continues on another; its blocks are copied, not computed again."""
+    directory, submission = write_checkpoint(tmp_path), make_plain_submissions()[2]  # 150 tokens
+    expected = run_engine(boot(EngineConfig.build(str(directory), **SETTINGS)).engine, [submission])
+    p, d = (
+        boot_ranks(directory, transfer=TransferConfig(name), kv_checksums=True, **layout).engine
+        for name, layout in (("p", sender), ("d", receiver))
+    )
+    try:
+        p.add(replace(submission, publish=True))
+        while not (outputs := p.step()):
+            pass
+        d.add(replace(submission, source=outputs[0].ticket))
+        tokens: list[int] = []
+        while not d.idle:
+            tokens += [token for output in d.step() for token in output.tokens]
+            p.step()
+        assert tokens == expected[submission.id]
+        stats = d.stats()
+        assert stats.transfer is not None and stats.transfer.pull_failures == {}
+        assert stats.transfer.hit_tokens == 144 and stats.prompt_tokens == 6
+    finally:
+        p.close()
+        d.close()
 
 
 def is_running(pid: int) -> bool:

@@ -69,6 +69,7 @@ class AllocateCaches(msgspec.Struct, tag=True):
     products: list[tuple[int, int, int, str, int]] = []
     cache_offsets: dict[int, int] = {}  # by rank: the place of its KV cache in the group's memory; empty: in its own
     host_buffers: BufferArea | None = None  # None: there are no KV tiers
+    transfer_slots: BufferArea | None = None  # on GPUs: of DeviceGroupRegion; None: no blocks are exchanged
     buffer_parts: BufferParts | None = None  # the division of these buffers among GPUs; None: they have whole blocks
 
 

@@ -20,6 +20,7 @@ from emberline.engine.boot import (
     full_context,
     make_grammar_compiler,
     numerics_of,
+    open_transfer_endpoint,
 )
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.boot import capture_first_shapes
@@ -29,13 +30,15 @@ from emberline.engine.ranks.boot import closing_on_error, load_parts, wait_for_s
 from emberline.engine.ranks.control import RankLoaded, RankReady
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner, PipelineDeviceLeaderRunner
 from emberline.engine.ranks.device_part import DevicePart
+from emberline.engine.ranks.device_region import allocate_transfer_slots, make_group_region
 from emberline.engine.ranks.device_settings import check_device_drafts, check_device_settings
 from emberline.engine.ranks.device_tiers import DeviceHostTier, describe_caches
 from emberline.engine.ranks.group import RankGroup
+from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup
 from emberline.engine.ranks.node_listener import NodeLauncher
-from emberline.engine.ranks.settings import check_divisible
+from emberline.engine.ranks.settings import check_divisible, check_transfer, transfer_obstacle
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.speculation.make_drafter import make_drafter
 from emberline.hub.checkpoint import Checkpoint
@@ -69,6 +72,9 @@ def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None
     layout = Layout.of(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
     check_device_drafts(config, model)
+    check_transfer(config, model)
+    if transfer_obstacle(config, model):
+        config = replace(config, transfer=None)  # it is not required
     check_divisible(layout, model)
     group = RankGroup(config, layout, launcher=launcher)
 
@@ -87,12 +93,14 @@ def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None
         num_blocks, num_slots = plan_device_caches(parts.values())
         part.planned.tune_matrix_products()
         host = DeviceHostTier.make(config, group.memory, layout, model.kv_heads, parts)
-        group.send(describe_caches(num_blocks, num_slots, host))
+        whole = part.describe_whole_blocks(model, "")
+        slots = allocate_transfer_slots(config, group.memory, layout, whole)
+        group.send(describe_caches(num_blocks, num_slots, host, slots))
         seconds = allocate_leader(config, layout.leader, part, num_blocks, num_slots, host)
         ready = group.wait_for(RankReady)
         group.is_ready = True
         loaded = time.perf_counter()
-        engine = make_device_engine(config, group, part, host)
+        engine = make_device_engine(config, group, part, model, host, slots)
         seconds["capture"] = capture_first_shapes(part.runner, config.scheduler.for_model(part.runner.model.context))
     gc.freeze()  # as on one GPU: objects of the start are permanent
     seconds = {"ranks": started - began, "plan": planned - started, "load": loaded - planned, **seconds}
@@ -141,16 +149,27 @@ def allocate_leader(
 
 
 def make_device_engine(
-    config: EngineConfig, group: FollowerGroup, part: DevicePart, host: DeviceHostTier | None = None
+    config: EngineConfig,
+    group: FollowerGroup,
+    part: DevicePart,
+    model: ModelConfig,
+    host: DeviceHostTier | None = None,
+    slots: HostBuffers | None = None,
 ) -> Engine:
-    """Return the engine of a group whose ranks are all ready. `part`: the leader's. `host`: the first KV tier."""
+    """Return the engine of a group whose ranks are all ready. `part`: the leader's. `model`: the whole one.
+
+    `host`: the first KV tier. `slots`: for the exchange of blocks with other engines."""
     runner = part.runner
     assert isinstance(runner, DeviceLeaderRunner)
     runner.lead(group, part, host)
     tiers = None if host is None else host.make_tiers(config, runner, runner.cache.shape.dtype)
     scheduler = config.scheduler.for_model(runner.model.context)
     drafter = make_drafter(config.speculation, find_library, scheduler.max_running, continues_on_device=True)
-    return Engine(scheduler, runner, tiers=tiers, drafter=drafter)
+    endpoint = None
+    if config.transfer is not None and slots is not None:
+        region, library = make_group_region(group, model, part, slots), ops.start_backend(threads=1).library
+        endpoint = open_transfer_endpoint(config, config.transfer, region, None, library)
+    return Engine(scheduler, runner, tiers=tiers, transfer_endpoint=endpoint, drafter=drafter)
 
 
 def _summarise_rank(layout: Layout, rank: int, part: RankLoaded, weight_bytes: int, leader: GPURunner) -> RankSummary:

@@ -13,6 +13,8 @@ from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.ranks.copy_codec import decode_copies, is_copies
 from emberline.engine.ranks.device_leader import PREPARE_NEXT, RUN_UNCAPTURED
 from emberline.engine.ranks.host_buffers import HostBuffers
+from emberline.engine.ranks.part_transfers import PartTransfers
+from emberline.engine.ranks.piece_codec import is_piece_request
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.kernels import ops
 
@@ -27,12 +29,14 @@ class DeviceFollower:
         num_plans: int = 1,
         buffers: HostBuffers | None = None,
         on_copied: Callable[[], None] = lambda: None,
+        transfers: PartTransfers | None = None,
     ) -> None:
         """`num_plans`: the number of steps over which the leader remembers requests.
 
-        `buffers`: for copies of KV blocks. `on_copied`: called when the copies of a message are complete."""
+        `buffers`: for copies of KV blocks. `on_copied`: called when the copies of a message are complete.
+        `transfers`: copies parts of blocks that are exchanged with other engines; None: none are."""
         self._runner, self._plans = runner, FollowerPlans(num_plans)
-        self._buffers, self._on_copied = buffers, on_copied
+        self._buffers, self._on_copied, self._transfers = buffers, on_copied, transfers
 
     def handle(self, message: bytes) -> FinishStep | None:
         """Do what a message of the leader asks for; return a function that waits for the step or the copies, if any."""
@@ -41,6 +45,10 @@ class DeviceFollower:
             return None
         if message == RUN_UNCAPTURED:
             self._runner.run_uncaptured_once()
+            return None
+        if is_piece_request(message):
+            assert self._transfers is not None
+            self._transfers.start(message)
             return None
         if is_copies(message):
             return self._launch_copies(message)

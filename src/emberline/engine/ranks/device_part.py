@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -32,6 +32,7 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.comm.communicator import CollectivesUnavailable, Communicator
 from emberline.kernels.comm.connect import connect_device_group
 from emberline.kernels.comm.startup import StartupCommunicator
+from emberline.kv.transfer.layout import KVLayout
 from emberline.models.config import ModelConfig
 from emberline.models.loader import DTYPES, compute_fingerprint
 from emberline.models.stage import Stage
@@ -162,6 +163,12 @@ class DevicePart:
         for each in self.connections.all:
             each.open()
         return seconds
+
+    def describe_whole_blocks(self, model: ModelConfig, fingerprint: str) -> KVLayout:
+        """Return the layout of blocks with the parts of all ranks. `model`: the whole one."""
+        groups = self.planned.groups
+        shape = replace(self.planned.kv_shape, layers=groups.block_layers, kv_heads=model.kv_heads)
+        return shape.layout(fingerprint, transposed_keys=False, groups=groups.name)
 
     def attach_buffers(self, buffers: HostBuffers, parts: BufferParts, rank: int) -> None:
         """Let the runner copy its part of KV blocks to and from these buffers. `rank`: the number of this rank."""

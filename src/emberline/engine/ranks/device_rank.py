@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from emberline.core.environment import visible_gpus
 from emberline.core.errors import EmberlineError, EngineFailed
+from emberline.engine.gpu.boot import make_region
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.control import AllocateCaches, ControlSocket, RankReady, StartRank
 from emberline.engine.ranks.device_follower import DeviceFollower, StepWaiter
@@ -20,6 +21,7 @@ from emberline.engine.ranks.device_settings import check_gpu_count, order_visibl
 from emberline.engine.ranks.group_memory import NUM_COPIED, GroupMemory
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.host_buffers import HostBuffers
+from emberline.engine.ranks.part_transfers import PartTransfers
 from emberline.engine.ranks.plan_ring import PlanReader
 from emberline.engine.ranks.rank_part import ConnectRanksFunction
 from emberline.engine.sampler import SamplingStateFactory
@@ -51,8 +53,12 @@ def run_device_rank(
         def count_copies() -> None:
             memory.set(start.rank, NUM_COPIED, memory.get(start.rank, NUM_COPIED) + 1)
 
-        follower = DeviceFollower(part.runner, start.layout.pp, buffers, count_copies)
-        waiter = StepWaiter(part.check_connections, lambda error: _end_process(leader, error))
+        def end_process(error: BaseException) -> None:
+            _end_process(leader, error)
+
+        transfers = make_part_transfers(part, sizes, start.rank, start.layout.num_ranks, memory, end_process)
+        follower = DeviceFollower(part.runner, start.layout.pp, buffers, count_copies, transfers)
+        waiter = StepWaiter(part.check_connections, end_process)
         while (message := reader.receive()) is not None:
             if (finish := follower.handle(message)) is not None:
                 waiter.add(finish)
@@ -69,6 +75,22 @@ def allocate_part(part: DevicePart, sizes: AllocateCaches, rank: int, memory: Gr
     buffers = HostBuffers(memory, sizes.host_buffers)
     part.attach_buffers(buffers, places, rank)
     return buffers
+
+
+def make_part_transfers(
+    part: DevicePart,
+    sizes: AllocateCaches,
+    rank: int,
+    num_ranks: int,
+    memory: GroupMemory,
+    on_error: Callable[[BaseException], None],
+) -> PartTransfers | None:
+    """Return what copies this rank's part of blocks that are exchanged with other engines; None: none are."""
+    if sizes.transfer_slots is None:
+        return None
+    device, slots = part.planned.device, HostBuffers(memory, sizes.transfer_slots)
+    region = make_region(part.runner, device)
+    return PartTransfers(region, device, rank, num_ranks, slots, on_error)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from emberline.engine.ranks.settings import check_node_settings
 from emberline.models.config import ModelConfig
 
 # Hints for settings that no option of the same name sets.
-HINTS = {"transfer": "use --role both", "overlap": "drop overlap=False"}
+HINTS = {"overlap": "drop overlap=False"}
 
 
 def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
@@ -26,7 +26,6 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
     unsupported = {
         "kv_mooncake": config.network.kv_mooncake,
         "speculate": config.speculation.uses_draft_model or (parallel.pp > 1 and config.speculation.speculate != "off"),
-        "transfer": config.transfer is not None and config.transfer.required,
         "dp_attention": parallel.dp_attention,
         "launcher": parallel.launcher != "processes",
         "exact": config.gpu.exact,
@@ -34,9 +33,9 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
     }
     for name, is_set in unsupported.items():
         if is_set:
-            what = "the exchange of KV blocks with other workers" if name == "transfer" else f"the setting {name}"
             hint = HINTS.get(name) or f"drop --{name.replace('_', '-')} or --{field}"
-            raise InvalidRequest(f"{what} does not work with {ranks} on GPUs yet", param=name, hint=hint)
+            message = f"the setting {name} does not work with {ranks} on GPUs yet"
+            raise InvalidRequest(message, param=name, hint=hint)
     check_gpu_count(parallel, num_gpus)
 
 

@@ -53,9 +53,15 @@ class DeviceHostTier:
         return tiers
 
 
-def describe_caches(num_blocks: int, num_slots: int, host: DeviceHostTier | None) -> AllocateCaches:
-    """Return the message that lets the other ranks allocate their caches."""
-    products = tuning.list_choices()
-    if host is None:
-        return AllocateCaches(num_blocks, num_slots, products)
-    return AllocateCaches(num_blocks, num_slots, products, host_buffers=host.buffers.area, buffer_parts=host.parts)
+def describe_caches(
+    num_blocks: int, num_slots: int, host: DeviceHostTier | None, slots: HostBuffers | None
+) -> AllocateCaches:
+    """Return the message that lets the other ranks allocate their caches. `slots`: of DeviceGroupRegion, if any."""
+    return AllocateCaches(
+        num_blocks,
+        num_slots,
+        tuning.list_choices(),
+        host_buffers=None if host is None else host.buffers.area,
+        buffer_parts=None if host is None else host.parts,
+        transfer_slots=None if slots is None else slots.area,
+    )

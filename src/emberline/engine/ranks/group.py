@@ -94,6 +94,7 @@ class RankGroup:
         self._watcher.start()
         self._has_spawned.wait()
         notice_fds = self._processes.notice_fds
+        self._writer_lock = threading.Lock()  # threads of KV transfers send messages too
         self._writer = PlanWriter(self._memory, notice_fds, timeout_s=BOOT_TIMEOUT_S, check=self.check)
 
     # -- for the leader's thread --------------------------------------------------------------------------------------
@@ -152,7 +153,8 @@ class RankGroup:
         self._num_running += 1
         if self._nodes is not None:
             self._nodes.publish(plan)
-        self._writer.publish(plan)
+        with self._writer_lock:
+            self._writer.publish(plan)
 
     def finish_step(self) -> None:
         self._num_running -= 1
@@ -160,7 +162,12 @@ class RankGroup:
     def publish_copies(self, copies: bytes) -> None:
         """Send copies to all ranks, which are on this machine. They are made when `finish_copies` returns."""
         self._num_running += 1
-        self._writer.publish(copies)
+        self.publish_beside_steps(copies)
+
+    def publish_beside_steps(self, message: bytes) -> None:
+        """Send a message to all ranks, which are on this machine. Any thread may call this. Raises RankLost."""
+        with self._writer_lock:
+            self._writer.publish(message)
 
     def finish_copies(self) -> None:
         """Wait until all ranks have made the oldest copies for which this was not called yet. Raises EngineFailed."""
@@ -212,7 +219,8 @@ class RankGroup:
         self._is_closing.set()
         self._processes.kill_all()
         self._watcher.join(REAP_TIMEOUT_S)
-        self._writer.close()
+        with self._writer_lock:
+            self._writer.close()
         self._processes.close()
         os.close(self._store_fd)
         if self._nodes is not None:

@@ -50,6 +50,10 @@ class FollowerGroup(Protocol):
         """Wait until all of them have made the oldest copies for which this was not called yet. Raises EngineFailed."""
         ...
 
+    def publish_beside_steps(self, message: bytes) -> None:
+        """Send a message that is no step to all of them. Any thread may call this. Raises RankLost."""
+        ...
+
     def check(self) -> None:
         """Raise EngineFailed if one of them was lost."""
         ...

@@ -29,27 +29,44 @@ class SharedCaches:
         memory: GroupMemory, ranks: Layout, model: ModelConfig, groups: LayerGroups, whole: KVLayout, num_blocks: int
     ) -> SharedCaches:
         """Add memory for the caches of all ranks. `model`: the whole one. `whole`: the layout of its blocks."""
-        parts, regions, offsets = [], [], {}
-        for rank in range(ranks.num_ranks):
-            layers, shard = ranks.stage(rank, model).layers, ranks.shard(rank)
-            part = BlockPart.of_rank(
-                groups, layers, shard.divide(model.kv_heads), is_first=shard.is_first_of(model.kv_heads)
-            )
+        regions, offsets = [], {}
+        parts = list_block_parts(ranks, model, groups)
+        for rank, part in enumerate(parts):
+            layers = ranks.stage(rank, model).layers
             own = replace(whole, layers=groups.of_layers(layers).block_layers, heads=len(part.heads))
             offsets[rank] = memory.extend(_cache_bytes(own, num_blocks))
             regions.append(map_cache(memory, offsets[rank], own, num_blocks))
-            parts.append(part)
         return SharedCaches(whole, parts, regions, offsets)
 
     def make_region(self, groups: LayerGroups, steps: StepCounter) -> GroupRegion:
         """Return the blocks of all ranks together. `groups`: of the whole model."""
         parts = list(zip(self.parts, self.regions, strict=True))
-        if (unused := _find_unused_places(groups, self.layout.heads)) is not None:
-            # On one rank, places of a block without a layer have memory too, which is sent and counts for checksums.
-            layout = replace(self.layout, layers=max(map(len, unused.layers)))
-            size = layout.layers * self.regions[0].blocks * layout.plane_bytes
-            parts.append((unused, HostRegion(layout, [memoryview(mmap.mmap(-1, size)) for _ in range(layout.parts)])))
+        if (unused := allocate_unused_places(groups, self.layout, self.regions[0].blocks)) is not None:
+            parts.append(unused)
         return GroupRegion(self.layout, parts, steps)
+
+
+def list_block_parts(ranks: Layout, model: ModelConfig, groups: LayerGroups) -> list[BlockPart]:
+    """Return the part of each rank. `model`: the whole one. `groups`: of the whole model."""
+    parts = []
+    for rank in range(ranks.num_ranks):
+        layers, shard = ranks.stage(rank, model).layers, ranks.shard(rank)
+        is_first = shard.is_first_of(model.kv_heads)
+        parts.append(BlockPart.of_rank(groups, layers, shard.divide(model.kv_heads), is_first=is_first))
+    return parts
+
+
+def allocate_unused_places(
+    groups: LayerGroups, whole: KVLayout, num_blocks: int
+) -> tuple[BlockPart, HostRegion] | None:
+    """Return memory for the places of a block that no layer has; None: all places are used.
+
+    On one rank, these places have memory too, which is sent and counts for checksums."""
+    if (unused := _find_unused_places(groups, whole.heads)) is None:
+        return None
+    layout = replace(whole, layers=max(map(len, unused.layers)))
+    size = layout.layers * num_blocks * layout.plane_bytes
+    return unused, HostRegion(layout, [memoryview(mmap.mmap(-1, size)) for _ in range(layout.parts)])
 
 
 def map_cache(memory: GroupMemory, offset: int, layout: KVLayout, num_blocks: int) -> HostRegion:

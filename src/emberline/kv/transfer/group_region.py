@@ -1,14 +1,15 @@
-"""GroupRegion: the KV blocks of an engine on several ranks, each of which has a part of every block.
+"""DividedRegion: the KV blocks of an engine on several ranks, each of which has a part of every block.
 
 Blocks are whole on the wire, as if one rank had computed them. So engines exchange blocks whatever their layouts are:
-layers and heads are cut anew on the way. All parts are in memory that this process has mapped.
+layers and heads are cut anew on the way. The parts of a GroupRegion are in memory that this process has mapped.
 """
 
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -54,7 +55,67 @@ class StepCounter:
             return self._num_finished >= num_steps
 
 
-class GroupRegion(Region):
+@dataclass(frozen=True, slots=True)
+class PartOfPiece:
+    """What a rank has of a piece."""
+
+    part: int  # index of the rank's part
+    piece: TransferPiece  # with the indexes that the layers have in the rank's own blocks
+    wire: NDArray[np.uint8]  # its place in the bytes of the whole piece: [layer, keys or values, block, byte]
+
+
+class DividedRegion(Region):
+    def __init__(self, layout: KVLayout, num_blocks: int, parts: Sequence[BlockPart]) -> None:
+        """`layout`: of whole blocks. `parts`: of each rank; they cover whole blocks together."""
+        super().__init__(layout, num_blocks)
+        self._parts = parts
+        self._num_groups = len(parts[0].layers)
+        self._block_groups = np.zeros(self.blocks, np.int8)  # the group of layers that each block belongs to
+
+    def bump_generation(self, block: int, group: int = 0) -> None:
+        super().bump_generation(block, group)
+        self._block_groups[block] = group
+
+    @abstractmethod
+    def wait_for_started_work(self) -> None: ...
+
+    def _divide(
+        self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview, *, includes_copies: bool
+    ) -> Iterator[PartOfPiece]:
+        """Yield the parts of the ranks. `data`: the bytes of the piece, in the order of a sender with `wire_layout`.
+
+        `includes_copies`: also yield parts that an earlier rank has too.
+        """
+        head_bytes, num_blocks = wire_layout.tokens * wire_layout.width, piece.end_block - piece.first_block
+        whole = np.frombuffer(data, np.uint8).reshape(-1, self.layout.parts, num_blocks, self.layout.heads * head_bytes)
+        for group, share in self._split_by_group(piece, blocks):
+            rows = slice(share.first_block - piece.first_block, share.end_block - piece.first_block)
+            for number, part in enumerate(self._parts):
+                own = part.layers[group]
+                first, end = max(piece.first_layer, own.start), min(piece.end_layer, own.stop)
+                if first >= end or not (part.is_first or includes_copies):
+                    continue
+                columns = slice(part.heads.start * head_bytes, part.heads.stop * head_bytes)
+                wire = whole[first - piece.first_layer : end - piece.first_layer, :, rows, columns]
+                own_piece = replace(share, first_layer=first - own.start, end_layer=end - own.start)
+                yield PartOfPiece(number, own_piece, wire)
+
+    def _split_by_group(self, piece: TransferPiece, blocks: BlockIds) -> Iterator[tuple[int, TransferPiece]]:
+        """Yield parts of the piece whose blocks belong to the same group of layers, each with this group.
+
+        Engines whose models have several groups exchange blocks only if they have equal block sizes.
+        """
+        if self._num_groups == 1:
+            yield 0, piece
+            return
+        groups = self._block_groups[blocks[piece.first_block : piece.end_block]]
+        cuts = (np.flatnonzero(np.diff(groups)) + 1).tolist()
+        for begin, end in pairwise([0, *cuts, len(groups)]):
+            first_block, end_block = piece.first_block + begin, piece.first_block + end
+            yield int(groups[begin]), replace(piece, first_block=first_block, end_block=end_block)
+
+
+class GroupRegion(DividedRegion):
     def __init__(
         self, layout: KVLayout, parts: Sequence[tuple[BlockPart, HostRegion]], steps: StepCounter | None = None
     ) -> None:
@@ -62,17 +123,11 @@ class GroupRegion(Region):
 
         `steps`: the steps of the ranks; None: no rank is computing.
         """
-        super().__init__(layout, parts[0][1].blocks)
-        assert all(memory.blocks == self.blocks for _, memory in parts)
-        self._parts = parts
-        self._num_groups = len(parts[0][0].layers)
-        self._block_groups = np.zeros(self.blocks, np.int8)  # the group of layers that each block belongs to
+        super().__init__(layout, parts[0][1].blocks, [part for part, _ in parts])
+        self._memories = [memory for _, memory in parts]
+        assert all(memory.blocks == self.blocks for memory in self._memories)
         self._steps = steps or StepCounter()
         self._awaited_steps = 0
-
-    def bump_generation(self, block: int, group: int = 0) -> None:
-        super().bump_generation(block, group)
-        self._block_groups[block] = group
 
     def wait_for_started_work(self) -> None:
         """Make later `scatter` calls wait for the steps that the ranks have started.
@@ -100,35 +155,12 @@ class GroupRegion(Region):
 
         `includes_copies`: also yield parts that an earlier rank has too.
         """
-        head_bytes, num_blocks = wire_layout.tokens * wire_layout.width, piece.end_block - piece.first_block
-        whole = np.frombuffer(data, np.uint8).reshape(-1, self.layout.parts, num_blocks, self.layout.heads * head_bytes)
-        for group, share in self._split_by_group(piece, blocks):
-            rows = slice(share.first_block - piece.first_block, share.end_block - piece.first_block)
-            for part, memory in self._parts:
-                own = part.layers[group]
-                first, end = max(piece.first_layer, own.start), min(piece.end_layer, own.stop)
-                if first >= end or not (part.is_first or includes_copies):
-                    continue
-                columns = slice(part.heads.start * head_bytes, part.heads.stop * head_bytes)
-                for kv_index in range(self.layout.parts):
-                    size, index = memory.element_indices(share, blocks, wire_layout, kv_index)
-                    layers = slice(first - piece.first_layer, end - piece.first_layer)
-                    wire = whole[layers, kv_index, rows, columns].view(f"V{size}")
-                    elements = np.frombuffer(memory.parts[kv_index], f"V{size}")
-                    own_layers = np.arange(first - own.start, end - own.start).reshape(-1, 1, 1)
-                    layer_size = len(elements) // memory.layout.layers
-                    yield wire, elements, own_layers * layer_size + index.reshape(wire.shape[1:])
-
-    def _split_by_group(self, piece: TransferPiece, blocks: BlockIds) -> Iterator[tuple[int, TransferPiece]]:
-        """Yield parts of the piece whose blocks belong to the same group of layers, each with this group.
-
-        Engines whose models have several groups exchange blocks only if they have equal block sizes.
-        """
-        if self._num_groups == 1:
-            yield 0, piece
-            return
-        groups = self._block_groups[blocks[piece.first_block : piece.end_block]]
-        cuts = (np.flatnonzero(np.diff(groups)) + 1).tolist()
-        for begin, end in pairwise([0, *cuts, len(groups)]):
-            first_block, end_block = piece.first_block + begin, piece.first_block + end
-            yield int(groups[begin]), replace(piece, first_block=first_block, end_block=end_block)
+        for each in self._divide(piece, blocks, wire_layout, data, includes_copies=includes_copies):
+            memory, own_layers = self._memories[each.part], range(each.piece.first_layer, each.piece.end_layer)
+            for kv_index in range(self.layout.parts):
+                size, index = memory.element_indices(each.piece, blocks, wire_layout, kv_index)
+                wire = each.wire[:, kv_index].view(f"V{size}")
+                elements = np.frombuffer(memory.parts[kv_index], f"V{size}")
+                layer_size = len(elements) // memory.layout.layers
+                first_elements = np.array(own_layers).reshape(-1, 1, 1) * layer_size
+                yield wire, elements, first_elements + index.reshape(wire.shape[1:])

@@ -1,0 +1,227 @@
+"""DeviceGroupRegion: the KV blocks of an engine whose ranks have GPUs, for the exchange with other engines.
+
+Each rank copies its part of a piece between its cache and a slot of main memory that all ranks share:
+
+    gather    ranks: cache to slot |--> leader: slot to the bytes to be sent
+    scatter   leader: received bytes to slot |--> ranks: slot to cache
+
+The other ranks get requests in the ring of plans, so they know which steps were started before: their copies wait for
+these steps. The caller is a thread of a transport and waits until all ranks have copied."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+
+import numpy as np
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import EmberlineError
+from emberline.engine import memory
+from emberline.engine.gpu.boot import make_region
+from emberline.engine.gpu.region import DeviceRegion
+from emberline.engine.ranks.device_part import DevicePart
+from emberline.engine.ranks.group_memory import GroupMemory
+from emberline.engine.ranks.host_buffers import HostBuffers
+from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.leader import FollowerGroup
+from emberline.engine.ranks.piece_codec import (
+    FAILED,
+    PartRequest,
+    PieceRequest,
+    encode_piece_request,
+    header_bytes,
+    view_words,
+)
+from emberline.engine.ranks.shared_caches import allocate_unused_places, list_block_parts
+from emberline.kernels.comm.communicator import RankLost
+from emberline.kv.block_part import BlockPart
+from emberline.kv.tiers.base import buffer_bytes_for
+from emberline.kv.transfer.errors import BadTransfer, TransferTimeout
+from emberline.kv.transfer.group_region import STEP_TIMEOUT_S, DividedRegion, PartOfPiece
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.piece import TransferPiece
+from emberline.kv.transfer.region import BlockIds, HostRegion, Region
+from emberline.models.config import ModelConfig
+
+POLL_S = 0.00005
+RANKS_ENDED = "KV blocks cannot be copied, because the ranks have ended"
+
+
+def slot_bytes_for(layout: KVLayout) -> int:
+    """Return the bytes of a piece that fit into a slot. `layout`: of whole blocks."""
+    return memory.transfer_slot_bytes(layout.layer_bytes // layout.tokens)
+
+
+def allocate_transfer_slots(
+    config: EngineConfig, memory_of_group: GroupMemory, ranks: Layout, whole: KVLayout
+) -> HostBuffers | None:
+    """Add slots to the group's memory; return None if the engine exchanges no blocks. `whole`: of whole blocks."""
+    if config.transfer is None:
+        return None
+    size = buffer_bytes_for(header_bytes(ranks.num_ranks) + slot_bytes_for(whole))
+    return HostBuffers.allocate(memory_of_group, size, 2 * memory.TRANSFER_SLOTS)
+
+
+def make_group_region(
+    group: FollowerGroup, model: ModelConfig, part: DevicePart, slots: HostBuffers
+) -> DeviceGroupRegion:
+    """Return the blocks of all ranks together. `model`: the whole one. `part`: the leader's."""
+    runner, groups = part.runner, part.planned.groups
+    whole = part.describe_whole_blocks(model, runner.model.fingerprint)
+    parts = list_block_parts(group.layout, model, groups)
+    unused = allocate_unused_places(groups, whole, runner.num_blocks)
+    own = make_region(runner, part.planned.device)
+    if unused is None:
+        return DeviceGroupRegion(whole, parts, own, group, slots)
+    return DeviceGroupRegion(whole, [*parts, unused[0]], own, group, slots, unused[1])
+
+
+@dataclass(slots=True)
+class TransferSlot:
+    number: int
+    is_lost: bool = False  # whether a rank may still write to it, though nothing waits for it any more
+
+
+class DeviceGroupRegion(DividedRegion):
+    def __init__(
+        self,
+        layout: KVLayout,
+        parts: Sequence[BlockPart],
+        own: DeviceRegion,
+        group: FollowerGroup,
+        slots: HostBuffers,
+        unused: HostRegion | None = None,
+    ) -> None:
+        """`layout`: of whole blocks. `parts`: by rank, then that of `unused`, the places that no layer has, if any.
+
+        `own`: the leader's cache. `slots`: half of them for each direction."""
+        super().__init__(layout, own.blocks, parts)
+        self._group, self._slots, self._num_ranks = group, slots, group.layout.num_ranks
+        self._own: dict[int, Region] = {group.layout.leader: own}  # by part: the memory that this process copies
+        if unused is not None:
+            self._own[self._num_ranks] = unused
+        self._leader_region, self._slot_bytes = own, slot_bytes_for(layout)
+        self._numbers, self._publish_lock = itertools.count(1), threading.Lock()
+        self._out_slots, self._in_slots = SimpleQueue[TransferSlot](), SimpleQueue[TransferSlot]()
+        for number in range(slots.area.count):
+            (self._out_slots if number % 2 else self._in_slots).put(TransferSlot(number))
+
+    def wait_for_started_work(self) -> None:
+        """Make later writes to KV blocks wait for all steps that were launched before. This call does not wait."""
+        self._leader_region.wait_for_started_work()
+
+    def gather(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, out: memoryview) -> None:
+        for some, data in self._split_by_layers(piece, wire_layout, out):
+            parts = list(self._divide(some, blocks, wire_layout, data, includes_copies=False))
+            with self._take_slot(self._out_slots) as slot:
+                places = self._place_parts(slot, parts)
+                self._copy_parts(slot, parts, places, blocks, wire_layout, is_scatter=False)
+                for part, place in zip(parts, places, strict=True):
+                    part.wire[:] = np.frombuffer(place, np.uint8).reshape(part.wire.shape)
+
+    def scatter(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview) -> None:
+        for some, received in self._split_by_layers(piece, wire_layout, data):
+            parts = list(self._divide(some, blocks, wire_layout, received, includes_copies=True))
+            with self._take_slot(self._in_slots) as slot:
+                places = self._place_parts(slot, parts)
+                for part, place in zip(parts, places, strict=True):
+                    np.frombuffer(place, np.uint8).reshape(part.wire.shape)[:] = part.wire
+                self._copy_parts(slot, parts, places, blocks, wire_layout, is_scatter=True)
+
+    def _split_by_layers(
+        self, piece: TransferPiece, wire_layout: KVLayout, data: memoryview
+    ) -> Iterator[tuple[TransferPiece, memoryview]]:
+        """Yield parts of a piece that fit into a slot, each with its bytes."""
+        each = piece.num_bytes(wire_layout) // (piece.end_layer - piece.first_layer)
+        if each > self._slot_bytes:
+            raise BadTransfer(f"one layer of the transfer {piece} has {each} bytes; the limit is {self._slot_bytes}")
+        step = self._slot_bytes // each
+        for first in range(piece.first_layer, piece.end_layer, step):
+            some = replace(piece, first_layer=first, end_layer=min(first + step, piece.end_layer))
+            begin = (first - piece.first_layer) * each
+            yield some, data[begin : begin + some.num_bytes(wire_layout)]
+
+    def _place_parts(self, slot: TransferSlot, parts: Sequence[PartOfPiece]) -> list[memoryview]:
+        """Return the memory of each part in a slot. Ranks that have the same bytes share it."""
+        data = self._slots.find(slot.number)[header_bytes(self._num_ranks) :]
+        places: dict[tuple[int, tuple[int, ...]], memoryview] = {}
+        end = 0
+        for part in parts:
+            if (key := (part.wire.ctypes.data, part.wire.shape)) not in places:
+                places[key] = data[end : end + part.wire.size]
+                end += part.wire.size
+        return [places[part.wire.ctypes.data, part.wire.shape] for part in parts]
+
+    def _copy_parts(
+        self,
+        slot: TransferSlot,
+        parts: Sequence[PartOfPiece],
+        places: Sequence[memoryview],
+        blocks: BlockIds,
+        wire_layout: KVLayout,
+        *,
+        is_scatter: bool,
+    ) -> None:
+        """Let all ranks copy their parts between their caches and the slot, and wait until they have."""
+        request = PieceRequest(0, slot.number, is_scatter, wire_layout.tokens, blocks.astype(np.int64).tobytes(), [])
+        base = np.frombuffer(self._slots.find(slot.number), np.uint8).ctypes.data + header_bytes(self._num_ranks)
+        for part, place in zip(parts, places, strict=True):
+            if part.part not in self._own:
+                begin, piece = np.frombuffer(place, np.uint8).ctypes.data - base, part.piece
+                spans = (piece.first_layer, piece.end_layer), (piece.first_block, piece.end_block)
+                request.parts.append(PartRequest(part.part, *spans, begin, begin + len(place)))
+        self._publish(request)
+        try:
+            for part, place in zip(parts, places, strict=True):
+                if (own := self._own.get(part.part)) is not None:
+                    copy = own.scatter if is_scatter else own.gather
+                    copy(part.piece, blocks, wire_layout, place)
+        finally:
+            self._wait_for_ranks(slot, request)
+
+    def _publish(self, request: PieceRequest) -> None:
+        if request.parts:
+            with self._publish_lock:
+                request.number = next(self._numbers)
+                try:
+                    self._group.publish_beside_steps(encode_piece_request(request))
+                except (EmberlineError, RankLost) as error:
+                    raise TransferTimeout(
+                        f"KV blocks cannot be copied, because the ranks have ended: {error}"
+                    ) from error
+
+    def _wait_for_ranks(self, slot: TransferSlot, request: PieceRequest) -> None:
+        words = view_words(self._slots.find(slot.number), self._num_ranks)
+        deadline, waiting = time.monotonic() + STEP_TIMEOUT_S, {part.rank for part in request.parts}
+        slot.is_lost = True
+        while waiting := {rank for rank in waiting if int(words[rank]) & ~FAILED != request.number}:
+            try:
+                self._group.check()
+            except EmberlineError as error:
+                raise TransferTimeout(f"{RANKS_ENDED}: {error}") from error
+            if time.monotonic() > deadline:
+                late = self._group.layout.describe(min(waiting))
+                raise TransferTimeout(f"{late} did not copy its part of KV blocks within {STEP_TIMEOUT_S:g} s")
+            time.sleep(POLL_S)
+        slot.is_lost = False
+        for part in request.parts:
+            if int(words[part.rank]) & FAILED:
+                raise TransferTimeout(f"{self._group.layout.describe(part.rank)} cannot copy its part of KV blocks")
+
+    @contextmanager
+    def _take_slot(self, slots: SimpleQueue[TransferSlot]) -> Iterator[TransferSlot]:
+        try:
+            slot = slots.get(timeout=STEP_TIMEOUT_S)
+        except Empty:
+            raise TransferTimeout(f"no buffer for KV transfers became free within {STEP_TIMEOUT_S:g} s") from None
+        try:
+            yield slot
+        finally:
+            if not slot.is_lost:
+                slots.put(slot)
