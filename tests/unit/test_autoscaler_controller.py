@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 
 from emberline.autoscaler.controller import Autoscaler
 from emberline.autoscaler.fleet import FleetError, FleetWorker
+from emberline.autoscaler.main import MetricsAddress, run_autoscaler
 from emberline.autoscaler.observer import StatusObserver, estimate_p90
 from emberline.autoscaler.pool_workers import group_workers
 from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
 from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
 from emberline.core.clock import ManualClock
+from emberline.core.errors import InvalidRequest
 from emberline.core.slo import LatencyTargets
 from emberline.server.metrics import render_exposition
 
@@ -24,7 +27,8 @@ BOUNDS = (0.01, 0.1, 1.0)
 def make_row(name: str, **changes: Any) -> dict[str, Any]:
     row = {"name": name, "incarnation": f"i-{name}", "role": "both", "health": "ready", "open": 0, "max_running": 8,
            "waiting": 0, "kv_usage": 0.0, "prompt_tokens": 0, "generated_tokens": 0, "prefill_tokens": 0,
-           "decode_tokens": 0, "answered": 0, "transfer": None, "seconds_since_beat": 0.0}  # fmt: skip
+           "decode_tokens": 0, "answered": 0, "transfer": None, "seconds_since_beat": 0.0,
+           "open_by_other_routers": 0}  # fmt: skip
     return {**row, **changes}
 
 
@@ -77,7 +81,7 @@ class Cluster:
         self.starting = [worker for worker in self.starting if worker.name != name]
 
     async def close(self, *, stop_workers: bool) -> None:
-        pass
+        self.rows = {} if stop_workers else self.rows
 
 
 class Loop:
@@ -203,6 +207,38 @@ def test_a_router_that_is_not_there_is_named_soon() -> None:
         client.close()
 
     asyncio.run(run())
+
+
+def test_workers_of_an_earlier_autoscaler_outlive_one_that_cannot_start() -> None:
+    cluster = Cluster()
+    cluster.rows["auto-both-1"] = make_row("auto-both-1", open=3)
+    taken = socket.create_server(("127.0.0.1", 0))
+
+    async def run() -> None:
+        address = MetricsAddress("127.0.0.1", taken.getsockname()[1])
+        router, settings = RouterClient("http://127.0.0.1:9", None), Loop(cluster).settings
+        with pytest.raises(InvalidRequest, match="cannot listen"):
+            await run_autoscaler(settings, router, cluster, address, keep_workers=False)
+
+    with taken:
+        asyncio.run(run())
+    assert list(cluster.rows) == ["auto-both-1"]
+
+
+def test_requests_of_other_routers_keep_a_worker() -> None:
+    row = make_row("a", open_by_other_routers=10)
+    seen = observe(StatusObserver(), 0.0, [row])
+    assert not seen.is_idle and seen.open_requests == 10 and seen.waiting_requests == 2
+    cluster = Cluster()
+    cluster.rows["auto-both-1"] = make_row("auto-both-1", health="draining", open_by_other_routers=1)
+    loop = Loop(cluster)
+    loop.autoscaler._draining_since["auto-both-1"] = 0.0
+    cluster.rows["steady"] = make_row("steady")
+    loop.step()
+    assert not cluster.stopped
+    cluster.rows["auto-both-1"]["open_by_other_routers"] = 0
+    loop.step()
+    assert cluster.stopped == ["auto-both-1"]
 
 
 def observe(observer: StatusObserver, now: float, rows: list[dict[str, Any]], **status: Any) -> Any:

@@ -132,6 +132,28 @@ def test_drop_events() -> None:
     assert [drop_events(b"a\n\nb\n\n", count) for count in range(4)] == [b"a\n\nb\n\n", b"b\n\n", b"", b""]
 
 
+def test_number_of_events_that_a_client_claims_to_have_costs_no_time() -> None:
+    class CountingBytes(bytes):
+        searches = 0
+
+        def find(self, *args: Any) -> int:
+            type(self).searches += 1
+            return super().find(*args)
+
+    assert drop_events(CountingBytes(b"a\n\nb\n\n"), 10_000) == b""
+    assert CountingBytes.searches == 3
+
+
+def test_stream_can_be_continued_again_after_a_continuation_that_failed() -> None:
+    streams = ResumableStreams("i", Clock())
+    stream = open_stream(streams)
+    stream.write_group(b"data: 1\n\n", TokenGroup(0, (1,)))
+    position = ReclaimRequest(name_of(stream), 1, 0, "d")
+    first = streams.reclaim(position, "")
+    streams.close(stream, is_resumable=False)  # the error says that another connection continues it
+    assert streams.reclaim(position, "") == first
+
+
 def test_ids_of_other_services_are_rejected() -> None:
     for bad in ("", "1", "a.b.1.1", "a.0123456789abcdef.1", "a.0123456789abcdef.-1.1", "é.0123456789abcdef.1.1"):
         with pytest.raises(InvalidRequest, match="Last-Event-ID"):

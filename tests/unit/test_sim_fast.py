@@ -164,6 +164,12 @@ def test_simulate_prints_a_report(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "itl_target_ms cannot be simulated in runs of steps" in capsys.readouterr().err
     assert main(["simulate", str(trace), "--kv-tokens", "0"]) == 1
     assert "--kv-tokens is 0; it must be above 0" in capsys.readouterr().err
+    assert main(["simulate", str(trace), "--until", "nan"]) == 1
+    assert "--until is nan; it must be at least 0" in capsys.readouterr().err
+    for times in ("nan", "1,-4", "inf", "soon"):
+        with pytest.raises(SystemExit):
+            main(["simulate", str(trace), f"--kill={times}"])
+        assert "is not a list of seconds" in capsys.readouterr().err
 
 
 def _request(*keys: str) -> SimRequest:

@@ -73,6 +73,15 @@ def test_new_worker_serves_waiting_requests_after_its_start() -> None:
     assert result.worker_seconds == pytest.approx(records[0].finished_at - 1.0), "start-up is paid for"
 
 
+def test_request_that_waits_again_has_the_whole_time_to_wait() -> None:
+    cluster, records = make_cluster(SimClusterConfig(workers=0, kv_tokens=8192, batch_tokens=256, cost=COST))
+    cluster.at(5.0, cluster.add_worker)
+    cluster.at(5.5, lambda: cluster.kill_worker("worker-0"))
+    cluster.at(12.0, cluster.add_worker)  # 6.5 s after the kill, 12 s after the request
+    cluster.run([single(0)])
+    assert [(record.outcome, record.worker) for record in records] == [("answered", "worker-1")]
+
+
 @pytest.mark.parametrize("move", [False, True])
 def test_drained_worker_leaves_when_its_requests_have_ended(move: bool) -> None:
     cluster, records = make_cluster()

@@ -129,7 +129,9 @@ def test_every_kind_of_workload_has_usable_defaults(kind: str) -> None:
     ("text", "message"),
     [
         ("poisson:rate=0", "rate is 0; it must be above 0"),
-        ("poisson:rate=fast", "rate is 'fast'; it must be a number"),
+        ("poisson:rate=fast", "rate is 'fast'; it must be a finite number"),
+        ("poisson:seconds=inf", "seconds is 'inf'; it must be a finite number"),
+        ("agents:turns=nan", "turns is 'nan'; it must be a finite number"),
         ("poisson:speed=3", "no setting 'speed'.*rate, seconds"),
         ("poisson:seconds=0", "seconds is 0"),
         ("bursts:burst=400", "burst is 400 s; it must be above 0 and at most every, 300 s"),

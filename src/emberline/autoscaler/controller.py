@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from emberline.autoscaler.fleet import FleetError, WorkerFleet
 from emberline.autoscaler.metrics import AutoscalerMetrics
-from emberline.autoscaler.observer import StatusObserver
+from emberline.autoscaler.observer import StatusObserver, count_open
 from emberline.autoscaler.policy import PolicyState, ScalingDecision, decide
 from emberline.autoscaler.pool_workers import PoolWorkers, StatusRow, group_workers
 from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
@@ -106,7 +106,7 @@ class Autoscaler:
                 continue
             drained_s = now - self._draining_since.setdefault(name, now)
             if _has_finished(row, drained_s) or drained_s > self._settings.drain_timeout:
-                log.info("Stopping drained worker: worker=%s open=%d drained_s=%.1f", name, row["open"], drained_s)
+                log.info("Stopping drained worker: worker=%s open=%d drained_s=%.1f", name, count_open(row), drained_s)
                 await self._fleet.stop_worker(name)
                 pool.stopping.add(name)
         for name in [name for name in pool.starting if name in pool.managed and self._starts.is_hanging(name, now)]:
@@ -138,4 +138,4 @@ class Autoscaler:
 def _has_finished(row: StatusRow, drained_s: float) -> bool:
     """Whether a draining worker has no requests, and no other worker still has to copy its KV blocks."""
     leases = (row["transfer"] or {}).get("leases", 0)
-    return not row["open"] and not leases and row["seconds_since_beat"] < drained_s
+    return not count_open(row) and not leases and row["seconds_since_beat"] < drained_s

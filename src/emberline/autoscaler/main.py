@@ -42,7 +42,8 @@ async def run_autoscaler(
 ) -> None:
     """Scale until SIGTERM or SIGINT. Raises RouterUnavailable if no router answers within ROUTER_WAIT_S.
 
-    `keep_workers`: a signal leaves the workers running. kill -9 always does."""
+    `keep_workers`: a signal leaves the workers running. kill -9 and errors always do: the workers may be those of an
+    earlier autoscaler, and serve requests."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -59,7 +60,7 @@ async def run_autoscaler(
         if server is not None:
             await server.stop(0.0)
         router.close()
-        await fleet.close(stop_workers=not keep_workers)
+        await fleet.close(stop_workers=stop.is_set() and not keep_workers)
 
 
 async def wait_for_router(router: RouterClient, stop: asyncio.Event, timeout_s: float = ROUTER_WAIT_S) -> None:

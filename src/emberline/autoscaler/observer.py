@@ -38,7 +38,7 @@ class StatusObserver:
             observations[role] = PoolObservation(
                 ready=len(pool.ready),
                 starting=len(pool.starting),
-                open_requests=sum(row["open"] for row in rows),
+                open_requests=sum(map(count_open, rows)),
                 waiting_requests=sum(map(_count_waiting, rows)) + (status["waiting_requests"] if is_answering else 0),
                 refused_share=refused_share if is_answering else 0.0,
                 slots=sum(row["max_running"] for row in pool.ready),
@@ -93,8 +93,13 @@ class StatusObserver:
         return ttft_s, itl_s
 
 
+def count_open(row: StatusRow) -> int:
+    """Return the requests that are open at a worker, also those of other routers."""
+    return int(row["open"]) + int(row["open_by_other_routers"])
+
+
 def _count_waiting(row: StatusRow) -> int:
-    return max(int(row["waiting"]), int(row["open"]) - int(row["max_running"]), 0)
+    return max(int(row["waiting"]), count_open(row) - int(row["max_running"]), 0)
 
 
 def estimate_p90(bounds_s: Sequence[float], before: Sequence[int], after: Sequence[int]) -> float | None:

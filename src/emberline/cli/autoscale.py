@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 
 ADAPTERS = ("local", "kubernetes", "ray")
 PLACEHOLDERS = ("{router}", "{role}", "{name}")
+# Options, by their names in the parsed arguments, and the adapters that use them.
+ADAPTERS_BY_OPTION = {
+    "worker_command": ("local", "ray"),
+    "options": ("local", "ray"),
+    "keep_workers": ("local",),
+    "logs": ("local",),
+    "namespace": ("kubernetes",),
+    "ray_address": ("ray",),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +96,24 @@ def _build_settings(args: argparse.Namespace) -> AutoscalerSettings:
     from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
 
     pools = tuple(PoolSettings.parse(text, args.min, args.max) for text in args.pool or ["both"])
+    _reject_unused_options(args, [pool.role for pool in pools if pool.target])
     return AutoscalerSettings(LatencyTargets.parse(args.slo), pools, **given_options(args, AutoscalerSettings))
+
+
+def _reject_unused_options(args: argparse.Namespace, roles_with_target: Sequence[str]) -> None:
+    """Raise InvalidRequest for an option that the adapter would ignore."""
+    unused = [name for name, users in ADAPTERS_BY_OPTION.items() if getattr(args, name) and args.adapter not in users]
+    if roles_with_target and args.adapter != "kubernetes":
+        message = f"pool {roles_with_target[0]} has a target, but only --adapter kubernetes scales objects"
+        raise InvalidRequest(message, param="pool", hint="drop target, or add --adapter kubernetes")
+    if unused:
+        what = "an option of workers" if unused[0] == "options" else f"--{unused[0].replace('_', '-')}"
+        adapters = " or ".join(f"--adapter {each}" for each in ADAPTERS_BY_OPTION[unused[0]])
+        message = f"{what} is set, but --adapter {args.adapter} does not use it"
+        raise InvalidRequest(message, param=unused[0], hint=f"drop it, or use {adapters}")
+    if args.worker_command is not None and args.options:
+        message = f"worker_command is set, so the options {' '.join(args.options)[:200]!r} are not used"
+        raise InvalidRequest(message, param="options", hint="write them into --worker-command")
 
 
 def _build_fleet(args: argparse.Namespace, settings: AutoscalerSettings, key: str | None) -> WorkerFleet:

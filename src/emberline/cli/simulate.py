@@ -112,6 +112,9 @@ def _make_config(args: argparse.Namespace, costs: StepCostTable) -> SimClusterCo
     ):
         if not value > 0:
             raise InvalidRequest(f"{flag} is {value}; it must be above 0", param=flag.removeprefix("--"))
+    for flag, value in (("--start-seconds", args.start_seconds), ("--until", args.until)):
+        if not value >= 0:
+            raise InvalidRequest(f"{flag} is {value}; it must be at least 0", param=flag.removeprefix("--"))
     return SimClusterConfig(
         workers=args.workers,
         prefill_workers=args.prefill_workers,
@@ -177,6 +180,9 @@ def _format(value: Any) -> str:
 
 def _parse_times(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(each) for each in parse_comma_list(text))
+        times = tuple(float(each) for each in parse_comma_list(text))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of seconds (hint: write 60,300)") from None
+        times = (math.nan,)
+    if not all(0 <= time < math.inf for time in times):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of seconds (hint: write 60,300)")
+    return times

@@ -159,7 +159,7 @@ class ResumableStreams:
         """Record that a stream has ended. `is_resumable`: it did not end with an error that the client has."""
         name = stream.event_id_prefix.split(b".")[-2].decode()
         del self._running[name]
-        if is_resumable and not stream.is_taken_over:
+        if is_resumable or stream.is_taken_over:  # the connection that continues it may break before its first event
             stream.ended_at = self._now()
             self._ended[name] = stream
             self._ended_bytes += len(stream.comments)
@@ -207,9 +207,10 @@ class ResumableStreams:
 def drop_events(events: bytes, count: int) -> bytes:
     """Return the events without the first `count` of them."""
     start = 0
-    for _ in range(count):
-        end = events.find(b"\n\n", start)
-        start = len(events) if end < 0 else end + 2
+    for _ in range(count):  # a client may write any number into an event id
+        if (end := events.find(b"\n\n", start)) < 0:
+            return b""
+        start = end + 2
     return events[start:]
 
 

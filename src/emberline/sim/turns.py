@@ -215,7 +215,7 @@ class TurnDispatcher:
         self._events.hold()
 
     def _give_up_if_waiting(self, turn: OpenTurn) -> None:
-        if turn in self._waiting:
+        if turn in self._waiting and self._clock.now() >= turn.waits_until:  # later if it was served in between
             self._waiting.remove(turn)
             self._events.hold(-1)
             self._end(turn, "failed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -48,7 +49,9 @@ def _parse_settings(text: str, allowed: Mapping[str, float]) -> Settings:
         try:
             settings[name] = float(value)
         except ValueError:
-            raise InvalidRequest(f"{name} is {value[:100]!r}; it must be a number", param=name) from None
+            settings[name] = math.nan
+        if not math.isfinite(settings[name]):
+            raise InvalidRequest(f"{name} is {value[:100]!r}; it must be a finite number", param=name)
     return settings
 
 
