@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slo", default="ttft_p90=3s,itl_p90=100ms", help="Latencies to keep.")
     parser.add_argument("--prompt", type=int, default=16_000, help="Prompt tokens of a request, median.")
     parser.add_argument("--output", type=int, default=300, help="Generated tokens of a request, median.")
-    parser.add_argument("--start-time", type=float, default=15.0, help="Seconds from a worker's start to ready.")
+    parser.add_argument("--start-seconds", type=float, default=15.0, help="Seconds from a worker's start to ready.")
     parser.add_argument("--burst-s", type=float, default=20.0, help="Seconds of the burst on a real cluster.")
     add_logs_option(parser)
 
@@ -49,11 +49,11 @@ def _build_plan(args: argparse.Namespace) -> AutoscalerBenchPlan:
 
     costs = find_cost_table("h200", "llama-8b", "plain")
     slo, pool = LatencyTargets.parse(args.slo), PoolSettings("both", 1, MAX_SIMULATED_WORKERS)
-    settings = AutoscalerSettings(slo, (pool,), start_seconds=args.start_time, period=0.0)
+    settings = AutoscalerSettings(slo, (pool,), start_seconds=args.start_seconds, period=0.0)
     cluster = SimClusterConfig(
         workers=1, kv_tokens=costs.kv_tokens // 16 * 16, max_running=256, batch_tokens=2048, cost=costs, detail="runs"
     )
-    return AutoscalerBenchPlan(settings, cluster, args.start_time, args.prompt, args.output)
+    return AutoscalerBenchPlan(settings, cluster, args.start_seconds, args.prompt, args.output)
 
 
 def _build_traces(args: argparse.Namespace, capacity: float) -> list[LoadTrace]:

@@ -31,7 +31,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 ROUTING: dict[str, Callable[[int], WorkerChooser]] = {
     "router": lambda seed: choose_worker_by_policy,
     "fewest-requests": lambda seed: choose_worker_with_fewest_requests,
-    "in-turn": lambda seed: make_round_robin_chooser(),
+    "round-robin": lambda seed: make_round_robin_chooser(),
     "random": make_random_chooser,
 }
 
