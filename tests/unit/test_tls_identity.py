@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from emberline.bench.certificates import IssuedFiles, LocalCA
+from emberline.core import tls
 from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
@@ -178,6 +179,29 @@ def test_changed_files_are_used_for_new_connections(tmp_path: Path, caplog: pyte
     clock.time += CHECK_INTERVAL_S
     assert served_certificate(identity, ca.file) not in (first, second)
     assert (identity.reloads, identity.failed_reloads) == (2, 2)
+
+
+def test_ca_that_vanishes_during_a_reload_keeps_the_old_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ca, clock = LocalCA(tmp_path), Clock()
+    files = ca.issue("server")
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_bytes(ca.file.read_bytes())
+    identity = identity_of(files, bundle, monotonic=clock)
+    replace_files(files, ca.issue("new"))
+    check = tls._check_certificates
+
+    def check_and_remove(path: Path, *args: Any, **kwargs: Any) -> float:
+        expires_at = check(path, *args, **kwargs)
+        if path == bundle:
+            bundle.unlink()
+        return expires_at
+
+    monkeypatch.setattr(tls, "_check_certificates", check_and_remove)
+    clock.time += CHECK_INTERVAL_S
+    identity.listener_context().wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)  # a new connection
+    assert (identity.reloads, identity.failed_reloads) == (0, 1) and "of tls_ca cannot be read" in caplog.text
 
 
 def test_names_match_exactly_or_one_label_below_a_domain() -> None:

@@ -225,7 +225,11 @@ def _make_context(config: TLSConfig, *, is_server: bool) -> _CheckedContext:
         except (OSError, ValueError) as error:
             raise _key_error(config.cert, config.key, error) from error
     if config.ca is not None:
-        context.load_verify_locations(config.ca)
+        try:
+            context.load_verify_locations(config.ca)
+        except OSError as error:  # it was readable when its certificates were checked
+            what = f"the file {config.ca} of tls_ca cannot be read: {error.strerror}"
+            raise InvalidRequest(what, param="tls_ca", hint="check the path and the file's permissions") from error
     elif not is_server:
         context.load_default_certs(ssl.Purpose.SERVER_AUTH)
     return context
