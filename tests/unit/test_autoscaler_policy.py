@@ -138,6 +138,13 @@ def test_each_signal_adds_workers(seen: PoolObservation, reason: str) -> None:
     assert decision.desired["both"] > 4 and decision.reasons["both"] == reason
 
 
+def test_requests_that_wait_at_workers_take_one_slot_each() -> None:
+    seen = PoolObservation(ready=4, open_requests=40, waiting_requests=8, slots=32)
+    assert decide({"both": seen}, PolicyState({}, 0.0), 1000.0, settings()).desired["both"] == 6  # 40 / 0.9 of 8 slots
+    seen = replace(seen, waiting_requests=18, unassigned_requests=10)
+    assert decide({"both": seen}, PolicyState({}, 0.0), 1000.0, settings()).desired["both"] == 7
+
+
 def test_prefill_and_decode_pools_follow_their_own_latency() -> None:
     config = settings(PoolSettings("prefill"), PoolSettings("decode"))
     seen = PoolObservation(ready=2, open_requests=40, prompt_rate=100.0, ttft_s=2.0, itl_s=0.01)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class PoolObservation:
     ready: int  # workers that accept requests
     starting: int = 0  # workers that were started and are not ready yet
-    open_requests: int = 0
+    open_requests: int = 0  # at workers, also those that wait there
     waiting_requests: int = 0  # without a slot at a worker; also those that wait at the router for any worker
+    unassigned_requests: int = 0  # of the waiting ones: those at the router
     refused_share: float = 0.0  # of the requests since the last observation, refused because all workers were full
     slots: int = 0  # requests that all ready workers together run at the same time; 0: unknown
     prompt_backlog: float = 0.0  # prompt tokens that arrived and are not computed

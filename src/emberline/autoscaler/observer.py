@@ -35,11 +35,13 @@ class StatusObserver:
             rows = [*pool.ready, *pool.draining]
             prompt_rate, output_rate = self._update_rates(role, rows, seconds)
             is_answering = role != "prefill" or len(pools) == 1
+            unassigned = status["waiting_requests"] if is_answering else 0
             observations[role] = PoolObservation(
                 ready=len(pool.ready),
                 starting=len(pool.starting),
                 open_requests=sum(map(count_open, rows)),
-                waiting_requests=sum(map(_count_waiting, rows)) + (status["waiting_requests"] if is_answering else 0),
+                waiting_requests=sum(map(_count_waiting, rows)) + unassigned,
+                unassigned_requests=unassigned,
                 refused_share=refused_share if is_answering else 0.0,
                 slots=sum(row["max_running"] for row in pool.ready),
                 prompt_backlog=self._in_flight[role][0],

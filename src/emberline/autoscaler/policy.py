@@ -164,7 +164,7 @@ def _find_need(
             needs.append(PoolNeed((state.forecast.present + recovery_rate) / per_worker, "backlog"))
     needs.append(PoolNeed(seen.ready * seen.kv_usage / MAX_KV_USAGE, "kv"))
     if seen.slots and answers:
-        taken = (seen.open_requests + seen.waiting_requests) / seen.slots
+        taken = (seen.open_requests + seen.unassigned_requests) / seen.slots
         needs.append(PoolNeed(seen.ready * taken / MAX_SLOT_USAGE, "slots"))
     return max(needs, key=lambda each: each.amount)
 
