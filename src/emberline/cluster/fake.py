@@ -22,7 +22,6 @@ from emberline.cluster.registrar import PeersByModel
 from emberline.cluster.registrar_group import RegistrarGroup
 from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerRegistration
 from emberline.cluster.resumable_streams import (
-    EVENT_IDS_HEADER,
     RECLAIM_PATH,
     ReclaimRequest,
     ResumableStream,
@@ -32,7 +31,7 @@ from emberline.cluster.resumable_streams import (
 from emberline.core.config import Role
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.events import TransferStats
-from emberline.core.handoff import Handoff
+from emberline.core.handoff import EVENT_IDS_HEADER, Handoff
 from emberline.core.numerics import Numerics
 from emberline.core.tls import TLSIdentity, open_identity
 from emberline.core.tls_config import TLSConfig

@@ -25,7 +25,6 @@ from emberline.core.handoff import NO_DRAFTS, DraftCounts, Handoff, TokenGroup
 RESUME_WINDOW_S = 60.0  # after the end of a stream or the loss of its router
 MAX_ENDED_STREAMS = 4096
 MAX_ENDED_BYTES = 64 << 20  # of the tokens of ended streams; the oldest are forgotten first
-EVENT_IDS_HEADER = "x-emberline-event-ids"  # of a router's request: write an id in each event
 RECLAIM_PATH = "/cluster/reclaim"
 
 _ID_PATTERN = re.compile(r"([!-~]{1,128})\.([0-9a-f]{16})\.(\d{1,9})\.(\d{1,9})")

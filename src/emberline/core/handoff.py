@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 from emberline.core.errors import InvalidRequest
 
+EVENT_IDS_HEADER = "x-emberline-event-ids"  # of a router's request to a worker: write an id in each event
+
 
 @dataclass(frozen=True, slots=True)
 class TokenGroup:

@@ -18,7 +18,6 @@ from emberline.router.upstream_request import UpstreamRequest
 PRIVATE_HEADER_PREFIX = "x-emberline-"  # headers between router and workers; removed from clients' requests
 # Request: report the prompt's last block; reply without a stream: that block.
 CHAIN_HEADER = f"{PRIVATE_HEADER_PREFIX}chain"
-EVENT_IDS_HEADER = f"{PRIVATE_HEADER_PREFIX}event-ids"  # request: write an id in each event of the stream
 # "checked" or "presented", then the identifier of the client's API key.
 TENANT_HEADER = f"{PRIVATE_HEADER_PREFIX}tenant"
 Ticket = dict[str, Any]  # where and under which id another worker fetches a prompt's KV blocks

@@ -11,11 +11,10 @@ from typing import Any
 
 import msgspec
 
-from emberline.core.handoff import Handoff, TokenGroup
+from emberline.core.handoff import EVENT_IDS_HEADER, Handoff, TokenGroup
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.router.dialect import (
     CHAIN_HEADER,
-    EVENT_IDS_HEADER,
     PRIVATE_HEADER_PREFIX,
     TENANT_HEADER,
     InvalidWorkerReply,

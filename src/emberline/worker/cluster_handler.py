@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from emberline.cluster.resumable_streams import EVENT_IDS_HEADER, ReclaimRequest
+from emberline.cluster.resumable_streams import ReclaimRequest
 from emberline.core.errors import BodyTooLarge, EmberlineError, EngineFailed, InvalidRequest
 from emberline.core.events import Output
-from emberline.core.handoff import Handoff
+from emberline.core.handoff import EVENT_IDS_HEADER, Handoff
 from emberline.core.offload import offload
 from emberline.core.pickle_cost import check_pickle_cost
 from emberline.core.request import FinishReason

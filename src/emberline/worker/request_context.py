@@ -12,9 +12,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from emberline.cluster.resumable_streams import EVENT_IDS_HEADER
 from emberline.core.errors import InvalidRequest
-from emberline.core.handoff import Handoff
+from emberline.core.handoff import EVENT_IDS_HEADER, Handoff
 from emberline.server.access import derive_tenant_id
 from emberline.server.exchange import Exchange
 from emberline.trace.span import Span

@@ -23,9 +23,9 @@ from emberline.core.errors import (
     WorkerLost,
     WorkersCrashed,
 )
+from emberline.core.handoff import EVENT_IDS_HEADER
 from emberline.router.dialect import (
     CHAIN_HEADER,
-    EVENT_IDS_HEADER,
     PRIVATE_HEADER_PREFIX,
     TENANT_HEADER,
     InvalidWorkerReply,
