@@ -112,11 +112,15 @@ class GpuEngineFixture:
         return tokens
 
 
+def has_settled(engine: Engine) -> bool:
+    return engine.idle and engine.kv.num_free_blocks + engine.kv.num_cached_blocks == engine.kv.num_blocks
+
+
 def run_until_settled(*houses: GpuEngineFixture) -> None:
-    """Run until no block is held."""
+    """Run until no block is held and no step is running."""
     ends = time.monotonic() + 60
-    while any(h.engine.kv.num_free_blocks + h.engine.kv.num_cached_blocks < h.engine.kv.num_blocks for h in houses):
-        assert time.monotonic() < ends, "blocks are still held"
+    while not all(has_settled(house.engine) for house in houses):
+        assert time.monotonic() < ends, "blocks are still held, or a step is still running"
         for gpu_engine in houses:
             gpu_engine.step()
         time.sleep(0.002)

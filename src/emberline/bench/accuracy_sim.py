@@ -18,7 +18,7 @@ from emberline.sim.sessions import SingleRequest
 
 WARM_UP_INTERVAL_S = 100.0  # between two of the requests that run alone first
 FIRST_RATE = 4.0  # requests per second, with which the search for the capacity begins
-CAPACITY_RUN_S = 60.0  # virtual time, of which the first third is a warm-up
+CAPACITY_RUN_S = 180.0  # virtual time, of which the first third is a warm-up
 MAX_SERVED_SHARE = 0.75  # of the arrivals: if more of them are served, the cluster may not be full
 INSTANT_BYTES_PER_S = 1e15  # the time of copies is part of the measured overhead of a handoff
 
