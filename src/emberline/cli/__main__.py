@@ -12,6 +12,7 @@ from emberline import __version__
 from emberline.core.engine_packages import ENGINE_PACKAGES, missing_packages_error, require_engine_packages
 from emberline.core.environment import is_supervised
 from emberline.core.errors import EmberlineError
+from emberline.core.init_process import end_on_sigterm_as_init
 from emberline.core.parent_death import end_with_parent
 from emberline.engine.engine_child import EngineChild
 
@@ -74,6 +75,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
+    end_on_sigterm_as_init()
     if is_supervised():
         end_with_parent()
     argv = sys.argv[1:] if argv is None else argv
