@@ -1,6 +1,6 @@
 """PullManager: copies (pulls) prompt prefixes from other engines' KV caches into requests' blocks.
 
-Each pull runs in a thread that it has to itself. Tokens that have arrived count as computed, and this engine computes the remaining
+Each pull has a thread to itself. Tokens that have arrived count as computed, and this engine computes the remaining
 tokens of the prompt. The thread writes directly to the request's blocks, so the blocks must not be reused before the
 pull has ended, even if it is cancelled. The thread writes while engine steps run. It first waits for the steps that
 were running when it started, because they may still read earlier content of these blocks
