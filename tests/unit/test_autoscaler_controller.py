@@ -45,6 +45,7 @@ class Cluster:
         self.becomes_ready = True
         self.waiting = 0
         self.url = "http://router"
+        self.can_sleep = True
 
     async def fetch_status(self) -> dict[str, Any]:
         if self.router_fails:
@@ -58,6 +59,10 @@ class Cluster:
         if name in self.rows:
             self.rows[name]["health"] = "draining" if on else "ready"
         return name in self.rows
+
+    async def set_asleep(self, name: str, *, on: bool = True) -> bool:
+        self.rows[name]["asleep"] = on and self.can_sleep
+        return self.can_sleep
 
     async def list_workers(self) -> list[FleetWorker]:
         if self.fleet_fails:
@@ -86,7 +91,7 @@ class Cluster:
 
 class Loop:
     def __init__(self, cluster: Cluster, **changes: Any) -> None:
-        pool = PoolSettings("both", changes.pop("min_workers", 1), 8)
+        pool = PoolSettings("both", changes.pop("min_workers", 1), 8, sleep=changes.pop("sleep", 0))
         self.clock = ManualClock(100.0)
         self.settings = AutoscalerSettings(LatencyTargets(1.0, 0.05), (pool,), cool_down=20.0, **changes)
         self.autoscaler = Autoscaler(self.settings, cluster, cluster, self.clock)  # type: ignore[arg-type]
@@ -197,6 +202,42 @@ def test_an_empty_pool_starts_a_worker_when_a_request_waits() -> None:
     cluster.waiting = 0
     loop.step(20)
     assert cluster.stopped == ["auto-both-1"] and not cluster.rows
+
+
+def test_a_drained_worker_sleeps_and_is_woken_before_another_is_started() -> None:
+    cluster = Cluster()
+    cluster.rows = {name: make_row(name) for name in ("auto-both-a", "auto-both-b")}
+    loop = Loop(cluster, min_workers=0, idle_time=60.0, sleep=1)
+    loop.step(30)
+    asleep, stopped = list(cluster.rows), cluster.stopped
+    assert len(asleep) == len(stopped) == 1 and cluster.rows[asleep[0]]["asleep"]
+    assert cluster.rows[asleep[0]]["health"] == "ready"  # the router sends it the next request
+    assert metric(loop, 'workers{pool="both",state="asleep"}') == 1
+    loop.step(30)
+    assert list(cluster.rows) == asleep and not cluster.started
+    cluster.waiting = 20
+    loop.step()
+    assert not cluster.rows[asleep[0]]["asleep"] and not cluster.started
+    cluster.rows[asleep[0]].update(open=12, waiting=4)
+    loop.step(2)
+    assert cluster.started
+
+
+def test_a_worker_that_a_request_woke_counts_as_ready() -> None:
+    cluster = Cluster()
+    cluster.rows["auto-both-a"] = make_row("auto-both-a", asleep=True, open=1)
+    loop = Loop(cluster, sleep=1)
+    loop.step()
+    assert metric(loop, 'workers{pool="both",state="ready"}') == 1 and not cluster.started
+
+
+@pytest.mark.parametrize("can_sleep", [True, False])
+def test_workers_that_cannot_sleep_or_are_too_many_are_stopped(can_sleep: bool) -> None:
+    cluster = Cluster()
+    cluster.can_sleep = can_sleep
+    cluster.rows = {name: make_row(name, asleep=can_sleep) for name in ("auto-both-a", "auto-both-b", "auto-both-c")}
+    Loop(cluster, min_workers=0, idle_time=10.0, sleep=1).step(20)
+    assert len(cluster.rows) == can_sleep and len(cluster.stopped) == 3 - can_sleep and not cluster.started
 
 
 def test_a_router_that_is_not_there_is_named_soon() -> None:

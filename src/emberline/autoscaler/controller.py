@@ -62,7 +62,7 @@ class Autoscaler:
             self.metrics.record_decision(decision, observations)
             self.metrics.failed_starts, self.metrics.usual_start_s = self._starts.failed_starts, settings.start_seconds
             for role, pool in pools.items():
-                await self._stop_finished_workers(pool, now)
+                await self._stop_finished_workers(pool, self._settings.pool(role).sleep, now)
                 await self._reconcile(role, pool, decision, now)
             self._log_problem_once(self._describe_unreachable_slo(decision))
         except (RouterUnavailable, WrongClusterKey, FleetError) as e:
@@ -75,6 +75,8 @@ class Autoscaler:
         missing = desired - pool.serving_count
         if missing > 0:
             missing -= await self._undo_drains(pool, missing)
+        if missing > 0:
+            missing -= await self._wake_workers(role, pool, missing, reason)
         if missing > 0 and self._starts.may_start(role, now):
             log.info("Starting workers: pool=%s count=%d desired=%d reason=%s", role, missing, desired, reason)
             await self._fleet.start_workers(role, missing)
@@ -99,13 +101,41 @@ class Autoscaler:
             self._draining_since.pop(name, None)
         return min(len(names), count)
 
-    async def _stop_finished_workers(self, pool: PoolWorkers, now: float) -> None:
-        """Stop the workers that have drained, or take too long to, and those that do not become ready."""
-        for row in pool.draining:
+    async def _wake_workers(self, role: str, pool: PoolWorkers, count: int, reason: str) -> int:
+        """Wake sleeping workers, which is faster than a start. Return how many."""
+        names = [row["name"] for row in pool.asleep if row["name"] in pool.managed.keys() - pool.stopping][:count]
+        for name in names:
+            log.info("Waking a worker: worker=%s reason=%s", name, reason)
+            await self._router.set_asleep(name, on=False)
+        self.metrics.record_change(role, "up", reason, len(names))
+        return len(names)
+
+    async def _put_to_sleep(self, name: str) -> bool:
+        """Let a drained worker sleep, and return whether it can. It is at the routers' disposal again."""
+        if not await self._router.set_asleep(name):
+            log.warning("Worker cannot sleep, stopping it: worker=%s (hint: start workers with --can-sleep)", name)
+            return False
+        log.info("Putting a drained worker to sleep: worker=%s", name)
+        await self._router.drain(name, on=False)
+        self._draining_since.pop(name, None)
+        return True
+
+    async def _stop_finished_workers(self, pool: PoolWorkers, sleep: int, now: float) -> None:
+        """Stop the workers that have drained, or take too long to, and those that do not become ready.
+
+        Up to `sleep` drained workers are put to sleep instead."""
+        too_many = [row["name"] for row in pool.asleep[sleep:] if row["name"] in pool.managed]
+        await asyncio.gather(*map(self._drain, too_many))  # an earlier autoscaler kept more
+        for row in list(pool.draining):
             if (name := row["name"]) not in pool.managed:
                 continue
             drained_s = now - self._draining_since.setdefault(name, now)
             if _has_finished(row, drained_s) or drained_s > self._settings.drain_timeout:
+                is_idle = drained_s <= self._settings.drain_timeout
+                if is_idle and len(pool.asleep) < sleep and await self._put_to_sleep(name):
+                    pool.draining.remove(row)
+                    pool.asleep.append(row)
+                    continue
                 log.info("Stopping drained worker: worker=%s open=%d drained_s=%.1f", name, count_open(row), drained_s)
                 await self._fleet.stop_worker(name)
                 pool.stopping.add(name)

@@ -71,7 +71,7 @@ class AutoscalerMetrics:
         workers = [
             (f'pool="{role}",state="{state}"', float(count))
             for role, each in self._observations.items()
-            for state, count in (("ready", each.ready), ("starting", each.starting))
+            for state, count in (("ready", each.ready), ("starting", each.starting), ("asleep", each.asleep))
         ]
         yield MetricFamily.from_samples(f"{PREFIX}_workers", "Workers of the pool by state.", "gauge", workers)
         changes = [(f'pool="{role}"', float(count)) for role, count in self._direction_changes.items()]

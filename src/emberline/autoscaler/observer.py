@@ -39,6 +39,7 @@ class StatusObserver:
             observations[role] = PoolObservation(
                 ready=len(pool.ready),
                 starting=len(pool.starting),
+                asleep=len(pool.asleep),
                 open_requests=sum(map(count_open, rows)),
                 waiting_requests=sum(map(_count_waiting, rows)) + unassigned,
                 unassigned_requests=unassigned,

@@ -16,6 +16,7 @@ class PoolWorkers:
     ready: list[StatusRow] = field(default_factory=list)
     starting: list[str] = field(default_factory=list)
     draining: list[StatusRow] = field(default_factory=list)
+    asleep: list[StatusRow] = field(default_factory=list)  # a request wakes them
     managed: dict[str, int] = field(default_factory=dict)  # removal rank of the workers that the fleet can stop
     stopping: set[str] = field(default_factory=set)  # names of managed workers that were asked to end
 
@@ -56,7 +57,8 @@ def group_workers(
             continue
         match row["health"]:
             case "ready":
-                pool.ready.append(row)
+                # Until its next heartbeat, a worker that a request woke still counts as asleep at the router.
+                (pool.asleep if row.get("asleep") and not row["open"] else pool.ready).append(row)
             case "starting":
                 pool.starting.append(name)
             case "draining":

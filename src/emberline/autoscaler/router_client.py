@@ -58,6 +58,17 @@ class RouterClient:
             raise RouterUnavailable(message, hint="see the router's log")
         return status == 200
 
+    async def set_asleep(self, name: str, *, on: bool = True) -> bool:
+        """Let a worker sleep as soon as it has no requests, or wake it. Return whether the worker can sleep.
+
+        Raises RouterUnavailable or WrongClusterKey."""
+        body = msgspec.json.encode({"name": name, "on": on})
+        status, _ = await self._call("POST", "/cluster/sleep", body, DRAIN_TIMEOUT_S)
+        if status not in (200, 400, 404):
+            message = f"the router at {self.url} answered {status} when {name!r} was to {'sleep' if on else 'wake'}"
+            raise RouterUnavailable(message, hint="see the router's log")
+        return status == 200
+
     async def _call(self, method: str, path: str, body: bytes, timeout_s: float) -> tuple[int, Any]:
         try:
             reply = await self._pool.fetch(

@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="ROLE[:KEY=VALUE,...]",
         help="Pool to scale: both, prefill or decode, with the keys min, max, gpus, capacity (tokens per second of a"
-        " worker, weighted), target (Kubernetes object); may be repeated. (default: both)",
+        " worker, weighted), sleep (workers to keep asleep), target (Kubernetes object); may be repeated. (default:"
+        " both)",
     )
     parser.add_argument("--min", type=int, default=1, help="Minimum number of workers of a pool without min.")
     parser.add_argument("--max", type=int, default=8, help="Maximum number of workers of a pool without max.")
@@ -131,7 +132,7 @@ def _build_fleet(args: argparse.Namespace, settings: AutoscalerSettings, key: st
 
         resources = {pool.role: {"num_cpus": args.ray_cpus, "num_gpus": pool.gpus} for pool in settings.pools}
         ray = connect_to_ray(args.ray_address)
-        command = _make_command_builder(args, [])
+        command = _make_command_builder(args, settings, [])
         return RayFleet(ray, command, roles, environment=environment, resources_by_role=resources)
     from emberline.autoscaler.local_fleet import LocalFleet
 
@@ -140,7 +141,7 @@ def _build_fleet(args: argparse.Namespace, settings: AutoscalerSettings, key: st
     logs.mkdir(parents=True, exist_ok=True)
     share = [] if gpus else _cpu_share(args, sum(pool.max_workers for pool in settings.pools))
     return LocalFleet(
-        _make_command_builder(args, share),
+        _make_command_builder(args, settings, share),
         roles,
         router_url=args.router,
         log_dir=logs,
@@ -150,8 +151,11 @@ def _build_fleet(args: argparse.Namespace, settings: AutoscalerSettings, key: st
     )
 
 
-def _make_command_builder(args: argparse.Namespace, more_options: Sequence[str]) -> Callable[[str, str], list[str]]:
+def _make_command_builder(
+    args: argparse.Namespace, settings: AutoscalerSettings, more_options: Sequence[str]
+) -> Callable[[str, str], list[str]]:
     """Return a function from role and name to the command line of a worker. Raises InvalidRequest."""
+    sleeping_roles = {pool.role for pool in settings.pools if pool.sleep}
     if args.worker_command is None:
         options = [word for word in args.options if word != "--"]
         start = [sys.executable, "-m", "emberline.cli", "worker", args.model]
@@ -166,7 +170,8 @@ def _make_command_builder(args: argparse.Namespace, more_options: Sequence[str])
 
     def build_command(role: str, name: str) -> list[str]:
         values = dict(zip(PLACEHOLDERS, (args.router, role, name), strict=True))
-        return [values.get(word, word) for word in words]
+        sleep_option = ["--can-sleep"] if role in sleeping_roles and args.worker_command is None else []
+        return [*(values.get(word, word) for word in words), *sleep_option]
 
     return build_command
 

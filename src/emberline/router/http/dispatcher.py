@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from emberline.cluster.membership import WorkerHealth
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
+from emberline.core.errors import EngineUnavailable, Overloaded
 from emberline.core.numerics import describe_difference
 from emberline.router.destination import select_destination
 from emberline.router.http.router_metrics import FORGOTTEN_WORKER
@@ -50,7 +51,24 @@ class Dispatcher(WorkerRegistry):
         ignore_capacity_limits: bool = False,
         is_suspect: bool = False,
     ) -> RoutingDecision:
-        """Return the worker for a request, chosen by `policy.choose_worker` from all registered workers."""
+        """Return the worker for a request, chosen by `policy.choose_worker` from all registered workers.
+
+        A sleeping worker, which the request wakes, is chosen only if no other can take the request."""
+        options = ignore_capacity_limits, is_suspect
+        if self.sleeping_worker_ids:
+            with suppress(EngineUnavailable, Overloaded):
+                return self._choose_worker(summary, excluded_worker_ids | self.sleeping_worker_ids, *options)
+        decision = self._choose_worker(summary, excluded_worker_ids, *options)
+        self.sleeping_worker_ids.discard(decision.worker.id)  # further requests may follow this one
+        return decision
+
+    def _choose_worker(
+        self,
+        summary: RequestSummary,
+        excluded_worker_ids: set[str],
+        ignore_capacity_limits: bool,
+        is_suspect: bool,
+    ) -> RoutingDecision:
         workers, now = list(self.workers.values()), self._clock.now()
         if summary.endpoints:
             workers = select_destination(workers, summary.endpoints, summary.model, now)

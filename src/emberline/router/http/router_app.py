@@ -26,6 +26,7 @@ from emberline.router.http.relay import Relay
 from emberline.router.http.router_metrics import WorkerView, build_status
 from emberline.router.http.stream_resumption import LAST_EVENT_ID_HEADER, StreamResumer
 from emberline.router.http.worker_registry import TICK_INTERVAL_S
+from emberline.router.http.worker_sleep import SLEEP_PATH, WorkerSleep
 from emberline.router.request_summary import RequestSummary
 from emberline.router.worker_client import WorkerClient
 from emberline.server.access import AccessPolicy, derive_tenant_id
@@ -56,6 +57,11 @@ class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
     move: bool = False  # move its streams to other workers
 
 
+class SleepRequest(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    on: bool = True
+
+
 class RouterApp:
     def __init__(
         self,
@@ -71,6 +77,7 @@ class RouterApp:
         self.dispatcher = Dispatcher(config, clock)
         self._relay = Relay(self.dispatcher, client, config)
         self._stream_resumer = StreamResumer(self.dispatcher, client, config)
+        self._worker_sleep = WorkerSleep(self.dispatcher, client, config.cluster_key)
         self._tracing = tracing
         self._tls = tls
         self._started_at = int(time.time())
@@ -86,6 +93,7 @@ class RouterApp:
             "/cluster/beat": HTTPRoute(self._handle_heartbeat, required_key="cluster"),
             "/cluster/leave": HTTPRoute(self._handle_leave, required_key="cluster"),
             "/cluster/drain": HTTPRoute(self._handle_drain, required_key="cluster"),
+            SLEEP_PATH: HTTPRoute(self._handle_sleep, required_key="cluster"),
             "/cluster/status": HTTPRoute(self._reply_with_status, "GET", "operator"),
             "/health": HTTPRoute(self._reply_with_readiness, "GET", "nothing"),
             "/health/live": HTTPRoute(self._reply_with_liveness, "GET", "nothing"),
@@ -214,6 +222,11 @@ class RouterApp:
         if request.on and request.move:
             await self._wait_until_paired(request.name)
             self.dispatcher.set_draining(request.name, is_draining=True, move_streams=True)
+        await exchange.reply_json({})
+
+    async def _handle_sleep(self, exchange: Exchange) -> None:
+        request = await self._decode_body(exchange, SleepRequest)
+        await self._worker_sleep.set_asleep(request.name, request.on)
         await exchange.reply_json({})
 
     async def _wait_until_paired(self, worker_name: str) -> None:

@@ -38,6 +38,7 @@ class WorkerRegistry:
         self._clock = clock
         self.membership = Membership(HealthTimeouts(config.lost_after, config.stuck_after))
         self.workers: dict[str, Worker] = {}  # by name
+        self.sleeping_worker_ids: set[str] = set()
         self.estimators: defaultdict[str, TokenEstimator] = defaultdict(TokenEstimator)  # by model
         self.kv_index = KVIndex(config.kv_blocks, config.prefixes) if config.kv_events else None
         self.metrics = RouterMetrics()
@@ -162,6 +163,7 @@ class WorkerRegistry:
         worker = self.workers[heartbeat.name]
         worker.failed_since_heartbeat, worker.paired_engine_ids = False, frozenset(heartbeat.paired)
         worker.record_heartbeat_counters(heartbeat.prompt_tokens, heartbeat.busy_seconds, heartbeat.kv_usage)
+        (self.sleeping_worker_ids.add if heartbeat.asleep else self.sleeping_worker_ids.discard)(worker.id)
         self.shared_routing.record_reports(worker, heartbeat)
         self._update_readiness(worker)
 
@@ -338,6 +340,7 @@ class WorkerRegistry:
 
         Unless the worker is lost, its open attempts may finish, as in a rolling restart."""
         worker.is_ready = False
+        self.sleeping_worker_ids.discard(worker.id)
         self.shared_routing.remove_worker(worker.id)
         if self.kv_index is not None:
             self.kv_index.remove_worker(worker.id)
