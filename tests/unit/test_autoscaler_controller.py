@@ -28,7 +28,7 @@ def make_row(name: str, **changes: Any) -> dict[str, Any]:
     row = {"name": name, "incarnation": f"i-{name}", "role": "both", "health": "ready", "open": 0, "max_running": 8,
            "waiting": 0, "kv_usage": 0.0, "prompt_tokens": 0, "generated_tokens": 0, "prefill_tokens": 0,
            "decode_tokens": 0, "answered": 0, "transfer": None, "seconds_since_beat": 0.0,
-           "open_by_other_routers": 0}  # fmt: skip
+           "open_by_other_routers": 0, "models": ["m", "minilm"], "embedders": ["minilm"]}  # fmt: skip
     return {**row, **changes}
 
 
@@ -46,13 +46,20 @@ class Cluster:
         self.waiting = 0
         self.url = "http://router"
         self.can_sleep = True
+        self.waiting_model = "m"
+        self.announced: set[str] = set()
 
     async def fetch_status(self) -> dict[str, Any]:
         if self.router_fails:
             raise RouterUnavailable("no router answers", hint="check it")
         latency = {"bounds_s": BOUNDS, "first_token": [0] * 4, "inter_token": [0] * 4}
         rows = list(self.rows.values())
-        return {"workers": rows, "waiting_requests": self.waiting, "refused": 0, "latency": latency}
+        waiting = {"waiting_requests": self.waiting, "waiting_by_model": {self.waiting_model: self.waiting}}
+        return {"workers": rows, **waiting, "refused": 0, "latency": latency}
+
+    async def announce_models(self, names: set[str], seconds: float) -> None:
+        assert seconds >= 30.0  # several intervals
+        self.announced = names
 
     async def drain(self, name: str, *, on: bool = True) -> bool:
         self.drains.append((name, on))
@@ -93,8 +100,9 @@ class Loop:
     def __init__(self, cluster: Cluster, **changes: Any) -> None:
         pool = PoolSettings("both", changes.pop("min_workers", 1), 8, sleep=changes.pop("sleep", 0))
         self.clock = ManualClock(100.0)
+        models = changes.pop("models", ())
         self.settings = AutoscalerSettings(LatencyTargets(1.0, 0.05), (pool,), cool_down=20.0, **changes)
-        self.autoscaler = Autoscaler(self.settings, cluster, cluster, self.clock)  # type: ignore[arg-type]
+        self.autoscaler = Autoscaler(self.settings, cluster, cluster, self.clock, models)  # type: ignore[arg-type]
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -238,6 +246,30 @@ def test_workers_that_cannot_sleep_or_are_too_many_are_stopped(can_sleep: bool) 
     cluster.rows = {name: make_row(name, asleep=can_sleep) for name in ("auto-both-a", "auto-both-b", "auto-both-c")}
     Loop(cluster, min_workers=0, idle_time=10.0, sleep=1).step(20)
     assert len(cluster.rows) == can_sleep and len(cluster.stopped) == 3 - can_sleep and not cluster.started
+
+
+def test_workers_and_requests_of_other_models_do_not_count() -> None:
+    cluster = Cluster()
+    cluster.rows["other"] = make_row("other", models=["x", "minilm"])  # has the same embedder
+    loop = Loop(cluster, min_workers=0, idle_time=60.0, models=["m"])
+    cluster.waiting, cluster.waiting_model = 3, "x"
+    loop.step(2)
+    assert not cluster.started and cluster.announced == {"m"}
+    cluster.waiting_model = "m"
+    loop.step(2)
+    assert cluster.started == 1 and "auto-both-1" in cluster.rows
+    loop.step()
+    assert cluster.announced == {"m", "minilm"}
+    cluster.waiting_model = ""
+    assert metric(loop, 'workers{pool="both",state="ready"}') == 1
+
+
+def test_models_that_are_not_named_are_those_of_the_fleets_workers() -> None:
+    cluster = Cluster()
+    cluster.rows = {"auto-both-a": make_row("auto-both-a"), "other": make_row("other", models=["x", "minilm"])}
+    loop = Loop(cluster)
+    loop.step()
+    assert metric(loop, 'workers{pool="both",state="ready"}') == 1 and cluster.announced == {"m", "minilm"}
 
 
 def test_a_router_that_is_not_there_is_named_soon() -> None:

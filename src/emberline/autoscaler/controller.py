@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from emberline.autoscaler.fleet import FleetError, WorkerFleet
 from emberline.autoscaler.metrics import AutoscalerMetrics
@@ -23,10 +25,21 @@ from emberline.core.errors import WrongClusterKey
 
 log = logging.getLogger("emberline.autoscaler")
 
+MIN_ANNOUNCEMENT_S = 60.0  # for which a router expects the models of an autoscaler that is gone
+
 
 class Autoscaler:
-    def __init__(self, settings: AutoscalerSettings, router: RouterClient, fleet: WorkerFleet, clock: Clock) -> None:
+    def __init__(
+        self,
+        settings: AutoscalerSettings,
+        router: RouterClient,
+        fleet: WorkerFleet,
+        clock: Clock,
+        models: Collection[str] = (),
+    ) -> None:
+        """`models`: those of the pools. Models of workers that the fleet has started are added to them."""
         self._settings = settings
+        self._models, self._embedders = set(models), set[str]()
         self._router = router
         self._fleet = fleet
         self._clock = clock
@@ -50,12 +63,13 @@ class Autoscaler:
         try:
             status = await self._router.fetch_status()
             workers = await self._fleet.list_workers()
-            pools = group_workers(status, workers, [pool.role for pool in self._settings.pools])
+            await self._announce_models(status, {worker.name for worker in workers})
+            pools = group_workers(status, workers, [pool.role for pool in self._settings.pools], self._models)
             now = self._clock.now()
             self._starts.update(pools, now)
             names = {worker.name for worker in workers}
             self._draining_since = {name: since for name, since in self._draining_since.items() if name in names}
-            observations = self._observer.observe(status, pools, now)
+            observations = self._observer.observe(status, pools, now, self._models)
             settings = replace(self._settings, start_seconds=max(self._starts.usual_start_s, 0.1))
             decision = decide(observations, self._state, now, settings)
             self._state = decision.state
@@ -68,6 +82,16 @@ class Autoscaler:
         except (RouterUnavailable, WrongClusterKey, FleetError) as e:
             self.metrics.errors[e.code] += 1
             self._log_problem_once(str(e))
+
+    async def _announce_models(self, status: Mapping[str, Any], managed: Collection[str]) -> None:
+        """Tell the router which models have workers whenever they are needed, so that requests for them wait."""
+        for row in status["workers"]:
+            if row["name"] in managed:
+                embedders = set(row.get("embedders", ()))  # of other workers too, so they do not identify a pool
+                self._models |= set(row["models"]) - embedders
+                self._embedders |= embedders
+        if names := self._models | self._embedders:
+            await self._router.announce_models(names, max(MIN_ANNOUNCEMENT_S, 6 * self._settings.interval))
 
     async def _reconcile(self, role: str, pool: PoolWorkers, decision: ScalingDecision, now: float) -> None:
         """Start or drain workers until the pool has the desired number of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,15 +40,16 @@ async def run_autoscaler(
     metrics_address: MetricsAddress | None,
     *,
     keep_workers: bool,
+    models: Collection[str] = (),
 ) -> None:
     """Scale until SIGTERM or SIGINT. Raises RouterUnavailable if no router answers within ROUTER_WAIT_S.
 
     `keep_workers`: a signal leaves the workers running. kill -9 and errors always do: the workers may be those of an
-    earlier autoscaler, and serve requests."""
+    earlier autoscaler, and serve requests. `models`: names in the API of the models of the pools, as far as known."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    autoscaler = Autoscaler(settings, router, fleet, SystemClock())
+    autoscaler = Autoscaler(settings, router, fleet, SystemClock(), models)
     server = None
     try:
         if metrics_address is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,14 +35,23 @@ class PoolWorkers:
 
 
 def group_workers(
-    status: Mapping[str, Any], fleet_workers: Iterable[FleetWorker], roles: Sequence[str]
+    status: Mapping[str, Any],
+    fleet_workers: Sequence[FleetWorker],
+    roles: Sequence[str],
+    models: Collection[str] = (),
 ) -> dict[str, PoolWorkers]:
     """Return the workers of each pool.
 
     A worker of the fleet that the router does not know, or counts as starting, is starting. Workers that the router has
-    lost are in no list: a lost process may be dead or hang."""
+    lost are in no list: a lost process may be dead or hang. `models`: the models of the pools; other workers of the
+    router that serve none of them are left out. Empty: the models are not known, and all workers count."""
     pools = {role: PoolWorkers() for role in roles}
-    rows = {row["name"]: row for row in status["workers"]}
+    managed = {worker.name for worker in fleet_workers}
+    rows = {
+        row["name"]: row
+        for row in status["workers"]
+        if not models or row["name"] in managed or not set(models).isdisjoint(row["models"])
+    }
     for worker in fleet_workers:
         if (pool := pools.get(worker.role)) is None:
             continue

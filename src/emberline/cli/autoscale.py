@@ -42,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--router", metavar="URL", default=f"http://{default.host}:{default.port}", help="URL of the router."
     )
+    parser.add_argument(
+        "--served-model",
+        action="append",
+        metavar="NAME",
+        help="Name in the API of a model of the pools, whose requests wait while it has no worker; may be repeated."
+        " (default: MODEL, or that of the workers' options; Kubernetes and --worker-command: as running workers say)",
+    )
     parser.add_argument("--cluster-key", help="Cluster key of the router. (default: EMBERLINE_CLUSTER_KEY)")
     add_router_tls_options(parser)
     parser.add_argument("--slo", required=True, help="Limits of latencies, such as ttft_p90=500ms,itl_p90=50ms.")
@@ -90,7 +97,18 @@ async def _run(args: argparse.Namespace, settings: AutoscalerSettings) -> None:
     fleet = _build_fleet(args, settings, key)
     address = None if args.metrics_port is None else MetricsAddress(args.metrics_host, args.metrics_port)
     router = RouterClient(args.router, key, make_router_tls(args))
-    await run_autoscaler(settings, router, fleet, address, keep_workers=args.keep_workers)
+    models = args.served_model or _find_model_names(args)
+    await run_autoscaler(settings, router, fleet, address, keep_workers=args.keep_workers, models=models)
+
+
+def _find_model_names(args: argparse.Namespace) -> list[str]:
+    """Return the names in the API of the models that workers will serve; empty if the command does not tell."""
+    if args.adapter == "kubernetes" or args.worker_command is not None:
+        return []
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--served-name", default=args.model)
+    named, _ = parser.parse_known_args([word for word in args.options if word != "--"])
+    return [named.served_name]
 
 
 def _build_settings(args: argparse.Namespace) -> AutoscalerSettings:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from dataclasses import replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from emberline.core.tls import TLSIdentity
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.router.destination import DESTINATION_HEADER, parse_endpoints
 from emberline.router.http.dispatcher import Dispatcher
+from emberline.router.http.expected_models import MAX_MODELS
 from emberline.router.http.relay import Relay
 from emberline.router.http.router_metrics import WorkerView, build_status
 from emberline.router.http.stream_resumption import LAST_EVENT_ID_HEADER, StreamResumer
@@ -44,6 +45,7 @@ SESSION_HEADER = "x-session-affinity"
 PAIRING_TIMEOUT_S = 1.0  # for workers to connect to a draining one, after two heartbeat intervals
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
+ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class LeaveRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -60,6 +62,13 @@ class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
 class SleepRequest(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     on: bool = True
+
+
+class AnnouncedModels(msgspec.Struct, forbid_unknown_fields=True):
+    """Models for which an autoscaler starts workers."""
+
+    models: Annotated[tuple[ModelName, ...], msgspec.Meta(max_length=MAX_MODELS)]
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=3600)]  # for which they are expected, unless announced again
 
 
 class RouterApp:
@@ -93,6 +102,7 @@ class RouterApp:
             "/cluster/beat": HTTPRoute(self._handle_heartbeat, required_key="cluster"),
             "/cluster/leave": HTTPRoute(self._handle_leave, required_key="cluster"),
             "/cluster/drain": HTTPRoute(self._handle_drain, required_key="cluster"),
+            "/cluster/models": HTTPRoute(self._handle_announcement, required_key="cluster"),
             SLEEP_PATH: HTTPRoute(self._handle_sleep, required_key="cluster"),
             "/cluster/status": HTTPRoute(self._reply_with_status, "GET", "operator"),
             "/health": HTTPRoute(self._reply_with_readiness, "GET", "nothing"),
@@ -161,19 +171,25 @@ class RouterApp:
         )
 
     def _collect_served_models(self) -> list[models.ServedModel]:
-        """Return the models of all workers that are not lost.
+        """Return the models of all workers that are not lost, and those for which an autoscaler starts workers.
 
         A model's context length is the smallest one among the workers that serve the model."""
         contexts: dict[str, int] = {}
         generating: set[str] = set()
         sampling: dict[str, dict[str, float]] = {}
-        for _, member, health in self._worker_views():
-            if health is not WorkerHealth.LOST:
-                for model in member.registration.models:
-                    contexts[model.name] = min(contexts.get(model.name, model.max_context), model.max_context)
-                    sampling.setdefault(model.name, model.sampling)
-                    if model.max_running:  # 0 for an embedder
-                        generating.add(model.name)
+        served = [
+            model
+            for _, member, health in self._worker_views()
+            if health is not WorkerHealth.LOST
+            for model in member.registration.models
+        ]
+        known = {model.name for model in served}
+        announced = self.dispatcher.expected_models.announced(self._clock.now()).values()
+        for model in (*served, *(each for each in announced if each.name not in known)):
+            contexts[model.name] = min(contexts.get(model.name, model.max_context), model.max_context)
+            sampling.setdefault(model.name, model.sampling)
+            if model.max_running:  # 0 for an embedder
+                generating.add(model.name)
         return [
             models.ServedModel(
                 name,
@@ -224,6 +240,11 @@ class RouterApp:
             self.dispatcher.set_draining(request.name, is_draining=True, move_streams=True)
         await exchange.reply_json({})
 
+    async def _handle_announcement(self, exchange: Exchange) -> None:
+        announcement, now = await self._decode_body(exchange, AnnouncedModels), self._clock.now()
+        self.dispatcher.expected_models.announce(announcement.models, now + announcement.seconds, now)
+        await exchange.reply_json({})
+
     async def _handle_sleep(self, exchange: Exchange) -> None:
         request = await self._decode_body(exchange, SleepRequest)
         await self._worker_sleep.set_asleep(request.name, request.on)
@@ -258,7 +279,8 @@ class RouterApp:
             {
                 **body,
                 "open_requests": self.dispatcher.open_attempt_count,
-                "waiting_requests": self._relay.waiting_requests,
+                "waiting_requests": self._relay.waiting_requests.total,
+                "waiting_by_model": self._relay.waiting_requests.by_model,
                 "uptime_seconds": time.time() - self._started_at,
             }
         )
