@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from emberline.autoscaler.observer import StatusObserver, estimate_p90
 from emberline.autoscaler.pool_workers import group_workers
 from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
 from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
+from emberline.autoscaler.start_tracker import StartTracker
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
 from emberline.core.slo import LatencyTargets
@@ -47,6 +48,7 @@ class Cluster:
         self.url = "http://router"
         self.can_sleep = True
         self.waiting_model = "m"
+        self.replaces_workers = False  # True: as Kubernetes does
         self.announced: set[str] = set()
 
     async def fetch_status(self) -> dict[str, Any]:
@@ -91,6 +93,12 @@ class Cluster:
         self.stopped.append(name)
         self.rows.pop(name, None)
         self.starting = [worker for worker in self.starting if worker.name != name]
+
+    async def replace_worker(self, name: str) -> bool:
+        await self.stop_worker(name)
+        if self.replaces_workers:
+            self.starting.append(FleetWorker(name, "both"))
+        return self.replaces_workers
 
     async def close(self, *, stop_workers: bool) -> None:
         self.rows = {} if stop_workers else self.rows
@@ -197,6 +205,51 @@ def test_a_worker_that_never_becomes_ready_is_replaced() -> None:
     loop = Loop(cluster)
     loop.step(125)
     assert cluster.stopped == ["auto-both-1"] and cluster.started == 2
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_stuck_worker_keeps_its_place_and_is_replaced_in_the_end(replaces: bool) -> None:
+    cluster = Cluster()
+    cluster.replaces_workers = replaces
+    cluster.rows["auto-both-x"] = make_row("auto-both-x", health="stuck", open=1)
+    cluster.rows |= {f"hand-{i}": make_row(f"hand-{i}", open=8, waiting=8) for i in range(7)}
+    loop = Loop(cluster)  # at most 8 workers, and the load needs more
+    loop.step(20)
+    assert not cluster.started and not cluster.stopped
+    cluster.becomes_ready = False
+    loop.step(12)
+    assert cluster.stopped == ["auto-both-x"] and cluster.started == (not replaces)
+    assert [worker.name for worker in cluster.starting] == ["auto-both-x" if replaces else "auto-both-1"]
+
+
+def test_a_stuck_worker_that_recovers_is_kept_and_others_serve_meanwhile() -> None:
+    cluster = Cluster()
+    cluster.rows["auto-both-x"] = make_row("auto-both-x", health="stuck", open=1)
+    loop = Loop(cluster)
+    loop.step(20)
+    assert cluster.started == 1  # the pool needs one that serves
+    cluster.rows["auto-both-x"]["health"] = "ready"
+    loop.step()
+    cluster.rows["auto-both-x"]["health"] = "stuck"
+    loop.step(20)
+    assert "auto-both-x" not in cluster.stopped
+
+
+def test_the_start_of_a_pod_is_measured_from_its_order_on() -> None:
+    tracker = StartTracker(30.0)
+
+    def update(now: float, *workers: FleetWorker, ready: Sequence[str] = ()) -> None:
+        rows = [make_row(name, role="decode") for name in ready]
+        tracker.update(group_workers({"workers": rows}, workers, ["prefill", "decode"]), now)
+
+    update(0.0, FleetWorker("deployment/my-prefill-app/pending-0", "decode", is_placeholder=True))
+    update(40.0, FleetWorker("my-prefill-app-x7", "decode"))
+    assert not tracker.failed_starts
+    update(130.0, FleetWorker("my-prefill-app-x7", "decode"), ready=["my-prefill-app-x7"])
+    assert tracker.usual_start_s == pytest.approx(30 + 0.3 * 100)
+    update(140.0, FleetWorker("my-prefill-app-x8", "decode"))
+    update(150.0)  # it ended before it was ready; its name has the name of another role
+    assert tracker.failed_starts == 1 and tracker.may_start("prefill", 150.0) and not tracker.may_start("decode", 150.0)
 
 
 def test_an_empty_pool_starts_a_worker_when_a_request_waits() -> None:

@@ -191,6 +191,26 @@ def test_a_stateful_set_removes_its_last_pod(kubernetes: FakeKubernetes) -> None
     asyncio.run(run())
 
 
+def test_kubernetes_replaces_a_pod_that_hangs_and_keeps_the_others(kubernetes: FakeKubernetes) -> None:
+    async def run() -> None:
+        fleet = make_kubernetes_fleet(kubernetes)
+        await fleet.start_workers("prefill", 2)
+        before = dict(kubernetes.pods)
+        assert await fleet.replace_worker("prefill-1")
+        assert kubernetes.replicas["statefulsets", "prefill"] == 3 and kubernetes.pods.keys() == before.keys()
+        assert [name for name, pod in kubernetes.pods.items() if pod is not before[name]] == ["prefill-1"]
+        kubernetes.creates_pods = False
+        assert await fleet.replace_worker("prefill-1")
+        assert await fleet.replace_worker("prefill-1")  # it is gone already
+        pending = [worker for worker in await fleet.list_workers() if worker.is_placeholder]
+        assert [worker.role for worker in pending] == ["prefill"]
+        calls = len(kubernetes.calls)
+        assert await fleet.replace_worker(pending[0].name)  # Kubernetes still has to create it
+        assert len(kubernetes.calls) == calls
+
+    asyncio.run(run())
+
+
 def test_kubernetes_errors_are_named(kubernetes: FakeKubernetes, tmp_path: Path) -> None:
     async def run() -> None:
         api = KubernetesAPI("127.0.0.1", kubernetes.port, kubernetes.account_dir)

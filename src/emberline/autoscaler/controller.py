@@ -25,6 +25,7 @@ from emberline.core.errors import WrongClusterKey
 
 log = logging.getLogger("emberline.autoscaler")
 
+STUCK_TIMEOUT_S = 150.0  # a worker restarts its stuck engine itself after --stall-timeout, by default 120 s
 MIN_ANNOUNCEMENT_S = 60.0  # for which a router expects the models of an autoscaler that is gone
 
 
@@ -47,6 +48,7 @@ class Autoscaler:
         self._state = PolicyState()
         self._starts = StartTracker(settings.start_seconds)
         self._draining_since: dict[str, float] = {}
+        self._stuck_since: dict[str, float] = {}
         self._logged_problem = ""
         self.metrics = AutoscalerMetrics()
 
@@ -69,6 +71,8 @@ class Autoscaler:
             self._starts.update(pools, now)
             names = {worker.name for worker in workers}
             self._draining_since = {name: since for name, since in self._draining_since.items() if name in names}
+            stuck = {row["name"] for pool in pools.values() for row in pool.stuck}
+            self._stuck_since = {name: since for name, since in self._stuck_since.items() if name in stuck}
             observations = self._observer.observe(status, pools, now, self._models)
             settings = replace(self._settings, start_seconds=max(self._starts.usual_start_s, 0.1))
             decision = decide(observations, self._state, now, settings)
@@ -77,6 +81,7 @@ class Autoscaler:
             self.metrics.failed_starts, self.metrics.usual_start_s = self._starts.failed_starts, settings.start_seconds
             for role, pool in pools.items():
                 await self._stop_finished_workers(pool, self._settings.pool(role).sleep, now)
+                await self._replace_hanging_workers(pool, now)
                 await self._reconcile(role, pool, decision, now)
             self._log_problem_once(self._describe_unreachable_slo(decision))
         except (RouterUnavailable, WrongClusterKey, FleetError) as e:
@@ -94,8 +99,11 @@ class Autoscaler:
             await self._router.announce_models(names, max(MIN_ANNOUNCEMENT_S, 6 * self._settings.interval))
 
     async def _reconcile(self, role: str, pool: PoolWorkers, decision: ScalingDecision, now: float) -> None:
-        """Start or drain workers until the pool has the desired number of them."""
-        desired, reason = decision.desired[role], decision.reasons[role]
+        """Start or drain workers until the pool has the desired number of them.
+
+        Workers that are stuck serve no requests, but still have their places and GPUs."""
+        reason, limit = decision.reasons[role], self._settings.pool(role).max_workers - len(pool.stuck)
+        desired = min(decision.desired[role], max(limit, pool.serving_count))
         missing = desired - pool.serving_count
         if missing > 0:
             missing -= await self._undo_drains(pool, missing)
@@ -145,7 +153,7 @@ class Autoscaler:
         return True
 
     async def _stop_finished_workers(self, pool: PoolWorkers, sleep: int, now: float) -> None:
-        """Stop the workers that have drained, or take too long to, and those that do not become ready.
+        """Stop the workers that have drained, or take too long to.
 
         Up to `sleep` drained workers are put to sleep instead."""
         too_many = [row["name"] for row in pool.asleep[sleep:] if row["name"] in pool.managed]
@@ -163,11 +171,22 @@ class Autoscaler:
                 log.info("Stopping drained worker: worker=%s open=%d drained_s=%.1f", name, count_open(row), drained_s)
                 await self._fleet.stop_worker(name)
                 pool.stopping.add(name)
+
+    async def _replace_hanging_workers(self, pool: PoolWorkers, now: float) -> None:
+        """Replace the workers that do not become ready, and those whose engines have been stuck for long."""
         for name in [name for name in pool.starting if name in pool.managed and self._starts.is_hanging(name, now)]:
-            log.warning("Stopping a worker that does not become ready: worker=%s", name)
+            log.warning("Replacing a worker that does not become ready: worker=%s", name)
             self._starts.forget(name)
-            await self._fleet.stop_worker(name)
-            pool.starting.remove(name)
+            if not await self._fleet.replace_worker(name):
+                pool.starting.remove(name)
+        for row in list(pool.stuck):
+            name = row["name"]
+            if name in pool.managed and now - self._stuck_since.setdefault(name, now) > STUCK_TIMEOUT_S:
+                log.warning("Replacing a worker whose engine is stuck: worker=%s", name)
+                del self._stuck_since[name]
+                if await self._fleet.replace_worker(name):
+                    pool.starting.append(name)
+                pool.stuck.remove(row)
 
     def _describe_unreachable_slo(self, decision: ScalingDecision) -> str:
         roles = [role for role, pool in decision.state.pools.items() if pool.is_slo_unreachable]

@@ -99,6 +99,10 @@ class LocalFleet:
                 self._kill_at[name] = time.monotonic() + STOP_TIMEOUT_S
                 self._send_signal(process, signal.SIGTERM)
 
+    async def replace_worker(self, name: str) -> bool:
+        await self.stop_worker(name)
+        return False
+
     async def close(self, *, stop_workers: bool) -> None:
         try:
             if stop_workers:

@@ -16,8 +16,10 @@ class PoolWorkers:
     ready: list[StatusRow] = field(default_factory=list)
     starting: list[str] = field(default_factory=list)
     draining: list[StatusRow] = field(default_factory=list)
+    stuck: list[StatusRow] = field(default_factory=list)  # they have requests, but their engines make no step
     asleep: list[StatusRow] = field(default_factory=list)  # a request wakes them
     managed: dict[str, int] = field(default_factory=dict)  # removal rank of the workers that the fleet can stop
+    placeholders: set[str] = field(default_factory=set)  # starting workers that have no name yet
     stopping: set[str] = field(default_factory=set)  # names of managed workers that were asked to end
 
     @property
@@ -56,6 +58,8 @@ def group_workers(
         if (pool := pools.get(worker.role)) is None:
             continue
         pool.managed[worker.name] = worker.removal_rank
+        if worker.is_placeholder:
+            pool.placeholders.add(worker.name)
         row = rows.get(worker.name)
         if worker.is_stopping:
             pool.stopping.add(worker.name)
@@ -72,4 +76,6 @@ def group_workers(
                 pool.starting.append(name)
             case "draining":
                 pool.draining.append(row)
+            case "stuck":
+                pool.stuck.append(row)
     return pools

@@ -171,7 +171,7 @@ class Dispatcher(WorkerRegistry):
             for model in member.registration.models
             if member.registration.name in self.workers
         ]
-        served += self.expected_models.announced(self._clock.now()).values()
+        served += self.expected_models.list_announced(self._clock.now()).values()
         models = {model.name for model in served if model.max_running} or {model.name for model in served}
         return replace(summary, model=next(iter(models))) if len(models) == 1 else summary
 

@@ -31,7 +31,7 @@ class ExpectedModels:
         """Remember the properties of announced models, for lists of models while they have no worker."""
         self._registrations |= {model.name: model for model in models if model.name in self._expiry}
 
-    def announced(self, now: float) -> dict[str, ModelRegistration]:
+    def list_announced(self, now: float) -> dict[str, ModelRegistration]:
         """Return the announced models by name. Of those that have had no worker yet, only the name is known."""
         self._forget_expired(now)
         return {name: self._registrations.get(name, ModelRegistration(name, max_running=1)) for name in self._expiry}

@@ -184,7 +184,7 @@ class RouterApp:
             for model in member.registration.models
         ]
         known = {model.name for model in served}
-        announced = self.dispatcher.expected_models.announced(self._clock.now()).values()
+        announced = self.dispatcher.expected_models.list_announced(self._clock.now()).values()
         for model in (*served, *(each for each in announced if each.name not in known)):
             contexts[model.name] = min(contexts.get(model.name, model.max_context), model.max_context)
             sampling.setdefault(model.name, model.sampling)
