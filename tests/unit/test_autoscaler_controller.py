@@ -15,6 +15,7 @@ from emberline.autoscaler.main import MetricsAddress, run_autoscaler
 from emberline.autoscaler.observer import StatusObserver, estimate_p90
 from emberline.autoscaler.pool_workers import group_workers
 from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
+from emberline.autoscaler.router_group import RouterGroup
 from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
 from emberline.autoscaler.start_tracker import StartTracker
 from emberline.core.clock import ManualClock
@@ -45,7 +46,7 @@ class Cluster:
         self.starts_fail = self.router_fails = self.fleet_fails = False
         self.becomes_ready = True
         self.waiting = 0
-        self.url = "http://router"
+        self.url, self.silent_count = "http://router", 0
         self.can_sleep = True
         self.waiting_model = "m"
         self.replaces_workers = False  # True: as Kubernetes does
@@ -342,7 +343,7 @@ def test_workers_of_an_earlier_autoscaler_outlive_one_that_cannot_start() -> Non
 
     async def run() -> None:
         address = MetricsAddress("127.0.0.1", taken.getsockname()[1])
-        router, settings = RouterClient("http://127.0.0.1:9", None), Loop(cluster).settings
+        router, settings = RouterGroup([RouterClient("http://127.0.0.1:9", None)]), Loop(cluster).settings
         with pytest.raises(InvalidRequest, match="cannot listen"):
             await run_autoscaler(settings, router, cluster, address, keep_workers=False)
 

@@ -41,7 +41,7 @@ def make_fleet(router_url: str, home: Path, *more: str) -> LocalFleet:
     def build_command(role: str, name: str) -> list[str]:
         return [sys.executable, "-c", WORKER, router_url, name, *more]
 
-    return LocalFleet(build_command, ["both", "decode"], router_url=router_url, log_dir=home, environment={})
+    return LocalFleet(build_command, ["both", "decode"], router_urls=[router_url], log_dir=home, environment={})
 
 
 async def wait_for_count(fleet: LocalFleet, count: int) -> list[FleetWorker]:
@@ -122,7 +122,7 @@ def test_a_gpu_is_given_to_one_worker_only(router_url: str, tmp_path: Path) -> N
             return [sys.executable, "-c", WORKER, router_url, name]
 
         fleet = LocalFleet(
-            build_command, ["both"], router_url=router_url, log_dir=tmp_path, environment={}, gpus=["0", "1", "2"],
+            build_command, ["both"], router_urls=[router_url], log_dir=tmp_path, environment={}, gpus=["0", "1", "2"],
             gpus_by_role={"both": 2},
         )  # fmt: skip
         try:

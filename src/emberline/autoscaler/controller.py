@@ -17,7 +17,8 @@ from emberline.autoscaler.metrics import AutoscalerMetrics
 from emberline.autoscaler.observer import StatusObserver, count_open
 from emberline.autoscaler.policy import PolicyState, ScalingDecision, decide
 from emberline.autoscaler.pool_workers import PoolWorkers, StatusRow, group_workers
-from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
+from emberline.autoscaler.router_client import RouterUnavailable
+from emberline.autoscaler.router_group import RouterGroup
 from emberline.autoscaler.settings import AutoscalerSettings
 from emberline.autoscaler.start_tracker import StartTracker
 from emberline.core.clock import Clock
@@ -33,7 +34,7 @@ class Autoscaler:
     def __init__(
         self,
         settings: AutoscalerSettings,
-        router: RouterClient,
+        router: RouterGroup,
         fleet: WorkerFleet,
         clock: Clock,
         models: Collection[str] = (),
@@ -78,6 +79,7 @@ class Autoscaler:
             decision = decide(observations, self._state, now, settings)
             self._state = decision.state
             self.metrics.record_decision(decision, observations)
+            self.metrics.silent_routers = self._router.silent_count
             self.metrics.failed_starts, self.metrics.usual_start_s = self._starts.failed_starts, settings.start_seconds
             for role, pool in pools.items():
                 await self._stop_finished_workers(pool, self._settings.pool(role).sleep, now)

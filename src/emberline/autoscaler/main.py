@@ -11,7 +11,8 @@ from typing import Any
 
 from emberline.autoscaler.controller import Autoscaler
 from emberline.autoscaler.fleet import WorkerFleet
-from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
+from emberline.autoscaler.router_client import RouterUnavailable
+from emberline.autoscaler.router_group import RouterGroup
 from emberline.autoscaler.settings import AutoscalerSettings
 from emberline.core.clock import SystemClock
 from emberline.core.errors import NotFound
@@ -35,7 +36,7 @@ class MetricsAddress:
 
 async def run_autoscaler(
     settings: AutoscalerSettings,
-    router: RouterClient,
+    router: RouterGroup,
     fleet: WorkerFleet,
     metrics_address: MetricsAddress | None,
     *,
@@ -56,7 +57,7 @@ async def run_autoscaler(
             server = HTTPServer(MetricsApp(autoscaler))
             await server.start(bind_listener(metrics_address.host, metrics_address.port))
         await wait_for_router(router, stop)
-        log.info("Autoscaler ready: router=%s slo=%s pools=%s", router.url, settings.slo, _describe_pools(settings))
+        log.info("Autoscaler ready: routers=%s slo=%s pools=%s", router.url, settings.slo, _describe_pools(settings))
         await autoscaler.run(stop)
     finally:
         if server is not None:
@@ -65,8 +66,8 @@ async def run_autoscaler(
         await fleet.close(stop_workers=stop.is_set() and not keep_workers)
 
 
-async def wait_for_router(router: RouterClient, stop: asyncio.Event, timeout_s: float = ROUTER_WAIT_S) -> None:
-    """Return when the router answers, or `stop` is set. Raises RouterUnavailable or WrongClusterKey."""
+async def wait_for_router(router: RouterGroup, stop: asyncio.Event, timeout_s: float = ROUTER_WAIT_S) -> None:
+    """Return when a router answers, or `stop` is set. Raises RouterUnavailable or WrongClusterKey."""
     end = asyncio.get_running_loop().time() + timeout_s
     while not stop.is_set():
         try:

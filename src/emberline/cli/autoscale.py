@@ -15,6 +15,7 @@ from emberline.cli.options import add_options, given_options
 from emberline.cli.router_tls import add_router_tls_options, make_router_tls
 from emberline.core.config import DEFAULT_MODEL, RouterConfig, cluster_key_from_environment, core_count
 from emberline.core.errors import InvalidRequest
+from emberline.core.router_urls import parse_router_urls
 from emberline.core.slo import LatencyTargets
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     default = RouterConfig()
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="Model of the workers that are started.")
-    parser.add_argument(
-        "--router", metavar="URL", default=f"http://{default.host}:{default.port}", help="URL of the router."
-    )
+    url = f"http://{default.host}:{default.port}"
+    help_ = f"URL of the router; may be repeated, once for each router. (default: {url})"
+    parser.add_argument("--router", metavar="URL", dest="routers", action="append", help=help_)
+    parser.set_defaults(default_router=url)
     parser.add_argument(
         "--served-model",
         action="append",
@@ -92,11 +94,13 @@ def run(args: argparse.Namespace) -> int:
 async def _run(args: argparse.Namespace, settings: AutoscalerSettings) -> None:
     from emberline.autoscaler.main import MetricsAddress, run_autoscaler
     from emberline.autoscaler.router_client import RouterClient
+    from emberline.autoscaler.router_group import RouterGroup
 
     key = args.cluster_key or cluster_key_from_environment()
     fleet = _build_fleet(args, settings, key)
     address = None if args.metrics_port is None else MetricsAddress(args.metrics_host, args.metrics_port)
-    router = RouterClient(args.router, key, make_router_tls(args))
+    tls = make_router_tls(args)
+    router = RouterGroup([RouterClient(url, key, tls) for url in _router_urls(args)])
     models = args.served_model or _find_model_names(args)
     await run_autoscaler(settings, router, fleet, address, keep_workers=args.keep_workers, models=models)
 
@@ -161,7 +165,7 @@ def _build_fleet(args: argparse.Namespace, settings: AutoscalerSettings, key: st
     return LocalFleet(
         _make_command_builder(args, settings, share),
         roles,
-        router_url=args.router,
+        router_urls=_router_urls(args),
         log_dir=logs,
         environment=environment,
         gpus=gpus,
@@ -186,12 +190,26 @@ def _make_command_builder(
             )
             raise InvalidRequest(message, param="worker_command")
 
+    words = _repeat_for_routers(words, _router_urls(args))
+
     def build_command(role: str, name: str) -> list[str]:
-        values = dict(zip(PLACEHOLDERS, (args.router, role, name), strict=True))
+        values = {"{role}": role, "{name}": name}
         sleep_option = ["--can-sleep"] if role in sleeping_roles and args.worker_command is None else []
         return [*(values.get(word, word) for word in words), *sleep_option]
 
     return build_command
+
+
+def _router_urls(args: argparse.Namespace) -> list[str]:
+    return list(parse_router_urls(args.routers or [args.default_router]))
+
+
+def _repeat_for_routers(words: Sequence[str], urls: Sequence[str]) -> list[str]:
+    """Return the words with {router} replaced by the URL of each router; an option before it is repeated too."""
+    place = words.index("{router}")
+    option = [words[place - 1]] if place and words[place - 1].startswith("-") else []
+    repeated = [word for url in urls for word in (*option, url)]
+    return [*words[: place - len(option)], *repeated, *words[place + 1 :]]
 
 
 def _find_gpus(args: argparse.Namespace) -> list[str]:

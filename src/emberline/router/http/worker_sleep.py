@@ -36,7 +36,8 @@ class WorkerSleep:
         if worker is None:
             raise NotFound(f"no worker is named {name[:200]!r}", hint="GET /cluster/status lists the workers")
         if worker.dialect != "native":  # other servers must not get the cluster key
-            raise InvalidRequest(f"worker {name} is a {worker.dialect} server, which this router cannot put to sleep")
+            message = f"worker {name} is a {worker.dialect} server, which this router cannot put to sleep"
+            raise InvalidRequest(message, param="name", hint="only workers of emberline worker can sleep")
         order = UpstreamRequest("POST", SLEEP_PATH, self._headers, msgspec.json.encode({"on": on}))
         try:
             async with asyncio.timeout(ORDER_TIMEOUT_S):
