@@ -13,8 +13,9 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
-from emberline.engine.boot import LoadedEngine, boot
+from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
+from emberline.engine.loaded_engine import LoadedEngine
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.leader import LeaderRunner
 from emberline.hub.checkpoint import Checkpoint

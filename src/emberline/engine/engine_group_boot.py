@@ -16,10 +16,11 @@ from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest, ModelError
 from emberline.core.freememory import free_memory
 from emberline.engine import memory
-from emberline.engine.boot import LoadedEngine, boot, boot_on_gpu, runs_on_gpu, to_loaded_engine
+from emberline.engine.boot import boot, boot_on_gpu, runs_on_gpu, to_loaded_engine
 from emberline.engine.engine import Engine
 from emberline.engine.engine_group import EngineGroup
 from emberline.engine.gpu.swap import SwappedEngine, equal_kv_share, reset_prefix_cache, usable_model_bytes
+from emberline.engine.loaded_engine import LoadedEngine
 from emberline.engine.memory_plan import MemoryPlan, format_gib
 from emberline.engine.narrow_estimate import estimate_narrow_sizes
 from emberline.engine.runner import TorchRunner

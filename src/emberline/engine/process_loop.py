@@ -44,7 +44,7 @@ from emberline.engine.messages import (
 from emberline.engine.torch_import import has_gpu_driver, import_torch_for_cpu
 
 if TYPE_CHECKING:
-    from emberline.engine.boot import LoadedEngine
+    from emberline.engine.loaded_engine import LoadedEngine
     from emberline.models.reader import FileReader
 
 IDLE_REPORT_INTERVAL_S = 1.0  # between two reports of an idle engine
