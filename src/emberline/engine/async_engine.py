@@ -158,6 +158,18 @@ class AsyncEngine:
             self._watches_blocks = True
             self._send(messages.WatchBlocks())
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether all models sleep."""
+        return self.state is EngineState.READY and not any(map(self.is_awake, self.models))
+
+    def set_asleep(self, on: bool) -> None:
+        """Put the models to sleep if no request is open, or wake them. `is_asleep` shows when that is done.
+
+        Raises EngineUnavailable if the process is not ready."""
+        if not self._send(messages.SetAsleep(on)):
+            raise EngineUnavailable(f"the engine is {self.state.value}", hint="retry in a few seconds")
+
     def _send(self, message: messages.EngineMessage) -> bool:
         """Send a message; return False if the process is not ready or its socket is closed."""
         if self.state is not EngineState.READY or self._writer is None or self._writer.is_closing():

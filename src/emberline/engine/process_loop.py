@@ -32,6 +32,7 @@ from emberline.engine.messages import (
     PairingChange,
     Ready,
     Rejection,
+    SetAsleep,
     SetPeers,
     SleepStateChange,
     StartEngine,
@@ -212,6 +213,8 @@ def serve_client(group: EngineGroup, client: socket.socket, inbox: queue.SimpleQ
                 case WatchBlocks():
                     for engine in group.engines.values():
                         engine.kv.track_prefix_changes()
+                case SetAsleep(on):
+                    group.set_asleep(on)
                 case _:
                     raise AssertionError(
                         f"the engine process received a message that only it sends: {type(message).__name__}"
