@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 
 from emberline.bench.rank_faults import (
     MODEL,
@@ -53,7 +54,7 @@ def bench(settings: RankFaultSettings, log: Callable[[str], None]) -> BenchRepor
             asyncio.run(faults.run())
     except NamespacesUnavailable as error:
         raise EngineUnavailable(f"network namespaces are not available: {error}", hint="run as root") from error
-    report = report_faults("node-faults", settings, faults.counts)
+    report = report_faults("node-faults", asdict(settings), faults.counts)
     for name, seconds in faults.detection_s.items():
         report.add(f"{name.replace(' ', '_')}_streams_end_s", seconds, "s")
     return report
@@ -120,6 +121,7 @@ class NodeFaults:
         left = await wait_until_gone(pids)  # before the node is repaired
         self._repair(fault)
         recovery_s = await wait_for_recovery(engine, index, self._expected[0], settings, counts, began)
+        counts.recovery_s.append(recovery_s)
         counts.leaked += left
         counts.faults += 1
         self._log(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 from emberline.bench import report as reports
 from emberline.cli.bench_options import add_model_argument
+from emberline.core.errors import InvalidRequest
 
 
 def add_parsers(kinds: Any) -> None:
@@ -21,6 +23,9 @@ def add_parsers(kinds: Any) -> None:
         default="cpu",
         help="cuda: all ranks share one GPU, and their CUDA contexts are broken too. (default: cpu)",
     )
+    rank_faults.add_argument("--dp-attention", action="store_true", help="Use data-parallel attention.")
+    rank_faults.add_argument("--lanes", type=int, default=1, help="Engines at the same time. (default: 1)")
+    rank_faults.add_argument("--append", action="store_true", help="Add the faults to those in the file of --json.")
     faults = "Cut the network between two nodes of an engine, kill and stop one of them."
     add_fault_arguments(kinds.add_parser("node-faults", help=faults))
 
@@ -82,12 +87,29 @@ def run(args: argparse.Namespace) -> int:
 def run_faults(args: argparse.Namespace) -> int:
     from emberline.bench.rank_faults import RankFaultSettings
 
+    def log(line: str) -> None:
+        print(line, flush=True)
+
+    common = {name: getattr(args, name) for name in ("model", "tp", "pp", "faults", "streams", "seed")}
     if args.what == "node-faults":
-        from emberline.bench.node_faults import bench
+        from emberline.bench.node_faults import bench as bench_nodes
+
+        report = bench_nodes(RankFaultSettings(**common), log)
     else:
-        from emberline.bench.rank_faults import bench
-    names = ["model", "tp", "pp", "faults", "streams", "seed"] + (["device"] if args.what == "rank-faults" else [])
-    settings = RankFaultSettings(**{name: getattr(args, name) for name in names})
-    report = bench(settings, lambda line: print(line, flush=True))
+        from emberline.bench.rank_faults import bench as bench_ranks
+
+        settings = RankFaultSettings(**common, device=args.device, dp_attention=args.dp_attention, lanes=args.lanes)
+        report = bench_ranks(settings, log, _read_earlier_runs(args), args.commit)
     report.print_and_save(args.json, args.commit)
     return 1 if any(report.results[name].value for name in ("hung", "wrong", "leaked")) else 0
+
+
+def _read_earlier_runs(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the runs in the file of --json, to which this one is added."""
+    if args.append and args.json is None:
+        message = "--append adds to the file of --json, which is missing"
+        raise InvalidRequest(message, param="append", hint="add --json FILE")
+    if not args.append or not args.json.exists():
+        return []
+    runs: list[dict[str, Any]] = json.loads(args.json.read_text("utf-8"))["config"]["runs"]
+    return runs
