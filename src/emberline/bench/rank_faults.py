@@ -1,9 +1,9 @@
 """`emberline bench rank-faults`: kills and stops ranks of an engine under load, and counts what goes wrong.
 
-For each fault an engine is started, streams are opened, and one of its processes is killed or stopped, or its CUDA
-context is broken. After a quarter of these faults, a process of the engine that restarts is killed too. Then every open
-stream must end, the engine must answer again with the same tokens, and all processes of the failed engines must be
-gone, and their GPU memory. Each fault has an engine of its own, because an engine pauses longer before each restart.
+For each fault, streams are opened, and a process of the engine is killed or stopped, or its CUDA context is broken.
+After a quarter of these faults, a process is killed while the engine restarts too. Then every open stream must end, the
+engine must answer again with the same tokens, and all processes of the failed engine must be gone, and their GPU
+memory.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ REQUEST_DEADLINE_S = 60.0  # after which a stream counts as hung
 RECOVERY_DEADLINE_S = 120.0
 REAP_DEADLINE_S = 10.0  # for the processes of the engine that failed to be gone
 STALL_TIMEOUT_S = 4.0  # of the engine process, which may be stopped too
+RESTART_PAUSE_S = 1.0  # as before the first restart of any engine; otherwise each would be twice as long
 POLL_INTERVAL_S = 0.02
 RESTART_FAULT_SHARE = 0.25  # of the faults, after which a process of the restarting engine is killed too
 MAX_RESTART_DELAY_S = 3.0  # from the restart to that second fault
@@ -81,6 +82,8 @@ def bench(
     stated_commit: str | None = None,
 ) -> BenchReport:
     """Inject the faults, and report them with those of earlier runs, which are in `runs` of the earlier report."""
+    # An installed package has compiled files; with this variable a source tree would be compiled at each start.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with ExitStack() as stack:
         if settings.device == "cuda":
             stack.enter_context(broken_context_environment())
@@ -127,7 +130,8 @@ async def _run_faults(settings: RankFaultSettings, log: Callable[[str], None]) -
 
 @asynccontextmanager
 async def _running_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
-    engine = AsyncEngine({MODEL: config}, TimeSharingConfig(), stall_timeout=STALL_TIMEOUT_S)
+    limits = {"stall_timeout": STALL_TIMEOUT_S, "max_restart_pause": RESTART_PAUSE_S}
+    engine = AsyncEngine({MODEL: config}, TimeSharingConfig(), **limits)
     await engine.start()
     try:
         yield engine
@@ -165,15 +169,16 @@ class FaultInjector:
         self.counts = FaultCounts()
 
     async def run(self, indexes: Iterator[int]) -> None:
-        """Inject faults with these numbers, each into an engine of its own."""
-        for index in indexes:
-            async with _running_engine(self._config) as engine:
+        """Inject faults with these numbers into one engine, one after the other."""
+        async with _running_engine(self._config) as engine:
+            for index in indexes:
                 await self._inject_fault(engine, index)
-                pids = _find_engine_pids(engine)
-            self.counts.leaked += await wait_until_gone(pids)
+            pids = _find_engine_pids(engine)
+        self.counts.leaked += await wait_until_gone(pids)
 
     async def _inject_fault(self, engine: AsyncEngine, index: int) -> None:
         settings, counts, pids = self._settings, self.counts, _find_engine_pids(engine)
+        restarts_before = engine.restarts
         pick = random.Random(f"{settings.seed}-{index}")
         streams = [
             asyncio.create_task(check_stream(engine, f"{index}-{i}", i, self._expected[i], settings, counts))
@@ -188,22 +193,23 @@ class FaultInjector:
         await asyncio.gather(*streams)
         rank = "leader" if victim == pids[0] else f"follower {index % len(pids)}"
         description = f"fault {index + 1}: {kind.name} of the {rank}"
-        restarts = 1 + (pick.random() < RESTART_FAULT_SHARE)
-        if restarts == 2:
-            pids += await self._kill_while_restarting(engine, pick)
+        is_hit_again = pick.random() < RESTART_FAULT_SHARE
+        if is_hit_again:
+            pids += await self._kill_while_restarting(engine, restarts_before + 1, pick)
             began = time.monotonic()
             description += ", and SIGKILL while the engine restarted"
+        restarts = restarts_before + 1 + is_hit_again
         recovery_s = await wait_for_recovery(engine, index, self._expected[0], settings, counts, began, restarts)
-        if restarts == 1:
+        if not is_hit_again:
             counts.recovery_s.append(recovery_s)
         left = await wait_until_gone(pids)
         counts.leaked += left
         self._log(f"{description}, recovered in {recovery_s:.1f} s, {left} processes left")
 
-    async def _kill_while_restarting(self, engine: AsyncEngine, pick: random.Random) -> list[int]:
-        """Kill a process of an engine that restarts; return the ids of all its processes."""
+    async def _kill_while_restarting(self, engine: AsyncEngine, restarts: int, pick: random.Random) -> list[int]:
+        """Kill a process of an engine in its restart with this number; return the ids of all its processes."""
         num_ranks, deadline = self._settings.tp * self._settings.pp, time.monotonic() + RECOVERY_DEADLINE_S
-        while not engine.restarts or len(_find_engine_pids(engine)) < num_ranks:
+        while engine.restarts < restarts or len(_find_engine_pids(engine)) < num_ranks:
             if time.monotonic() > deadline:
                 self.counts.hung += 1
                 return []
