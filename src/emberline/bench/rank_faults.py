@@ -60,6 +60,7 @@ class RankFaultSettings:
     device: str = "cpu"  # or cuda: all ranks share the first GPU
     dp_attention: bool = False
     lanes: int = 1  # engines at the same time, each with a fault of its own
+    seconds: float = 3600.0  # after which no further fault is injected
 
 
 @dataclass(slots=True)
@@ -166,6 +167,7 @@ class FaultInjector:
     ) -> None:
         """`expected`: tokens of each stream."""
         self._settings, self._config, self._expected, self._log = settings, config, expected, log
+        self._deadline = time.monotonic() + settings.seconds
         self.counts = FaultCounts()
 
     async def run(self, indexes: Iterator[int]) -> None:
@@ -173,6 +175,8 @@ class FaultInjector:
         async with _running_engine(self._config) as engine:
             for index in indexes:
                 await self._inject_fault(engine, index)
+                if time.monotonic() > self._deadline:
+                    break
             pids = _find_engine_pids(engine)
         self.counts.leaked += await wait_until_gone(pids)
 

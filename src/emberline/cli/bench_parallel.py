@@ -25,6 +25,9 @@ def add_parsers(kinds: Any) -> None:
     )
     rank_faults.add_argument("--dp-attention", action="store_true", help="Use data-parallel attention.")
     rank_faults.add_argument("--lanes", type=int, default=1, help="Engines at the same time. (default: 1)")
+    rank_faults.add_argument(
+        "--seconds", type=float, default=3600.0, help="Inject no further fault after this time. (default: 3600)"
+    )
     rank_faults.add_argument("--append", action="store_true", help="Add the faults to those in the file of --json.")
     faults = "Cut the network between two nodes of an engine, kill and stop one of them."
     add_fault_arguments(kinds.add_parser("node-faults", help=faults))
@@ -98,13 +101,14 @@ def run_faults(args: argparse.Namespace) -> int:
     else:
         from emberline.bench.rank_faults import bench as bench_ranks
 
-        settings = RankFaultSettings(**common, device=args.device, dp_attention=args.dp_attention, lanes=args.lanes)
-        report = bench_ranks(settings, log, _read_earlier_runs(args), args.commit)
+        own = {name: getattr(args, name) for name in ("device", "dp_attention", "lanes", "seconds")}
+        settings = RankFaultSettings(**common, **own)
+        report = bench_ranks(settings, log, read_earlier_runs(args), args.commit)
     report.print_and_save(args.json, args.commit)
     return 1 if any(report.results[name].value for name in ("hung", "wrong", "leaked")) else 0
 
 
-def _read_earlier_runs(args: argparse.Namespace) -> list[dict[str, Any]]:
+def read_earlier_runs(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the runs in the file of --json, to which this one is added."""
     if args.append and args.json is None:
         message = "--append adds to the file of --json, which is missing"
