@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Results of `python -m emberline.bench.gpu.rank`: project steps on several GPUs from them.",
     )
     parser.add_argument("--stages", metavar="MODEL", help="Also measure how busy the stages of this model are.")
+    parser.add_argument("--serve", metavar="MODEL", help="Also measure requests over HTTP: one rank, --pp 2, --tp 3.")
     parser.add_argument("--pp", type=int, default=2, help="Number of stages for --stages. (default: 2)")
     parser.add_argument("--seconds", type=float, default=20.0, help="Seconds of each run for --stages. (default: 20)")
     reports.add_report_arguments(parser)
@@ -83,6 +84,10 @@ def run(args: argparse.Namespace) -> int:
         from emberline.bench.pipeline_stages import measure_stages
 
         measure_stages(report, args.stages, args.pp, args.seconds)
+    if args.serve:
+        from emberline.bench.rank_http import measure_http
+
+        measure_http(report, args.serve, pp=2, tp=3)
     report.print_and_save(args.json, args.commit)
     return 0
 
