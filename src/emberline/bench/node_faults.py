@@ -76,7 +76,7 @@ class NodeFaults:
         engine = AsyncEngine({MODEL: EngineConfig.build(self._model, **whole)}, TimeSharingConfig())
         await engine.start()
         prompts = range(self._settings.streams)
-        self._expected = [await generate(engine, f"expected-{i}", i, self._settings) for i in prompts]
+        self._expected = [await generate(engine, f"expected-{i}", i, self._settings.tokens) for i in prompts]
         await engine.stop()
         for index in range(self._settings.faults):
             await self._run_engine(index, FAULT_NAMES[index % len(FAULT_NAMES)])
@@ -120,7 +120,7 @@ class NodeFaults:
             await asyncio.sleep(POLL_INTERVAL_S)
         left = await wait_until_gone(pids)  # before the node is repaired
         self._repair(fault)
-        recovery_s = await wait_for_recovery(engine, index, self._expected[0], settings, counts, began)
+        recovery_s = await wait_for_recovery(engine, index, self._expected[0], counts, began)
         counts.recovery_s.append(recovery_s)
         counts.leaked += left
         counts.faults += 1

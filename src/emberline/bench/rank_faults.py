@@ -16,14 +16,16 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import quantiles
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from emberline.bench import machine
 from emberline.bench.broken_context import broken_context_environment
 from emberline.bench.report import BenchReport, current_command, round_significant
+from emberline.bench.tiny_checkpoint import write_tiny_checkpoint
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import EngineFailed, EngineUnavailable
 from emberline.core.params import SamplingParams
@@ -37,6 +39,9 @@ RECOVERY_DEADLINE_S = 120.0
 REAP_DEADLINE_S = 10.0  # for the processes of the engine that failed to be gone
 STALL_TIMEOUT_S = 4.0  # of the engine process, which may be stopped too
 RESTART_PAUSE_S = 1.0  # as before the first restart of any engine; otherwise each would be twice as long
+RECOVERY_TOKENS = 16  # of the request that shows that an engine answers again
+TINY = "tiny"  # in the place of a model's name: a random model, whose streams are so long that every fault hits them
+TINY_TOKENS, TOKENIZER_MODEL = 1500, "smollm2"  # of it
 POLL_INTERVAL_S = 0.02
 RESTART_FAULT_SHARE = 0.25  # of the faults, after which a process of the restarting engine is killed too
 MAX_RESTART_DELAY_S = 3.0  # from the restart to that second fault
@@ -86,9 +91,13 @@ def bench(
     # An installed package has compiled files; with this variable a source tree would be compiled at each start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with ExitStack() as stack:
+        model = str(resolve_model(TOKENIZER_MODEL if settings.model == TINY else settings.model))
+        if settings.model == TINY:
+            settings = replace(settings, tokens=TINY_TOKENS)
+            model = str(write_tiny_checkpoint(Path(stack.enter_context(TemporaryDirectory())), Path(model)))
         if settings.device == "cuda":
             stack.enter_context(broken_context_environment())
-        counts = asyncio.run(_run_faults(settings, log))
+        counts = asyncio.run(_run_faults(settings, model, log))
     counts.recovery_s = [round_significant(each, 3) for each in counts.recovery_s]
     source = {"command": current_command(), "commit": machine.describe_commit(stated_commit)}
     return report_runs([*earlier_runs, {**source, **asdict(settings), **asdict(counts)}])
@@ -114,11 +123,12 @@ def report_faults(bench_name: str, config: dict[str, Any], counts: FaultCounts) 
     return report
 
 
-async def _run_faults(settings: RankFaultSettings, log: Callable[[str], None]) -> FaultCounts:
-    config = EngineConfig.build(str(resolve_model(settings.model)), **engine_settings(settings))
+async def _run_faults(settings: RankFaultSettings, model: str, log: Callable[[str], None]) -> FaultCounts:
+    config = EngineConfig.build(model, **engine_settings(settings))
     memory = _used_gpu_memory() if settings.device == "cuda" else 0
     async with _running_engine(config) as engine:
-        expected = [await generate(engine, f"expected-{i}", i, settings) for i in range(settings.streams)]
+        streams = (generate(engine, f"expected-{i}", i, settings.tokens) for i in range(settings.streams))
+        expected = await asyncio.gather(*streams)
     injector, num_fds = FaultInjector(settings, config, expected, log), _count_open_fds()
     indexes = iter(range(settings.faults))
     await asyncio.gather(*(injector.run(indexes) for _ in range(settings.lanes)))
@@ -203,7 +213,7 @@ class FaultInjector:
             began = time.monotonic()
             description += ", and SIGKILL while the engine restarted"
         restarts = restarts_before + 1 + is_hit_again
-        recovery_s = await wait_for_recovery(engine, index, self._expected[0], settings, counts, began, restarts)
+        recovery_s = await wait_for_recovery(engine, index, self._expected[0], counts, began, restarts)
         if not is_hit_again:
             counts.recovery_s.append(recovery_s)
         left = await wait_until_gone(pids)
@@ -232,8 +242,8 @@ def _find_engine_pids(engine: AsyncEngine) -> list[int]:
     return [engine.pid, *find_children(engine.pid)]
 
 
-async def generate(engine: AsyncEngine, name: str, prompt: int, settings: RankFaultSettings) -> list[int]:
-    params = SamplingParams(max_tokens=settings.tokens, temperature=0.0, ignore_eos=True)
+async def generate(engine: AsyncEngine, name: str, prompt: int, num_tokens: int) -> list[int]:
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     submission = Submission(name, [40 + prompt, 50, 60 + prompt], params, model=MODEL)
     return [token async for output in engine.submit(submission) for token in output.tokens]
 
@@ -243,7 +253,7 @@ async def check_stream(
 ) -> None:
     """Run a stream, and count whether it breaks, hangs or has wrong tokens."""
     try:
-        tokens = await asyncio.wait_for(generate(engine, name, prompt, settings), REQUEST_DEADLINE_S)
+        tokens = await asyncio.wait_for(generate(engine, name, prompt, settings.tokens), REQUEST_DEADLINE_S)
         counts.wrong += tokens != expected
     except (EngineFailed, EngineUnavailable):
         counts.broken += 1
@@ -255,17 +265,17 @@ async def wait_for_recovery(
     engine: AsyncEngine,
     index: int,
     expected: list[int],
-    settings: RankFaultSettings,
     counts: FaultCounts,
     began: float,
     restarts: int = 1,
 ) -> float:
     """Send a request until the engine answers after this many restarts; return the seconds since `began`."""
-    attempt = 0
+    attempt, expected = 0, expected[:RECOVERY_TOKENS]
     while (seconds := time.monotonic() - began) < RECOVERY_DEADLINE_S:
         attempt += 1
         try:
-            tokens = await asyncio.wait_for(generate(engine, f"{index}-r{attempt}", 0, settings), REQUEST_DEADLINE_S)
+            request = generate(engine, f"{index}-r{attempt}", 0, len(expected))
+            tokens = await asyncio.wait_for(request, REQUEST_DEADLINE_S)
         except (EngineFailed, EngineUnavailable, TimeoutError):
             await asyncio.sleep(POLL_INTERVAL_S)
             continue
