@@ -141,8 +141,9 @@ async def _run_faults(settings: RankFaultSettings, model: str, log: Callable[[st
 
 @asynccontextmanager
 async def _running_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
-    limits = {"stall_timeout": STALL_TIMEOUT_S, "max_restart_pause": RESTART_PAUSE_S}
-    engine = AsyncEngine({MODEL: config}, TimeSharingConfig(), **limits)
+    engine = AsyncEngine(
+        {MODEL: config}, TimeSharingConfig(), stall_timeout=STALL_TIMEOUT_S, max_restart_pause=RESTART_PAUSE_S
+    )
     await engine.start()
     try:
         yield engine

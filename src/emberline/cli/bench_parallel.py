@@ -17,6 +17,7 @@ def add_parsers(kinds: Any) -> None:
     add_arguments(kinds.add_parser("parallel", help="Measure the cost of sending plans to ranks."))
     rank_faults = kinds.add_parser("rank-faults", help="Kill and stop ranks of an engine.")
     add_fault_arguments(rank_faults)
+    rank_faults.epilog = "The model `tiny` is a random one, which starts and computes faster than any other."
     rank_faults.add_argument(
         "--device",
         choices=("cpu", "cuda"),
