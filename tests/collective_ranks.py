@@ -14,19 +14,22 @@ from emberline.kernels.comm.stream_ranks import StreamRanks, prepare_process
 
 prepare_process()
 
+SLOT_BYTES = 1 << 20
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8)
+
 
 def make_ranks(size: int, *, seed: int = 0, **options: Any) -> StreamRanks:
     """Return ranks that start their calls in random order, and small slots, so that tensors need several kernels."""
     load_torch_kernels()
     load_collective_kernels()
-    return StreamRanks(size, delays=random.Random(seed), **{"slot_bytes": 1 << 20} | options)
+    return StreamRanks(size, delays=random.Random(seed), **{"slot_bytes": SLOT_BYTES} | options)
 
 
 @cache
 def load_torch_kernels() -> None:
     """Run what tests run between collectives: loading a kernel might wait for one that waits for other ranks."""
     torch.cuda._sleep(1)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8):
+    for dtype in DTYPES:
         x = torch.zeros(4, 64, dtype=dtype, device="cuda")
         _ = x.clone(), x[:, 1:9].contiguous(), x.view(-1)[1:].clone(), x + x, x + 1, torch.cat([x, x], 1)
         count = (x != x).sum()
@@ -36,9 +39,11 @@ def load_torch_kernels() -> None:
 
 @cache
 def load_collective_kernels() -> None:
-    """Run our kernels on one rank, which waits for no other."""
-    ranks = StreamRanks(1, message_bytes=4096, senders=[0])
+    """Run our kernels, and those of torch that follow them in a call, on one rank, which waits for no other."""
+    ranks = StreamRanks(1, message_bytes=4096, senders=[0], slot_bytes=SLOT_BYTES)
     (comm,) = ranks.comms
+    for dtype in DTYPES:
+        comm.all_gather(torch.zeros(1, SLOT_BYTES // dtype.itemsize + 1, dtype=dtype, device="cuda"))  # in parts
     for columns in (1, 2, 4, 8):
         x = torch.zeros(4, columns, dtype=torch.bfloat16, device="cuda")
         comm.all_gather(x)

@@ -76,6 +76,12 @@ class FakeKubernetes:
             case ["PATCH", "api", "v1", "namespaces", "serving", "pods", name]:
                 self.pods[name]["metadata"].setdefault("annotations", {}).update(body["metadata"]["annotations"])
                 return 200, self.pods[name]
+            case ["DELETE", "api", "v1", "namespaces", "serving", "pods", name]:
+                if self.pods.pop(name, None) is None:
+                    return 404, _status("not found")
+                if self.creates_pods:
+                    self.reconcile()
+                return 200, _status("deleted")
         return 404, _status(f"no such path: {path}")
 
     def _scale(self, kind: str, name: str) -> dict[str, Any]:
@@ -106,7 +112,7 @@ class FakeKubernetes:
                 self.end_headers()
                 self.wfile.write(data)
 
-            do_GET = do_PUT = do_PATCH = _handle
+            do_GET = do_PUT = do_PATCH = do_DELETE = _handle
 
             def log_message(self, *args: Any) -> None:
                 pass

@@ -7,6 +7,8 @@ import json
 import socket
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from emberline.cluster.registration import DialectName, Heartbeat, ModelRegistration, WorkerRegistration
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
@@ -23,8 +25,8 @@ AnswerConnection = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaita
 
 
 class LocalRouter:
-    def __init__(self) -> None:
-        self.app = RouterApp(RouterConfig(), WorkerClient(), SystemClock(), {})
+    def __init__(self, config: RouterConfig | None = None) -> None:
+        self.app = RouterApp(config or RouterConfig(), WorkerClient(), SystemClock(), {})
         self._server = HTTPServer(self.app)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -37,12 +39,13 @@ class LocalRouter:
         await self._server.stop(seconds)
 
     async def add_worker(
-        self, name: str, answer: AnswerConnection, dialect: DialectName = "native", path: str = ""
+        self, name: str, answer: AnswerConnection, dialect: DialectName = "native", path: str = "", model: str = "m"
     ) -> None:
         """Register a worker that is alive and whose connections `answer` answers; its URL ends with `path`."""
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{path}"
-        self.app.dispatcher.register(WorkerRegistration(name, f"i{name}", url, (MODEL,), dialect=dialect))
+        served = msgspec.structs.replace(MODEL, name=model)
+        self.app.dispatcher.register(WorkerRegistration(name, f"i{name}", url, (served,), dialect=dialect))
         self.app.dispatcher.record_heartbeat(Heartbeat(name, f"i{name}"))
 
     async def relay_request(self) -> bytes:

@@ -15,10 +15,10 @@ def engine() -> int:
 
     from emberline.core.gpu_kernels import GPUKernels
     from emberline.engine import boot, engine_group_boot, process
-    from emberline.engine.boot import LoadedEngine
     from emberline.engine.engine_group import EngineGroup
     from emberline.engine.gpu.boot import BootedGPUEngine
     from emberline.engine.gpu.swap import SwappedEngine
+    from emberline.engine.loaded_engine import LoadedEngine
     from emberline.kernels.gpu_choice import select_gpu_kernels
 
     def boot_fleet(

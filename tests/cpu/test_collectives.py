@@ -33,7 +33,13 @@ MISTAKES = {
     "three messages": ("7", "message - 2, to)", "message - (mistake == {} ? 3 : 2), to)"),
     "missing rounds": ("6", "int(round) * area", "int(mistake == {} ? 0 : round) * area"),
     "another call": ("0", "BITS | signature;", "BITS | (signature + (mistake == {}) * group.rank);"),
+    "calls after giving up": (
+        "01245",
+        "->calls, GAVE_UP);",
+        "->calls, mistake == {} ? call - 1 : GAVE_UP);",
+    ),
 }
+NEEDS_LATE_RANK = "calls after giving up"  # a mistake that shows only then
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +50,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    program: Path, ranks: int, calls: int, kinds: str, mistake: int = 0, absent: int = -1, seed: int = 1
+    program: Path, ranks: int, calls: int, kinds: str, mistake: int = 0, absent: int = -1, late: int = -1, seed: int = 1
 ) -> tuple[int, str]:
-    command = [str(program), str(ranks), str(calls), str(seed), kinds, str(mistake), str(absent)]
+    command = [str(program), *map(str, (ranks, calls, seed, kinds, mistake, absent, late))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stderr + done.stdout
 
@@ -56,7 +62,7 @@ def test_bits_and_order(program: Path, ranks: int) -> None:
     assert run(program, ranks, 25, ALL_KINDS) == (0, "0 wrong, 0 gave up\n")
 
 
-@pytest.mark.parametrize("what", MISTAKES)
+@pytest.mark.parametrize("what", [each for each in MISTAKES if each != NEEDS_LATE_RANK])
 def test_mistakes_are_found(program: Path, what: str) -> None:
     number = list(MISTAKES).index(what) + 1
     for seed in range(8):  # some mistakes show only if a rank is late
@@ -74,6 +80,26 @@ def test_absent_rank(program: Path, kinds: str) -> None:
     status, output = run(program, 3, 10, kinds, absent=1)
     assert status == 1 and "2 gave up" in output
     assert f"reason {collectives.TIMED_OUT} rank 1" in output
+
+
+@pytest.mark.parametrize("kinds", [MISTAKES[NEEDS_LATE_RANK][0], "6", "7"])
+def test_late_rank(program: Path, kinds: str) -> None:
+    """A rank that comes after the others gave up, and made further calls, does not take these for the right ones."""
+    status, output = run(program, 2, 4, kinds, late=1)
+    assert status == 1 and "0 wrong, 2 gave up" in output
+    assert f"rank 0: reason {collectives.TIMED_OUT} rank 1" in output
+    assert f"rank 1: reason {collectives.ANOTHER_GAVE_UP} rank 0" in output
+
+
+@pytest.mark.parametrize("kinds", [MISTAKES[NEEDS_LATE_RANK][0], "4"], ids=["other signature", "same signature"])
+def test_calls_after_giving_up_are_found(program: Path, kinds: str) -> None:
+    """Without the rule, the late rank finds the signature of another call, or reads its data."""
+    number, wrong = list(MISTAKES).index(NEEDS_LATE_RANK) + 1, f"rank 1: reason {collectives.OTHER_CALL} rank 0"
+    for seed in range(8):
+        _, output = run(program, 2, 4, kinds, number, late=1, seed=seed)
+        if wrong in output if kinds != "4" else "0 wrong" not in output:
+            return
+    pytest.fail(output)
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])

@@ -19,7 +19,7 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed, InvalidRequest
 from emberline.core.transfer_config import TransferConfig
 from emberline.engine import llm as llm_module
-from emberline.engine.boot import LoadedEngine
+from emberline.engine.loaded_engine import LoadedEngine
 from emberline.engine.ranks import device_boot
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
 from emberline.engine.ranks.group import RankGroup

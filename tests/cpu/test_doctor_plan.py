@@ -16,11 +16,12 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, UnsupportedModel
 from emberline.core.gpu_kernels import GPUKernels
 from emberline.engine import memory
-from emberline.engine.boot import LoadedEngine, boot
+from emberline.engine.boot import boot
 from emberline.engine.engine_group_boot import WeightEstimate
 from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu import planned_model
 from emberline.engine.gpu.device import HostDevice
+from emberline.engine.loaded_engine import LoadedEngine
 from emberline.kernels import ops, portable_backend
 from emberline.kernels.cpu.library import find_library
 from emberline.models.config import ModelConfig

@@ -24,6 +24,7 @@ from emberline.engine.gpu.boot import BootedGPUEngine
 from emberline.engine.gpu.device import can_use_gpu
 from emberline.engine.gpu.swap import SwappedEngine, usable_model_bytes
 from emberline.engine.memory import plan_engine_memory
+from emberline.engine.runner import TorchRunner
 from emberline.kernels import backend, reference
 
 GIB = 1 << 30
@@ -194,3 +195,25 @@ def test_models_that_share_a_gpu_cannot_have_draft_models(configs: dict[str, Eng
 
 def never_load(name: str, settings: EngineConfig) -> BootedGPUEngine:
     raise AssertionError("nothing may be loaded")
+
+
+def test_a_cpu_model_frees_its_cache_while_it_sleeps(configs: dict[str, EngineConfig]) -> None:
+    group, loaded = boot_engine_group({"a": configs["a"]}, TimeSharingConfig(can_sleep=True))
+    expected = run_together(group, 3)
+    runner = loaded["a"].engine.runner
+    assert isinstance(runner, TorchRunner) and runner.cache.keys.any()
+    hits = loaded["a"].engine.stats().prefix_hits
+    group.set_asleep(True)
+    assert not group.is_awake("a")
+    assert not any(part.any() for part in runner.cache.parts)
+    assert run_together(group, 3) == expected and group.is_awake("a")
+    assert loaded["a"].engine.stats().prefix_hits <= 2 * hits  # of the prefix that these requests share, as at first
+
+
+def test_models_that_can_sleep_need_host_memory_and_one_rank(configs: dict[str, EngineConfig]) -> None:
+    with pytest.raises(InvalidRequest, match=r"can_sleep is set, but the model has 2 ranks.*--tp"):
+        boot_engine_group({"a": configs["a"].with_settings(tp=2)}, TimeSharingConfig(can_sleep=True))
+    on_gpu = with_gpu({"a": configs["a"]})
+    plan_time_sharing(on_gpu, 40 * GIB, 0, fail_to_load)
+    with pytest.raises(ModelError, match="main memory must hold while they sleep"):
+        plan_time_sharing(on_gpu, 40 * GIB, 0, fail_to_load, can_sleep=True)

@@ -12,7 +12,7 @@ import torch
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.gpu_kernels import KERNELS_VARIABLE, GPUKernels
-from emberline.engine import boot
+from emberline.engine import boot, boot_checks
 from emberline.engine.gpu import device, portable_limits
 from emberline.kernels import gpu_choice, ops
 
@@ -91,7 +91,7 @@ def test_unsupported_settings_are_refused(
 
 def test_kernels_of_a_gpu_are_refused_on_a_cpu() -> None:
     with pytest.raises(InvalidRequest, match="kernels is portable, but the CPU computes"):
-        boot.check_cpu_settings(EngineConfig.build("m", device="cpu", kernels="portable"))
+        boot_checks.check_cpu_settings(EngineConfig.build("m", device="cpu", kernels="portable"))
 
 
 def test_launch_uses_fewer_stages_where_shared_memory_is_small() -> None:

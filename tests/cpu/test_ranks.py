@@ -27,8 +27,9 @@ from emberline.core.params import GrammarSpec
 from emberline.core.request import Submission
 from emberline.engine import llm as llm_module
 from emberline.engine.async_engine import AsyncEngine
-from emberline.engine.boot import LoadedEngine, boot
+from emberline.engine.boot import boot
 from emberline.engine.llm import Completion
+from emberline.engine.loaded_engine import LoadedEngine
 from emberline.engine.ranks.boot import boot_ranks, check_same_model, check_started
 from emberline.engine.ranks.control import RankLoaded, RankStarted, digest_settings
 from emberline.engine.ranks.group import RankGroup

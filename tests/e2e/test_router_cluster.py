@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import openai
 from routers import SRC, tiny_model, until
 
+from emberline.autoscaler.router_client import RouterClient
 from emberline.core.freeport import free_port
 
 
@@ -19,10 +21,19 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+async def put_both_to_sleep(url: str, key: str) -> list[bool]:
+    router = RouterClient(url, key)
+    try:
+        assert all([await router.set_asleep(name) for name in ("worker-1", "worker-2")])
+        return [row["asleep"] for row in (await router.fetch_status())["workers"]]
+    finally:
+        router.close()
+
+
 def test_cluster_up_restarts_killed_worker_and_stops_on_ctrl_c(tmp_path: Path) -> None:
     model, port, out = tiny_model(tmp_path / "tiny"), free_port(), tmp_path / "out"
     command = ["cluster", "up", "--workers", "2", "--port", str(port), "--logs", str(tmp_path / "logs"), str(model)]
-    options = ["--", "--served-name", "tiny", "--embedder", "none", "--kv-memory", "64M"]
+    options = ["--", "--served-name", "tiny", "--embedder", "none", "--kv-memory", "64M", "--can-sleep"]
     with out.open("wb") as log:
         cluster = subprocess.Popen([sys.executable, "-m", "emberline.cli", *command, *options],
                                    stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": str(SRC)})  # fmt: skip
@@ -42,6 +53,8 @@ def test_cluster_up_restarts_killed_worker_and_stops_on_ctrl_c(tmp_path: Path) -
         for secret, status in (("", 1), (key, 0)):
             env = {**os.environ, "PYTHONPATH": str(SRC), "EMBERLINE_CLUSTER_KEY": secret}
             assert subprocess.run([*drain, "--undo"], env=env, capture_output=True, timeout=60).returncode == status
+        assert asyncio.run(put_both_to_sleep(f"http://127.0.0.1:{port}", key)) == [True, True]
+        assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices  # wakes one of them
         os.kill(pids["worker-1"], signal.SIGKILL)
         until(lambda: "ended by SIGKILL; restarts" in out.read_text())
         until(lambda: out.read_text().count("worker-1   ready") == 2, 120)

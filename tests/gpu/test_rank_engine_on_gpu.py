@@ -31,7 +31,8 @@ from emberline.core.freeport import free_port
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.core.transfer_config import TransferConfig
-from emberline.engine.boot import LoadedEngine, boot
+from emberline.engine.boot import boot
+from emberline.engine.loaded_engine import LoadedEngine
 from emberline.engine.ranks import device_boot
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
 from emberline.engine.ranks.group import RankGroup

@@ -34,7 +34,7 @@ try:
     import ray
 except ImportError:
     ray = None
-pytestmark = pytest.mark.skipif(ray is None, reason="needs Ray: pip install 'emberline[ray]'")
+pytestmark = pytest.mark.skipif(ray is None, reason="needs Ray: pip install '.[ray]'")
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_memory": 1 << 20, "block_size": 8, "max_running": 3}
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0)

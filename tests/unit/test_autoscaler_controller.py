@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,9 @@ from emberline.autoscaler.main import MetricsAddress, run_autoscaler
 from emberline.autoscaler.observer import StatusObserver, estimate_p90
 from emberline.autoscaler.pool_workers import group_workers
 from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
+from emberline.autoscaler.router_group import RouterGroup
 from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
+from emberline.autoscaler.start_tracker import StartTracker
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
 from emberline.core.slo import LatencyTargets
@@ -28,7 +30,7 @@ def make_row(name: str, **changes: Any) -> dict[str, Any]:
     row = {"name": name, "incarnation": f"i-{name}", "role": "both", "health": "ready", "open": 0, "max_running": 8,
            "waiting": 0, "kv_usage": 0.0, "prompt_tokens": 0, "generated_tokens": 0, "prefill_tokens": 0,
            "decode_tokens": 0, "answered": 0, "transfer": None, "seconds_since_beat": 0.0,
-           "open_by_other_routers": 0}  # fmt: skip
+           "open_by_other_routers": 0, "models": ["m", "minilm"], "embedders": ["minilm"]}  # fmt: skip
     return {**row, **changes}
 
 
@@ -44,20 +46,33 @@ class Cluster:
         self.starts_fail = self.router_fails = self.fleet_fails = False
         self.becomes_ready = True
         self.waiting = 0
-        self.url = "http://router"
+        self.url, self.silent_count = "http://router", 0
+        self.can_sleep = True
+        self.waiting_model = "m"
+        self.replaces_workers = False  # True: as Kubernetes does
+        self.announced: set[str] = set()
 
     async def fetch_status(self) -> dict[str, Any]:
         if self.router_fails:
             raise RouterUnavailable("no router answers", hint="check it")
         latency = {"bounds_s": BOUNDS, "first_token": [0] * 4, "inter_token": [0] * 4}
         rows = list(self.rows.values())
-        return {"workers": rows, "waiting_requests": self.waiting, "refused": 0, "latency": latency}
+        waiting = {"waiting_requests": self.waiting, "waiting_by_model": {self.waiting_model: self.waiting}}
+        return {"workers": rows, **waiting, "refused": 0, "latency": latency}
+
+    async def announce_models(self, names: set[str], seconds: float) -> None:
+        assert seconds >= 30.0  # several intervals
+        self.announced = names
 
     async def drain(self, name: str, *, on: bool = True) -> bool:
         self.drains.append((name, on))
         if name in self.rows:
             self.rows[name]["health"] = "draining" if on else "ready"
         return name in self.rows
+
+    async def set_asleep(self, name: str, *, on: bool = True) -> bool:
+        self.rows[name]["asleep"] = on and self.can_sleep
+        return self.can_sleep
 
     async def list_workers(self) -> list[FleetWorker]:
         if self.fleet_fails:
@@ -80,16 +95,23 @@ class Cluster:
         self.rows.pop(name, None)
         self.starting = [worker for worker in self.starting if worker.name != name]
 
+    async def replace_worker(self, name: str) -> bool:
+        await self.stop_worker(name)
+        if self.replaces_workers:
+            self.starting.append(FleetWorker(name, "both"))
+        return self.replaces_workers
+
     async def close(self, *, stop_workers: bool) -> None:
         self.rows = {} if stop_workers else self.rows
 
 
 class Loop:
     def __init__(self, cluster: Cluster, **changes: Any) -> None:
-        pool = PoolSettings("both", changes.pop("min_workers", 1), 8)
+        pool = PoolSettings("both", changes.pop("min_workers", 1), 8, sleep=changes.pop("sleep", 0))
         self.clock = ManualClock(100.0)
+        models = changes.pop("models", ())
         self.settings = AutoscalerSettings(LatencyTargets(1.0, 0.05), (pool,), cool_down=20.0, **changes)
-        self.autoscaler = Autoscaler(self.settings, cluster, cluster, self.clock)  # type: ignore[arg-type]
+        self.autoscaler = Autoscaler(self.settings, cluster, cluster, self.clock, models)  # type: ignore[arg-type]
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -186,6 +208,51 @@ def test_a_worker_that_never_becomes_ready_is_replaced() -> None:
     assert cluster.stopped == ["auto-both-1"] and cluster.started == 2
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_stuck_worker_keeps_its_place_and_is_replaced_in_the_end(replaces: bool) -> None:
+    cluster = Cluster()
+    cluster.replaces_workers = replaces
+    cluster.rows["auto-both-x"] = make_row("auto-both-x", health="stuck", open=1)
+    cluster.rows |= {f"hand-{i}": make_row(f"hand-{i}", open=8, waiting=8) for i in range(7)}
+    loop = Loop(cluster)  # at most 8 workers, and the load needs more
+    loop.step(20)
+    assert not cluster.started and not cluster.stopped
+    cluster.becomes_ready = False
+    loop.step(12)
+    assert cluster.stopped == ["auto-both-x"] and cluster.started == (not replaces)
+    assert [worker.name for worker in cluster.starting] == ["auto-both-x" if replaces else "auto-both-1"]
+
+
+def test_a_stuck_worker_that_recovers_is_kept_and_others_serve_meanwhile() -> None:
+    cluster = Cluster()
+    cluster.rows["auto-both-x"] = make_row("auto-both-x", health="stuck", open=1)
+    loop = Loop(cluster)
+    loop.step(20)
+    assert cluster.started == 1  # the pool needs one that serves
+    cluster.rows["auto-both-x"]["health"] = "ready"
+    loop.step()
+    cluster.rows["auto-both-x"]["health"] = "stuck"
+    loop.step(20)
+    assert "auto-both-x" not in cluster.stopped
+
+
+def test_the_start_of_a_pod_is_measured_from_its_order_on() -> None:
+    tracker = StartTracker(30.0)
+
+    def update(now: float, *workers: FleetWorker, ready: Sequence[str] = ()) -> None:
+        rows = [make_row(name, role="decode") for name in ready]
+        tracker.update(group_workers({"workers": rows}, workers, ["prefill", "decode"]), now)
+
+    update(0.0, FleetWorker("deployment/my-prefill-app/pending-0", "decode", is_placeholder=True))
+    update(40.0, FleetWorker("my-prefill-app-x7", "decode"))
+    assert not tracker.failed_starts
+    update(130.0, FleetWorker("my-prefill-app-x7", "decode"), ready=["my-prefill-app-x7"])
+    assert tracker.usual_start_s == pytest.approx(30 + 0.3 * 100)
+    update(140.0, FleetWorker("my-prefill-app-x8", "decode"))
+    update(150.0)  # it ended before it was ready; its name has the name of another role
+    assert tracker.failed_starts == 1 and tracker.may_start("prefill", 150.0) and not tracker.may_start("decode", 150.0)
+
+
 def test_an_empty_pool_starts_a_worker_when_a_request_waits() -> None:
     cluster = Cluster()
     loop = Loop(cluster, min_workers=0, idle_time=60.0)
@@ -197,6 +264,66 @@ def test_an_empty_pool_starts_a_worker_when_a_request_waits() -> None:
     cluster.waiting = 0
     loop.step(20)
     assert cluster.stopped == ["auto-both-1"] and not cluster.rows
+
+
+def test_a_drained_worker_sleeps_and_is_woken_before_another_is_started() -> None:
+    cluster = Cluster()
+    cluster.rows = {name: make_row(name) for name in ("auto-both-a", "auto-both-b")}
+    loop = Loop(cluster, min_workers=0, idle_time=60.0, sleep=1)
+    loop.step(30)
+    asleep, stopped = list(cluster.rows), cluster.stopped
+    assert len(asleep) == len(stopped) == 1 and cluster.rows[asleep[0]]["asleep"]
+    assert cluster.rows[asleep[0]]["health"] == "ready"  # the router sends it the next request
+    assert metric(loop, 'workers{pool="both",state="asleep"}') == 1
+    loop.step(30)
+    assert list(cluster.rows) == asleep and not cluster.started
+    cluster.waiting = 20
+    loop.step()
+    assert not cluster.rows[asleep[0]]["asleep"] and not cluster.started
+    cluster.rows[asleep[0]].update(open=12, waiting=4)
+    loop.step(2)
+    assert cluster.started
+
+
+def test_a_worker_that_a_request_woke_counts_as_ready() -> None:
+    cluster = Cluster()
+    cluster.rows["auto-both-a"] = make_row("auto-both-a", asleep=True, open=1)
+    loop = Loop(cluster, sleep=1)
+    loop.step()
+    assert metric(loop, 'workers{pool="both",state="ready"}') == 1 and not cluster.started
+
+
+@pytest.mark.parametrize("can_sleep", [True, False])
+def test_workers_that_cannot_sleep_or_are_too_many_are_stopped(can_sleep: bool) -> None:
+    cluster = Cluster()
+    cluster.can_sleep = can_sleep
+    cluster.rows = {name: make_row(name, asleep=can_sleep) for name in ("auto-both-a", "auto-both-b", "auto-both-c")}
+    Loop(cluster, min_workers=0, idle_time=10.0, sleep=1).step(20)
+    assert len(cluster.rows) == can_sleep and len(cluster.stopped) == 3 - can_sleep and not cluster.started
+
+
+def test_workers_and_requests_of_other_models_do_not_count() -> None:
+    cluster = Cluster()
+    cluster.rows["other"] = make_row("other", models=["x", "minilm"])  # has the same embedder
+    loop = Loop(cluster, min_workers=0, idle_time=60.0, models=["m"])
+    cluster.waiting, cluster.waiting_model = 3, "x"
+    loop.step(2)
+    assert not cluster.started and cluster.announced == {"m"}
+    cluster.waiting_model = "m"
+    loop.step(2)
+    assert cluster.started == 1 and "auto-both-1" in cluster.rows
+    loop.step()
+    assert cluster.announced == {"m", "minilm"}
+    cluster.waiting_model = ""
+    assert metric(loop, 'workers{pool="both",state="ready"}') == 1
+
+
+def test_models_that_are_not_named_are_those_of_the_fleets_workers() -> None:
+    cluster = Cluster()
+    cluster.rows = {"auto-both-a": make_row("auto-both-a"), "other": make_row("other", models=["x", "minilm"])}
+    loop = Loop(cluster)
+    loop.step()
+    assert metric(loop, 'workers{pool="both",state="ready"}') == 1 and cluster.announced == {"m", "minilm"}
 
 
 def test_a_router_that_is_not_there_is_named_soon() -> None:
@@ -216,7 +343,7 @@ def test_workers_of_an_earlier_autoscaler_outlive_one_that_cannot_start() -> Non
 
     async def run() -> None:
         address = MetricsAddress("127.0.0.1", taken.getsockname()[1])
-        router, settings = RouterClient("http://127.0.0.1:9", None), Loop(cluster).settings
+        router, settings = RouterGroup([RouterClient("http://127.0.0.1:9", None)]), Loop(cluster).settings
         with pytest.raises(InvalidRequest, match="cannot listen"):
             await run_autoscaler(settings, router, cluster, address, keep_workers=False)
 

@@ -41,7 +41,7 @@ def make_fleet(router_url: str, home: Path, *more: str) -> LocalFleet:
     def build_command(role: str, name: str) -> list[str]:
         return [sys.executable, "-c", WORKER, router_url, name, *more]
 
-    return LocalFleet(build_command, ["both", "decode"], router_url=router_url, log_dir=home, environment={})
+    return LocalFleet(build_command, ["both", "decode"], router_urls=[router_url], log_dir=home, environment={})
 
 
 async def wait_for_count(fleet: LocalFleet, count: int) -> list[FleetWorker]:
@@ -122,7 +122,7 @@ def test_a_gpu_is_given_to_one_worker_only(router_url: str, tmp_path: Path) -> N
             return [sys.executable, "-c", WORKER, router_url, name]
 
         fleet = LocalFleet(
-            build_command, ["both"], router_url=router_url, log_dir=tmp_path, environment={}, gpus=["0", "1", "2"],
+            build_command, ["both"], router_urls=[router_url], log_dir=tmp_path, environment={}, gpus=["0", "1", "2"],
             gpus_by_role={"both": 2},
         )  # fmt: skip
         try:
@@ -187,6 +187,26 @@ def test_a_stateful_set_removes_its_last_pod(kubernetes: FakeKubernetes) -> None
         rows = [{"name": f"prefill-{i}", "role": "prefill", "health": "ready", "open": i} for i in range(3)]
         pool = group_workers({"workers": rows}, await fleet.list_workers(), ["prefill"])["prefill"]
         assert pool.choose_removals(2) == ["prefill-2", "prefill-1"]
+
+    asyncio.run(run())
+
+
+def test_kubernetes_replaces_a_pod_that_hangs_and_keeps_the_others(kubernetes: FakeKubernetes) -> None:
+    async def run() -> None:
+        fleet = make_kubernetes_fleet(kubernetes)
+        await fleet.start_workers("prefill", 2)
+        before = dict(kubernetes.pods)
+        assert await fleet.replace_worker("prefill-1")
+        assert kubernetes.replicas["statefulsets", "prefill"] == 3 and kubernetes.pods.keys() == before.keys()
+        assert [name for name, pod in kubernetes.pods.items() if pod is not before[name]] == ["prefill-1"]
+        kubernetes.creates_pods = False
+        assert await fleet.replace_worker("prefill-1")
+        assert await fleet.replace_worker("prefill-1")  # it is gone already
+        pending = [worker for worker in await fleet.list_workers() if worker.is_placeholder]
+        assert [worker.role for worker in pending] == ["prefill"]
+        calls = len(kubernetes.calls)
+        assert await fleet.replace_worker(pending[0].name)  # Kubernetes still has to create it
+        assert len(kubernetes.calls) == calls
 
     asyncio.run(run())
 

@@ -16,15 +16,9 @@ import torch
 
 from emberline.bench import workload
 from emberline.bench.gpu import __main__ as command
-from emberline.bench.gpu import cold, engine, openloop, peers
-from emberline.bench.gpu.engine import (
-    EngineBench,
-    SteadyPhase,
-    is_measurement_selected,
-    make_warm_up_lengths,
-    run_job,
-    run_measurement,
-)
+from emberline.bench.gpu import cold, engine, job_run, openloop, peers
+from emberline.bench.gpu.engine import EngineBench, is_measurement_selected, make_warm_up_lengths, run_measurement
+from emberline.bench.gpu.job_run import SteadyPhase, run_job
 from emberline.bench.gpu.model import (
     LLAMA_8B,
     WEIGHT_STD,
@@ -65,7 +59,7 @@ class SlowRunner(FakeRunner):
     """A runner whose steps take time on the test's clock, more with more tokens to prefill."""
 
     def __init__(self, clock: ManualClock, **more: Any) -> None:
-        super().__init__(vocab_size=engine.VOCAB, **more)
+        super().__init__(vocab_size=job_run.VOCAB, **more)
         self.clock = clock
         self.batches: list[int] = []
 
@@ -109,7 +103,7 @@ def late_sleep(clock: ManualClock) -> Callable[[float], None]:
 
 
 def small_job(batch: int) -> BenchJob:
-    return workload.make_job([(24, 20)] * batch, engine.VOCAB)
+    return workload.make_job([(24, 20)] * batch, job_run.VOCAB)
 
 
 # -- decode -----------------------------------------------------------------------------------------------------
@@ -168,7 +162,7 @@ def test_job_timeout_aborts_all_requests() -> None:
 
 
 def test_cpu_percent_counts_only_steps_within_the_bounds() -> None:
-    course = engine.JobRun(TokenTimeline([[1.0]]), [(0.0, 0.0), (1.0, 1.0), (2.0, 1.25), (4.0, 1.75), (5.0, 2.75)])
+    course = job_run.JobRun(TokenTimeline([[1.0]]), [(0.0, 0.0), (1.0, 1.0), (2.0, 1.25), (4.0, 1.75), (5.0, 2.75)])
     assert course.cpu_percent(1.0, 4.0) == pytest.approx(25.0)
     assert course.cpu_percent(0.0, 5.0) == pytest.approx(55.0)
 
@@ -176,7 +170,7 @@ def test_cpu_percent_counts_only_steps_within_the_bounds() -> None:
 def test_warm_up_reaches_the_batch_sizes_of_a_shrinking_batch() -> None:
     clock = ManualClock()
     served = fake_engine(clock, batch_tokens=4096, running=100)
-    run_job(served, workload.make_job(make_warm_up_lengths(100), engine.VOCAB), clock=clock.now)
+    run_job(served, workload.make_job(make_warm_up_lengths(100), job_run.VOCAB), clock=clock.now)
     assert isinstance(served.runner, SlowRunner)
     seen = set(served.runner.batches)
     assert set(range(1, 17)) <= seen
@@ -187,10 +181,10 @@ def test_warm_up_reaches_the_batch_sizes_of_a_shrinking_batch() -> None:
 
 
 def test_model_has_the_shape_of_llama_8b() -> None:
-    shapes = list_tensor_shapes(engine.CONFIG)
+    shapes = list_tensor_shapes(job_run.CONFIG)
     assert sum(map(prod, shapes.values())) == 8_030_261_248
-    assert engine.CONFIG.rope.kind == "llama3"
-    assert engine.CONFIG.max_context == 131072
+    assert job_run.CONFIG.rope.kind == "llama3"
+    assert job_run.CONFIG.max_context == 131072
 
 
 def test_shapes_with_experts_are_chosen_by_name() -> None:
@@ -254,7 +248,7 @@ def test_arrivals_are_seeded_and_poisson() -> None:
 def run_load(due: list[float], limit: float = 60.0) -> tuple[openloop.OpenLoopRun, Engine, ManualClock]:
     clock = ManualClock(100.0)
     served = fake_engine(clock, batch_tokens=4096)
-    job = workload.make_job([(24, 5)] * len(due), engine.VOCAB)
+    job = workload.make_job([(24, 5)] * len(due), job_run.VOCAB)
     return run_open_loop(served, job, due, limit, clock=clock.now, sleep=late_sleep(clock)), served, clock
 
 
@@ -393,7 +387,7 @@ def test_random_weights_replace_a_checkpoint() -> None:
 
 
 def test_shards_are_about_equal() -> None:
-    shapes = list_tensor_shapes(engine.CONFIG)
+    shapes = list_tensor_shapes(job_run.CONFIG)
     shards = split_shapes(shapes, 4)
     assert [name for shard in shards for name in shard] == list(shapes)
     sizes = [2 * sum(map(prod, shard.values())) for shard in shards]

@@ -213,3 +213,15 @@ def test_probes_and_drain() -> None:
             assert words[:4] == ["exec", "timeout", "90", "emberline"] and words[4] == "drain"
             build_parser("drain").parse_args(words[5:])
             assert pod["spec"]["terminationGracePeriodSeconds"] > 90 + 15  # a worker drains itself for 15 s more
+
+
+def test_the_autoscaler_reads_all_routers_with_a_certificate_and_may_replace_pods() -> None:
+    manifests = [each for each in load_manifests("groups") if each["metadata"]["name"] == "emberline-autoscaler"]
+    (pod,) = (pod["spec"] for each in manifests if each["kind"] == "Deployment" for pod in find_pods(each))
+    options = pod["containers"][0]["args"]
+    routers = [each for each in options if each.startswith("--router=")]
+    assert routers == [f"--router=https://emberline-router-{i}.emberline-routers:8000" for i in range(2)]
+    assert {"--tls-cert=/tls/tls.crt", "--tls-key=/tls/tls.key", "--tls-ca=/tls/ca.crt"} <= {*options}
+    assert "/tls" in [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
+    (role,) = (each for each in manifests if each["kind"] == "Role")
+    assert {"list", "patch", "delete"} == {*next(r["verbs"] for r in role["rules"] if r["resources"] == ["pods"])}

@@ -89,7 +89,7 @@ def test_every_option_of_a_service_is_a_config_field(command: str) -> None:
 def test_every_config_option_is_on_the_command_line(command: str) -> None:
     known = {flag for config in SERVICE_CONFIGS[command] for flag in option_fields(config)}
     flags = {flag for action in PARSERS[command]._actions for flag in action.option_strings}
-    assert known - flags == ({"--role"} if command == "serve" else set())
+    assert known - flags == ({"--role", "--can-sleep"} if command == "serve" else set())
 
 
 def test_help_shows_the_defaults_of_the_config() -> None:

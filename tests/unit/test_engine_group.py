@@ -481,3 +481,21 @@ def test_every_request_ends_exactly_once(seed: int, is_pipelined: bool) -> None:
     assert len(done) > 100 and {name[0] for name in done} == set("abcde")
     for model in harness.models.values():
         model.engine.kv.check_invariants()
+
+
+def test_idle_models_sleep_when_told_and_a_request_wakes_its_model() -> None:
+    harness = GroupHarness(30, {"a": 10, "b": 10})
+    busy = harness.submit_one("b", tokens=20)
+    harness.step()
+    harness.group.set_asleep(True)
+    assert harness.awake == ["b"] and harness.log == ["sleep a"]  # a model with open requests stays awake
+    harness.step()
+    assert harness.reports[-1].sleep_changes == {"a"}
+    woken = harness.submit_one("a")
+    harness.finish()
+    assert harness.awake == ["a", "b"] and harness.endings == {busy: 1, woken: 1}
+    harness.group.set_asleep(True)
+    assert not harness.awake
+    harness.models["a"].fails = RuntimeError("out of memory")
+    harness.group.set_asleep(False)
+    assert harness.awake == ["b"]  # a model that does not wake leaves the others usable

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from emberline.cli.__main__ import main
+from emberline.core.errors import InvalidRequest
 from emberline.planner.accuracy import SimulationError
 from emberline.planner.plan_page import render_page
 
@@ -130,7 +131,19 @@ def test_models_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_errors_of_the_simulator_come_from_its_result_file(tmp_path: Path) -> None:
     file = tmp_path / "sim-accuracy.json"
-    results = {"ttft_p90_error_max": 0.07, "itl_p90_error_max": 0.04, "throughput_error_max": 0.02}
+    results = {"ttft_p90_error_max": 0.07, "itl_p90_error_max": 0.04, "h200_itl_p90_error_max": 0.015}
     file.write_text(json.dumps({"results": {name: {"value": value} for name, value in results.items()}}))
-    assert SimulationError.read(file).describe("ttft_p90") == "up to 7.0 % (sim-accuracy.json)"
-    assert SimulationError().describe("ttft_p90") == "not measured"
+    described = "ttft_p90 up to 7.0 %, itl_p90 up to 4.0 % (one H200: 1.5 %) (sim-accuracy.json)"
+    assert SimulationError.read(file).describe() == described
+    assert SimulationError().describe().startswith("unknown")
+    file.write_text(json.dumps({"results": {"ttft_p90_error_max": {"value": 0.07}}}))
+    with pytest.raises(InvalidRequest, match="itl_p90_error_max"):
+        SimulationError.read(file)
+
+
+def test_plan_states_the_measured_errors_of_the_simulator(written: tuple[dict[str, Any], str]) -> None:
+    report, _ = written
+    stated = next(row["error"] for row in report["basis"] if row["figure"] == "latencies of candidates")
+    results = json.loads((CONFIGS.parent / "results" / "sim-accuracy.json").read_text())["results"]
+    for name in ("ttft_p90_error_max", "itl_p90_error_max", "h200_ttft_p90_error_max", "h200_itl_p90_error_max"):
+        assert f"{100 * results[name]['value']:.1f} %" in stated

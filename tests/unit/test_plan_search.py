@@ -94,8 +94,40 @@ def test_large_topologies_are_simulated_in_proportion() -> None:
     assert choose_simulated_counts([2, 3], 8) == [2, 3]
     assert choose_simulated_counts([100, 300], 8) == [2, 6]
     assert choose_simulated_counts([3, 1], 2) == [3, 1]  # a part would overload one of the pools
-    assert choose_simulated_counts([1, 1000], 8) == [1, 16]
+    assert choose_simulated_counts([1, 40], 8) == [1, 40]  # an engine more or less would change the load by 2.5 %
+    assert choose_simulated_counts([40, 1], 8) == [40, 1]
+    assert choose_simulated_counts([2, 80], 16) == [1, 40]
     assert choose_simulated_counts([9], 4) == [4]
+
+
+@pytest.mark.parametrize("engines", [[1, 3], [3, 100], [7, 11], [37, 61], [1, 99]])
+def test_engines_have_the_load_of_the_whole_topology(engines: list[int]) -> None:
+    shares = [n / count for n, count in zip(choose_simulated_counts(engines, 8), engines, strict=True)]
+    assert max(shares) <= 1.02 * min(shares)
+
+
+def test_many_decode_workers_for_one_prefill_worker_are_not_overloaded(kinds: list[WorkerKind]) -> None:
+    """The inter-token time of 20 decode workers is that of one of them with its part of the traffic."""
+    task = make_task("rate=60,in=64,out=1000", "ttft_p90=300ms,itl_p90=6ms")
+    split = next(each for each in list_topologies(kinds[:1], task) if each.is_split).with_counts([1, 20], task)
+    one = split.with_counts([1, 1], alone := replace(task, traffic=task.traffic.with_rate_factor(1 / 20)))
+    whole, part = simulate_topology(split, task, 0), simulate_topology(one, alone, 0)
+    assert whole.engines == 21 and whole.traffic_share == 1.0
+    assert whole.itl_p50 == pytest.approx(part.itl_p50, rel=0.05)
+    assert whole.itl_p90 == pytest.approx(split.estimate.itl_p90, rel=0.05)  # it starts in the steady state
+
+
+def test_prompts_that_are_computed_at_the_end_are_not_late(kinds: list[WorkerKind]) -> None:
+    task = make_task("rate=40,in=20000,out=5", "ttft_p90=3s,itl_p90=50ms")
+    split = next(each for each in list_topologies(kinds[:1], task) if each.is_split)
+    load = simulate_topology(split, task, 0)
+    assert load.ttft_p90 < 1.0 and not load.unanswered
+    assert simulate_topology(split, make_task("rate=40,in=20000,out=5", "ttft_p90=100ms,itl_p90=50ms"), 0).unanswered
+
+
+def test_pools_of_very_different_sizes_are_not_planned(kinds: list[WorkerKind]) -> None:
+    task = make_task("rate=60,in=16,out=4000", "ttft_p90=300ms,itl_p90=4ms")
+    assert all(max(each.counts) <= 100 * min(each.counts) for each in list_topologies(kinds[:1], task))
 
 
 def test_simulation_agrees_with_the_formulas_at_low_load(kinds: list[WorkerKind]) -> None:

@@ -49,6 +49,14 @@ def test_host_overheads_are_added_to_steps_requests_and_handoffs() -> None:
     assert split.ttft_p90 == pytest.approx(0.4, rel=0.01)
 
 
+def test_host_time_for_each_prompt_is_fitted_to_the_mean_time_between_tokens() -> None:
+    requests = [TimedRequest(0.0, [1] * 32, 8), *(TimedRequest(0.15 + 0.2 * i, [1] * 32, 1) for i in range(3))]
+    real = CLUSTER.simulate(requests, HostOverheads(chunk_s=0.01)).itl_mean
+    assert real == pytest.approx((7 * 0.1 + 3 * 0.01) / 7, rel=0.01)  # the first request decodes beside three prompts
+    assert CLUSTER.fit_chunk_overhead(requests, HostOverheads(), [], real) == pytest.approx(0.01, rel=0.01)
+    assert CLUSTER.fit_chunk_overhead(requests, HostOverheads(), [], real / 2) == 0.0
+
+
 @pytest.mark.parametrize(("prompt", "shortest", "longest"), [(32, 0.2, 0.3), (96, 0.2, 0.3)])
 def test_blocks_of_several_chunks_are_copied_while_the_answering_worker_computes(
     prompt: int, shortest: float, longest: float

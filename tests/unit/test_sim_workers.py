@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from emberline.core.errors import NotFound
-from emberline.sim.cluster import SimCluster, SimClusterConfig
+from emberline.sim.cluster import SimCluster, SimClusterConfig, SimDetail
 from emberline.sim.costmodel import CostModel
 from emberline.sim.link import KVLink, count_overlapped_tokens
 from emberline.sim.prompt import PromptPart, SimPromptBuilder
@@ -39,6 +41,17 @@ def test_times_follow_the_cost_model() -> None:
     assert result.inter_token_seconds.quantile(0.9) == pytest.approx(STEP_S, rel=0.003)
     assert result.worker_seconds == pytest.approx(2 * record.finished_at)
     assert result.busy_seconds == pytest.approx(101 * STEP_S)
+
+
+@pytest.mark.parametrize("detail", ["steps", "runs"])
+def test_resumed_requests_compute_no_prompt(detail: SimDetail) -> None:
+    """Of 101 tokens 91 are known, with their KV blocks: the rest takes 10 steps, even with a prefill worker."""
+    cluster, records = make_cluster(replace(CONFIG, prefill_workers=1, detail=detail))
+    session = single(0, prompt=4096)
+    session.request = replace(session.request, num_resumed=91)
+    result = cluster.run([session])
+    assert records[0].finished_at == pytest.approx(10 * STEP_S, rel=0.15)  # with a copy without bytes
+    assert result.handoffs == 0 and result.inter_token_seconds.count == 9
 
 
 def test_requests_of_a_killed_worker_continue_elsewhere() -> None:

@@ -137,11 +137,11 @@ def test_service_starts_without_torch(url: str) -> None:
 def test_engine_commands_name_missing_extra(environment: Path, command: tuple[str, ...]) -> None:
     done = run_command(environment, *command)
     assert done.returncode == 1
-    assert "torch" in done.stderr and "pip install 'emberline[cpu]'" in done.stderr
+    assert "torch" in done.stderr and "pip install 'FILE.whl[cpu]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_doctor_lists_missing_packages(environment: Path) -> None:
     done = run_command(environment, "doctor")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "emberline[cpu]" in done.stdout
+    assert "FILE.whl[cpu]" in done.stdout

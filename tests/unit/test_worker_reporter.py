@@ -35,6 +35,7 @@ class Engine:
     state: EngineState = EngineState.READY
     time: float = 100.0
     progress_reports: int = 0
+    is_asleep: bool = False
     peer_updates: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
 
     def now(self) -> float:

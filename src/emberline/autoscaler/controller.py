@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from emberline.autoscaler.fleet import FleetError, WorkerFleet
 from emberline.autoscaler.metrics import AutoscalerMetrics
 from emberline.autoscaler.observer import StatusObserver, count_open
 from emberline.autoscaler.policy import PolicyState, ScalingDecision, decide
 from emberline.autoscaler.pool_workers import PoolWorkers, StatusRow, group_workers
-from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
+from emberline.autoscaler.router_client import RouterUnavailable
+from emberline.autoscaler.router_group import RouterGroup
 from emberline.autoscaler.settings import AutoscalerSettings
 from emberline.autoscaler.start_tracker import StartTracker
 from emberline.core.clock import Clock
@@ -23,10 +26,22 @@ from emberline.core.errors import WrongClusterKey
 
 log = logging.getLogger("emberline.autoscaler")
 
+STUCK_TIMEOUT_S = 150.0  # a worker restarts its stuck engine itself after --stall-timeout, by default 120 s
+MIN_ANNOUNCEMENT_S = 60.0  # for which a router expects the models of an autoscaler that is gone
+
 
 class Autoscaler:
-    def __init__(self, settings: AutoscalerSettings, router: RouterClient, fleet: WorkerFleet, clock: Clock) -> None:
+    def __init__(
+        self,
+        settings: AutoscalerSettings,
+        router: RouterGroup,
+        fleet: WorkerFleet,
+        clock: Clock,
+        models: Collection[str] = (),
+    ) -> None:
+        """`models`: those of the pools. Models of workers that the fleet has started are added to them."""
         self._settings = settings
+        self._models, self._embedders = set(models), set[str]()
         self._router = router
         self._fleet = fleet
         self._clock = clock
@@ -34,6 +49,7 @@ class Autoscaler:
         self._state = PolicyState()
         self._starts = StartTracker(settings.start_seconds)
         self._draining_since: dict[str, float] = {}
+        self._stuck_since: dict[str, float] = {}
         self._logged_problem = ""
         self.metrics = AutoscalerMetrics()
 
@@ -50,31 +66,51 @@ class Autoscaler:
         try:
             status = await self._router.fetch_status()
             workers = await self._fleet.list_workers()
-            pools = group_workers(status, workers, [pool.role for pool in self._settings.pools])
+            await self._announce_models(status, {worker.name for worker in workers})
+            pools = group_workers(status, workers, [pool.role for pool in self._settings.pools], self._models)
             now = self._clock.now()
             self._starts.update(pools, now)
             names = {worker.name for worker in workers}
             self._draining_since = {name: since for name, since in self._draining_since.items() if name in names}
-            observations = self._observer.observe(status, pools, now)
+            stuck = {row["name"] for pool in pools.values() for row in pool.stuck}
+            self._stuck_since = {name: since for name, since in self._stuck_since.items() if name in stuck}
+            observations = self._observer.observe(status, pools, now, self._models)
             settings = replace(self._settings, start_seconds=max(self._starts.usual_start_s, 0.1))
             decision = decide(observations, self._state, now, settings)
             self._state = decision.state
             self.metrics.record_decision(decision, observations)
+            self.metrics.silent_routers = self._router.silent_count
             self.metrics.failed_starts, self.metrics.usual_start_s = self._starts.failed_starts, settings.start_seconds
             for role, pool in pools.items():
-                await self._stop_finished_workers(pool, now)
+                await self._stop_finished_workers(pool, self._settings.pool(role).sleep, now)
+                await self._replace_hanging_workers(pool, now)
                 await self._reconcile(role, pool, decision, now)
             self._log_problem_once(self._describe_unreachable_slo(decision))
         except (RouterUnavailable, WrongClusterKey, FleetError) as e:
             self.metrics.errors[e.code] += 1
             self._log_problem_once(str(e))
 
+    async def _announce_models(self, status: Mapping[str, Any], managed: Collection[str]) -> None:
+        """Tell the router which models have workers whenever they are needed, so that requests for them wait."""
+        for row in status["workers"]:
+            if row["name"] in managed:
+                embedders = set(row.get("embedders", ()))  # of other workers too, so they do not identify a pool
+                self._models |= set(row["models"]) - embedders
+                self._embedders |= embedders
+        if names := self._models | self._embedders:
+            await self._router.announce_models(names, max(MIN_ANNOUNCEMENT_S, 6 * self._settings.interval))
+
     async def _reconcile(self, role: str, pool: PoolWorkers, decision: ScalingDecision, now: float) -> None:
-        """Start or drain workers until the pool has the desired number of them."""
-        desired, reason = decision.desired[role], decision.reasons[role]
+        """Start or drain workers until the pool has the desired number of them.
+
+        Workers that are stuck serve no requests, but still have their places and GPUs."""
+        reason, limit = decision.reasons[role], self._settings.pool(role).max_workers - len(pool.stuck)
+        desired = min(decision.desired[role], max(limit, pool.serving_count))
         missing = desired - pool.serving_count
         if missing > 0:
             missing -= await self._undo_drains(pool, missing)
+        if missing > 0:
+            missing -= await self._wake_workers(role, pool, missing, reason)
         if missing > 0 and self._starts.may_start(role, now):
             log.info("Starting workers: pool=%s count=%d desired=%d reason=%s", role, missing, desired, reason)
             await self._fleet.start_workers(role, missing)
@@ -99,21 +135,60 @@ class Autoscaler:
             self._draining_since.pop(name, None)
         return min(len(names), count)
 
-    async def _stop_finished_workers(self, pool: PoolWorkers, now: float) -> None:
-        """Stop the workers that have drained, or take too long to, and those that do not become ready."""
-        for row in pool.draining:
+    async def _wake_workers(self, role: str, pool: PoolWorkers, count: int, reason: str) -> int:
+        """Wake sleeping workers, which is faster than a start. Return how many."""
+        names = [row["name"] for row in pool.asleep if row["name"] in pool.managed.keys() - pool.stopping][:count]
+        for name in names:
+            log.info("Waking a worker: worker=%s reason=%s", name, reason)
+            await self._router.set_asleep(name, on=False)
+        self.metrics.record_change(role, "up", reason, len(names))
+        return len(names)
+
+    async def _put_to_sleep(self, name: str) -> bool:
+        """Let a drained worker sleep, and return whether it can. It is at the routers' disposal again."""
+        if not await self._router.set_asleep(name):
+            log.warning("Worker cannot sleep, stopping it: worker=%s (hint: start workers with --can-sleep)", name)
+            return False
+        log.info("Putting a drained worker to sleep: worker=%s", name)
+        await self._router.drain(name, on=False)
+        self._draining_since.pop(name, None)
+        return True
+
+    async def _stop_finished_workers(self, pool: PoolWorkers, sleep: int, now: float) -> None:
+        """Stop the workers that have drained, or take too long to.
+
+        Up to `sleep` drained workers are put to sleep instead."""
+        too_many = [row["name"] for row in pool.asleep[sleep:] if row["name"] in pool.managed]
+        await asyncio.gather(*map(self._drain, too_many))  # an earlier autoscaler kept more
+        for row in list(pool.draining):
             if (name := row["name"]) not in pool.managed:
                 continue
             drained_s = now - self._draining_since.setdefault(name, now)
             if _has_finished(row, drained_s) or drained_s > self._settings.drain_timeout:
+                is_idle = drained_s <= self._settings.drain_timeout
+                if is_idle and len(pool.asleep) < sleep and await self._put_to_sleep(name):
+                    pool.draining.remove(row)
+                    pool.asleep.append(row)
+                    continue
                 log.info("Stopping drained worker: worker=%s open=%d drained_s=%.1f", name, count_open(row), drained_s)
                 await self._fleet.stop_worker(name)
                 pool.stopping.add(name)
+
+    async def _replace_hanging_workers(self, pool: PoolWorkers, now: float) -> None:
+        """Replace the workers that do not become ready, and those whose engines have been stuck for long."""
         for name in [name for name in pool.starting if name in pool.managed and self._starts.is_hanging(name, now)]:
-            log.warning("Stopping a worker that does not become ready: worker=%s", name)
+            log.warning("Replacing a worker that does not become ready: worker=%s", name)
             self._starts.forget(name)
-            await self._fleet.stop_worker(name)
-            pool.starting.remove(name)
+            if not await self._fleet.replace_worker(name):
+                pool.starting.remove(name)
+        for row in list(pool.stuck):
+            name = row["name"]
+            if name in pool.managed and now - self._stuck_since.setdefault(name, now) > STUCK_TIMEOUT_S:
+                log.warning("Replacing a worker whose engine is stuck: worker=%s", name)
+                del self._stuck_since[name]
+                if await self._fleet.replace_worker(name):
+                    pool.starting.append(name)
+                pool.stuck.remove(row)
 
     def _describe_unreachable_slo(self, decision: ScalingDecision) -> str:
         roles = [role for role, pool in decision.state.pools.items() if pool.is_slo_unreachable]

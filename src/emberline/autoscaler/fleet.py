@@ -26,6 +26,7 @@ class FleetWorker:
     role: str
     is_stopping: bool = False
     removal_rank: int = 0  # the fleet can remove the workers with the highest rank only
+    is_placeholder: bool = False  # stands for a worker that was ordered and has no name yet
 
 
 class WorkerFleet(Protocol):
@@ -41,6 +42,10 @@ class WorkerFleet(Protocol):
 
     async def stop_worker(self, name: str) -> None:
         """Tell a worker, which is drained already, to end; return before it has ended. Raises FleetError."""
+        ...
+
+    async def replace_worker(self, name: str) -> bool:
+        """Tell a worker that hangs to end; return whether the fleet starts another in its place. Raises FleetError."""
         ...
 
     async def close(self, *, stop_workers: bool) -> None:

@@ -76,19 +76,32 @@ class KubernetesAPI:
         path = f"api/v1/namespaces/{quote(self.namespace, safe='')}/pods/{quote(name, safe='')}"
         await self._call("PATCH", path, {"metadata": {"annotations": annotations}}, "application/merge-patch+json")
 
+    async def delete_pod(self, name: str) -> None:
+        """Delete a pod. It may be gone already, or end already."""
+        path = f"api/v1/namespaces/{quote(self.namespace, safe='')}/pods/{quote(name, safe='')}"
+        await self._call("DELETE", path, is_missing_allowed=True)
+
     def _path(self, target: str) -> str:
         kind, _, name = target.partition("/")
         return API_BY_KIND[kind].format(quote(self.namespace, safe=""), quote(name, safe=""))
 
-    async def _call(self, method: str, path: str, body: Any = None, media_type: str = "application/json") -> Any:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        media_type: str = "application/json",
+        *,
+        is_missing_allowed: bool = False,
+    ) -> Any:
         try:
             async with asyncio.timeout(2 * CALL_TIMEOUT_S):
-                return await asyncio.to_thread(self._call_blocking, method, path, body, media_type)
+                return await asyncio.to_thread(self._call_blocking, method, path, body, media_type, is_missing_allowed)
         except (OSError, http.client.HTTPException, ValueError, TimeoutError) as e:
             message = f"the Kubernetes API at {self._host}:{self._port} does not answer: {e}"
             raise FleetError(message, hint="check the network policies of the autoscaler's pod") from e
 
-    def _call_blocking(self, method: str, path: str, body: Any, media_type: str) -> Any:
+    def _call_blocking(self, method: str, path: str, body: Any, media_type: str, is_missing_allowed: bool) -> Any:
         connection = http.client.HTTPSConnection(self._host, self._port, timeout=CALL_TIMEOUT_S, context=self._tls)
         try:
             headers = {"authorization": f"Bearer {self._token_file.read_text().strip()}", "accept": "application/json"}
@@ -104,7 +117,7 @@ class KubernetesAPI:
             raise KubernetesConflict(
                 f"Kubernetes object {path} was changed by another client", hint="it is tried again"
             )
-        if reply.status >= 300:
+        if reply.status >= 300 and not (reply.status == 404 and is_missing_allowed):
             message = f"Kubernetes answered {reply.status} to {method} {path}: {_read_message(content)}"
             raise FleetError(message, hint=_hint_for(reply.status, path))
         return json.loads(content)

@@ -2,7 +2,9 @@
 
 Kubernetes chooses which pod it removes. For a Deployment, the drained pod gets the lowest deletion cost, so that it is
 that one. A StatefulSet and a LeaderWorkerSet always remove the pod with the highest number. The pods drain themselves
-when they get SIGTERM, as every worker does. A worker's name at the router must be the name of its pod."""
+when they get SIGTERM, as every worker does. A pod that hangs is deleted, with the same number of replicas, so that
+Kubernetes creates another; the leader of a LeaderWorkerSet's group takes its group with it. A worker's name at the
+router must be the name of its pod."""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class KubernetesFleet:
             scale = await self._api.read_scale(target)
             pods = await self._list_pods(role, scale)
             missing = _replicas(scale) - sum(not pod.is_stopping for pod in pods)
-            workers += [*pods, *(FleetWorker(f"{target}/pending-{i}", role, False, 1 << 30) for i in range(missing))]
+            names = [f"{target}/pending-{i}" for i in range(missing)]
+            workers += [*pods, *(FleetWorker(name, role, False, 1 << 30, is_placeholder=True) for name in names)]
         return workers
 
     async def start_workers(self, role: str, count: int) -> None:
@@ -57,6 +60,14 @@ class KubernetesFleet:
             if name in live or name.startswith(f"{target}/pending-"):
                 await self._api.write_scale(target, scale, max(_replicas(scale) - 1, 0))
                 return
+
+    async def replace_worker(self, name: str) -> bool:
+        """Delete the pod, whose controller creates another, of a StatefulSet or LeaderWorkerSet with the same number.
+
+        A pod that Kubernetes has not created yet cannot be replaced."""
+        if not any(name.startswith(f"{target}/pending-") for target in self._targets.values()):
+            await self._api.delete_pod(name)
+        return True
 
     async def _list_pods(self, role: str, scale: Mapping[str, Any]) -> list[FleetWorker]:
         selector = scale.get("status", {}).get("selector", "")

@@ -42,13 +42,13 @@ class LocalFleet:
         build_command: BuildCommand,
         roles: Sequence[str],
         *,
-        router_url: str,
+        router_urls: Sequence[str],
         log_dir: Path,
         environment: Mapping[str, str],
         gpus: Sequence[str] = (),
         gpus_by_role: Mapping[str, int] | None = None,
     ) -> None:
-        """`build_command`: the command of a worker; it must contain its name and `router_url` as whole arguments.
+        """`build_command`: the command of a worker; it must contain its name and `router_urls` as whole arguments.
 
         `gpus`: the GPUs of this machine, of which each worker gets as many as its role needs. Raises InvalidRequest if
         another autoscaler on this machine manages workers of the same router, or if the machine has no /proc."""
@@ -56,13 +56,16 @@ class LocalFleet:
             raise InvalidRequest("adapter local needs /proc, which only Linux has", param="adapter", hint="use Linux")
         self._build_command = build_command
         self._roles = roles
-        self._router_url = router_url
+        self._router_urls = set(router_urls)
         self._log_dir = log_dir
         self._environment = dict(environment)
         self._gpus, self._gpus_by_role = tuple(gpus), dict(gpus_by_role or {})
         self._children: list[subprocess.Popen[bytes]] = []  # to reap them
         self._kill_at: dict[str, float] = {}  # by name of a worker that was asked to end
-        self._lock = _lock_router(router_url)
+        with contextlib.ExitStack() as locks:
+            for url in router_urls:
+                locks.enter_context(_lock_router(url))
+            self._locks = locks.pop_all()
 
     async def list_workers(self) -> list[FleetWorker]:
         self._children = [child for child in self._children if child.poll() is None]
@@ -99,6 +102,10 @@ class LocalFleet:
                 self._kill_at[name] = time.monotonic() + STOP_TIMEOUT_S
                 self._send_signal(process, signal.SIGTERM)
 
+    async def replace_worker(self, name: str) -> bool:
+        await self.stop_worker(name)
+        return False
+
     async def close(self, *, stop_workers: bool) -> None:
         try:
             if stop_workers:
@@ -107,7 +114,7 @@ class LocalFleet:
                 while await self.list_workers():  # SIGKILL ends those that take too long
                     await asyncio.sleep(POLL_INTERVAL_S)
         finally:
-            self._lock.close()
+            self._locks.close()
 
     def _choose_gpus(self, role: str) -> dict[str, str]:
         count = self._gpus_by_role.get(role, 0)
@@ -126,7 +133,7 @@ class LocalFleet:
                 continue
             with contextlib.suppress(OSError):  # it ended, or belongs to another user
                 arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                if self._router_url not in arguments or entry.stat().st_uid != os.getuid():
+                if self._router_urls.isdisjoint(arguments) or entry.stat().st_uid != os.getuid():
                     continue
                 if os.getsid(int(entry.name)) != int(entry.name):  # a child that the worker forked
                     continue

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from emberline.autoscaler.controller import Autoscaler
 from emberline.autoscaler.fleet import WorkerFleet
-from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
+from emberline.autoscaler.router_client import RouterUnavailable
+from emberline.autoscaler.router_group import RouterGroup
 from emberline.autoscaler.settings import AutoscalerSettings
 from emberline.core.clock import SystemClock
 from emberline.core.errors import NotFound
@@ -34,27 +36,28 @@ class MetricsAddress:
 
 async def run_autoscaler(
     settings: AutoscalerSettings,
-    router: RouterClient,
+    router: RouterGroup,
     fleet: WorkerFleet,
     metrics_address: MetricsAddress | None,
     *,
     keep_workers: bool,
+    models: Collection[str] = (),
 ) -> None:
     """Scale until SIGTERM or SIGINT. Raises RouterUnavailable if no router answers within ROUTER_WAIT_S.
 
     `keep_workers`: a signal leaves the workers running. kill -9 and errors always do: the workers may be those of an
-    earlier autoscaler, and serve requests."""
+    earlier autoscaler, and serve requests. `models`: names in the API of the models of the pools, as far as known."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    autoscaler = Autoscaler(settings, router, fleet, SystemClock())
+    autoscaler = Autoscaler(settings, router, fleet, SystemClock(), models)
     server = None
     try:
         if metrics_address is not None:
             server = HTTPServer(MetricsApp(autoscaler))
             await server.start(bind_listener(metrics_address.host, metrics_address.port))
         await wait_for_router(router, stop)
-        log.info("Autoscaler ready: router=%s slo=%s pools=%s", router.url, settings.slo, _describe_pools(settings))
+        log.info("Autoscaler ready: routers=%s slo=%s pools=%s", router.url, settings.slo, _describe_pools(settings))
         await autoscaler.run(stop)
     finally:
         if server is not None:
@@ -63,8 +66,8 @@ async def run_autoscaler(
         await fleet.close(stop_workers=stop.is_set() and not keep_workers)
 
 
-async def wait_for_router(router: RouterClient, stop: asyncio.Event, timeout_s: float = ROUTER_WAIT_S) -> None:
-    """Return when the router answers, or `stop` is set. Raises RouterUnavailable or WrongClusterKey."""
+async def wait_for_router(router: RouterGroup, stop: asyncio.Event, timeout_s: float = ROUTER_WAIT_S) -> None:
+    """Return when a router answers, or `stop` is set. Raises RouterUnavailable or WrongClusterKey."""
     end = asyncio.get_running_loop().time() + timeout_s
     while not stop.is_set():
         try:

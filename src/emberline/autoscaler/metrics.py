@@ -28,6 +28,7 @@ class AutoscalerMetrics:
         self.errors: Counter[str] = Counter()  # calls of the router or the fleet that failed, by error code
         self.failed_starts = 0
         self.usual_start_s = 0.0
+        self.silent_routers = 0
         self._changes: Counter[tuple[str, str, str]] = Counter()  # workers by pool, direction and reason
         self._direction_changes: Counter[str] = Counter()  # by pool
         self._last_direction: dict[str, str] = {}
@@ -62,6 +63,7 @@ class AutoscalerMetrics:
         for name, help_, kind, value in (
             ("decisions_total", "Decisions made.", "counter", float(self.decisions)),
             ("failed_starts_total", "Workers that ended before they were ready.", "counter", float(self.failed_starts)),
+            ("silent_routers", "Routers that do not answer.", "gauge", float(self.silent_routers)),
             ("start_seconds", "Time from the start of a worker until it is ready.", "gauge", self.usual_start_s),
         ):
             yield MetricFamily(f"{PREFIX}_{name}", help_, kind, [f"{PREFIX}_{name} {value:g}"])
@@ -71,7 +73,7 @@ class AutoscalerMetrics:
         workers = [
             (f'pool="{role}",state="{state}"', float(count))
             for role, each in self._observations.items()
-            for state, count in (("ready", each.ready), ("starting", each.starting))
+            for state, count in (("ready", each.ready), ("starting", each.starting), ("asleep", each.asleep))
         ]
         yield MetricFamily.from_samples(f"{PREFIX}_workers", "Workers of the pool by state.", "gauge", workers)
         changes = [(f'pool="{role}"', float(count)) for role, count in self._direction_changes.items()]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 class PoolObservation:
     ready: int  # workers that accept requests
     starting: int = 0  # workers that were started and are not ready yet
+    asleep: int = 0  # workers that sleep; they are not among the ready ones
     open_requests: int = 0  # at workers, also those that wait there
     waiting_requests: int = 0  # without a slot at a worker; also those that wait at the router for any worker
     unassigned_requests: int = 0  # of the waiting ones: those at the router

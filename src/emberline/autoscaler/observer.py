@@ -6,7 +6,7 @@ latency histograms of the last half minute."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from emberline.autoscaler.observation import PoolObservation
@@ -24,9 +24,9 @@ class StatusObserver:
         self._observed_at: float | None = None
 
     def observe(
-        self, status: Mapping[str, Any], pools: Mapping[str, PoolWorkers], now: float
+        self, status: Mapping[str, Any], pools: Mapping[str, PoolWorkers], now: float, models: Collection[str] = ()
     ) -> dict[str, PoolObservation]:
-        """Return an observation of each pool. `pools` was made from the same status."""
+        """Return an observation of each pool. `pools` was made from the same status, and for the same `models`."""
         ttft_s, itl_s = self._update_latencies(status["latency"], now)
         refused_share = self._update_refused_share(status)
         seconds = 0.0 if self._observed_at is None else now - self._observed_at
@@ -35,10 +35,11 @@ class StatusObserver:
             rows = [*pool.ready, *pool.draining]
             prompt_rate, output_rate = self._update_rates(role, rows, seconds)
             is_answering = role != "prefill" or len(pools) == 1
-            unassigned = status["waiting_requests"] if is_answering else 0
+            unassigned = _count_unassigned(status, models) if is_answering else 0
             observations[role] = PoolObservation(
                 ready=len(pool.ready),
                 starting=len(pool.starting),
+                asleep=len(pool.asleep),
                 open_requests=sum(map(count_open, rows)),
                 waiting_requests=sum(map(_count_waiting, rows)) + unassigned,
                 unassigned_requests=unassigned,
@@ -93,6 +94,13 @@ class StatusObserver:
         oldest, bounds = self._latencies[0][1], latency["bounds_s"]
         ttft_s, itl_s = (estimate_p90(bounds, oldest[name], latency[name]) for name in ("first_token", "inter_token"))
         return ttft_s, itl_s
+
+
+def _count_unassigned(status: Mapping[str, Any], models: Collection[str]) -> int:
+    """Return the requests at the router that wait for a worker of one of the models, or name no model."""
+    if not models or "waiting_by_model" not in status:  # of a router of an earlier release
+        return int(status["waiting_requests"])
+    return sum(count for name, count in status["waiting_by_model"].items() if not name or name in models)
 
 
 def count_open(row: StatusRow) -> int:

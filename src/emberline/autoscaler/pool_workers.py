@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,10 @@ class PoolWorkers:
     ready: list[StatusRow] = field(default_factory=list)
     starting: list[str] = field(default_factory=list)
     draining: list[StatusRow] = field(default_factory=list)
+    stuck: list[StatusRow] = field(default_factory=list)  # they have requests, but their engines make no step
+    asleep: list[StatusRow] = field(default_factory=list)  # a request wakes them
     managed: dict[str, int] = field(default_factory=dict)  # removal rank of the workers that the fleet can stop
+    placeholders: set[str] = field(default_factory=set)  # starting workers that have no name yet
     stopping: set[str] = field(default_factory=set)  # names of managed workers that were asked to end
 
     @property
@@ -34,18 +37,29 @@ class PoolWorkers:
 
 
 def group_workers(
-    status: Mapping[str, Any], fleet_workers: Iterable[FleetWorker], roles: Sequence[str]
+    status: Mapping[str, Any],
+    fleet_workers: Sequence[FleetWorker],
+    roles: Sequence[str],
+    models: Collection[str] = (),
 ) -> dict[str, PoolWorkers]:
     """Return the workers of each pool.
 
     A worker of the fleet that the router does not know, or counts as starting, is starting. Workers that the router has
-    lost are in no list: a lost process may be dead or hang."""
+    lost are in no list: a lost process may be dead or hang. `models`: the models of the pools; other workers of the
+    router that serve none of them are left out. Empty: the models are not known, and all workers count."""
     pools = {role: PoolWorkers() for role in roles}
-    rows = {row["name"]: row for row in status["workers"]}
+    managed = {worker.name for worker in fleet_workers}
+    rows = {
+        row["name"]: row
+        for row in status["workers"]
+        if not models or row["name"] in managed or not set(models).isdisjoint(row["models"])
+    }
     for worker in fleet_workers:
         if (pool := pools.get(worker.role)) is None:
             continue
         pool.managed[worker.name] = worker.removal_rank
+        if worker.is_placeholder:
+            pool.placeholders.add(worker.name)
         row = rows.get(worker.name)
         if worker.is_stopping:
             pool.stopping.add(worker.name)
@@ -56,9 +70,12 @@ def group_workers(
             continue
         match row["health"]:
             case "ready":
-                pool.ready.append(row)
+                # Until its next heartbeat, a worker that a request woke still counts as asleep at the router.
+                (pool.asleep if row.get("asleep") and not row["open"] else pool.ready).append(row)
             case "starting":
                 pool.starting.append(name)
             case "draining":
                 pool.draining.append(row)
+            case "stuck":
+                pool.stuck.append(row)
     return pools

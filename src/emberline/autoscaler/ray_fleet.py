@@ -100,6 +100,10 @@ class RayFleet:
 
         await self._call(stop)
 
+    async def replace_worker(self, name: str) -> bool:
+        await self.stop_worker(name)
+        return False
+
     async def close(self, *, stop_workers: bool) -> None:
         """Detached actors belong to the Ray cluster: they are never stopped with the autoscaler."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -57,6 +58,27 @@ class RouterClient:
             message = f"the router at {self.url} answered {status} to the drain of {name!r}"
             raise RouterUnavailable(message, hint="see the router's log")
         return status == 200
+
+    async def set_asleep(self, name: str, *, on: bool = True) -> bool:
+        """Let a worker sleep as soon as it has no requests, or wake it. Return whether the worker can sleep.
+
+        Raises RouterUnavailable or WrongClusterKey."""
+        body = msgspec.json.encode({"name": name, "on": on})
+        status, _ = await self._call("POST", "/cluster/sleep", body, DRAIN_TIMEOUT_S)
+        if status not in (200, 400, 404):
+            message = f"the router at {self.url} answered {status} when {name!r} was to {'sleep' if on else 'wake'}"
+            raise RouterUnavailable(message, hint="see the router's log")
+        return status == 200
+
+    async def announce_models(self, names: Collection[str], seconds: float) -> None:
+        """Let requests for these models wait at the router while they have no worker.
+
+        Raises RouterUnavailable or WrongClusterKey. A router of an earlier release ignores the call."""
+        body = msgspec.json.encode({"models": sorted(names), "seconds": seconds})
+        status, _ = await self._call("POST", "/cluster/models", body, REQUEST_TIMEOUT_S)
+        if status not in (200, 404):
+            message = f"the router at {self.url} answered {status} to the announcement of models"
+            raise RouterUnavailable(message, hint="see the router's log")
 
     async def _call(self, method: str, path: str, body: bytes, timeout_s: float) -> tuple[int, Any]:
         try:

@@ -11,6 +11,7 @@ from emberline.core.options import option
 from emberline.core.slo import LatencyTargets
 
 POOL_HINT = "write for example --pool decode:min=1,max=8"
+POOL_KEYS = ("min", "max", "gpus", "capacity", "target", "sleep")
 MAX_POOL_WORKERS = 10_000
 
 
@@ -24,6 +25,7 @@ class PoolSettings:
     gpus: int = 1  # of one worker; they count towards max_gpus
     capacity: float | None = None  # work per second that a worker serves within the SLO; None: learned
     target: str = ""  # Kubernetes: the object to scale, such as deployment/decode
+    sleep: int = 0  # workers that are put to sleep instead of being stopped
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -39,6 +41,12 @@ class PoolSettings:
         if self.min_workers > self.max_workers:
             message = f"pool {self.role} has min={self.min_workers}, max={self.max_workers}; min must be at most max"
             raise InvalidRequest(message, param="pool", hint=POOL_HINT)
+        if not 0 <= self.sleep <= self.max_workers:
+            message = f"pool {self.role} has sleep={self.sleep}; it must be from 0 to max={self.max_workers}"
+            raise InvalidRequest(message, param="pool", hint=POOL_HINT)
+        if self.sleep and self.role != "both":
+            message = f"pool {self.role} has sleep={self.sleep}, but its workers cannot sleep: they exchange KV blocks"
+            raise InvalidRequest(message, param="pool", hint="use sleep with the pool both only")
         if self.gpus < 0:
             raise InvalidRequest(f"pool {self.role} has gpus={self.gpus}; it must be at least 0", param="pool")
         if self.capacity is not None and not 0 < self.capacity < math.inf:
@@ -47,16 +55,16 @@ class PoolSettings:
 
     @staticmethod
     def parse(text: str, default_min: int = 1, default_max: int = 8) -> PoolSettings:
-        """Return the pool that `text` describes: ROLE, or ROLE:min=N,max=N,gpus=N,capacity=WORK,target=KIND/NAME.
+        """Return the pool that `text` describes: ROLE, or ROLE:KEY=VALUE,..., with the keys in POOL_KEYS.
 
         Raises InvalidRequest if the role or a key is unknown, or a value is not valid."""
         role, _, rest = text.partition(":")
         values: dict[str, str] = {}
         for part in filter(None, rest.split(",")):
             key, equals, value = part.partition("=")
-            if key not in ("min", "max", "gpus", "capacity", "target") or not equals or key in values:
+            if key not in POOL_KEYS or not equals or key in values:
                 message = f"pool {role!r} has the part {part[:100]!r}; each part must be of the form KEY=VALUE"
-                hint = f"keys: min, max, gpus, capacity, target, each once; {POOL_HINT}"
+                hint = f"keys: {', '.join(POOL_KEYS)}, each once; {POOL_HINT}"
                 raise InvalidRequest(message, param="pool", hint=hint)
             values[key] = value
         try:
@@ -67,6 +75,7 @@ class PoolSettings:
                 int(values.get("gpus", 1)),
                 float(values["capacity"]) if "capacity" in values else None,
                 values.get("target", ""),
+                int(values.get("sleep", 0)),
             )
         except ValueError as e:
             raise InvalidRequest(f"pool {text[:200]!r} is not valid: {e}", param="pool", hint=POOL_HINT) from e

@@ -16,6 +16,7 @@ class StartTracker:
         self.usual_start_s = expected_start_s
         self.failed_starts = 0  # workers that ended before they were ready
         self._since: dict[str, float] = {}  # by name of a worker that is not ready yet
+        self._starting: dict[str, dict[str, bool]] = {}  # by role: starting workers, and which of them are placeholders
         self._failures_in_a_row: dict[str, int] = {}  # by role
         self._start_again_at: dict[str, float] = {}  # by role
 
@@ -26,13 +27,20 @@ class StartTracker:
             for name in ready & self._since.keys():
                 self.usual_start_s += LAST_START_WEIGHT * (now - self._since.pop(name) - self.usual_start_s)
                 self._failures_in_a_row[role] = 0
-            for name in pool.starting:
-                self._since.setdefault(name, now)
-        known = {name for pool in pools.values() for name in (*pool.starting, *pool.managed)}
-        for name in self._since.keys() - known:
+            self._record_starting_workers(role, pool, now)
+
+    def _record_starting_workers(self, role: str, pool: PoolWorkers, now: float) -> None:
+        before = self._starting.get(role, {})
+        gone = before.keys() - {*pool.starting, *pool.managed}
+        # A placeholder that is gone has become a worker, which has been starting since the placeholder was seen.
+        ordered_at = sorted(self._since.pop(name) for name in gone if before[name] and name in self._since)
+        for name in pool.starting:
+            if name not in self._since:
+                self._since[name] = ordered_at.pop(0) if ordered_at and name not in pool.placeholders else now
+        self._starting[role] = {name: name in pool.placeholders for name in pool.starting}
+        for name in gone & self._since.keys():
             del self._since[name]
-            if role := next((role for role in pools if f"-{role}-" in name), ""):
-                self._record_failure(role, now)
+            self._record_failure(role, now)
 
     def may_start(self, role: str, now: float) -> bool:
         return now >= self._start_again_at.get(role, now)

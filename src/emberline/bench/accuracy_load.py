@@ -5,6 +5,7 @@ A real cluster and a simulated one get the same requests at the same times."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class LoadResult:
     itl_p50: float
     itl_p90: float
     output_rate: float
+    itl_mean: float = math.nan
 
     @staticmethod
     def from_times(due_times: Sequence[float], token_times: Sequence[Sequence[float]]) -> LoadResult:
@@ -64,7 +66,7 @@ class LoadResult:
         tokens = sum(map(len, token_times))
         rate = tokens / (max(times[-1] for times in token_times) - min(due_times))
         (ttft_p50, ttft_p90), (itl_p50, itl_p90) = (np.percentile(values, (50, 90)).tolist() for values in (ttft, gaps))
-        return LoadResult(ttft_p50, ttft_p90, itl_p50, itl_p90, rate)
+        return LoadResult(ttft_p50, ttft_p90, itl_p50, itl_p90, rate, sum(gaps) / len(gaps) if gaps else math.nan)
 
 
 async def measure_load(client: CompletionClient, requests: Sequence[TimedRequest]) -> LoadResult:

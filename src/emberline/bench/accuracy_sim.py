@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from emberline.bench.accuracy_load import LoadResult, LoadShape, TimedRequest
 from emberline.core.config import RouterConfig
 from emberline.core.errors import EmberlineError
-from emberline.core.step_costs import StepCostTable
+from emberline.core.plan import StepPlan
+from emberline.core.step_costs import StepCostTable, sum_work
 from emberline.sim.choosers import choose_worker_by_policy
 from emberline.sim.cluster import SimCluster, SimClusterConfig
 from emberline.sim.link import KVLink
@@ -20,17 +21,43 @@ WARM_UP_INTERVAL_S = 100.0  # between two of the requests that run alone first
 FIRST_RATE = 4.0  # requests per second, with which the search for the capacity begins
 CAPACITY_RUN_S = 180.0  # virtual time, of which the first third is a warm-up
 MAX_SERVED_SHARE = 0.75  # of the arrivals: if more of them are served, the cluster may not be full
+TRIED_CHUNK_S = 2e-3
 INSTANT_BYTES_PER_S = 1e15  # the time of copies is part of the measured overhead of a handoff
 
 
 @dataclass(frozen=True, slots=True)
 class HostOverheads:
-    """What the host adds to the compute time of steps, measured without other load."""
+    """What the host adds to the compute time of steps."""
 
     step_s: float = 0.0  # to every step: planning, sampling, messages
     row_s: float = 0.0  # to a step for each request that decodes in it
+    chunk_s: float = 0.0  # to a step for each prompt of which it computes a part: admission, copies of blocks
     request_s: float = 0.0  # to the first token: HTTP, router, tokenizer, messages between processes
     handoff_s: float = 0.0  # to the first token, if another worker has computed the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class HostedSteps:
+    """The costs of a table's steps on a host with these overheads."""
+
+    table: StepCostTable
+    overheads: HostOverheads
+
+    @property
+    def plans_ahead(self) -> bool:
+        return self.table.plans_ahead
+
+    def estimate_step_seconds(self, plan: StepPlan) -> float:
+        rows, context, prompt, pairs = sum_work(plan.work)
+        num_chunks = sum(len(item.tokens) - item.num_draft > 1 for item in plan.work)
+        return self.step_seconds(rows, context, prompt, pairs) + self.overheads.chunk_s * num_chunks
+
+    def step_seconds(
+        self, decode_rows: int, decode_context: float, prompt_tokens: int = 0, prompt_pairs: float = 0
+    ) -> float:
+        """Return the seconds of a step without what the host adds for each prompt."""
+        seconds = self.table.step_seconds(decode_rows, decode_context, prompt_tokens, prompt_pairs)
+        return seconds + self.overheads.step_s + self.overheads.row_s * decode_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +90,18 @@ class SimulatedCluster:
             ttft.add(record.first_token_at - record.arrived_at + overheads.request_s)
         first, last = min(r.arrived_at for r in records), max(r.finished_at for r in records)
         rate = sum(record.output_tokens for record in records) / (last - first + overheads.request_s)
-        return LoadResult(ttft.quantile(0.5), ttft.quantile(0.9), itl.quantile(0.5), itl.quantile(0.9), rate)
+        (ttft_p50, ttft_p90), (itl_p50, itl_p90) = ((v.quantile(0.5), v.quantile(0.9)) for v in (ttft, itl))
+        return LoadResult(ttft_p50, ttft_p90, itl_p50, itl_p90, rate, itl.mean)
+
+    def fit_chunk_overhead(
+        self, requests: Sequence[TimedRequest], overheads: HostOverheads, warm_up: Sequence[TimedRequest], real: float
+    ) -> float:
+        """Return the `chunk_s` with which the simulated mean time between tokens of `requests` is the `real` one."""
+        low, high = (
+            self.simulate(requests, replace(overheads, chunk_s=seconds), warm_up).itl_mean
+            for seconds in (0.0, TRIED_CHUNK_S)
+        )
+        return max(0.0, TRIED_CHUNK_S * (real - low) / (high - low))
 
     def capacity(self, shape: LoadShape, overheads: HostOverheads) -> float:
         """Return the requests per second that the cluster serves while more arrive than it can serve."""
@@ -85,12 +123,11 @@ class SimulatedCluster:
         return sum(end > CAPACITY_RUN_S / 3 for end in ends) / (CAPACITY_RUN_S * 2 / 3)
 
     def _build(self, overheads: HostOverheads) -> SimCluster:
-        points = tuple((tokens, seconds + overheads.step_s) for tokens, seconds in self.table.token_points)
         config = SimClusterConfig(
             kv_tokens=self.kv_tokens,
             max_running=self.max_running,
             batch_tokens=self.batch_tokens,
-            cost=replace(self.table, token_points=points, row_seconds=self.table.row_seconds + overheads.row_s),
+            cost=HostedSteps(self.table, overheads),
             workers=self.workers,
             prefill_workers=self.prefill_workers,
             link=KVLink(bytes_per_second=INSTANT_BYTES_PER_S, latency_s=overheads.handoff_s),

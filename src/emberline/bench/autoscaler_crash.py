@@ -58,14 +58,14 @@ async def run_crash(plan: CrashPlan, log_dir: Path) -> CrashOutcome:
     url = f"http://127.0.0.1:{free_port()}"
     with ExitStack() as stack:
         router_options = ["--port", url.rpartition(":")[2], "--migration-wait", "30"]
-        stack.callback(_stop, _start_command("router", router_options, log_dir / "router.log"))
+        stack.callback(stop_process, start_command("router", router_options, log_dir / "router.log"))
         client = RouterClient(url, None)
         stack.callback(client.close)
         pool = HTTPConnectionPool(connect_timeout_s=5.0, idle_timeout_s=4.0)
         stack.callback(pool.close)
         options = _autoscaler_options(plan, url, log_dir)
-        autoscaler = _start_command("autoscale", options, log_dir / "autoscaler-1.log")
-        stack.callback(_stop, autoscaler)
+        autoscaler = start_command("autoscale", options, log_dir / "autoscaler-1.log")
+        stack.callback(stop_process, autoscaler)
         await _wait_for_workers(client, 0)
         burst_end = time.monotonic() + plan.burst_s
         streams = [asyncio.create_task(_stream(pool, url, plan, i, burst_end, outcome)) for i in range(plan.clients)]
@@ -74,15 +74,15 @@ async def run_crash(plan: CrashPlan, log_dir: Path) -> CrashOutcome:
         autoscaler.wait()
         before = set(await _fetch_worker_names(client))
         await asyncio.sleep(plan.burst_s / 10)  # the cluster serves without an autoscaler
-        second = _start_command("autoscale", options, log_dir / "autoscaler-2.log")
-        stack.callback(_stop, second)
+        second = start_command("autoscale", options, log_dir / "autoscaler-2.log")
+        stack.callback(stop_process, second)
         await _wait_for_workers(client, 3)
         now = set(await _fetch_worker_names(client))
         outcome.adopted, outcome.workers_in_burst = len(before & now), len(now)
         await asyncio.gather(*streams)
         await _wait_for_workers(client, 0, at_most=True)
         outcome.workers_at_end = len(await _fetch_worker_names(client))
-        _stop(second)
+        stop_process(second)
     outcome.left_processes = _count_processes(url)
     return outcome
 
@@ -95,13 +95,13 @@ def _autoscaler_options(plan: CrashPlan, url: str, log_dir: Path) -> list[str]:
             "--logs", str(log_dir), "--worker-command", " ".join(worker)]  # fmt: skip
 
 
-def _start_command(command: str, options: list[str], log_file: Path) -> subprocess.Popen[bytes]:
+def start_command(command: str, options: list[str], log_file: Path) -> subprocess.Popen[bytes]:
     with log_file.open("ab") as output:
         arguments = [sys.executable, "-m", "emberline.cli", command, *options]
         return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop_process(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(WAIT_TIMEOUT_S)

@@ -177,10 +177,11 @@ def _boot(model: str | None, plan: ExactPlan, settings: dict[str, Any]) -> tuple
     """Return the engine, the prompts, and the name of its kernels."""
     if model is None:
         from emberline.bench.gpu import engine as gpu_engine
+        from emberline.bench.gpu.job_run import VOCAB
 
         chosen = {"max_context": 8192, "max_running": 256, "max_batch_tokens": 8192, **settings}
         booted = gpu_engine.boot_engine(chosen)
-        return booted.engine, _make_random_prompts(plan.prompts, gpu_engine.VOCAB), "cuda"
+        return booted.engine, _make_random_prompts(plan.prompts, VOCAB), "cuda"
     from emberline.bench import speculation, speculation_prompts
     from emberline.engine.llm import LLM
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 
 from emberline.bench.rank_faults import (
     MODEL,
@@ -53,7 +54,7 @@ def bench(settings: RankFaultSettings, log: Callable[[str], None]) -> BenchRepor
             asyncio.run(faults.run())
     except NamespacesUnavailable as error:
         raise EngineUnavailable(f"network namespaces are not available: {error}", hint="run as root") from error
-    report = report_faults("node-faults", settings, faults.counts)
+    report = report_faults("node-faults", asdict(settings), faults.counts)
     for name, seconds in faults.detection_s.items():
         report.add(f"{name.replace(' ', '_')}_streams_end_s", seconds, "s")
     return report
@@ -75,7 +76,7 @@ class NodeFaults:
         engine = AsyncEngine({MODEL: EngineConfig.build(self._model, **whole)}, TimeSharingConfig())
         await engine.start()
         prompts = range(self._settings.streams)
-        self._expected = [await generate(engine, f"expected-{i}", i, self._settings) for i in prompts]
+        self._expected = [await generate(engine, f"expected-{i}", i, self._settings.tokens) for i in prompts]
         await engine.stop()
         for index in range(self._settings.faults):
             await self._run_engine(index, FAULT_NAMES[index % len(FAULT_NAMES)])
@@ -119,7 +120,8 @@ class NodeFaults:
             await asyncio.sleep(POLL_INTERVAL_S)
         left = await wait_until_gone(pids)  # before the node is repaired
         self._repair(fault)
-        recovery_s = await wait_for_recovery(engine, index, self._expected[0], settings, counts, began)
+        recovery_s = await wait_for_recovery(engine, index, self._expected[0], counts, began)
+        counts.recovery_s.append(recovery_s)
         counts.leaked += left
         counts.faults += 1
         self._log(

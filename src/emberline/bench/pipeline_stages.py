@@ -1,20 +1,26 @@
-"""measure_stages: how busy the stages of a pipeline are under a steady load, and what the load's throughput is."""
+"""measure_stages: how busy the stages of a pipeline are under a steady load, and what the load's throughput is.
+
+Other processes may use the cores too. So the share of the time in which a stage waits for a core is reported beside the
+share in which it computes; in the rest, it is idle: it waits for a plan or for another stage."""
 
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 from pathlib import Path
 from typing import Any
 
+from emberline.bench.processes import read_thread_seconds
 from emberline.bench.report import BenchReport
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
-from emberline.engine.boot import LoadedEngine, boot
+from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
+from emberline.engine.loaded_engine import LoadedEngine
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.leader import LeaderRunner
 from emberline.hub.checkpoint import Checkpoint
@@ -25,7 +31,6 @@ from emberline.models.stage import Stage
 RUNNING = 16  # requests at any time
 PROMPT_TOKENS, OUTPUT_TOKENS = (32, 192), (48, 144)  # of a request: from, to
 WARM_UP_S = 3.0
-CPU_CLOCK_OF_PROCESS = 2  # the lowest bits of a clock's number, as in clock_getcpuclockid(3)
 
 
 def measure_stages(report: BenchReport, model_name: str, stages: int, seconds: float) -> None:
@@ -52,24 +57,26 @@ def measure_stages(report: BenchReport, model_name: str, stages: int, seconds: f
 def _measure_layout(report: BenchReport, name: str, loaded: LoadedEngine, seconds: float) -> None:
     load = SteadyLoad(loaded.engine)
     load.run(WARM_UP_S)
-    began, cpu, tokens = time.perf_counter(), _read_cpu_seconds(loaded.engine), load.num_tokens
+    pids = _find_rank_pids(loaded.engine)
+    before, began, tokens = [read_thread_seconds(pid) for pid in pids], time.perf_counter(), load.num_tokens
     load.run(seconds)
     wall = time.perf_counter() - began
     report.add(f"{name}_tokens_per_s", (load.num_tokens - tokens) / wall, "tok/s")
     if loaded.ranks:
         report.config["stages"][name] = [each.layers for each in loaded.ranks]
-        for rank, used in enumerate(_read_cpu_seconds(loaded.engine)):
-            report.add(f"{name}_busy_share_stage{rank}", (used - cpu[rank]) / wall, "x")
+        for rank, pid in enumerate(pids):
+            ran, waited = (now - then for now, then in zip(read_thread_seconds(pid), before[rank], strict=True))
+            report.add(f"{name}_busy_share_stage{rank}", ran / wall, "x")
+            report.add(f"{name}_core_wait_share_stage{rank}", waited / wall, "x")
+            report.add(f"{name}_idle_share_stage{rank}", 1.0 - (ran + waited) / wall, "x")
             report.add(f"{name}_cost_share_stage{rank}", loaded.ranks[rank].cost_share, "x")
 
 
-def _read_cpu_seconds(engine: Engine) -> list[float]:
-    """Return the CPU time of each rank's process so far."""
+def _find_rank_pids(engine: Engine) -> list[int]:
+    """Return the process of each rank, whose main thread computes."""
     if not isinstance(engine.runner, LeaderRunner) or not isinstance(group := engine.runner.ranks, RankGroup):
-        return [time.process_time()]
-    pids = group.pids
-    clocks = {rank: time.clock_gettime((~pid << 3) | CPU_CLOCK_OF_PROCESS) for rank, pid in pids.items()}
-    return [clocks.get(rank, time.process_time()) for rank in range(len(pids) + 1)]
+        return [os.getpid()]
+    return [group.pids.get(rank, os.getpid()) for rank in range(len(group.pids) + 1)]
 
 
 class SteadyLoad:

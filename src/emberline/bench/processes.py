@@ -74,8 +74,16 @@ def _read_core_wait_seconds(pid: int) -> float:
     Return 0 if the kernel does not count this.
     """
     with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+        return read_thread_seconds(pid)[1]
     return 0.0
+
+
+def read_thread_seconds(thread_id: int) -> tuple[float, float]:
+    """Return for how long a thread ran, and for how long it was ready to run but had no CPU core.
+
+    The id of a process is that of its main thread. Raises OSError if the kernel does not count this."""
+    ran, waited, _ = Path(f"/proc/{thread_id}/schedstat").read_text().split()
+    return int(ran) / 1e9, int(waited) / 1e9
 
 
 def measure_busy_cores(seconds: float) -> float:

@@ -1,8 +1,9 @@
 """`emberline bench rank-faults`: kills and stops ranks of an engine under load, and counts what goes wrong.
 
-For each fault an engine is started, streams are opened, and one of its processes is killed or stopped, or its CUDA
-context is broken. Then every open stream must end, the engine must answer again with the same tokens, and all processes
-of the failed engine must be gone, and their GPU memory.
+For each fault, streams are opened, and a process of the engine is killed or stopped, or its CUDA context is broken.
+After a quarter of these faults, a process is killed while the engine restarts too. Then every open stream must end, the
+engine must answer again with the same tokens, and all processes of the failed engine must be gone, and their GPU
+memory.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import quantiles
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from emberline.bench import machine
 from emberline.bench.broken_context import broken_context_environment
-from emberline.bench.report import BenchReport
+from emberline.bench.report import BenchReport, current_command, round_significant
+from emberline.bench.tiny_checkpoint import write_tiny_checkpoint
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import EngineFailed, EngineUnavailable
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
-from emberline.engine.async_engine import AsyncEngine
+from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.hub.source import resolve_model
 
 MODEL = "model"
@@ -34,7 +38,13 @@ REQUEST_DEADLINE_S = 60.0  # after which a stream counts as hung
 RECOVERY_DEADLINE_S = 120.0
 REAP_DEADLINE_S = 10.0  # for the processes of the engine that failed to be gone
 STALL_TIMEOUT_S = 4.0  # of the engine process, which may be stopped too
+RESTART_PAUSE_S = 1.0  # as before the first restart of any engine; otherwise each would be twice as long
+RECOVERY_TOKENS = 16  # of the request that shows that an engine answers again
+TINY = "tiny"  # in the place of a model's name: a random model, whose streams are so long that every fault hits them
+TINY_TOKENS, TOKENIZER_MODEL = 1500, "smollm2"  # of it
 POLL_INTERVAL_S = 0.02
+RESTART_FAULT_SHARE = 0.25  # of the faults, after which a process of the restarting engine is killed too
+MAX_RESTART_DELAY_S = 3.0  # from the restart to that second fault
 SIGNALS = {
     "cpu": (signal.SIGKILL, signal.SIGSTOP),
     "cuda": (signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1),  # the last breaks the context: broken_context.py
@@ -53,32 +63,58 @@ class RankFaultSettings:
     rank_timeout: float = 2.0
     seed: int = 0
     device: str = "cpu"  # or cuda: all ranks share the first GPU
+    dp_attention: bool = False
+    lanes: int = 1  # engines at the same time, each with a fault of its own
+    seconds: float = 3600.0  # after which no further fault is injected
 
 
 @dataclass(slots=True)
 class FaultCounts:
-    """What happened in all faults so far."""
+    """What happened in all faults of a run so far."""
 
     faults: int = 0
+    faults_while_starting: int = 0  # of these
     broken: int = 0  # streams that ended with an error, as they must if they were open
     hung: int = 0  # streams that did not end, or engines that did not answer again
     wrong: int = 0  # streams with other tokens than before the faults
-    leaked: int = 0  # processes and file descriptors that were left, and engines that left GPU memory
-    recovery_s: list[float] = field(default_factory=list)
+    leaked: int = 0  # processes and file descriptors that were left, and GPU memory
+    recovery_s: list[float] = field(default_factory=list)  # after faults under load
 
 
-def bench(settings: RankFaultSettings, log: Callable[[str], None]) -> BenchReport:
+def bench(
+    settings: RankFaultSettings,
+    log: Callable[[str], None],
+    earlier_runs: Sequence[dict[str, Any]] = (),
+    stated_commit: str | None = None,
+) -> BenchReport:
+    """Inject the faults, and report them with those of earlier runs, which are in `runs` of the earlier report."""
+    # An installed package has compiled files; with this variable a source tree would be compiled at each start.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with ExitStack() as stack:
+        model = str(resolve_model(TOKENIZER_MODEL if settings.model == TINY else settings.model))
+        if settings.model == TINY:
+            settings = replace(settings, tokens=TINY_TOKENS)
+            model = str(write_tiny_checkpoint(Path(stack.enter_context(TemporaryDirectory())), Path(model)))
         if settings.device == "cuda":
             stack.enter_context(broken_context_environment())
-        return report_faults("rank-faults", settings, asyncio.run(_run_faults(settings, log)))
+        counts = asyncio.run(_run_faults(settings, model, log))
+    counts.recovery_s = [round_significant(each, 3) for each in counts.recovery_s]
+    source = {"command": current_command(), "commit": machine.describe_commit(stated_commit)}
+    return report_runs([*earlier_runs, {**source, **asdict(settings), **asdict(counts)}])
 
 
-def report_faults(bench_name: str, settings: RankFaultSettings, counts: FaultCounts) -> BenchReport:
-    names = "tp", "pp", "streams", "tokens", "rank_timeout", "seed", "device"
-    config = {"model": settings.model, **{name: getattr(settings, name) for name in names}}
+def report_runs(runs: Sequence[dict[str, Any]]) -> BenchReport:
+    """Return the sums of several runs, which may have different layouts."""
+    total = FaultCounts()
+    for run in runs:
+        for name in asdict(total):
+            setattr(total, name, getattr(total, name) + run[name])
+    return report_faults("rank-faults", {"runs": list(runs)}, total)
+
+
+def report_faults(bench_name: str, config: dict[str, Any], counts: FaultCounts) -> BenchReport:
     report = BenchReport(bench_name, config)
-    for name in ("faults", "hung", "wrong", "leaked"):
+    for name in ("faults", "hung", "wrong", "leaked", "faults_while_starting"):
         report.add(name, float(getattr(counts, name)), "count")
     report.add("broken_streams", float(counts.broken), "count")
     if len(counts.recovery_s) > 1:
@@ -87,30 +123,38 @@ def report_faults(bench_name: str, settings: RankFaultSettings, counts: FaultCou
     return report
 
 
-async def _run_faults(settings: RankFaultSettings, log: Callable[[str], None]) -> FaultCounts:
-    counts, pick = FaultCounts(), random.Random(settings.seed)
-    config = EngineConfig.build(str(resolve_model(settings.model)), **engine_settings(settings))
-    expected: list[list[int]] = []
-    fds: set[str] = set()
+async def _run_faults(settings: RankFaultSettings, model: str, log: Callable[[str], None]) -> FaultCounts:
+    config = EngineConfig.build(model, **engine_settings(settings))
     memory = _used_gpu_memory() if settings.device == "cuda" else 0
-    for index in range(settings.faults):
-        engine = AsyncEngine({MODEL: config}, TimeSharingConfig(), stall_timeout=STALL_TIMEOUT_S)
-        await engine.start()
-        try:
-            if not expected:
-                expected += [await generate(engine, f"expected-{i}", i, settings) for i in range(settings.streams)]
-            await _inject_fault(engine, index, expected, settings, counts, pick, log)
-        finally:
-            await engine.stop()
-        fds = fds or _open_fds()
-        counts.leaked += max(0, len(_open_fds()) - len(fds))
-        if settings.device == "cuda":
-            counts.leaked += _used_gpu_memory() > memory + MAX_GPU_MEMORY_LEFT
+    async with _running_engine(config) as engine:
+        streams = (generate(engine, f"expected-{i}", i, settings.tokens) for i in range(settings.streams))
+        expected = await asyncio.gather(*streams)
+    injector, num_fds = FaultInjector(settings, config, expected, log), _count_open_fds()
+    indexes = iter(range(settings.faults))
+    await asyncio.gather(*(injector.run(indexes) for _ in range(settings.lanes)))
+    counts = injector.counts
+    counts.leaked += max(0, _count_open_fds() - num_fds)
+    if settings.device == "cuda":
+        counts.leaked += _used_gpu_memory() > memory + MAX_GPU_MEMORY_LEFT
     return counts
 
 
+@asynccontextmanager
+async def _running_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(
+        {MODEL: config}, TimeSharingConfig(), stall_timeout=STALL_TIMEOUT_S, max_restart_pause=RESTART_PAUSE_S
+    )
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
 def engine_settings(settings: RankFaultSettings) -> dict[str, Any]:
-    parallel = {"tp": settings.tp, "pp": settings.pp, "rank_timeout": settings.rank_timeout}
+    parallel: dict[str, Any] = {"tp": settings.tp, "pp": settings.pp, "rank_timeout": settings.rank_timeout}
+    if settings.dp_attention:
+        parallel["dp_attention"] = True
     if settings.device == "cuda":
         parallel["ranks_per_gpu"] = settings.tp * settings.pp
         return {
@@ -124,37 +168,83 @@ def engine_settings(settings: RankFaultSettings) -> dict[str, Any]:
     return {"device": "cpu", "threads": 1, "kv_memory": 64 << 20, **parallel}
 
 
-async def _inject_fault(
-    engine: AsyncEngine,
-    index: int,
-    expected: list[list[int]],
-    settings: RankFaultSettings,
-    counts: FaultCounts,
-    pick: random.Random,
-    log: Callable[[str], None],
-) -> None:
+class FaultInjector:
+    def __init__(
+        self,
+        settings: RankFaultSettings,
+        config: EngineConfig,
+        expected: list[list[int]],
+        log: Callable[[str], None],
+    ) -> None:
+        """`expected`: tokens of each stream."""
+        self._settings, self._config, self._expected, self._log = settings, config, expected, log
+        self._deadline = time.monotonic() + settings.seconds
+        self.counts = FaultCounts()
+
+    async def run(self, indexes: Iterator[int]) -> None:
+        """Inject faults with these numbers into one engine, one after the other."""
+        async with _running_engine(self._config) as engine:
+            for index in indexes:
+                await self._inject_fault(engine, index)
+                if time.monotonic() > self._deadline:
+                    break
+            pids = _find_engine_pids(engine)
+        self.counts.leaked += await wait_until_gone(pids)
+
+    async def _inject_fault(self, engine: AsyncEngine, index: int) -> None:
+        settings, counts, pids = self._settings, self.counts, _find_engine_pids(engine)
+        restarts_before = engine.restarts
+        pick = random.Random(f"{settings.seed}-{index}")
+        streams = [
+            asyncio.create_task(check_stream(engine, f"{index}-{i}", i, self._expected[i], settings, counts))
+            for i in range(settings.streams)
+        ]
+        await asyncio.sleep(pick.uniform(0.0, 0.3))
+        kinds = SIGNALS[settings.device]
+        victim, kind = pids[index % len(pids)], kinds[index // len(pids) % len(kinds)]
+        began = time.monotonic()
+        os.kill(victim, kind)
+        counts.faults += 1
+        await asyncio.gather(*streams)
+        rank = "leader" if victim == pids[0] else f"follower {index % len(pids)}"
+        description = f"fault {index + 1}: {kind.name} of the {rank}"
+        is_hit_again = pick.random() < RESTART_FAULT_SHARE
+        if is_hit_again:
+            pids += await self._kill_while_restarting(engine, restarts_before + 1, pick)
+            began = time.monotonic()
+            description += ", and SIGKILL while the engine restarted"
+        restarts = restarts_before + 1 + is_hit_again
+        recovery_s = await wait_for_recovery(engine, index, self._expected[0], counts, began, restarts)
+        if not is_hit_again:
+            counts.recovery_s.append(recovery_s)
+        left = await wait_until_gone(pids)
+        counts.leaked += left
+        self._log(f"{description}, recovered in {recovery_s:.1f} s, {left} processes left")
+
+    async def _kill_while_restarting(self, engine: AsyncEngine, restarts: int, pick: random.Random) -> list[int]:
+        """Kill a process of an engine in its restart with this number; return the ids of all its processes."""
+        num_ranks, deadline = self._settings.tp * self._settings.pp, time.monotonic() + RECOVERY_DEADLINE_S
+        while engine.restarts < restarts or len(_find_engine_pids(engine)) < num_ranks:
+            if time.monotonic() > deadline:
+                self.counts.hung += 1
+                return []
+            await asyncio.sleep(POLL_INTERVAL_S)
+        await asyncio.sleep(pick.uniform(0.0, MAX_RESTART_DELAY_S))
+        pids = _find_engine_pids(engine)
+        self.counts.faults += 1
+        self.counts.faults_while_starting += engine.state is not EngineState.READY
+        os.kill(pick.choice(pids), signal.SIGKILL)
+        return pids
+
+
+def _find_engine_pids(engine: AsyncEngine) -> list[int]:
+    """Return the processes of an engine, the leader first."""
     assert engine.pid is not None
-    pids = [engine.pid, *find_children(engine.pid)]  # the leader first
-    streams = [
-        asyncio.create_task(check_stream(engine, f"{index}-{i}", i, expected[i], settings, counts))
-        for i in range(settings.streams)
-    ]
-    await asyncio.sleep(pick.uniform(0.0, 0.3))
-    kinds = SIGNALS[settings.device]
-    victim, kind = pids[index % len(pids)], kinds[index // len(pids) % len(kinds)]
-    began = time.monotonic()
-    os.kill(victim, kind)
-    await asyncio.gather(*streams)
-    recovery_s = await wait_for_recovery(engine, index, expected[0], settings, counts, began)
-    left = await wait_until_gone(pids)
-    counts.leaked += left
-    counts.faults += 1
-    rank = "leader" if victim == pids[0] else f"follower {index % len(pids)}"
-    log(f"fault {index + 1}: {kind.name} of the {rank}, recovered in {recovery_s:.1f} s, {left} processes left")
+    return [engine.pid, *find_children(engine.pid)]
 
 
-async def generate(engine: AsyncEngine, name: str, prompt: int, settings: RankFaultSettings) -> list[int]:
-    params = SamplingParams(max_tokens=settings.tokens, temperature=0.0, ignore_eos=True)
+async def generate(engine: AsyncEngine, name: str, prompt: int, num_tokens: int) -> list[int]:
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     submission = Submission(name, [40 + prompt, 50, 60 + prompt], params, model=MODEL)
     return [token async for output in engine.submit(submission) for token in output.tokens]
 
@@ -164,7 +254,7 @@ async def check_stream(
 ) -> None:
     """Run a stream, and count whether it breaks, hangs or has wrong tokens."""
     try:
-        tokens = await asyncio.wait_for(generate(engine, name, prompt, settings), REQUEST_DEADLINE_S)
+        tokens = await asyncio.wait_for(generate(engine, name, prompt, settings.tokens), REQUEST_DEADLINE_S)
         counts.wrong += tokens != expected
     except (EngineFailed, EngineUnavailable):
         counts.broken += 1
@@ -176,24 +266,23 @@ async def wait_for_recovery(
     engine: AsyncEngine,
     index: int,
     expected: list[int],
-    settings: RankFaultSettings,
     counts: FaultCounts,
     began: float,
+    restarts: int = 1,
 ) -> float:
-    """Send a request until the engine that follows the faulty one answers; return the seconds since the fault."""
-    attempt = 0
+    """Send a request until the engine answers after this many restarts; return the seconds since `began`."""
+    attempt, expected = 0, expected[:RECOVERY_TOKENS]
     while (seconds := time.monotonic() - began) < RECOVERY_DEADLINE_S:
         attempt += 1
         try:
-            tokens = await asyncio.wait_for(generate(engine, f"{index}-r{attempt}", 0, settings), REQUEST_DEADLINE_S)
+            request = generate(engine, f"{index}-r{attempt}", 0, len(expected))
+            tokens = await asyncio.wait_for(request, REQUEST_DEADLINE_S)
         except (EngineFailed, EngineUnavailable, TimeoutError):
             await asyncio.sleep(POLL_INTERVAL_S)
             continue
         counts.wrong += tokens != expected
-        if engine.restarts:  # else the fault has not shown yet
-            seconds = time.monotonic() - began
-            counts.recovery_s.append(seconds)
-            return seconds
+        if engine.restarts >= restarts:  # else the fault has not shown yet
+            return time.monotonic() - began
     counts.hung += 1
     return seconds
 
@@ -215,8 +304,11 @@ def _is_running(pid: int) -> bool:
 
 
 def find_children(pid: int) -> list[int]:
-    files = Path(f"/proc/{pid}/task").glob("*/children")
-    return sorted(int(child) for file in files for child in file.read_text().split())
+    children: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread or the process has ended meanwhile
+            children += map(int, file.read_text().split())
+    return sorted(children)
 
 
 def _used_gpu_memory() -> int:
@@ -225,5 +317,5 @@ def _used_gpu_memory() -> int:
     return int(subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout) << 20
 
 
-def _open_fds() -> set[str]:
-    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
+def _count_open_fds() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -4,7 +4,8 @@ A cluster has three workers on this machine, once all alike and once split into 
 worker. Their steps are paced by a cost table (`--step-costs`), several times slower than this machine computes them, so
 that workers and clients can share few cores without waiting for each other. Requests arrive at random times, at several
 shares of the cluster's capacity; the simulator gets the same requests. What the host adds to a step and to a request is
-measured with one request at a time, before the load.
+measured before: with one request at a time, with several that decode, and with a load of its own, to which the time for
+each prompt is fitted.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ SHAPES = {
 }
 CASES = tuple(SHAPES)
 SPLIT_TOKENS = {"tiny": 128, "smollm2": 24}
-DURATIONS = {"tiny": 1.0, "smollm2": 1.75}  # of the load, as multiples of --seconds
+# Steps take this many times as long as an H200's (tiny) or this machine's (smollm2).
+PACES = {"tiny": 32.0, "smollm2": 3.0}
+DURATIONS = {"tiny": 2.0, "smollm2": 1.75}  # of the load, as multiples of --seconds
 LATENCIES = ("ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
+FIT_LOAD, FIT_SEED = 55, 1000  # percent of the capacity; it lasts half as long as the loads that are compared
 RUN_TIMEOUT_S = 600.0  # of one cluster
 
 
@@ -152,11 +156,11 @@ def make_case(name: str, seconds: float, directory: Path) -> AccuracyCase:
     """Prepare the model and the paced step costs of a case."""
     smollm2 = resolve_model("smollm2")
     if name == "tiny":
-        costs = replace(find_cost_data("h200", "llama-8b", "plain").scale(16.0), plans_ahead=False)
+        costs = replace(find_cost_data("h200", "llama-8b", "plain").scale(PACES[name]), plans_ahead=False)
         model = write_tiny_checkpoint(directory / "model", smollm2)
         return AccuracyCase(name, model, costs, SHAPES[name], SPLIT_TOKENS[name], DURATIONS[name] * seconds)
     plan = StepCostPlan(rows=(1, 4, 16), contexts=(32, 256), chunks=(16, 64, 192), threads=1, rounds=2)
-    costs = measure_step_costs("smollm2", plan).scale(3.0)
+    costs = measure_step_costs("smollm2", plan).scale(PACES[name])
     return AccuracyCase(name, smollm2, costs, SHAPES[name], SPLIT_TOKENS[name], DURATIONS[name] * seconds)
 
 
@@ -192,6 +196,9 @@ async def _measure_case(
             overheads, alone = await _measure_overheads(client, case, overheads, arrangement)
             simulated = case.make_simulated_cluster(arrangement)
             capacity = simulated.capacity(case.shape, overheads)
+            requests = case.shape.draw_poisson(FIT_LOAD / 100 * capacity, case.seconds / 2, FIT_SEED)
+            mean = (await measure_load(client, requests)).itl_mean
+            overheads = replace(overheads, chunk_s=simulated.fit_chunk_overhead(requests, overheads, alone, mean))
             report.config[f"{case.name}_{arrangement}"] = {"capacity": capacity, "overheads": asdict(overheads)}
             for load in loads:
                 requests = case.shape.draw_poisson(load / 100 * capacity, case.seconds, seed=load)
@@ -226,7 +233,7 @@ async def _measure_overheads(
     step_s, first_s = median(steps[1:]), median(firsts[1:])
     if arrangement == "colocated":
         row_s = await _measure_row_overhead(client, case, table, step_s)
-        return HostOverheads(step_s, row_s, max(0.0, first_s - step_s)), requests
+        return HostOverheads(step_s, row_s, request_s=max(0.0, first_s - step_s)), requests
     return replace(colocated, handoff_s=max(0.0, first_s - step_s - colocated.request_s)), requests
 
 
@@ -260,7 +267,7 @@ def add_points(report: BenchReport, points: Sequence[AccuracyPoint], prefix: str
             "rate": point.rate,
             "requests": point.requests,
             "real": _without_nan(asdict(point.real)),
-            "simulated": asdict(point.simulated),
+            "simulated": _without_nan(asdict(point.simulated)),
             "errors": point.errors(),
         }
         for name in LATENCIES:

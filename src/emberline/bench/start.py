@@ -25,7 +25,7 @@ def bench(model: str, rounds: int, log_root: Path) -> BenchReport:
     for _ in range(rounds + 1):
         with EmberlineServer([model], log_root / "logs" / "start.log") as server:
             seconds.append(server.ready_seconds)
-            answers.append(_measure_answers(server.url.removesuffix("/v1"), model))
+            answers.append(measure_answers(server.url.removesuffix("/v1"), model))
     report.add("ready", seconds[1:], "s")
     first, warm, rate = (list(values) for values in zip(*answers[1:], strict=True))
     report.add("first_answer", first, "ms")
@@ -34,7 +34,7 @@ def bench(model: str, rounds: int, log_root: Path) -> BenchReport:
     return report
 
 
-def _measure_answers(url: str, model: str) -> tuple[float, float, float]:
+def measure_answers(url: str, model: str) -> tuple[float, float, float]:
     """Return the milliseconds of the first answer of one token, of later ones, and the token rate of a long answer."""
     client = BlockingClient(url)
     try:

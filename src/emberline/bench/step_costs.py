@@ -26,7 +26,7 @@ from emberline.core.step_costs import MeasuredStep, StepCostData, StepCostTable,
 from emberline.hub.source import resolve_model
 
 if TYPE_CHECKING:
-    from emberline.engine.boot import LoadedEngine
+    from emberline.engine.loaded_engine import LoadedEngine
 
 DECODE_STEPS = 12  # of each measurement
 

@@ -89,6 +89,13 @@ def bench(block_sizes: list[int], total_bytes: int, rounds: int, piece_bytes: in
     return report
 
 
+def bench_layouts(total_bytes: int, rounds: int) -> BenchReport:
+    """Run only the part between caches whose ranks divide the heads differently."""
+    report = BenchReport("transfer", {"total_bytes": total_bytes, "rounds": rounds})
+    measure_layouts(report, total_bytes, rounds, _measure_memcpy(report, total_bytes, rounds))
+    return report
+
+
 @dataclass(frozen=True, slots=True)
 class TransferCase:
     block: int  # bytes

@@ -15,6 +15,7 @@ from emberline.cli.options import add_options, given_options
 from emberline.cli.router_tls import add_router_tls_options, make_router_tls
 from emberline.core.config import DEFAULT_MODEL, RouterConfig, cluster_key_from_environment, core_count
 from emberline.core.errors import InvalidRequest
+from emberline.core.router_urls import parse_router_urls
 from emberline.core.slo import LatencyTargets
 
 if TYPE_CHECKING:
@@ -39,8 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     default = RouterConfig()
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="Model of the workers that are started.")
+    url = f"http://{default.host}:{default.port}"
+    help_ = f"URL of the router; may be repeated, once for each router. (default: {url})"
+    parser.add_argument("--router", metavar="URL", dest="routers", action="append", help=help_)
+    parser.set_defaults(default_router=url)
     parser.add_argument(
-        "--router", metavar="URL", default=f"http://{default.host}:{default.port}", help="URL of the router."
+        "--served-model",
+        action="append",
+        metavar="NAME",
+        help="Name in the API of a model of the pools, whose requests wait while it has no worker; may be repeated."
+        " (default: MODEL, or that of the workers' options; Kubernetes and --worker-command: as running workers say)",
     )
     parser.add_argument("--cluster-key", help="Cluster key of the router. (default: EMBERLINE_CLUSTER_KEY)")
     add_router_tls_options(parser)
@@ -50,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="ROLE[:KEY=VALUE,...]",
         help="Pool to scale: both, prefill or decode, with the keys min, max, gpus, capacity (tokens per second of a"
-        " worker, weighted), target (Kubernetes object); may be repeated. (default: both)",
+        " worker, weighted), sleep (workers to keep asleep), target (Kubernetes object); may be repeated. (default:"
+        " both)",
     )
     parser.add_argument("--min", type=int, default=1, help="Minimum number of workers of a pool without min.")
     parser.add_argument("--max", type=int, default=8, help="Maximum number of workers of a pool without max.")
@@ -84,12 +94,25 @@ def run(args: argparse.Namespace) -> int:
 async def _run(args: argparse.Namespace, settings: AutoscalerSettings) -> None:
     from emberline.autoscaler.main import MetricsAddress, run_autoscaler
     from emberline.autoscaler.router_client import RouterClient
+    from emberline.autoscaler.router_group import RouterGroup
 
     key = args.cluster_key or cluster_key_from_environment()
     fleet = _build_fleet(args, settings, key)
     address = None if args.metrics_port is None else MetricsAddress(args.metrics_host, args.metrics_port)
-    router = RouterClient(args.router, key, make_router_tls(args))
-    await run_autoscaler(settings, router, fleet, address, keep_workers=args.keep_workers)
+    tls = make_router_tls(args)
+    router = RouterGroup([RouterClient(url, key, tls) for url in _router_urls(args)])
+    models = args.served_model or _find_model_names(args)
+    await run_autoscaler(settings, router, fleet, address, keep_workers=args.keep_workers, models=models)
+
+
+def _find_model_names(args: argparse.Namespace) -> list[str]:
+    """Return the names in the API of the models that workers will serve; empty if the command does not tell."""
+    if args.adapter == "kubernetes" or args.worker_command is not None:
+        return []
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--served-name", default=args.model)
+    named, _ = parser.parse_known_args([word for word in args.options if word != "--"])
+    return [named.served_name]
 
 
 def _build_settings(args: argparse.Namespace) -> AutoscalerSettings:
@@ -131,7 +154,7 @@ def _build_fleet(args: argparse.Namespace, settings: AutoscalerSettings, key: st
 
         resources = {pool.role: {"num_cpus": args.ray_cpus, "num_gpus": pool.gpus} for pool in settings.pools}
         ray = connect_to_ray(args.ray_address)
-        command = _make_command_builder(args, [])
+        command = _make_command_builder(args, settings, [])
         return RayFleet(ray, command, roles, environment=environment, resources_by_role=resources)
     from emberline.autoscaler.local_fleet import LocalFleet
 
@@ -140,9 +163,9 @@ def _build_fleet(args: argparse.Namespace, settings: AutoscalerSettings, key: st
     logs.mkdir(parents=True, exist_ok=True)
     share = [] if gpus else _cpu_share(args, sum(pool.max_workers for pool in settings.pools))
     return LocalFleet(
-        _make_command_builder(args, share),
+        _make_command_builder(args, settings, share),
         roles,
-        router_url=args.router,
+        router_urls=_router_urls(args),
         log_dir=logs,
         environment=environment,
         gpus=gpus,
@@ -150,8 +173,11 @@ def _build_fleet(args: argparse.Namespace, settings: AutoscalerSettings, key: st
     )
 
 
-def _make_command_builder(args: argparse.Namespace, more_options: Sequence[str]) -> Callable[[str, str], list[str]]:
+def _make_command_builder(
+    args: argparse.Namespace, settings: AutoscalerSettings, more_options: Sequence[str]
+) -> Callable[[str, str], list[str]]:
     """Return a function from role and name to the command line of a worker. Raises InvalidRequest."""
+    sleeping_roles = {pool.role for pool in settings.pools if pool.sleep}
     if args.worker_command is None:
         options = [word for word in args.options if word != "--"]
         start = [sys.executable, "-m", "emberline.cli", "worker", args.model]
@@ -164,11 +190,26 @@ def _make_command_builder(args: argparse.Namespace, more_options: Sequence[str])
             )
             raise InvalidRequest(message, param="worker_command")
 
+    words = _repeat_for_routers(words, _router_urls(args))
+
     def build_command(role: str, name: str) -> list[str]:
-        values = dict(zip(PLACEHOLDERS, (args.router, role, name), strict=True))
-        return [values.get(word, word) for word in words]
+        values = {"{role}": role, "{name}": name}
+        sleep_option = ["--can-sleep"] if role in sleeping_roles and args.worker_command is None else []
+        return [*(values.get(word, word) for word in words), *sleep_option]
 
     return build_command
+
+
+def _router_urls(args: argparse.Namespace) -> list[str]:
+    return list(parse_router_urls(args.routers or [args.default_router]))
+
+
+def _repeat_for_routers(words: Sequence[str], urls: Sequence[str]) -> list[str]:
+    """Return the words with {router} replaced by the URL of each router; an option before it is repeated too."""
+    place = words.index("{router}")
+    option = [words[place - 1]] if place and words[place - 1].startswith("-") else []
+    repeated = [word for url in urls for word in (*option, url)]
+    return [*words[: place - len(option)], *repeated, *words[place + 1 :]]
 
 
 def _find_gpus(args: argparse.Namespace) -> list[str]:

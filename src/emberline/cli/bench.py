@@ -239,6 +239,7 @@ def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--total", type=int, default=256, help="Data of each transfer in MiB.")
     parser.add_argument("--piece", type=int, default=4096, help="Data per message in KiB.")
+    parser.add_argument("--layouts", action="store_true", help="Only between caches of different numbers of ranks.")
     add_rounds_option(parser, 5)
     reports.add_report_arguments(parser)
 
@@ -246,8 +247,12 @@ def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_transfer_bench(args: argparse.Namespace) -> int:
     from emberline.bench import transfer
 
-    sizes = [int(size) << 10 for size in args.blocks]
-    transfer.bench(sizes, args.total << 20, args.rounds, args.piece << 10).print_and_save(args.json, args.commit)
+    sizes, total_bytes = [int(size) << 10 for size in args.blocks], args.total << 20
+    if args.layouts:
+        report = transfer.bench_layouts(total_bytes, args.rounds)
+    else:
+        report = transfer.bench(sizes, total_bytes, args.rounds, args.piece << 10)
+    report.print_and_save(args.json, args.commit)
     return 0
 
 

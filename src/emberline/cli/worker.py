@@ -11,7 +11,7 @@ from emberline.core.errors import InvalidRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, WorkerConfig(()), ("role",))
+    add_options(parser, WorkerConfig(()), ("role", "can_sleep"))
     serve.add_arguments(parser, ServerConfig(port=0))
     parser.set_defaults(port=0)
 

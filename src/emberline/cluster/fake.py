@@ -42,7 +42,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 FAKE_PATH = "/v1/chat/completions"  # of all requests that it understands
-RESUME_PATH, PREFILL_PATH = "/cluster/resume", "/cluster/prefill"
+RESUME_PATH, PREFILL_PATH, SLEEP_PATH = "/cluster/resume", "/cluster/prefill", "/cluster/sleep"
 JSON_HEADERS = [(b"content-type", b"application/json")]
 NDJSON_HEADERS = [(b"content-type", b"application/x-ndjson")]
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -81,6 +81,7 @@ class FakeWorker:
         self.asked = self.gone = self.running = self.step = self.prompts = self.generated = 0
         self.resumed = self.prefilled = self.pulled = 0
         self.offered_output = 0  # output tokens that prefill requests contained besides the prompt
+        self.is_asleep, self.wakes = False, 0
         self.transfer = TransferStats()
         self.streams = ResumableStreams(self.incarnation, time.monotonic)
         self.seen: list[dict[str, str]] = []  # headers of the last requests
@@ -105,6 +106,7 @@ class FakeWorker:
             prefix_queries=self.prompts,
             paired=self.paired,
             transfer=self.transfer,
+            asleep=self.is_asleep,
         )
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -113,7 +115,12 @@ class FakeWorker:
         if path == "/fake":  # control endpoint of tests
             self.fault = msgspec.json.decode(body, type=FakeFault) if body else self.fault
             return await _send_reply(send, 200, msgspec.json.encode(self._counters_by_name()))
+        if path == SLEEP_PATH:
+            self.is_asleep = msgspec.json.decode(body)["on"] and not self.running
+            return await _send_reply(send, 200, b"{}")
         self.asked += 1
+        self.wakes += self.is_asleep
+        self.is_asleep = False
         self.seen = [*self.seen[-15:], {**headers, "?": scope["query_string"].decode(), "path": path}]
         fault = self._take_fault_for(path)
         if (status := STATUS_BY_MODE.get(fault.mode)) is not None:
@@ -132,7 +139,7 @@ class FakeWorker:
         return await work if work.done() else None
 
     def _counters_by_name(self) -> dict[str, Any]:
-        counters = ("asked", "gone", "running", "prompts", "generated", "resumed", "prefilled", "pulled")
+        counters = ("asked", "gone", "running", "prompts", "generated", "resumed", "prefilled", "pulled", "wakes")
         return {name: getattr(self, name) for name in (*counters, "offered_output", "seen")}
 
     def _take_fault_for(self, path: str) -> FakeFault:

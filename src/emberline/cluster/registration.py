@@ -98,6 +98,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
     paired: tuple[str, ...] = ()  # incarnations of engines from which it can fetch blocks
     refused: dict[str, str] = {}  # incarnations of engines from which it cannot, with the reason
     transfer: TransferStats | None = None
+    asleep: bool = False  # all its models sleep; a request wakes them
     routers: int = 1  # number of routers with which the worker registers
     reports: tuple[RouterReport, ...] = ()  # last reports of the other routers that answer
 

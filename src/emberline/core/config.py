@@ -293,9 +293,19 @@ class WorkerConfig:
         "prefill: compute prompts for other workers; decode: generate from their prompts; both: do both.",
         choices=ROLES,
     )
+    can_sleep: bool = option(
+        False,
+        "Let an autoscaler put the worker to sleep: weights stay in host memory, GPU memory is freed, the next request"
+        " wakes it. No KV blocks are exchanged with other workers.",
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "routers", parse_router_urls(self.routers))
+        if self.can_sleep and self.role != "both":
+            message = (
+                f"can_sleep is set, but role is {self.role}: a sleeping worker cannot exchange KV blocks with others"
+            )
+            raise InvalidRequest(message, param="can_sleep", hint="use --role both, or drop --can-sleep")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""The packages that only engines need. The extras `cpu` and `gpu` install them; routers and gateways run without."""
+"""The packages that only some processes need, and how to install them: each belongs to an extra of this package.
+
+Those of engines belong to `cpu` and `gpu`; routers and gateways run without."""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ import importlib.util
 from emberline.core.errors import InvalidRequest
 
 ENGINE_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "llguidance")
-INSTALL_HINT = "run pip install 'emberline[cpu]', or 'emberline[gpu]' on a machine with an NVIDIA GPU"
+
+
+def install_hint(extra: str) -> str:
+    """Return how to install an extra. No version is on a package index, so a checkout or a wheel is named."""
+    return f"pip install '.[{extra}]' in a checkout of Emberline, or pip install 'FILE.whl[{extra}]' with its wheel"
+
+
+INSTALL_HINT = f"{install_hint('cpu')}; with an NVIDIA GPU, gpu instead of cpu"
 
 
 def require_engine_packages(purpose: str) -> None:

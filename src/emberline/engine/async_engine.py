@@ -26,7 +26,7 @@ from emberline.engine.output_queue import OutputQueue
 log = logging.getLogger("emberline.engine")
 
 READ_BYTES = 1 << 18
-MAX_RESTART_PAUSE_S = 30.0  # between two restarts
+MAX_RESTART_PAUSE_S = 30.0  # before a restart
 REAP_TIMEOUT_S = 2.0  # for a process to end by itself, and again after it was killed
 BOOT_TIMEOUT_S = 900.0  # for imports, kernels and weights of one model
 
@@ -45,11 +45,15 @@ class AsyncEngine:
         time_sharing: TimeSharingConfig,
         *,
         stall_timeout: float = 120.0,
+        max_restart_pause: float = MAX_RESTART_PAUSE_S,
         command: tuple[str, ...] | None = None,
         child: EngineChild | None = None,
     ) -> None:
         """Describe an engine.
 
+        `stall_timeout`: seconds without a message after which the process counts as hung.
+        `max_restart_pause`: in seconds. The pause before a restart doubles each time the process has run for less than
+        a minute.
         `command`: of the process; None: the usual one. `child`: a process that was started already, for the first
         start."""
         self.models = dict(models)
@@ -64,7 +68,7 @@ class AsyncEngine:
         self.last_message_at = 0.0  # time of the latest message of the process
         self.on_stats: Callable[[str, Stats], None] = lambda model, stats: None  # called with every report
         self._time_sharing = time_sharing
-        self._stall_timeout = stall_timeout
+        self._stall_timeout, self._max_restart_pause = stall_timeout, max_restart_pause
         self._clock = SystemClock()
         self._command = command
         self._first_child = child
@@ -158,6 +162,18 @@ class AsyncEngine:
             self._watches_blocks = True
             self._send(messages.WatchBlocks())
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether all models sleep."""
+        return self.state is EngineState.READY and not any(map(self.is_awake, self.models))
+
+    def set_asleep(self, on: bool) -> None:
+        """Put the models to sleep if no request is open, or wake them. `is_asleep` shows when that is done.
+
+        Raises EngineUnavailable if the process is not ready."""
+        if not self._send(messages.SetAsleep(on)):
+            raise EngineUnavailable(f"the engine is {self.state.value}", hint="retry in a few seconds")
+
     def _send(self, message: messages.EngineMessage) -> bool:
         """Send a message; return False if the process is not ready or its socket is closed."""
         if self.state is not EngineState.READY or self._writer is None or self._writer.is_closing():
@@ -196,7 +212,7 @@ class AsyncEngine:
                     f"the engine process ended while the request was open: {why.message}", hint="send the request again"
                 )
             )
-            pause = 0.5 if self._clock.now() - began > 60 else min(pause * 2, MAX_RESTART_PAUSE_S)
+            pause = 0.5 if self._clock.now() - began > 60 else min(pause * 2, self._max_restart_pause)
             await asyncio.sleep(pause)
 
     async def _run_process(self) -> EmberlineError:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,14 +16,20 @@ from emberline.core.config import core_count
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.freememory import free_memory
-from emberline.core.numerics import Numerics
-from emberline.core.transfer_config import TransferConfig
+from emberline.engine.boot_checks import check_cpu_settings, check_host_memory
+from emberline.engine.boot_parts import (
+    choose_kv_dtype,
+    make_grammar_compiler,
+    make_host_tier,
+    make_tiers,
+    max_kv_tokens,
+    open_transfer_endpoint,
+)
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import can_use_gpu, warn_of_unused_gpu
 from emberline.engine.group_choice import choose_groups
-from emberline.engine.memory_plan import format_gib
+from emberline.engine.loaded_engine import LoadedEngine, dtype_name, full_context, numerics_of
 from emberline.engine.paced_executor import pace_executor
-from emberline.engine.rank_summary import RankSummary
 from emberline.engine.runner import TorchRunner, allocate_cache
 from emberline.engine.speculation.draft_cache import make_draft_cache, share_cache_memory
 from emberline.engine.speculation.draft_runner import DraftRunner
@@ -34,57 +38,23 @@ from emberline.engine.state_memory import allocate_states
 from emberline.engine.work_executor import WorkExecutor
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
-from emberline.kv.cache import KVCache, KVShape
-from emberline.kv.checksum import select_crc
-from emberline.kv.codec import select_kv_codec
-from emberline.kv.confine import LOOPBACK, resolve_ipv4_address
-from emberline.kv.tiers.base import Tier, buffer_bytes_for
-from emberline.kv.tiers.host import MIN_BUFFERS, HostTier
+from emberline.kv.cache import KVShape
 from emberline.kv.tiers.stack import TierStack
 from emberline.kv.transfer.endpoint import (
-    STORE_PORT_OFFSET,
     SameHostAccess,
     TransferEndpoint,
-    TransferOptions,
-    port_at_offset,
 )
-from emberline.kv.transfer.region import Region
-from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
 from emberline.models.loader import DTYPES, load_checkpoint
-from emberline.models.weight_dtype import check_requested_dtype, default_kv_dtype, stored_weight_format
+from emberline.models.weight_dtype import check_requested_dtype, stored_weight_format
 from emberline.models.weight_form import check_requested_weights, choose_weight_form
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
     from emberline.engine.gpu.boot import BootedGPUEngine
     from emberline.engine.gpu.region import DeviceRegion
-    from emberline.engine.grammar import GrammarCompiler
     from emberline.models.reader import FileReader
-
-KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # on a CPU
-STAGING_BLOCKS = 128  # buffers for blocks on their way to disk and back, if kv_host_memory is 0
-DEFAULT_KV_CONTEXTS = 8  # full contexts that the CPU's cache holds by default, if memory allows
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedEngine:
-    """A loaded engine, its properties, and the seconds that each phase of loading took."""
-
-    engine: Engine
-    max_context: int
-    kv_tokens: int
-    weight_bytes: int
-    kv_bytes: int
-    kernels: str
-    seconds: dict[str, float]
-    device: str
-    kv_dtype: str
-    numerics: Numerics
-    stored_dtype: str  # of the matrices in the checkpoint's files, or their format if they are quantised
-    full_context: int  # context of the model in tokens, if the default is shorter; 0: it is not
-    ranks: tuple[RankSummary, ...] = ()  # among which the model is divided; empty: it is not
 
 
 def boot(
@@ -258,141 +228,3 @@ def _load_draft_model(config: EngineConfig, model: DecoderModel) -> DraftModel |
         return Weights(checkpoint, dtype, form=choose_weight_form(checkpoint, config.dtype))
 
     return load_draft_model(config.speculation, model, Path(config.model), open_weights)
-
-
-def full_context(model: DecoderModel) -> int:
-    is_cut = model.config.is_default_context_cut and model.context == model.config.max_context
-    return model.config.longest_context if is_cut else 0
-
-
-def numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str, ranks: str = "") -> Numerics:
-    dtype, kv_dtype = (str(each).removeprefix("torch.") for each in (model.dtype, cache.shape.dtype))
-    return Numerics(model.fingerprint.partition("-")[0], dtype, weights, kv_dtype, device, ranks)
-
-
-def check_cpu_settings(config: EngineConfig) -> None:
-    """Raise InvalidRequest for settings that an engine on a CPU does not support."""
-    for name, value in (("itl_target_ms", config.scheduler.itl_target_ms), ("kv_tokens", config.kv_cache.kv_tokens)):
-        if value is not None:
-            hint = f"drop --{name.replace('_', '-')}"
-            raise InvalidRequest(f"{name} is set, but only an engine on a GPU supports it", param=name, hint=hint)
-    if config.step_costs is not None and config.parallel.num_ranks > 1:
-        message = f"step_costs is set, but the engine has {config.parallel.num_ranks} ranks; it must have one"
-        raise InvalidRequest(message, param="step_costs", hint="drop --step-costs, or --tp and --pp")
-    if config.gpu.kernels != "auto":
-        message = f"kernels is {config.gpu.kernels}, but the CPU computes, and only an engine on a GPU uses it"
-        raise InvalidRequest(message, param="kernels", hint="drop --kernels")
-    check_requested_weights(config.gpu.weights, on_gpu=False)
-    block_size = config.scheduler.block_size
-    if block_size not in (8, 16, 32) and block_size % 64:
-        message = f"block_size is {block_size}; on a CPU it must be 8, 16, 32 or a multiple of 64"
-        raise InvalidRequest(message, param="block_size")
-
-
-def check_host_memory(config: EngineConfig) -> None:
-    """Raise InvalidRequest if kv_host_memory is more than the free memory.
-
-    On a GPU the whole kv_host_memory is pinned, so it must be available at the start."""
-    if config.tiers.kv_host_memory > (free := free_memory()):
-        raise InvalidRequest(
-            f"kv_host_memory is {format_gib(config.tiers.kv_host_memory)} GiB; "
-            f"{format_gib(free)} GiB of memory are free",
-            param="kv_host_memory",
-            hint="lower --kv-host-memory",
-        )
-
-
-def make_host_tier(
-    config: EngineConfig,
-    block_bytes: int,
-    snapshot_blocks: int = 0,
-    allocate: Callable[[int, int], memoryview] | None = None,
-) -> HostTier:
-    """Return the first tier. `snapshot_blocks`: blocks that hold a snapshot of the model's recurrent states, if any.
-
-    Half of the host buffers may wait to be written to lower tiers, and must hold a snapshot. `allocate`: HostTier's."""
-    tiers = config.tiers
-    staging_bytes = (STAGING_BLOCKS + 2 * snapshot_blocks) * buffer_bytes_for(block_bytes)
-    min_buffers = MIN_BUFFERS + 2 * snapshot_blocks
-    memory_bytes = tiers.kv_host_memory or staging_bytes
-    return HostTier(block_bytes, memory_bytes, tiers.kv_policy, min_buffers=min_buffers, allocate=allocate)
-
-
-def make_tiers(
-    config: EngineConfig,
-    layout: str,
-    block_bytes: int,
-    dtype: torch.dtype,
-    library: ctypes.CDLL | None,
-    host: HostTier,
-    snapshot_blocks: int = 0,
-) -> TierStack:
-    """Return all tiers. `host`: the first one. `dtype`: of keys and values. Others are as of `make_host_tier`."""
-    tiers, network = config.tiers, config.network
-    size, crc = block_bytes, select_crc(library)
-    codec, coding = select_kv_codec(network.kv_codec, library, str(dtype)), network.kv_codec
-    below: list[Tier] = []
-    if tiers.kv_disk is not None and tiers.kv_disk_size is not None:
-        from emberline.kv.tiers.disk import DiskTier  # as the others: imported if needed, to start sooner
-
-        directory, quota, policy = Path(tiers.kv_disk), tiers.kv_disk_size, tiers.kv_policy
-        below.append(DiskTier(directory, layout, size, quota, policy=policy, crc=crc, codec=codec, codec_choice=coding))
-    if tiers.kv_store is not None:
-        from emberline.kv.tiers.remote import RemoteTier
-        from emberline.kv.tiers.storeclient import StoreListenAddress
-
-        memory = tiers.kv_store_memory
-        address = StoreListenAddress(network.kv_mooncake_host, port_at_offset(network.kv_port, STORE_PORT_OFFSET))
-        tier = RemoteTier(tiers.kv_store, layout, size, memory, address, crc=crc, codec=codec, codec_choice=coding)
-        below.append(tier)
-    return TierStack(host, below, snapshot_blocks=snapshot_blocks)
-
-
-def open_transfer_endpoint(
-    config: EngineConfig,
-    transfer: TransferConfig,
-    region: Region,
-    same_host: SameHostAccess | None,
-    library: ctypes.CDLL | None,
-) -> TransferEndpoint | None:
-    network = config.network
-    codec = select_kv_codec(network.kv_codec, library, region.layout.dtype)
-    mooncake = (
-        resolve_ipv4_address(network.kv_mooncake_host or LOOPBACK, "kv_mooncake_host") if network.kv_mooncake else None
-    )
-    options = TransferOptions(select_crc(library), codec, network.kv_codec == "uw", mooncake, network.uses_checksums)
-    try:
-        return TransferEndpoint.open(transfer, region, same_host, options)
-    except OSError as error:
-        if transfer.required:
-            address = f"{transfer.listen_host}:{transfer.listen_port}"
-            raise InvalidRequest(
-                f"the engine cannot listen at {address} for KV transfers: {error}",
-                param="transfer",
-                hint="choose another --kv-port",
-            ) from error
-        return None
-
-
-def make_grammar_compiler(directory: Path, config: ModelConfig) -> GrammarCompiler:
-    from emberline.engine.grammar import GrammarCompiler
-
-    return GrammarCompiler(directory / "tokenizer.json", config.vocab, sorted(set(config.eos)))
-
-
-def choose_kv_dtype(requested: str, weight_dtype: torch.dtype) -> torch.dtype:
-    name = default_kv_dtype(dtype_name(weight_dtype)) if requested == "auto" else requested
-    if name not in KV_DTYPES:
-        choices = ", ".join(("auto", *KV_DTYPES))
-        raise InvalidRequest(f"kv_dtype is {name!r}; on a CPU it must be one of {choices}", param="kv_dtype")
-    return KV_DTYPES[name]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def max_kv_tokens(config: EngineConfig, context: int) -> int:
-    if config.kv_cache.kv_memory is not None:
-        return 1 << 40  # kv_memory is set: use all of it
-    return min(DEFAULT_KV_CONTEXTS, config.scheduler.max_running) * context

@@ -132,6 +132,16 @@ class EngineGroup:
         for engine in self.engines.values():
             engine.abort_completion(submission_id, index)
 
+    def set_asleep(self, on: bool) -> None:
+        """Put all models without open requests to sleep, or wake those whose memory is free.
+
+        A later request for a sleeping model wakes it."""
+        for name in self.engines:
+            if on and self.is_awake(name) and self.engines[name].idle:
+                self._sleep_manager.put_to_sleep(name)
+            elif not on and not self.is_awake(name) and not self._sleep_manager.busy_models_to_sleep(name):
+                self._try_to_wake(name)
+
     @property
     def idle(self) -> bool:
         return not self._queues and all(engine.idle for engine in self.engines.values())
@@ -198,13 +208,8 @@ class EngineGroup:
     def _wake(self, name: str) -> None:
         queue = self._queues.pop(name)
         self._pending_outputs.setdefault(name, [])
-        try:
-            self._sleep_manager.ensure_awake(name)
-        except Exception:  # of a driver or a device: reject the waiting requests; other models continue if they can
-            log.exception(
-                "Waking the model failed, rejecting its requests: model=%s requests=%d", name, len(queue.requests)
-            )
-            check_device()
+        if not self._try_to_wake(name):
+            log.error("Rejecting the requests of a model that does not wake: requests=%d", len(queue.requests))
             error = EngineUnavailable(f"waking the model {name!r} failed", hint="see the server's log")
             self._rejected += [(submission_id, error) for submission_id in queue.requests]
             return
@@ -217,6 +222,16 @@ class EngineGroup:
             else:
                 for index in waiting.aborted:
                     engine.abort_completion(submission_id, index)
+
+    def _try_to_wake(self, name: str) -> bool:
+        """Wake a model if it sleeps, and return whether it is awake. Raises an error if the device has failed."""
+        try:
+            self._sleep_manager.ensure_awake(name)
+        except Exception:  # of a driver or a device: other models continue if they can
+            log.exception("Waking the model failed: model=%s", name)
+            check_device()
+            return False
+        return True
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 

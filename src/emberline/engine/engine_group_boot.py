@@ -1,7 +1,8 @@
 """boot_engine_group: loads the models of a server as one EngineGroup.
 
 On a CPU all models stay awake. On a GPU they stay awake if they fit into its memory together; otherwise they take
-turns. Whether they fit is computed before anything is loaded."""
+turns. With `can_sleep`, a message can put them to sleep on both. Whether they fit is computed before anything is
+loaded."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest, ModelError
 from emberline.core.freememory import free_memory
 from emberline.engine import memory
-from emberline.engine.boot import LoadedEngine, boot, boot_on_gpu, runs_on_gpu, to_loaded_engine
+from emberline.engine.boot import boot, boot_on_gpu, runs_on_gpu, to_loaded_engine
 from emberline.engine.engine import Engine
 from emberline.engine.engine_group import EngineGroup
-from emberline.engine.gpu.swap import SwappedEngine, equal_kv_share, usable_model_bytes
+from emberline.engine.gpu.swap import SwappedEngine, equal_kv_share, reset_prefix_cache, usable_model_bytes
+from emberline.engine.loaded_engine import LoadedEngine
 from emberline.engine.memory_plan import MemoryPlan, format_gib
 from emberline.engine.narrow_estimate import estimate_narrow_sizes
+from emberline.engine.runner import TorchRunner
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import DTYPE_BYTES, choose_weight_dtype
@@ -60,6 +63,20 @@ class AlwaysAwakeEngine:
         raise AssertionError("a model that stays awake was put to sleep")
 
 
+class SleepingCPUEngine(AlwaysAwakeEngine):
+    """A model on a CPU that gives the memory of its KV cache back while it sleeps. Its weights stay in memory."""
+
+    def wake(self) -> int:
+        return super().wake() if self._loaded is None else 0
+
+    def sleep(self) -> int:
+        runner = self.engine.runner
+        assert isinstance(runner, TorchRunner)
+        runner.free_caches()
+        reset_prefix_cache(self.engine)
+        return 0
+
+
 @dataclass(frozen=True, slots=True)
 class WeightEstimate:
     """What is known about a model's weights before it is loaded."""
@@ -95,15 +112,18 @@ def boot_engine_group(
     `configs`, which is loaded first."""
     readers = {list(configs)[-1]: reader}
     loaded: dict[str, LoadedEngine] = {}
-    if len(configs) == 1 or not runs_on_gpu(next(iter(configs.values()))):
+    on_gpu = runs_on_gpu(next(iter(configs.values())))
+    if time_sharing.can_sleep:
+        configs = {name: _check_can_sleep(_without_transfer(config)) for name, config in configs.items()}
+    if not on_gpu or (len(configs) == 1 and not time_sharing.can_sleep):
         kv_room = None if len(configs) == 1 else kv_bytes_per_model(configs, free_memory())
 
         def load(name: str) -> LoadedEngine:
             loaded[name] = boot(configs[name], readers.get(name), default_kv_bytes=kv_room)
             return loaded[name]
 
-        awake = {name: AlwaysAwakeEngine(partial(load, name)) for name in configs}
-        return EngineGroup(awake, 0, time_sharing), loaded
+        engine_class = SleepingCPUEngine if time_sharing.can_sleep else AlwaysAwakeEngine
+        return EngineGroup({name: engine_class(partial(load, name)) for name in configs}, 0, time_sharing), loaded
     from emberline.engine.gpu.device import CudaDevice, measure_memory
 
     configs = {name: _without_transfer(config) for name, config in configs.items()}
@@ -114,7 +134,9 @@ def boot_engine_group(
         return booted
 
     total, others = measure_memory(CudaDevice(next(iter(configs.values())).gpu.kernels))
-    members, space = plan_time_sharing(configs, total, free_memory(), load_on_gpu, other_bytes=others)
+    members, space = plan_time_sharing(
+        configs, total, free_memory(), load_on_gpu, other_bytes=others, can_sleep=time_sharing.can_sleep
+    )
     max_waiting = max(config.scheduler.max_waiting for config in configs.values())
     return EngineGroup(members, space, time_sharing, max_waiting=max_waiting), loaded
 
@@ -146,12 +168,15 @@ def plan_time_sharing(
     free_host_bytes: int,
     load: Callable[[str, EngineConfig], BootedGPUEngine],
     other_bytes: int = 0,
+    *,
+    can_sleep: bool = False,
 ) -> tuple[dict[str, SwappedEngine], int]:
     """Plan the memory of models that share a GPU with `device_bytes` on a host with `free_host_bytes`.
 
     Return the models by name, not loaded yet, and the bytes that all models that are awake may use together. Raises
     ModelError if the models do not fit. `load`: a function that loads the model with a name and its settings.
-    `other_bytes`: of the GPU's memory, what other processes use."""
+    `other_bytes`: of the GPU's memory, what other processes use. `can_sleep`: models may have to sleep although they
+    fit."""
     for name, config in configs.items():
         if config.speculation.uses_draft_model:
             message = f"speculate of the model {name!r} is {config.speculation.speculate}, but models that share a GPU"
@@ -186,7 +211,7 @@ def plan_time_sharing(
     members = {name: SwappedEngine(plan, partial(load, name, settings[name])) for name, plan in planned.items()}
     weights = {name: w.weight_bytes for name, w in weighed.items()}
     kv_bytes = sum(config.tiers.kv_host_memory for config in configs.values())
-    sleeps = sum(member.nbytes for member in members.values()) > space
+    sleeps = can_sleep or sum(member.nbytes for member in members.values()) > space
     if sleeps * sum(weights.values()) + kv_bytes > free_host_bytes:
         besides = f" and {format_gib(kv_bytes)} GiB of KV blocks" if kv_bytes else ""
         reason = ", which main memory must hold while they sleep" if sleeps else ""
@@ -203,6 +228,14 @@ def _without_transfer(config: EngineConfig) -> EngineConfig:
         message = "models that share a GPU cannot exchange KV blocks with other workers"
         raise InvalidRequest(message, param="transfer", hint=hint)
     return replace(config, transfer=None)
+
+
+def _check_can_sleep(config: EngineConfig) -> EngineConfig:
+    """Return the settings. Raises InvalidRequest if a model with these settings cannot sleep."""
+    if config.parallel.num_ranks > 1:
+        message = f"can_sleep is set, but the model has {config.parallel.num_ranks} ranks; it must have one"
+        raise InvalidRequest(message, param="can_sleep", hint="drop --can-sleep, or --tp and --pp")
+    return config
 
 
 def _out_of_memory_error(weight_bytes_by_model: Mapping[str, int], other_needs: str, free_bytes: int) -> ModelError:

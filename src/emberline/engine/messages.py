@@ -41,6 +41,12 @@ class WatchBlocks(msgspec.Struct, tag=True):
     """Asks for reports of all changes of cached KV blocks from now on."""
 
 
+class SetAsleep(msgspec.Struct, tag=True):
+    """Puts all models without open requests to sleep, or wakes all models. A request wakes its model too."""
+
+    on: bool
+
+
 class LoadedModelInfo(msgspec.Struct):
     """Properties of a loaded model."""
 
@@ -151,6 +157,7 @@ EngineMessage = (
     | Abort
     | SetPeers
     | WatchBlocks
+    | SetAsleep
     | Ready
     | EngineUpdate
     | ComputeProgress

@@ -32,6 +32,7 @@ from emberline.engine.messages import (
     PairingChange,
     Ready,
     Rejection,
+    SetAsleep,
     SetPeers,
     SleepStateChange,
     StartEngine,
@@ -43,7 +44,7 @@ from emberline.engine.messages import (
 from emberline.engine.torch_import import has_gpu_driver, import_torch_for_cpu
 
 if TYPE_CHECKING:
-    from emberline.engine.boot import LoadedEngine
+    from emberline.engine.loaded_engine import LoadedEngine
     from emberline.models.reader import FileReader
 
 IDLE_REPORT_INTERVAL_S = 1.0  # between two reports of an idle engine
@@ -212,6 +213,8 @@ def serve_client(group: EngineGroup, client: socket.socket, inbox: queue.SimpleQ
                 case WatchBlocks():
                     for engine in group.engines.values():
                         engine.kv.track_prefix_changes()
+                case SetAsleep(on):
+                    group.set_asleep(on)
                 case _:
                     raise AssertionError(
                         f"the engine process received a message that only it sends: {type(message).__name__}"

@@ -60,6 +60,14 @@ class TorchRunner:
             self.pages_per_slot = StatePages.cut(states.shape.slot_bytes, cache.shape.block_bytes, 0).per_slot
         self._draft_runner = draft_runner
 
+    def free_caches(self) -> None:
+        """Give the memory of KV caches and states back to the system. No request may be open."""
+        self.cache.free_pages()
+        if self.states is not None:
+            self.states.free_pages()
+        if self._draft_runner is not None:
+            self._draft_runner.free_cache()
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()

@@ -18,14 +18,14 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from emberline.core.breaker import CircuitBreaker
 from emberline.core.clock import Clock
+from emberline.core.engine_packages import install_hint
 from emberline.core.errors import EmberlineError, InvalidRequest
 
 try:
     import hiredis
 except ImportError as e:
-    raise InvalidRequest(
-        "Redis cannot be used: the package hiredis is not installed", hint="pip install 'emberline[gateway]'"
-    ) from e
+    message = "Redis cannot be used: the package hiredis is not installed"
+    raise InvalidRequest(message, hint=install_hint("gateway")) from e
 
 CONNECT_TIMEOUT_S = 5.0  # includes AUTH, SELECT and PING
 MAX_RECONNECT_DELAY_S = 2.0

@@ -15,10 +15,10 @@ from emberline.core.errors import DownloadError, ModelFileError
 from emberline.hub.atomic_directory import atomic_directory, file_lock
 from emberline.hub.convert import index_gguf
 from emberline.hub.download import HTTPDownloader, download_file
+from emberline.hub.gguf_names import CONVERSION_VERSION
 from emberline.hub.gguf_tensors import is_index_valid
 from emberline.hub.packageindex import PackageIndexSettings, find_file_url, pip_download, read_pip_settings
 from emberline.hub.progress import DownloadProgress
-from emberline.hub.source import CONVERSION_VERSION
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,13 @@ from pathlib import Path
 
 from emberline.core.config import cache_dir
 from emberline.core.errors import ModelError
-from emberline.hub.gguf_names import LABEL_PATTERN, choose_gguf_files
+from emberline.hub.gguf_names import CONVERSION_VERSION, LABEL_PATTERN, choose_gguf_files
 
 HF_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 REVISION_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 GGUF_PATH_PATTERN = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._+-]{0,199}/){0,8}[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}\.gguf")
 ALIASES = ("smollm2", "minilm")  # the keys of pull.KNOWN_MODELS, repeated to import that module only when needed
 MAX_NAME_LENGTH = 4096
-CONVERSION_VERSION = 4  # part of the path of a GGUF model's checkpoint: raise it when the files in it change
 
 
 class ModelNotPulled(ModelError):

@@ -6,6 +6,7 @@ recurrent layers, which have states instead.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from dataclasses import dataclass
@@ -80,6 +81,10 @@ class KVCache:
         """The tensors of the cache: keys and values, or keys."""
         return [self.keys] if self.shape.values_in_keys else [self.keys, self.values]
 
+    def free_pages(self) -> None:
+        """Give the memory of a cache on a CPU back to the system. All its values are zero afterwards."""
+        _free_pages(self.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
@@ -140,6 +145,10 @@ class StateCache:
     def tensors(self) -> list[Tensor]:
         return [self.conv, self.matrices, self.draft_conv, self.draft_rule]
 
+    def free_pages(self) -> None:
+        """Give the memory of the states on a CPU back to the system. All values are zero afterwards."""
+        _free_pages(self.tensors)
+
     @property
     def num_bytes(self) -> int:
         return self.matrices.shape[1] * self.shape.slot_bytes + self.draft_conv.nbytes + self.draft_rule.nbytes
@@ -163,3 +172,14 @@ def _zeroed_tensor(dims: tuple[int, ...], dtype: torch.dtype, device: str) -> Te
         return torch.zeros(dims, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(dims) * dtype.itemsize)
     return torch.frombuffer(pages, dtype=dtype).view(dims)
+
+
+def _free_pages(tensors: list[Tensor]) -> None:
+    """Free the physical memory of tensors that `_zeroed_tensor` allocated on a CPU. Only Linux can."""
+    if not hasattr(mmap, "MADV_REMOVE"):
+        return
+    library = ctypes.CDLL(None, use_errno=True)
+    for tensor in tensors:
+        address, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+        if tensor.numel() and library.madvise(address, size, mmap.MADV_REMOVE):
+            raise OSError(ctypes.get_errno(), f"{tensor.nbytes} bytes of a cache cannot be freed")

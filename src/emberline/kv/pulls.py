@@ -1,6 +1,6 @@
 """PullManager: copies (pulls) prompt prefixes from other engines' KV caches into requests' blocks.
 
-Each pull runs in its own thread. Tokens that have arrived count as computed, and this engine computes the remaining
+Each pull has a thread to itself. Tokens that have arrived count as computed, and this engine computes the remaining
 tokens of the prompt. The thread writes directly to the request's blocks, so the blocks must not be reused before the
 pull has ended, even if it is cancelled. The thread writes while engine steps run. It first waits for the steps that
 were running when it started, because they may still read earlier content of these blocks
@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from emberline.core.background_threads import BackgroundThreads
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.events import TransferStats
 from emberline.core.handoff import BlockPull, PrefillResult
@@ -31,6 +32,7 @@ PULL_STALL_TIMEOUT_S = 30.0  # a dead or stuck peer is detected sooner, by the t
 LEASE_END_TIMEOUT_S = (
     2.0  # time to notify a peer that its blocks are no longer needed; without the message the lease expires
 )
+MAX_IDLE_THREADS = 16  # kept for later pulls
 LEASE_CHECK_INTERVAL_S = 1.0  # between checks of the leases of waiting requests
 
 
@@ -101,10 +103,6 @@ def _count_covered_tokens(ticket: Ticket, request: Request) -> int:
     raise BadTransfer("the KV ticket was issued for a different prompt than that of the request")
 
 
-def start_daemon_thread(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name="kv-pulls", daemon=True).start()
-
-
 class PullManager:
     def __init__(
         self,
@@ -120,7 +118,8 @@ class PullManager:
         self._source = client
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock or SystemClock()
-        self._start_thread = start_daemon_thread
+        self._threads = BackgroundThreads("kv-pulls", MAX_IDLE_THREADS)
+        self._start_thread = self._threads.run
         self._lock = threading.Lock()  # guards the next three attributes
         self._stats = TransferStats()
         self._waiting_leases: dict[str, WaitingLease] = {}  # by request
@@ -223,6 +222,7 @@ class PullManager:
 
     def close(self) -> None:
         self._close_event.set()
+        self._threads.close()
 
     def stats(self) -> TransferStats:
         with self._lock:

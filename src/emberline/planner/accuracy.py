@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,17 @@ from emberline.core.jsonfile import read_object
 ACCURACY_FILE = "sim-accuracy.json"
 # Of a checkout; an installed package has no benchmarks directory.
 DEFAULT_ACCURACY_PATH = Path(__file__).parents[3] / "benchmarks" / "results" / ACCURACY_FILE
-_NAMES = ("ttft_p90_error_max", "itl_p90_error_max", "throughput_error_max")
+LATENCIES = ("ttft_p90", "itl_p90")
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationError:
-    """The largest relative errors of the simulator against real runs, as shares; None: not measured."""
+    """The largest relative errors of the simulator against real runs, as shares by what is measured.
 
-    ttft_p90: float | None = None
-    itl_p90: float | None = None
-    throughput: float | None = None
+    Both are empty if no result file was read."""
+
+    clusters: Mapping[str, float] = field(default_factory=dict)  # clusters of a router and workers on CPUs
+    h200: Mapping[str, float] = field(default_factory=dict)  # recorded runs of one worker; may be empty
     source: str = ""
 
     @staticmethod
@@ -34,22 +36,33 @@ class SimulationError:
         if not path.is_file():
             raise InvalidRequest(f"accuracy is {str(path)!r}, which is not a file", param="accuracy", hint=_hint())
         results = read_object(path).get("results")
-        ttft, itl, throughput = (_find_value(results, name) for name in _NAMES)
-        if ttft is None or itl is None or throughput is None:
-            message = f"{path} has no results {', '.join(_NAMES)}"
+        clusters, h200 = _read_errors(results, ""), _read_errors(results, "h200_")
+        if missing := [_result_name(name) for name in LATENCIES if name not in clusters]:
+            message = f"{path} has no results {', '.join(missing)}"
             raise InvalidRequest(message, param="accuracy", hint=_hint())
-        return SimulationError(ttft, itl, throughput, path.name)
+        return SimulationError(clusters, h200, path.name)
 
-    def describe(self, name: str) -> str:
-        """Return the error of `ttft_p90`, `itl_p90` or `throughput` in words."""
-        error = getattr(self, name)
-        return "not measured" if error is None else f"up to {100 * error:.1f} % ({self.source})"
+    def describe(self) -> str:
+        """Return the errors of both latencies in words."""
+        if not self.clusters:
+            return f"unknown: {ACCURACY_FILE} was not found (--accuracy)"
+        return f"{', '.join(map(self._describe_latency, LATENCIES))} ({self.source})"
+
+    def _describe_latency(self, name: str) -> str:
+        gpu = f" (one H200: {100 * self.h200[name]:.1f} %)" if name in self.h200 else ""
+        return f"{name} up to {100 * self.clusters[name]:.1f} %{gpu}"
 
 
-def _find_value(results: Any, name: str) -> float | None:
-    entry = results.get(name) if isinstance(results, dict) else None
-    value = entry.get("value") if isinstance(entry, dict) else None
-    return float(value) if isinstance(value, int | float) else None
+def _read_errors(results: Any, prefix: str) -> dict[str, float]:
+    """Return the errors in a result file, by what is measured. `prefix`: of the names of the results."""
+    entries = results if isinstance(results, dict) else {}
+    found = {name: entries.get(prefix + _result_name(name)) for name in LATENCIES}
+    values = {name: entry.get("value") for name, entry in found.items() if isinstance(entry, dict)}
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+
+
+def _result_name(latency: str) -> str:
+    return f"{latency}_error_max"
 
 
 def _hint() -> str:

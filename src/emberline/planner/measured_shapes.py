@@ -33,6 +33,7 @@ class ProjectionError:
     steps: int  # that were compared
     median: float
     p90: float
+    expert_prompts: float  # the largest for prompts of models with experts
 
 
 @cache
@@ -93,6 +94,7 @@ def make_rank_correction(weights: str, ranks: int) -> CostCorrection:
 def projection_error() -> ProjectionError:
     """Compare projections with all measured steps of GPUs."""
     errors: list[float] = []
+    expert_prompts = 0.0
     for data in list_cost_tables():
         if (config := read_measured_shapes().get(data.shape)) is None:
             continue
@@ -101,8 +103,11 @@ def projection_error() -> ProjectionError:
             pairs = count_prompt_pairs(step.start, step.prompt)
             projected = costs.step_seconds(step.rows, step.rows * step.context, step.prompt, pairs)
             errors.append(abs(projected / step.seconds - 1.0))
+            if step.prompt and costs.work.experts:
+                expert_prompts = max(expert_prompts, errors[-1])
     errors.sort()
-    return ProjectionError(len(errors), errors[len(errors) // 2], errors[int(ERROR_QUANTILE * len(errors))])
+    p90 = errors[int(ERROR_QUANTILE * len(errors))]
+    return ProjectionError(len(errors), errors[len(errors) // 2], p90, expert_prompts)
 
 
 def project_costs(

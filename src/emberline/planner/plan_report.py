@@ -12,6 +12,7 @@ from emberline.planner.measured_shapes import projection_error
 from emberline.planner.search import Candidate
 from emberline.planner.topology import PlannedPool
 from emberline.planner.verification import SimulatedLoad
+from emberline.planner.worker_kind import WorkerKind
 
 SECONDS_PER_HOUR = 3600.0
 COST_TOKENS = 1e6
@@ -132,22 +133,16 @@ def _report_sensitivity(plan: FleetPlan) -> dict[str, Any]:
 
 def _list_basis(plan: FleetPlan) -> Iterator[dict[str, str]]:
     """Yield what each sort of figure rests on, and its error."""
-    error, kinds = projection_error(), {}
-    for candidate in plan.candidates:
-        for pool in candidate.topology.pools:
-            kinds[pool.kind.name] = pool.kind
-    within = f"median {100 * error.median:.0f} %, p90 {100 * error.p90:.0f} % over {error.steps} measured steps"
+    kinds = {pool.kind.name: pool.kind for candidate in plan.candidates for pool in candidate.topology.pools}
     for name, kind in kinds.items():
-        is_measured = kind.basis == "measured"
-        known = "interpolated between measured steps" if is_measured else f"without correction: {within}"
-        if kind.tp > 1 or kind.pp > 1:
-            known += "; on several GPUs: not measured"
-        yield _basis(f"step costs, {name}", kind.basis, kind.source, known)
-    errors = (f"{name} {plan.accuracy.describe(name)}" for name in ("ttft_p90", "itl_p90"))
+        yield _basis(f"step costs, {name}", kind.basis, kind.source, _describe_cost_error(kind))
     how = "virtual clock, production router, scheduler and KV manager"
     if any(each.topology.is_split for each in plan.candidates):
         how += "; of prefill and decode workers, runs of steps at once"
-    yield _basis("latencies of candidates", "simulated", how, ", ".join(errors))
+    errors = plan.accuracy.describe()
+    if any(kind.basis == "projected" for kind in kinds.values()):
+        errors += ", with measured step costs; those of projected ones add to it"
+    yield _basis("latencies of candidates", "simulated", how, errors)
     if plan.settings.tokens_per_step is not None:
         yield _basis("tokens per step with drafts", "given", "--tokens-per-step", "depends on the traffic")
     link = plan.task.link
@@ -164,6 +159,15 @@ def _list_basis(plan: FleetPlan) -> Iterator[dict[str, str]]:
     yield measured if start is None else given
     if plan.settings.gpu_price is not None:
         yield _basis("price", "given", "--gpu-price", "GPUs only: no host, network or storage")
+
+
+def _describe_cost_error(kind: WorkerKind) -> str:
+    if kind.basis == "measured":
+        return "interpolated between measured steps"
+    error = projection_error()
+    text = f"without correction: median {100 * error.median:.0f} %, p90 {100 * error.p90:.0f} %"
+    text += f" over {error.steps} measured steps, up to {100 * error.expert_prompts:.0f} % for prompts with experts"
+    return text + "; on several GPUs: not measured" * (kind.gpus > 1)
 
 
 def _basis(figure: str, basis: str, source: str, error: str) -> dict[str, str]:

@@ -16,10 +16,9 @@ from emberline.planner.step_work import StepWork
 
 # Fitted to the measured steps of sim/cost_tables.json: shares of the GPU's speed, and fixed times.
 DENSE_READ_SHARE, EXPERT_READ_SHARE, KV_READ_SHARE = 0.98, 0.85, 0.96
-PRODUCT_SHARE, FP8_PRODUCT_SHARE, ATTENTION_SHARE = 0.85, 0.7, 0.88
-LAYER_S = 14e-6  # of a layer in a captured step, besides what is read and computed
-EXPERT_PROMPT_LAYER_S = 1.2e-3  # least time of a layer in a step that is not captured, in a model with experts
-MAX_CAPTURED_TOKENS = 1024  # of prompts in a captured step of a large model
+PRODUCT_SHARE, FP8_PRODUCT_SHARE = 0.85, 0.7
+ATTENTION_SHARE, LATENT_ATTENTION_SHARE = 0.88, 0.55  # of prompts
+LAYER_S = 14e-6  # of a layer, besides what is read and computed
 STAGE_HOP_S = 20e-6  # between two pipeline stages
 
 
@@ -75,7 +74,8 @@ class ProjectedCosts:
     def attention_seconds(self, decode_rows: int, decode_context: float, prompt_pairs: float) -> float:
         context = decode_context / decode_rows if decode_rows else 0.0
         reading = self.work.kv_bytes(decode_rows, context) / KV_READ_SHARE / self.gpu.read_bytes_s
-        return reading + prompt_pairs * self.work.pair_flops / ATTENTION_SHARE / self.gpu.bf16_flops
+        share = LATENT_ATTENTION_SHARE if self.work.has_latents else ATTENTION_SHARE
+        return reading + prompt_pairs * self.work.pair_flops / share / self.gpu.bf16_flops
 
     def _product_seconds(self, decode_rows: int, prompt_tokens: int) -> float:
         tokens, work, gpu = decode_rows + prompt_tokens, self.work, self.gpu
@@ -83,13 +83,11 @@ class ProjectedCosts:
             work.dense_bytes / DENSE_READ_SHARE + (work.weight_bytes(tokens) - work.dense_bytes) / EXPERT_READ_SHARE
         ) / gpu.read_bytes_s
         sampled = decode_rows + bool(prompt_tokens)
-        products = 2.0 * ((work.dense_weights + work.expert_weights) * tokens + work.head_weights * sampled)
+        products = 2.0 * (work.multiplied_weights(tokens) + work.head_weights * sampled)
         is_fp8 = work.weight_format == "fp8"
         flops = FP8_PRODUCT_SHARE * gpu.fp8_flops if is_fp8 else PRODUCT_SHARE * gpu.bf16_flops
-        seconds = work.layers * LAYER_S + hypot(reading, products / flops)
-        if prompt_tokens > MAX_CAPTURED_TOKENS and work.experts:
-            seconds = max(seconds, work.layers * EXPERT_PROMPT_LAYER_S)
-        return seconds
+        rows = tokens * work.expert_row_bytes / gpu.read_bytes_s
+        return work.layers * LAYER_S + hypot(reading, products / flops) + rows
 
     def estimate_step_seconds(self, plan: StepPlan) -> float:
         return self.step_seconds(*sum_work(plan.work))

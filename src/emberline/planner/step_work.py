@@ -10,6 +10,11 @@ from emberline.models.outline import ModelOutline
 
 PACKED_BITS = 12  # of a weight
 NOT_MULTIPLIED = ("embedding", "norms")  # kinds of weights that are looked up, or too small to count
+VALUE_BYTES = 2  # of a number between two layers
+# How often the inputs of a routed expert's rows and their outputs are written and read: rows are sorted by expert,
+# multiplied, and added to the residual. What is between the two products is written and read once.
+HIDDEN_COPIES, INNER_COPIES = 4, 2
+EXPERT_TILE_ROWS = 64  # rows of an expert that are multiplied together; the last tile is filled up
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +30,10 @@ class StepWork:
     expert_weights: int  # of the experts that one token selects
     experts: int  # of a layer; 0: none
     chosen_experts: int
+    expert_row_bytes: int  # that a token's routed experts write and read besides weights, in all layers
     weight_format: str  # of most weights
     pair_flops: int  # of one query with one key and its value, in all layers with attention
+    has_latents: bool  # whether keys and values of prompts are computed from latents
     groups: tuple[KVGroup, ...]
 
     @staticmethod
@@ -50,8 +57,10 @@ class StepWork:
             expert_weights=round(sum(share.num_weights for share in routed) * chosen_share),
             experts=0 if experts is None else experts.count,
             chosen_experts=0 if experts is None else experts.chosen,
+            expert_row_bytes=_expert_row_bytes(outline, plan.gpus.count),
             weight_format=max(shares, key=lambda share: share.num_weights).format,
             pair_flops=_pair_flops(outline) // plan.gpus.count,
+            has_latents=outline.latent is not None,
             groups=plan.groups,
         )
 
@@ -65,6 +74,7 @@ class StepWork:
             dense_weights=self.dense_weights * stages,
             expert_bytes=self.expert_bytes * stages,
             expert_weights=self.expert_weights * stages,
+            expert_row_bytes=self.expert_row_bytes * stages,
             pair_flops=self.pair_flops * stages,
             groups=tuple(
                 replace(
@@ -80,8 +90,21 @@ class StepWork:
         """Return the bytes of weights that a step with this many tokens reads, if its tokens select random experts."""
         if not self.experts:
             return float(self.dense_bytes)
-        unselected = (1.0 - self.chosen_experts / self.experts) ** tokens
-        return self.dense_bytes + self.expert_bytes * (1.0 - unselected)
+        return self.dense_bytes + self.expert_bytes * self._selected_share(tokens)
+
+    def multiplied_weights(self, tokens: int) -> float:
+        """Return the weights of the layers that are multiplied with numbers in a step, summed over its tokens.
+
+        Rows of an expert are multiplied in tiles, of which half a tile is empty on average, and of few rows a third."""
+        if not self.experts:
+            return float(self.dense_weights * tokens)
+        rows = tokens * self.chosen_experts / (self.experts * self._selected_share(tokens))  # of a selected expert
+        padding = min(EXPERT_TILE_ROWS, rows) / 2
+        return (self.dense_weights + self.expert_weights * (1.0 + padding / rows)) * tokens
+
+    def _selected_share(self, tokens: int) -> float:
+        """Return the share of the experts that at least one of the tokens selects."""
+        return 1.0 - (1.0 - self.chosen_experts / self.experts) ** tokens
 
     def kv_bytes(self, rows: int, context: float) -> float:
         """Return the bytes of keys, values and states of `rows` requests with this mean context."""
@@ -99,6 +122,13 @@ class StepWork:
 def _read_bytes(share: WeightShare) -> int:
     """Return the bytes that a step reads of these weights: of two copies, only the packed one."""
     return share.num_weights * PACKED_BITS // 8 if share.format.endswith("+uw12") else share.num_bytes
+
+
+def _expert_row_bytes(outline: ModelOutline, gpus: int) -> int:
+    if (experts := outline.experts) is None:
+        return 0
+    values = HIDDEN_COPIES * outline.hidden + INNER_COPIES * experts.ffn // gpus
+    return VALUE_BYTES * values * experts.chosen * sum(layer.has_experts for layer in outline.layers)
 
 
 def _pair_flops(outline: ModelOutline) -> int:

@@ -6,9 +6,8 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from emberline.planner.capacity import prompt_seconds
 from emberline.planner.topology import PlannedPool, PlanningTask, Topology
 from emberline.planner.traffic import Traffic
 from emberline.sim.cluster import SimCluster, SimClusterConfig, SimDetail
@@ -19,14 +18,15 @@ from emberline.sim.sessions import SingleRequest
 from emberline.sim.worker_config import SimWorkerConfig
 from emberline.sim.workloads.requests import make_single_request
 
-MAX_SIMULATED_ENGINES = 16  # of all pools; larger topologies are simulated in part
-MAX_SHARE_MISMATCH = 1.1  # between the parts of two pools that are simulated
+MAX_SIMULATED_ENGINES = 16  # of all pools, if a part of the topology can have the same load for each engine
+# Of the loads of an engine in two pools, compared with the whole topology. Queues near their limit are sensitive.
+MAX_LOAD_MISMATCH = 1.02
 # Tokens of outputs and of prompts for which the simulated part and its duration are chosen: about 2 s of computation.
 SIMULATED_TOKENS, SIMULATED_PROMPT_TOKENS = 60_000, 400_000
 MIN_SIMULATED_REQUESTS, MAX_SIMULATED_REQUESTS = 100, 400
 SHARED_PREFIXES = 8  # different ones, if prompts share prefixes
 SETTLING_LIFETIMES = 0.25  # mean durations of a request, before latencies are measured
-RAMP_UTILISATION = 0.9  # of prompt computation, while the requests arrive with which a simulation starts
+RAMP_INTERVAL_S = 2e-3  # between the requests of an engine with which a simulation starts: more than a copy takes
 BLOCK_SIZE = 64
 
 
@@ -39,7 +39,7 @@ class SimulatedLoad:
     itl_p50: float
     itl_p90: float
     requests: int  # that got a first token
-    unanswered: int  # that arrived and got none: refused, failed, or still waiting at the end
+    unanswered: int  # that got none: refused, failed, or still waiting at the end, for longer than the target
     engines: int  # that were simulated
     traffic_share: float  # of the traffic that was simulated
     seconds: float  # of virtual time
@@ -64,8 +64,7 @@ def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> Simu
     share = max(n / count for n, count in zip(counts, engines, strict=True))
     traffic = task.traffic.with_rate_factor(share)
     population = round(topology.estimate.decode_rows * counts[-1])
-    computing_s = prompt_seconds(topology.pools[0].kind, traffic.mean_context, 0.0) / counts[0]
-    ramp_s = population * computing_s / RAMP_UTILISATION
+    ramp_s = RAMP_INTERVAL_S * population / counts[-1]
     warm_up_s = ramp_s + SETTLING_LIFETIMES * topology.mean_lifetime_s(task.traffic)
     requests = min(SIMULATED_TOKENS / traffic.mean_output, SIMULATED_PROMPT_TOKENS / traffic.mean_prompt) - population
     end_s = warm_up_s + min(max(requests, MIN_SIMULATED_REQUESTS), MAX_SIMULATED_REQUESTS) / traffic.rate
@@ -73,14 +72,16 @@ def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> Simu
     cluster.at(warm_up_s, lambda: _forget_latencies(cluster))
     sessions = _Sessions(traffic, seed, population, ramp_s, end_s)
     result = cluster.run(sessions, until=end_s)
-    arrived = sum(warm_up_s <= at for at in sessions.arrivals)
+    arrived = [at for at in sessions.arrivals if at >= warm_up_s]
+    lost = result.refused + result.failed + result.too_long
+    unanswered = lost + _count_late(arrived, result.ttft_seconds.count + lost, end_s - task.slo.ttft_p90)
     return SimulatedLoad(
-        ttft_p50=_quantile(result.ttft_seconds, 0.5, arrived),
-        ttft_p90=_quantile(result.ttft_seconds, 0.9, arrived),
+        ttft_p50=_quantile(result.ttft_seconds, 0.5, unanswered),
+        ttft_p90=_quantile(result.ttft_seconds, 0.9, unanswered),
         itl_p50=result.inter_token_seconds.quantile(0.5),
         itl_p90=result.inter_token_seconds.quantile(0.9),
         requests=result.ttft_seconds.count,
-        unanswered=max(0, arrived - result.ttft_seconds.count),
+        unanswered=unanswered,
         engines=sum(counts),
         traffic_share=share,
         seconds=end_s - warm_up_s,
@@ -97,29 +98,25 @@ def _max_engines(topology: Topology, traffic: Traffic) -> int:
 
 
 def choose_simulated_counts(engines: Sequence[int], wanted: int) -> list[int]:
-    """Return how many engines of each pool are simulated: about `wanted`, in the proportions of the pools."""
-    total = sum(engines)
-    if total <= wanted:
+    """Return how many engines of each pool are simulated: about `wanted`, or more to keep the proportions of the pools.
+
+    In proportion, an engine of each pool has the same load as in the whole topology, with a part of its traffic. So of
+    1 prefill worker and 40 decode workers all are simulated."""
+    if (total := sum(engines)) <= wanted:
         return list(engines)
-    sizes = range(len(engines), min(total, MAX_SIMULATED_ENGINES) + 1)
-    best: tuple[float, list[int]] | None = None
-    for size in sorted(sizes, key=lambda size: (size > wanted, abs(size - wanted))):
+    for size in sorted(range(len(engines), total), key=lambda size: (size > wanted, abs(size - wanted))):
         counts = [max(1, round(size * count / total)) for count in engines]
         shares = [n / count for n, count in zip(counts, engines, strict=True)]
-        mismatch = max(shares) / min(shares)
-        if mismatch <= MAX_SHARE_MISMATCH:
+        if max(shares) <= MAX_LOAD_MISMATCH * min(shares):
             return counts
-        if best is None or mismatch < best[0]:
-            best = (mismatch, counts)
-    assert best is not None
-    return best[1]
+    return list(engines)
 
 
 class _Sessions:
     """Random arrivals, or those of a trace, until `end_s`. `arrivals` collects their times.
 
-    To start near the steady state, the first requests arrive within `ramp_s`, with a part of their replies in their
-    prompts already."""
+    To start near the steady state, the first requests arrive within `ramp_s` with a part of their replies, and need no
+    computation of their prompts."""
 
     def __init__(self, traffic: Traffic, seed: int, population: int, ramp_s: float, end_s: float) -> None:
         self._traffic, self._seed, self._population = traffic, seed, population
@@ -132,8 +129,8 @@ class _Sessions:
         for number in range(self._population):
             at = self._ramp_s * number / self._population
             prompt, output = rng.choices(self._traffic.lengths, outputs)[0]  # long replies run for longer
-            done = rng.randrange(output)
-            yield SingleRequest(at, self._build_request(rng, f"first-{number}", prompt + done, output - done))
+            request = self._build_request(rng, f"first-{number}", prompt, output)
+            yield SingleRequest(at, replace(request, num_resumed=rng.randrange(output)))
         for session in self._replay_trace() if self._traffic.replayed else self._draw_requests(rng):
             if session.starts_at >= self._end_s:
                 return
@@ -200,7 +197,15 @@ def _forget_latencies(cluster: SimCluster) -> None:
     cluster.result.ttft_seconds, cluster.result.inter_token_seconds = Distribution(), Distribution()
 
 
-def _quantile(values: Distribution, fraction: float, arrived: int) -> float:
-    """Return the quantile over all requests that arrived; those without a first token count as the slowest."""
-    wanted = fraction * max(arrived, values.count)
+def _count_late(arrived: Sequence[float], ended: int, must_start_by: float) -> int:
+    """Return how many requests wait for their first token for too long at the end.
+
+    `arrived`: times of arrival. `ended`: requests that do not wait. Requests get their first token in the order of
+    arrival, about, so the last ones wait. Of those that arrived after `must_start_by`, it is not known."""
+    return sum(at < must_start_by for at in arrived[ended:])
+
+
+def _quantile(values: Distribution, fraction: float, unanswered: int) -> float:
+    """Return the quantile over all requests; those without a first token count as the slowest."""
+    wanted = fraction * (values.count + unanswered)
     return values.quantile(wanted / values.count) if values.count > wanted else math.inf

@@ -41,6 +41,7 @@ class SimRequest:
     num_prompt_tokens: int
     reply: PromptPart
     summary: RequestSummary  # what the router knows about it
+    num_resumed: int = 0  # tokens of the reply that are known when it arrives, with the KV blocks up to them
 
     @property
     def reply_digest(self) -> bytes:

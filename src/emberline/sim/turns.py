@@ -122,7 +122,10 @@ class TurnDispatcher:
         return len(self._turns_by_job) + len(self._waiting)
 
     def start(self, session: SimSession, request: SimRequest) -> OpenTurn:
-        turn = OpenTurn(session, request, self._clock.now())
+        turn = OpenTurn(session, request, self._clock.now(), num_generated=request.num_resumed)
+        if request.num_resumed:
+            known = request.num_prompt_tokens + request.num_resumed
+            turn.source = KVSource(known, overlapped_tokens=known)
         if request.num_prompt_tokens + request.reply.num_tokens > self._max_context:
             self._end(turn, "too_long")
         else:
@@ -178,7 +181,7 @@ class TurnDispatcher:
         turn.answer = self._open_attempt(turn, decision)
         self._answers[turn.answer.attempt.id] = turn.answer
         prefill = None
-        if is_first and self._pool.has_prefill_workers:
+        if is_first and turn.source is None and self._pool.has_prefill_workers:
             prefill = self._dispatcher.choose_prefill_worker(summary, decision, is_required=False)
         if prefill is None:
             self._submit_answer(turn)

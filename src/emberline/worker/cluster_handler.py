@@ -7,7 +7,7 @@ reply a different worker will generate (prefill).
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ from emberline.worker.request_context import CHAIN_HEADER, RequestContext, tenan
 
 log = logging.getLogger("emberline.server")
 
-MAX_RECLAIM_BYTES = 1 << 16
+MAX_ORDER_BYTES = 1 << 16  # of a request to continue a stream, or to sleep
 MAX_FORWARD_OVERHEAD_BYTES = 8 << 20  # of a forwarded request beside the client's body
 
 
@@ -57,12 +57,36 @@ class ForwardedRequest(msgspec.Struct):
         return RequestContext(seed=self.seed, is_tracked=True, handoff=Handoff.parse(self.handoff), **given)
 
 
+class SleepOrder(msgspec.Struct):
+    on: bool = True  # False: wake
+
+
 class ClusterHandler:
-    def __init__(self, handler: GenerationHandler, max_body: int, has_api_keys: bool = False) -> None:
-        """`max_body`: size limit of a client's body in bytes. `has_api_keys`: clients need an API key."""
+    def __init__(
+        self,
+        handler: GenerationHandler,
+        max_body: int,
+        has_api_keys: bool = False,
+        set_asleep: Callable[[bool], None] | None = None,
+    ) -> None:
+        """`max_body`: size limit of a client's body in bytes. `has_api_keys`: clients need an API key.
+
+        `set_asleep`: puts the models to sleep or wakes them; None: they cannot sleep."""
         self._handler = handler
         self._has_api_keys = has_api_keys
         self._max_body = max_body
+        self._set_asleep = set_asleep
+
+    async def sleep(self, exchange: Exchange) -> None:
+        """Put the models to sleep if they have no open requests, or wake them. Heartbeats show when that is done."""
+        try:
+            order = msgspec.json.decode(await exchange.read_body(MAX_ORDER_BYTES), type=SleepOrder)
+        except JSON_DECODE_ERRORS as e:
+            raise InvalidRequest(f"invalid request to sleep or wake: {e}") from e
+        if self._set_asleep is None:
+            raise InvalidRequest("this worker cannot sleep", hint="start it with --can-sleep")
+        self._set_asleep(order.on)
+        await exchange.reply_json({})
 
     async def resume(self, exchange: Exchange) -> None:
         """Continue a reply that a different worker has started."""
@@ -80,7 +104,7 @@ class ClusterHandler:
     async def reclaim(self, exchange: Exchange) -> None:
         """Reply with the tokens of a stream up to an event, so that the stream can be continued after that event."""
         try:
-            position = msgspec.json.decode(await exchange.read_body(MAX_RECLAIM_BYTES), type=ReclaimRequest)
+            position = msgspec.json.decode(await exchange.read_body(MAX_ORDER_BYTES), type=ReclaimRequest)
         except JSON_DECODE_ERRORS as e:
             raise InvalidRequest(f"invalid request to continue a stream: {e}") from e
         tenant = tenant_from_router(exchange, self._has_api_keys)

@@ -91,7 +91,9 @@ class EngineApp:
             "/openapi.json": HTTPRoute(self._report_openapi, "GET", "nothing"),
         }
         if config.worker is not None:
-            cluster = ClusterHandler(self._handler, config.max_body, has_api_keys=bool(config.api_keys))
+            set_asleep = engine.set_asleep if config.worker.can_sleep else None
+            cluster = ClusterHandler(self._handler, config.max_body, bool(config.api_keys), set_asleep)
+            routes["/cluster/sleep"] = HTTPRoute(cluster.sleep, required_key="cluster")
             routes["/cluster/resume"] = HTTPRoute(traced(cluster.resume), required_key="cluster")
             routes[RECLAIM_PATH] = HTTPRoute(cluster.reclaim, required_key="cluster")
             routes["/cluster/prefill"] = HTTPRoute(traced(cluster.prefill), required_key="cluster")

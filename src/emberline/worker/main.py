@@ -72,7 +72,8 @@ async def serve(
     directories = await _run_in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
     if config.worker is not None:
         transfer = _build_transfer_config(config.worker, config.host, port, config.tls)
-        engine_config = replace(engine_config, transfer=transfer)
+        engine_config = replace(engine_config, transfer=None if config.worker.can_sleep else transfer)
+        time_sharing_config = replace(time_sharing_config, can_sleep=config.worker.can_sleep)
     configs = _build_engine_configs(engine_config, directories)
     engine = AsyncEngine(configs, time_sharing_config, stall_timeout=config.stall_timeout, child=child)
     starting = asyncio.create_task(engine.start())

@@ -84,6 +84,7 @@ class WorkerReporter:
             paired=tuple(peer for pair in pairs for peer in pair.paired),
             refused={peer: why for pair in pairs for peer, why in pair.refused.items()},
             transfer=stats.transfer,
+            asleep=self._engine.is_asleep,
         )
 
     def update_peers(self, peers: dict[str, list[dict[str, Any]]]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from emberline.bench.gpu.engine import CONFIG, VOCAB
+from emberline.bench.gpu.job_run import CONFIG, VOCAB
 from emberline.bench.gpu.model import GPURandomWeights
 from emberline.bench.report import BenchReport
 from emberline.bench.transfer import measure_raw_sockets

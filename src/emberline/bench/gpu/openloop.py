@@ -13,17 +13,8 @@ from typing import Any
 import numpy as np
 
 from emberline.bench import workload
-from emberline.bench.gpu.engine import (
-    VOCAB,
-    Clock,
-    MeasuredEngine,
-    boot_engine,
-    is_measurement_selected,
-    make_submission,
-    make_warm_up_lengths,
-    run_job,
-    run_measurement,
-)
+from emberline.bench.gpu.engine import boot_engine, is_measurement_selected, make_warm_up_lengths, run_measurement
+from emberline.bench.gpu.job_run import VOCAB, Clock, MeasuredEngine, make_submission, run_job
 from emberline.bench.job import BenchJob
 from emberline.bench.report import BenchReport
 from emberline.core.errors import EmberlineError

@@ -16,13 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from emberline.bench.gpu import engine, openloop
-from emberline.bench.gpu.engine import (
-    EngineBench,
-    JobRun,
-    is_measurement_selected,
-    run_job,
-    run_measurement,
-)
+from emberline.bench.gpu.engine import EngineBench, is_measurement_selected, run_measurement
+from emberline.bench.gpu.job_run import JobRun, run_job
 from emberline.bench.gpu.limits import compute_token_cost
 from emberline.bench.gpu.model import LLAMA_8B, write_config
 from emberline.bench.job import BenchJob

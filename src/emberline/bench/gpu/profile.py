@@ -16,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from emberline.bench import workload
 from emberline.bench.gpu import speculation
 from emberline.bench.gpu.__main__ import parse_setting
-from emberline.bench.gpu.engine import PROMPT_TOKENS, SETTINGS, boot_engine, make_submission
+from emberline.bench.gpu.engine import PROMPT_TOKENS, SETTINGS, boot_engine
+from emberline.bench.gpu.job_run import make_submission
 from emberline.bench.gpu.shapes import shape_of
 from emberline.engine.engine import Engine
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from emberline.bench import report as reports
 from emberline.bench import workload
-from emberline.bench.gpu.engine import SteadyPhase, run_job
+from emberline.bench.gpu.job_run import SteadyPhase, run_job
 from emberline.bench.gpu.limits import H200
 from emberline.bench.gpu.model import GPURandomWeights
 from emberline.core.engine_config import EngineConfig

@@ -20,8 +20,9 @@ from emberline.bench.gpu.model import LLAMA_8B, write_checkpoint
 from emberline.core.engine_config import EngineConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
-from emberline.engine.boot import LoadedEngine, boot
+from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
+from emberline.engine.loaded_engine import LoadedEngine
 
 MODEL = LLAMA_8B | {"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16}
 MODEL |= {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32768}

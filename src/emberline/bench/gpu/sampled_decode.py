@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from emberline.bench import workload
-from emberline.bench.gpu import engine
+from emberline.bench.gpu.job_run import CONFIG, VOCAB, JobRun, SteadyPhase
 from emberline.bench.job import BenchJob
 from emberline.bench.report import BenchReport
 from emberline.core.params import GrammarSpec, SamplingParams
@@ -43,7 +43,7 @@ NAMES = tuple(f"{kind}_b{batch}" for kind in SAMPLING_KINDS for batch in BATCHES
 
 def measure(
     report: BenchReport,
-    run_job: Callable[[BenchJob, SamplingParams], engine.JobRun],
+    run_job: Callable[[BenchJob, SamplingParams], JobRun],
     measurement_name: str,
     rounds: int,
 ) -> None:
@@ -53,13 +53,11 @@ def measure(
     """
     kind, _, size = measurement_name.rpartition("_b")
     batch = int(size)
-    job = workload.make_job([(PROMPT_TOKENS, OUTPUT_TOKENS)] * batch, engine.VOCAB)
+    job = workload.make_job([(PROMPT_TOKENS, OUTPUT_TOKENS)] * batch, VOCAB)
 
     def measure_steps(params: SamplingParams) -> list[float]:
-        run_job(workload.make_job([(32, 4)] * batch, engine.VOCAB), params)  # warm-up
-        return [
-            engine.SteadyPhase.from_timeline(job, run_job(job, params).timeline).step_seconds for _ in range(rounds)
-        ]
+        run_job(workload.make_job([(32, 4)] * batch, VOCAB), params)  # warm-up
+        return [SteadyPhase.from_timeline(job, run_job(job, params).timeline).step_seconds for _ in range(rounds)]
 
     plain, ours = measure_steps(SamplingParams()), measure_steps(SAMPLING_KINDS[kind])
     report.add(f"{measurement_name}_ms", [1e3 * step for step in ours], "ms", peer=1e3 * min(plain))
@@ -74,8 +72,8 @@ def make_grammar_compiler() -> GrammarCompiler:
 
     with TemporaryDirectory() as folder:
         file = Path(folder) / "tokenizer.json"
-        file.write_text(json.dumps(_make_tokenizer(engine.VOCAB, engine.CONFIG.vocab)))
-        return GrammarCompiler(file, engine.CONFIG.vocab, engine.CONFIG.eos)
+        file.write_text(json.dumps(_make_tokenizer(VOCAB, CONFIG.vocab)))
+        return GrammarCompiler(file, CONFIG.vocab, CONFIG.eos)
 
 
 def _make_tokenizer(num_words: int, vocab_size: int) -> dict[str, object]:

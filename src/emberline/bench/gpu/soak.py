@@ -9,7 +9,8 @@ from collections import Counter
 from typing import Any
 
 from emberline.bench import report as reports
-from emberline.bench.gpu.engine import SETTINGS, VOCAB, boot_engine
+from emberline.bench.gpu.engine import SETTINGS, boot_engine
+from emberline.bench.gpu.job_run import VOCAB
 from emberline.bench.report import BenchReport
 from emberline.core.errors import EmberlineError, Overloaded
 from emberline.core.params import SamplingParams

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from emberline.bench import workload
-from emberline.bench.gpu.engine import CONFIG, MAX_WAITING, SETTINGS, VOCAB, make_submission
+from emberline.bench.gpu.engine import MAX_WAITING, SETTINGS
+from emberline.bench.gpu.job_run import CONFIG, VOCAB, make_submission
 from emberline.bench.gpu.limits import H200 as LIMITS
 from emberline.bench.gpu.limits import compute_token_cost
 from emberline.bench.gpu.model import LLAMA_8B, HeadWeights, SuccessorWeights

@@ -13,8 +13,8 @@ the blocks are recomputed."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from queue import Empty, SimpleQueue
+from contextlib import AbstractContextManager, contextmanager
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -24,10 +24,10 @@ from emberline.engine import memory
 from emberline.engine.gpu.copier import WORD_DTYPE
 from emberline.engine.gpu.device import Device
 from emberline.kv.cache import KVCache
-from emberline.kv.transfer.errors import BadTransfer, TransferTimeout
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.region import BlockIds, Region
+from emberline.kv.transfer.staging import split_by_layers, take_slot
 
 SLOT_TIMEOUT_S = 5.0  # a slot is used for milliseconds, unless the device hangs
 
@@ -111,13 +111,9 @@ class DeviceRegion(Region):
         size, index = self.element_indices(
             piece, blocks, wire_layout, 0
         )  # the same for values, since keys are not turned
-        each = len(self.parts) * size * len(index)
-        if each > self.slot_bytes:
-            raise BadTransfer(f"one layer of the transfer {piece} has {each} bytes; the limit is {self.slot_bytes}")
-        for top in range(piece.first_layer, piece.end_layer, self.slot_bytes // each):
-            bottom = min(top + self.slot_bytes // each, piece.end_layer)
-            part = data[(top - piece.first_layer) * each : (bottom - piece.first_layer) * each]
-            yield range(top, bottom), size // WORD_DTYPE.itemsize, index, part
+        layer_bytes = len(self.parts) * size * len(index)
+        for some, part in split_by_layers(piece, layer_bytes, self.slot_bytes, data):
+            yield range(some.first_layer, some.end_layer), size // WORD_DTYPE.itemsize, index, part
 
     def _slot_views(
         self, slot: StagingSlot, layers: range, words_per_element: int, element_indexes: BlockIds
@@ -130,16 +126,9 @@ class DeviceRegion(Region):
         indexes = torch.from_numpy(element_indexes).to(self.device)
         return indexes, slot.scratch[:count].view(shape), slot.pinned[:count].view(shape)
 
-    @contextmanager
-    def _take_slot(self, slots: SimpleQueue[StagingSlot]) -> Iterator[StagingSlot]:
-        try:
-            slot = slots.get(timeout=SLOT_TIMEOUT_S)
-        except Empty:
-            raise TransferTimeout(f"no GPU buffer for KV transfers became free within {SLOT_TIMEOUT_S:g} s") from None
-        try:
-            yield slot
-        finally:
-            slots.put(slot)
+    @staticmethod
+    def _take_slot(slots: SimpleQueue[StagingSlot]) -> AbstractContextManager[StagingSlot]:
+        return take_slot(slots, "GPU buffer", SLOT_TIMEOUT_S)
 
     @staticmethod
     @contextmanager

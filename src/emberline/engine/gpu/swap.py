@@ -88,7 +88,7 @@ class SleepManager:
             raise ModelNotFound(f"there is no model {name!r}", hint=f"available models: {' '.join(self._models)}")
         if name not in self._awake_since:
             for other in self._idle_models_to_sleep(name):
-                self._put_to_sleep(other)
+                self.put_to_sleep(other)
             self._wake_model(name)
         self._awake_since.move_to_end(name)
 
@@ -123,7 +123,8 @@ class SleepManager:
             )
         return to_sleep
 
-    def _put_to_sleep(self, name: str) -> None:
+    def put_to_sleep(self, name: str) -> None:
+        """Put a model to sleep that is awake and has no open requests."""
         began, stats = self._clock.now(), self.stats[name]
         stats.sleep_bytes += self._models[name].sleep()
         del self._awake_since[name]

@@ -14,20 +14,16 @@ from emberline import __version__
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed, ModelError
 from emberline.core.freememory import free_memory
-from emberline.engine.boot import (
-    LoadedEngine,
-    check_cpu_settings,
-    check_host_memory,
-    dtype_name,
-    full_context,
+from emberline.engine.boot_checks import check_cpu_settings, check_host_memory
+from emberline.engine.boot_parts import (
     make_grammar_compiler,
     make_host_tier,
     make_tiers,
     max_kv_tokens,
-    numerics_of,
     open_transfer_endpoint,
 )
 from emberline.engine.engine import Engine
+from emberline.engine.loaded_engine import LoadedEngine, dtype_name, full_context, numerics_of
 from emberline.engine.rank_summary import RankSummary
 from emberline.engine.ranks.control import (
     AllocateCaches,

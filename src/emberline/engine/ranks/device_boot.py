@@ -13,18 +13,12 @@ import torch
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed
-from emberline.engine.boot import (
-    LoadedEngine,
-    check_host_memory,
-    dtype_name,
-    full_context,
-    make_grammar_compiler,
-    numerics_of,
-    open_transfer_endpoint,
-)
+from emberline.engine.boot_checks import check_host_memory
+from emberline.engine.boot_parts import make_grammar_compiler, open_transfer_endpoint
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.boot import capture_first_shapes
 from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.loaded_engine import LoadedEngine, dtype_name, full_context, numerics_of
 from emberline.engine.rank_summary import RankSummary
 from emberline.engine.ranks.boot import closing_on_error, load_parts, wait_for_start
 from emberline.engine.ranks.control import RankLoaded, RankReady

@@ -14,9 +14,9 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from queue import Empty, SimpleQueue
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -42,11 +42,12 @@ from emberline.engine.ranks.shared_caches import allocate_unused_places, list_bl
 from emberline.kernels.comm.communicator import RankLost
 from emberline.kv.block_part import BlockPart
 from emberline.kv.tiers.base import buffer_bytes_for
-from emberline.kv.transfer.errors import BadTransfer, TransferTimeout
+from emberline.kv.transfer.errors import TransferTimeout
 from emberline.kv.transfer.group_region import STEP_TIMEOUT_S, DividedRegion, PartOfPiece
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.region import BlockIds, HostRegion, Region
+from emberline.kv.transfer.staging import split_by_layers, take_slot
 from emberline.models.config import ModelConfig
 
 POLL_S = 0.00005
@@ -138,14 +139,8 @@ class DeviceGroupRegion(DividedRegion):
         self, piece: TransferPiece, wire_layout: KVLayout, data: memoryview
     ) -> Iterator[tuple[TransferPiece, memoryview]]:
         """Yield parts of a piece that fit into a slot, each with its bytes."""
-        each = piece.num_bytes(wire_layout) // (piece.end_layer - piece.first_layer)
-        if each > self._slot_bytes:
-            raise BadTransfer(f"one layer of the transfer {piece} has {each} bytes; the limit is {self._slot_bytes}")
-        step = self._slot_bytes // each
-        for first in range(piece.first_layer, piece.end_layer, step):
-            some = replace(piece, first_layer=first, end_layer=min(first + step, piece.end_layer))
-            begin = (first - piece.first_layer) * each
-            yield some, data[begin : begin + some.num_bytes(wire_layout)]
+        layer_bytes = piece.num_bytes(wire_layout) // (piece.end_layer - piece.first_layer)
+        return split_by_layers(piece, layer_bytes, self._slot_bytes, data)
 
     def _place_parts(self, slot: TransferSlot, parts: Sequence[PartOfPiece]) -> list[memoryview]:
         """Return the memory of each part in a slot. Ranks that have the same bytes share it."""
@@ -192,9 +187,7 @@ class DeviceGroupRegion(DividedRegion):
                 try:
                     self._group.publish_beside_steps(encode_piece_request(request))
                 except (EmberlineError, RankLost) as error:
-                    raise TransferTimeout(
-                        f"KV blocks cannot be copied, because the ranks have ended: {error}"
-                    ) from error
+                    raise TransferTimeout(f"{RANKS_ENDED}: {error}") from error
 
     def _wait_for_ranks(self, slot: TransferSlot, request: PieceRequest) -> None:
         words = view_words(self._slots.find(slot.number), self._num_ranks)
@@ -214,14 +207,6 @@ class DeviceGroupRegion(DividedRegion):
             if int(words[part.rank]) & FAILED:
                 raise TransferTimeout(f"{self._group.layout.describe(part.rank)} cannot copy its part of KV blocks")
 
-    @contextmanager
-    def _take_slot(self, slots: SimpleQueue[TransferSlot]) -> Iterator[TransferSlot]:
-        try:
-            slot = slots.get(timeout=STEP_TIMEOUT_S)
-        except Empty:
-            raise TransferTimeout(f"no buffer for KV transfers became free within {STEP_TIMEOUT_S:g} s") from None
-        try:
-            yield slot
-        finally:
-            if not slot.is_lost:
-                slots.put(slot)
+    @staticmethod
+    def _take_slot(slots: SimpleQueue[TransferSlot]) -> AbstractContextManager[TransferSlot]:
+        return take_slot(slots, "buffer", STEP_TIMEOUT_S, lambda slot: not slot.is_lost)

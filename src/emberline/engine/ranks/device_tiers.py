@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from emberline.core.engine_config import EngineConfig
-from emberline.engine.boot import make_tiers
+from emberline.engine.boot_parts import make_tiers
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.ranks.boot import make_shared_host_tier
 from emberline.engine.ranks.buffer_parts import BufferParts

@@ -13,7 +13,7 @@ from torch import Tensor
 from emberline.core.config import core_count
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError
-from emberline.engine.boot import choose_kv_dtype
+from emberline.engine.boot_parts import choose_kv_dtype
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.ranks.control import RankLoaded

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.parallel_config import MAX_RANKS
-from emberline.engine.boot import LoadedEngine
+from emberline.engine.loaded_engine import LoadedEngine
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.node_listener import NodeLauncher
 from emberline.engine.ranks.ray_launcher import RayLauncher

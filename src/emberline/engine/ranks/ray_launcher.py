@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from emberline.core.engine_config import EngineConfig
+from emberline.core.engine_packages import install_hint
 from emberline.core.environment import visible_gpus
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, InvalidRequest
 from emberline.core.freeport import free_port
@@ -164,7 +165,7 @@ def connect_to_ray(address: str | None) -> Any:
         import ray
     except ImportError as error:
         message = f"launcher is ray, but Ray cannot be imported: {error}"
-        raise InvalidRequest(message, param="launcher", hint="pip install 'emberline[ray]' on all nodes") from error
+        raise InvalidRequest(message, param="launcher", hint=f"on all nodes: {install_hint('ray')}") from error
     if ray.is_initialized():
         return ray
     address = address or "auto"

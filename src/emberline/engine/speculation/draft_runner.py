@@ -43,6 +43,9 @@ class DraftRunner:
         self._cache = cache
         self._states: dict[str, DraftState] = {}
 
+    def free_cache(self) -> None:
+        self._cache.free_pages()
+
     def note_work(self, work: Sequence[WorkItem]) -> None:
         """Note where each request of a step begins, also in steps without the draft model.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from emberline.core.clock import Clock, SystemClock
+from emberline.core.engine_packages import install_hint
 from emberline.gateway.core.errors import Conflict, StoreBusy, StoreFailed
 from emberline.gateway.core.log_record import LogPayload, LogRecord, utc_day
 from emberline.gateway.store import base, sql, tables
@@ -64,7 +65,7 @@ class PostgresStore:
         except ImportError as e:
             raise StoreFailed(
                 "PostgreSQL cannot be used: the package asyncpg is not installed",
-                hint="pip install 'emberline[gateway]'",
+                hint=install_hint("gateway"),
             ) from e
         settings = {"jit": "off", "lock_timeout": "5000"}
         # asyncpg raises InternalClientError for a connection that is just being lost.

@@ -9,12 +9,14 @@
 //
 // A flag holds the number of the call and a signature of the call. A rank gives up if it finds another signature, waits too
 // long, or is asked to stop by its host. It reports that in host memory and tells the other ranks, which give up too. From then
-// on, no kernel of the group waits.
+// on, no kernel of the group waits. Later kernels of a rank that gave up do nothing: they would repeat the number of the call in
+// which it did, and a rank that comes late to that call would read their data.
 #pragma once
 
 constexpr int MAX_RANKS = 8, MAX_BLOCKS = 32;
 constexpr int POLLS_BETWEEN_CHECKS = 64;  // of the clock and the host's request to stop
 constexpr int SIGNATURE_BITS = 16;        // of a flag; the number of the call is above them
+constexpr u64 GAVE_UP = 1ull << 40;       // replaces the number of the last call, or message, of a rank that gave up
 enum Failure : u64 { TIMED_OUT = 1, OTHER_CALL = 2, STOPPED = 3, ANOTHER_GAVE_UP = 4 };
 
 struct Header {
@@ -82,6 +84,14 @@ DEVICE void begin_kernel(const Group& group) {
   if (group.can_overlap) let_next_kernel_start();
 }
 DEVICE u64 next_number(const u64* counts) { return load_relaxed(counts + blockIdx.x) + 1; }
+// The same for all threads of a CTA, because only their own CTA replaces the number that they read.
+DEVICE bool has_given_up(u64 next_number) { return next_number > GAVE_UP; }
+
+// Stores how many calls or messages ended, for all CTAs that a later kernel may have. No thread may read the number any more.
+DEVICE void store_number(u64* counts, u64 number) {
+  for (int block = blockIdx.x + threadIdx.x * gridDim.x; block < MAX_BLOCKS; block += blockDim.x * gridDim.x)
+    store_relaxed(counts + block, number);
+}
 
 // Waits until CTA b of all ranks is here. What they wrote before is visible then. Returns false if one does not come.
 DEVICE bool pass_barrier(const Group& group, u64 call, int barrier, u32 signature) {
@@ -93,11 +103,7 @@ DEVICE bool pass_barrier(const Group& group, u64 call, int barrier, u32 signatur
     store_release(&header_of(group, peer)->flags[barrier][call & 1][blockIdx.x][group.rank], value);
     is_passed = wait_for<EXACTLY>(group, &header_of(group, group.rank)->flags[barrier][call & 1][blockIdx.x][peer], value, peer);
   }
-  return __syncthreads_and(is_passed);
-}
-
-// Stores how many calls or messages ended, for all CTAs that a later kernel may have. No thread may read the number any more.
-DEVICE void store_number(u64* counts, u64 number) {
-  for (int block = blockIdx.x + threadIdx.x * gridDim.x; block < MAX_BLOCKS; block += blockDim.x * gridDim.x)
-    store_relaxed(counts + block, number);
+  const bool all_passed = __syncthreads_and(is_passed);
+  if (!all_passed) store_number(header_of(group, group.rank)->calls, GAVE_UP);
+  return all_passed;
 }

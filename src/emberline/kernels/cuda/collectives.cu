@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(512, 1)
   const int packs = count_packs<T>(count), first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   begin_kernel(group);
   const u64 call = next_number(header_of(group, group.rank)->calls);
+  if (has_given_up(call)) return;
   uint4* const slot = reinterpret_cast<uint4*>(slot_of(group, group.rank, call));
   for (int i = first; i < packs; i += step) slot[i] = load_pack(x, i, count).word;
   if (!pass_barrier(group, call, 0, signature)) return;
@@ -112,6 +113,7 @@ __global__ void __launch_bounds__(512, 1)
   const int chunk = (packs + group.size - 1) / group.size;  // packs of a rank
   begin_kernel(group);
   const u64 call = next_number(header_of(group, group.rank)->calls);
+  if (has_given_up(call)) return;
   uint4* const slot = reinterpret_cast<uint4*>(slot_of(group, group.rank, call));
   for (int rank = 0; rank < group.size; rank++)
     for (int i = first; i < chunk; i += step)
@@ -151,6 +153,7 @@ __global__ void __launch_bounds__(512, 1)
   const int packs = columns / PER, warps = blockDim.x / 32, count = rows * columns;
   begin_kernel(group);
   const u64 call = next_number(header_of(group, group.rank)->calls);
+  if (has_given_up(call)) return;
   uint4* const slot = reinterpret_cast<uint4*>(slot_of(group, group.rank, call));
   for (int row = blockIdx.x; row < rows; row += gridDim.x)
     for (int i = row * packs + threadIdx.x; i < (row + 1) * packs; i += blockDim.x) slot[i] = load_pack(partial, i, count).word;
@@ -204,6 +207,7 @@ __global__ void __launch_bounds__(512, 1)
   const int count = rows * width, first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   begin_kernel(group);
   const u64 call = next_number(header_of(group, group.rank)->calls);
+  if (has_given_up(call)) return;
   Unit* const slot = reinterpret_cast<Unit*>(slot_of(group, group.rank, call));
   for (int i = first; i < count; i += step) slot[i] = load_unit(x + i);
   if (!pass_barrier(group, call, 0, signature)) return;
@@ -222,6 +226,7 @@ __global__ void __launch_bounds__(512, 1)
   const int packs = count_packs<u8>(count), first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   begin_kernel(group);
   const u64 call = next_number(header_of(group, group.rank)->calls);
+  if (has_given_up(call)) return;
   uint4* const slot = reinterpret_cast<uint4*>(slot_of(group, source, call));
   if (group.rank == source)
     for (int i = first; i < packs; i += step) slot[i] = load_pack(x, i, count).word;
@@ -245,6 +250,7 @@ __global__ void __launch_bounds__(512, 1)
   const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   begin_kernel(group);
   u64 call = next_number(header_of(group, group.rank)->calls);
+  if (has_given_up(call)) return;
   int longest = 1;
   for (int rank = 0; rank < group.size; rank++) longest = max(longest, counts.sent[rank]);
   u64 rounds = (longest + area - 1) / area;
@@ -277,10 +283,11 @@ __global__ void __launch_bounds__(512, 1)
   begin_kernel(group);
   Header* const own = header_of(group, group.rank);
   const u64 message = next_number(own->sent[to]);
+  if (has_given_up(message)) return;
   bool is_free = true;
   for (int block = threadIdx.x; message > 2 && block < MAX_BLOCKS; block += blockDim.x)
     is_free = is_free && wait_for<AT_LEAST>(group, &own->taken[to][block], message - 2, to);
-  if (!__syncthreads_and(is_free)) return;
+  if (!__syncthreads_and(is_free)) return store_number(own->sent[to], GAVE_UP);
   uint4* const inbox =
       reinterpret_cast<uint4*>(group.buffers[to] + group.peer_inboxes[to] + (message & 1) * group.message_bytes);
   for (int i = first; i < packs; i += step) inbox[i] = load_pack(x, i, count).word;
@@ -296,10 +303,11 @@ __global__ void __launch_bounds__(512, 1)
   begin_kernel(group);
   Header* const own = header_of(group, group.rank);
   const u64 message = next_number(own->received[source]);
+  if (has_given_up(message)) return;
   const u64 value = message << SIGNATURE_BITS | signature;
   bool is_here = true;
   if (threadIdx.x == 0) is_here = wait_for<EXACTLY>(group, &own->arrived[source][message & 1][blockIdx.x], value, source);
-  if (!__syncthreads_and(is_here)) return;
+  if (!__syncthreads_and(is_here)) return store_number(own->received[source], GAVE_UP);
   const uint4* const inbox = reinterpret_cast<const uint4*>(group.buffers[group.rank] + group.own_inboxes[source] +
                                                             (message & 1) * group.message_bytes);
   for (int i = first; i < packs; i += step) store_pack(x, i, count, Pack<u8>(load_unit(inbox + i)));

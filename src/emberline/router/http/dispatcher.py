@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from emberline.cluster.membership import WorkerHealth
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
+from emberline.core.errors import EngineUnavailable, ModelNotFound, Overloaded
 from emberline.core.numerics import describe_difference
 from emberline.router.destination import select_destination
 from emberline.router.http.router_metrics import FORGOTTEN_WORKER
@@ -50,22 +51,45 @@ class Dispatcher(WorkerRegistry):
         ignore_capacity_limits: bool = False,
         is_suspect: bool = False,
     ) -> RoutingDecision:
-        """Return the worker for a request, chosen by `policy.choose_worker` from all registered workers."""
+        """Return the worker for a request, chosen by `policy.choose_worker` from all registered workers.
+
+        A sleeping worker, which the request wakes, is chosen only if no other can take the request."""
+        options = ignore_capacity_limits, is_suspect
+        if self.sleeping_worker_ids:
+            with suppress(EngineUnavailable, Overloaded):
+                return self._choose_worker(summary, excluded_worker_ids | self.sleeping_worker_ids, *options)
+        decision = self._choose_worker(summary, excluded_worker_ids, *options)
+        self.sleeping_worker_ids.discard(decision.worker.id)  # further requests may follow this one
+        return decision
+
+    def _choose_worker(
+        self,
+        summary: RequestSummary,
+        excluded_worker_ids: set[str],
+        ignore_capacity_limits: bool,
+        is_suspect: bool,
+    ) -> RoutingDecision:
         workers, now = list(self.workers.values()), self._clock.now()
         if summary.endpoints:
             workers = select_destination(workers, summary.endpoints, summary.model, now)
         shared = not self.prefixes.continues_conversation(summary.prefixes)
-        return choose_worker(
-            summary,
-            workers,
-            *self._cached_bytes_and_estimator(summary),
-            self._rules,
-            now,
-            excluded_worker_ids,
-            ignore_capacity_limits,
-            is_suspect,
-            shared,
-        )
+        try:
+            return choose_worker(
+                summary,
+                workers,
+                *self._cached_bytes_and_estimator(summary),
+                self._rules,
+                now,
+                excluded_worker_ids,
+                ignore_capacity_limits,
+                is_suspect,
+                shared,
+            )
+        except ModelNotFound as e:
+            if self.expected_models.expects(summary.model, now):
+                message = f"the model {summary.model[:200]!r} has no worker yet"
+                raise EngineUnavailable(message, hint="retry when its worker has started") from e
+            raise
 
     def describe_numerics_difference(self, model: str, origin_worker: Worker) -> str:
         """Return the difference in numerics (dtype etc.) that keeps a stream from moving to any other worker.
@@ -139,14 +163,17 @@ class Dispatcher(WorkerRegistry):
 
     def fill_in_default_model(self, summary: RequestSummary) -> RequestSummary:
         """Return the summary with the cluster's only model filled in, if the request names no model."""
+        if summary.model:
+            return summary
         served = [
             model
             for member in self.membership
             for model in member.registration.models
             if member.registration.name in self.workers
         ]
+        served += self.expected_models.list_announced(self._clock.now()).values()
         models = {model.name for model in served if model.max_running} or {model.name for model in served}
-        return replace(summary, model=next(iter(models))) if not summary.model and len(models) == 1 else summary
+        return replace(summary, model=next(iter(models))) if len(models) == 1 else summary
 
     def _cached_bytes_and_estimator(self, summary: RequestSummary) -> tuple[Mapping[str, int], TokenEstimator]:
         is_served = any(summary.model in worker.models for worker in self.workers.values())

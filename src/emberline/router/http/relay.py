@@ -35,6 +35,7 @@ from emberline.router.http.remote_prefill import RemotePrefill
 from emberline.router.http.reply_relay import HOP_BY_HOP_HEADERS, ReplyRelay, content_type_and_headers
 from emberline.router.http.routed_request import AttemptFailure, RoutedRequest
 from emberline.router.http.stream_resumption import StreamResumption
+from emberline.router.http.waiting_requests import WaitingRequests
 from emberline.router.http.worker_attempt import WorkerAttempt
 from emberline.router.native import RESUME_PATH
 from emberline.router.policy import RETRY_HINT, RoutingDecision, RoutingReason
@@ -63,7 +64,7 @@ class Relay(ReplyRelay):
         super().__init__(dispatcher, config)
         self._client = client
         self._suspects = SuspectRequests()
-        self.waiting_requests = 0  # requests that wait until a worker is available
+        self.waiting_requests = WaitingRequests()
 
     async def run(
         self, exchange: Exchange, summary: RequestSummary, body: bytes, resumption: StreamResumption | None = None
@@ -213,9 +214,8 @@ class Relay(ReplyRelay):
 
         Return None if the request may not wait or no worker becomes available. The worker may be one that was already
         tried."""
-        self.waiting_requests += 1
-        try:
-            while self.waiting_requests <= MAX_WAITING_REQUESTS and routed.can_wait_for_worker(
+        with self.waiting_requests.add(routed.summary.model):
+            while self.waiting_requests.total <= MAX_WAITING_REQUESTS and routed.can_wait_for_worker(
                 self._config.migration_wait, self._now()
             ):
                 routed.handle_event(RequestEvent.NO_WORKER_YET)
@@ -226,8 +226,6 @@ class Relay(ReplyRelay):
                 if (decision := self._choose_next_worker(routed)) is not None:
                     return decision
             return None
-        finally:
-            self.waiting_requests -= 1
 
     async def _try_worker(self, routed: RoutedRequest, decision: RoutingDecision) -> AttemptFailure | None:
         routed.total_attempts += 1

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from dataclasses import replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -22,10 +22,12 @@ from emberline.core.tls import TLSIdentity
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.router.destination import DESTINATION_HEADER, parse_endpoints
 from emberline.router.http.dispatcher import Dispatcher
+from emberline.router.http.expected_models import MAX_MODELS
 from emberline.router.http.relay import Relay
 from emberline.router.http.router_metrics import WorkerView, build_status
 from emberline.router.http.stream_resumption import LAST_EVENT_ID_HEADER, StreamResumer
 from emberline.router.http.worker_registry import TICK_INTERVAL_S
+from emberline.router.http.worker_sleep import SLEEP_PATH, WorkerSleep
 from emberline.router.request_summary import RequestSummary
 from emberline.router.worker_client import WorkerClient
 from emberline.server.access import AccessPolicy, derive_tenant_id
@@ -43,6 +45,7 @@ SESSION_HEADER = "x-session-affinity"
 PAIRING_TIMEOUT_S = 1.0  # for workers to connect to a draining one, after two heartbeat intervals
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
+ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class LeaveRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,6 +57,18 @@ class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     on: bool = True
     move: bool = False  # move its streams to other workers
+
+
+class SleepRequest(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    on: bool = True
+
+
+class AnnouncedModels(msgspec.Struct, forbid_unknown_fields=True):
+    """Models for which an autoscaler starts workers."""
+
+    models: Annotated[tuple[ModelName, ...], msgspec.Meta(max_length=MAX_MODELS)]
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=3600)]  # for which they are expected, unless announced again
 
 
 class RouterApp:
@@ -71,6 +86,7 @@ class RouterApp:
         self.dispatcher = Dispatcher(config, clock)
         self._relay = Relay(self.dispatcher, client, config)
         self._stream_resumer = StreamResumer(self.dispatcher, client, config)
+        self._worker_sleep = WorkerSleep(self.dispatcher, client, config.cluster_key)
         self._tracing = tracing
         self._tls = tls
         self._started_at = int(time.time())
@@ -86,6 +102,8 @@ class RouterApp:
             "/cluster/beat": HTTPRoute(self._handle_heartbeat, required_key="cluster"),
             "/cluster/leave": HTTPRoute(self._handle_leave, required_key="cluster"),
             "/cluster/drain": HTTPRoute(self._handle_drain, required_key="cluster"),
+            "/cluster/models": HTTPRoute(self._handle_announcement, required_key="cluster"),
+            SLEEP_PATH: HTTPRoute(self._handle_sleep, required_key="cluster"),
             "/cluster/status": HTTPRoute(self._reply_with_status, "GET", "operator"),
             "/health": HTTPRoute(self._reply_with_readiness, "GET", "nothing"),
             "/health/live": HTTPRoute(self._reply_with_liveness, "GET", "nothing"),
@@ -153,19 +171,25 @@ class RouterApp:
         )
 
     def _collect_served_models(self) -> list[models.ServedModel]:
-        """Return the models of all workers that are not lost.
+        """Return the models of all workers that are not lost, and those for which an autoscaler starts workers.
 
         A model's context length is the smallest one among the workers that serve the model."""
         contexts: dict[str, int] = {}
         generating: set[str] = set()
         sampling: dict[str, dict[str, float]] = {}
-        for _, member, health in self._worker_views():
-            if health is not WorkerHealth.LOST:
-                for model in member.registration.models:
-                    contexts[model.name] = min(contexts.get(model.name, model.max_context), model.max_context)
-                    sampling.setdefault(model.name, model.sampling)
-                    if model.max_running:  # 0 for an embedder
-                        generating.add(model.name)
+        served = [
+            model
+            for _, member, health in self._worker_views()
+            if health is not WorkerHealth.LOST
+            for model in member.registration.models
+        ]
+        known = {model.name for model in served}
+        announced = self.dispatcher.expected_models.list_announced(self._clock.now()).values()
+        for model in (*served, *(each for each in announced if each.name not in known)):
+            contexts[model.name] = min(contexts.get(model.name, model.max_context), model.max_context)
+            sampling.setdefault(model.name, model.sampling)
+            if model.max_running:  # 0 for an embedder
+                generating.add(model.name)
         return [
             models.ServedModel(
                 name,
@@ -216,6 +240,16 @@ class RouterApp:
             self.dispatcher.set_draining(request.name, is_draining=True, move_streams=True)
         await exchange.reply_json({})
 
+    async def _handle_announcement(self, exchange: Exchange) -> None:
+        announcement, now = await self._decode_body(exchange, AnnouncedModels), self._clock.now()
+        self.dispatcher.expected_models.announce(announcement.models, now + announcement.seconds, now)
+        await exchange.reply_json({})
+
+    async def _handle_sleep(self, exchange: Exchange) -> None:
+        request = await self._decode_body(exchange, SleepRequest)
+        await self._worker_sleep.set_asleep(request.name, request.on)
+        await exchange.reply_json({})
+
     async def _wait_until_paired(self, worker_name: str) -> None:
         """Wait until other workers can fetch this worker's KV blocks, or until a time limit has passed."""
         with contextlib.suppress(TimeoutError):
@@ -245,7 +279,8 @@ class RouterApp:
             {
                 **body,
                 "open_requests": self.dispatcher.open_attempt_count,
-                "waiting_requests": self._relay.waiting_requests,
+                "waiting_requests": self._relay.waiting_requests.total,
+                "waiting_by_model": self._relay.waiting_requests.by_model,
                 "uptime_seconds": time.time() - self._started_at,
             }
         )

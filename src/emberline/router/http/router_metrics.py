@@ -155,6 +155,7 @@ def _build_status_row(
         "incarnation": member.registration.incarnation,
         "role": member.registration.role,
         "models": sorted(worker.models),
+        "embedders": sorted(model.name for model in member.registration.models if not model.max_running),
         "numerics": worker.numerics,
         "ranks": {model.name: model.ranks for model in member.registration.models},
         "health": health.value,

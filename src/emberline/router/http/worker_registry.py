@@ -16,6 +16,7 @@ from emberline.core.config import RouterConfig
 from emberline.core.errors import EngineUnavailable, InvalidRequest, NotFound, Superseded
 from emberline.core.numerics import Numerics, can_exchange_blocks, describe_difference
 from emberline.router.destination import endpoint_of_url
+from emberline.router.http.expected_models import ExpectedModels
 from emberline.router.http.router_metrics import RouterMetrics
 from emberline.router.http.shared_routing import SharedRouting
 from emberline.router.http.worker_attempt import WorkerAttempt
@@ -38,6 +39,8 @@ class WorkerRegistry:
         self._clock = clock
         self.membership = Membership(HealthTimeouts(config.lost_after, config.stuck_after))
         self.workers: dict[str, Worker] = {}  # by name
+        self.sleeping_worker_ids: set[str] = set()
+        self.expected_models = ExpectedModels(clock.now())
         self.estimators: defaultdict[str, TokenEstimator] = defaultdict(TokenEstimator)  # by model
         self.kv_index = KVIndex(config.kv_blocks, config.prefixes) if config.kv_events else None
         self.metrics = RouterMetrics()
@@ -59,6 +62,7 @@ class WorkerRegistry:
                 f"worker {registration.name!r} registered the URL of this router, {registration.url}",
                 hint="start the worker with another --port",
             )
+        self.expected_models.record_registration(registration.models)
         previous = self.membership.get(registration.name)
         if previous is not None and self._is_name_taken(previous, registration, now):
             raise Superseded(
@@ -162,6 +166,7 @@ class WorkerRegistry:
         worker = self.workers[heartbeat.name]
         worker.failed_since_heartbeat, worker.paired_engine_ids = False, frozenset(heartbeat.paired)
         worker.record_heartbeat_counters(heartbeat.prompt_tokens, heartbeat.busy_seconds, heartbeat.kv_usage)
+        (self.sleeping_worker_ids.add if heartbeat.asleep else self.sleeping_worker_ids.discard)(worker.id)
         self.shared_routing.record_reports(worker, heartbeat)
         self._update_readiness(worker)
 
@@ -338,6 +343,7 @@ class WorkerRegistry:
 
         Unless the worker is lost, its open attempts may finish, as in a rolling restart."""
         worker.is_ready = False
+        self.sleeping_worker_ids.discard(worker.id)
         self.shared_routing.remove_worker(worker.id)
         if self.kv_index is not None:
             self.kv_index.remove_worker(worker.id)

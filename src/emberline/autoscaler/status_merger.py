@@ -1,0 +1,98 @@
+"""StatusMerger: makes one status document of those of several routers.
+
+A router counts its own requests and latencies. Its counters begin at 0 when it is restarted, and stop when it cannot be
+reached. So the merger adds up how much each router's counters have grown since its status before, and the sums never
+decrease. Latencies are merged as histograms; percentiles cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Status = Mapping[str, Any]  # of /cluster/status
+Row = Mapping[str, Any]  # of one worker in it
+
+HEALTH_ORDER = ("draining", "ready", "starting", "stuck", "lost")  # the first one that a router reports counts
+SUMMED_COUNTERS = ("open", "prefill_tokens", "decode_tokens")  # of a row: each router reports its own requests
+HISTOGRAMS = ("first_token", "inter_token")
+
+
+class StatusMerger:
+    def __init__(self) -> None:
+        self.missing_drains: dict[str, list[str]] = {}  # by router: workers that drain at another router only
+        self._last: dict[str, dict[str, list[float]]] = {}  # counters by router that answered the last time
+        self._totals: dict[str, list[float]] = {}  # sums of the growth of each counter
+
+    def merge(self, statuses: Mapping[str, Status]) -> dict[str, Any]:
+        """Return the merged status. `statuses`: of the routers that answer, at least one, by URL."""
+        self._add_growth({url: _read_counters(status) for url, status in statuses.items()})
+        rows: dict[str, dict[str, Row]] = {}
+        for url, status in statuses.items():
+            for row in status["workers"]:
+                rows.setdefault(row["name"], {})[url] = row
+        self.missing_drains = _find_missing_drains(rows)
+        first = next(iter(statuses.values()))
+        waiting: dict[str, int] = {}
+        for status in statuses.values():
+            for model, count in status.get("waiting_by_model", {}).items():
+                waiting[model] = waiting.get(model, 0) + count
+        has_models = all("waiting_by_model" in status for status in statuses.values())
+        return {
+            "workers": [self._merge_rows(list(each.values())) for each in rows.values()],
+            "waiting_requests": sum(status["waiting_requests"] for status in statuses.values()),
+            **({"waiting_by_model": waiting} if has_models else {}),
+            "refused": self._totals["refused"][0],
+            "latency": {
+                "bounds_s": first["latency"]["bounds_s"],
+                **{name: list(self._totals[name]) for name in HISTOGRAMS},
+            },
+        }
+
+    def _merge_rows(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Return one row for a worker. What the worker itself reports is taken from its latest heartbeat."""
+        latest = min(rows, key=lambda row: row["seconds_since_beat"])
+        rows = [row for row in rows if row["incarnation"] == latest["incarnation"]]
+        sums = {name: sum(row[name] for row in rows) for name in SUMMED_COUNTERS}
+        everywhere = max(row["open"] + row["open_by_other_routers"] for row in rows)
+        return {
+            **latest,
+            **sums,
+            "health": min((row["health"] for row in rows), key=HEALTH_ORDER.index),
+            "open_by_other_routers": max(everywhere - sums["open"], 0),  # of routers that do not answer
+            "answered": self._totals[f"answered {latest['name']}"][0],
+        }
+
+    def _add_growth(self, counters: Mapping[str, dict[str, list[float]]]) -> None:
+        """Add the growth of the counters since the routers' last statuses.
+
+        A router that did not answer the last time, or was restarted, adds nothing: its growth may be old."""
+        for url, now in counters.items():
+            before = self._last.get(url, {})
+            is_restarted = any(sum(now[name]) < sum(before.get(name, ())) for name in HISTOGRAMS)
+            for name, values in now.items():
+                zeros = [0.0] * len(values)
+                totals = self._totals.setdefault(name, zeros)
+                if before and not is_restarted:  # a worker that is new has had its requests since
+                    grown = (max(new - old, 0) for old, new in zip(before.get(name, zeros), values, strict=True))
+                    self._totals[name] = [total + growth for total, growth in zip(totals, grown, strict=True)]
+        self._last = dict(counters)
+        known = {name for each in counters.values() for name in each}
+        self._totals = {name: total for name, total in self._totals.items() if name in known}
+
+
+def _read_counters(status: Status) -> dict[str, list[float]]:
+    return {
+        "refused": [status["refused"]],
+        **{name: list(status["latency"][name]) for name in HISTOGRAMS},
+        **{f"answered {row['name']}": [row["answered"]] for row in status["workers"]},
+    }
+
+
+def _find_missing_drains(rows: Mapping[str, Mapping[str, Row]]) -> dict[str, list[str]]:
+    missing: dict[str, list[str]] = {}
+    for name, by_router in rows.items():
+        draining = {row["incarnation"] for row in by_router.values() if row["health"] == "draining"}
+        for url, row in by_router.items():
+            if row["health"] == "ready" and row["incarnation"] in draining:
+                missing.setdefault(url, []).append(name)
+    return missing

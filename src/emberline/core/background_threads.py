@@ -1,0 +1,51 @@
+"""BackgroundThreads: runs pieces of work in daemon threads, and keeps idle threads for later work."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+
+class BackgroundThreads:
+    """Daemon threads that run pieces of work, one at a time each. Up to `max_idle` of them wait for more work.
+
+    A thread that waits is given work at once; the start of a new one delays the caller by milliseconds."""
+
+    def __init__(self, name: str, max_idle: int) -> None:
+        self._name, self._max_idle = name, max_idle
+        self._given: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_idle = 0
+        self._closed = False
+
+    @property
+    def num_idle(self) -> int:
+        return self._num_idle
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Run `work` in a thread. Raises RuntimeError if there is none and none can be started."""
+        with self._lock:
+            if self._num_idle:
+                self._num_idle -= 1
+                self._given.put(work)
+                return
+        threading.Thread(target=self._run_all, args=(work,), name=self._name, daemon=True).start()
+
+    def close(self) -> None:
+        """End each thread after its present work."""
+        with self._lock:
+            self._closed = True
+            for _ in range(self._num_idle):
+                self._given.put(None)
+            self._num_idle = 0
+
+    def _run_all(self, work: Callable[[], None] | None) -> None:
+        while work is not None:
+            work()
+            work = None  # what it holds can be freed while the thread waits
+            with self._lock:
+                if self._closed or self._num_idle == self._max_idle:
+                    return
+                self._num_idle += 1
+            work = self._given.get()
