@@ -51,8 +51,7 @@ SHAPES = {
 CASES = tuple(SHAPES)
 SPLIT_TOKENS = {"tiny": 128, "smollm2": 24}
 # Steps take this many times as long as an H200's (tiny) or this machine's (smollm2).
-PACES = {"tiny": 32.0, "smollm2": 3.0}
-DURATIONS = {"tiny": 2.0, "smollm2": 1.75}  # of the load, as multiples of --seconds
+PACES = {"tiny": 32.0, "smollm2": 4.0}
 LATENCIES = ("ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
 FIT_LOAD, FIT_SEED = 55, 1000  # percent of the capacity; it lasts half as long as the loads that are compared
 RUN_TIMEOUT_S = 600.0  # of one cluster
@@ -158,17 +157,16 @@ def make_case(name: str, seconds: float, directory: Path) -> AccuracyCase:
     if name == "tiny":
         costs = replace(find_cost_data("h200", "llama-8b", "plain").scale(PACES[name]), plans_ahead=False)
         model = write_tiny_checkpoint(directory / "model", smollm2)
-        return AccuracyCase(name, model, costs, SHAPES[name], SPLIT_TOKENS[name], DURATIONS[name] * seconds)
+        return AccuracyCase(name, model, costs, SHAPES[name], SPLIT_TOKENS[name], seconds)
     plan = StepCostPlan(rows=(1, 4, 16), contexts=(32, 256), chunks=(16, 64, 192), threads=1, rounds=2)
     costs = measure_step_costs("smollm2", plan).scale(PACES[name])
-    return AccuracyCase(name, smollm2, costs, SHAPES[name], SPLIT_TOKENS[name], DURATIONS[name] * seconds)
+    return AccuracyCase(name, smollm2, costs, SHAPES[name], SPLIT_TOKENS[name], seconds)
 
 
 def recorded_case(name: str, config: Mapping[str, Any]) -> AccuracyCase:
     """Return a case with the step costs that a report has recorded, without its model."""
     costs = StepCostData.from_json(config[name]["costs"])
-    seconds = DURATIONS[name] * config["seconds"]
-    return AccuracyCase(name, Path(name), costs, SHAPES[name], SPLIT_TOKENS[name], seconds)
+    return AccuracyCase(name, Path(name), costs, SHAPES[name], SPLIT_TOKENS[name], config["seconds"])
 
 
 def draw_alone(shape: LoadShape) -> list[TimedRequest]:
