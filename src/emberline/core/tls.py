@@ -21,7 +21,7 @@ from emberline.core.tls_config import TLSConfig
 
 log = logging.getLogger("emberline.tls")
 
-CHECK_INTERVAL_S = 1.0  # between two looks at the files
+CHECK_INTERVAL_S = 1.0  # between two checks whether the files have changed
 FAILURE_LOG_INTERVAL_S = 1.0  # between two log lines about failed handshakes
 
 FileState = tuple[int, int, int]  # time of the last change in ns, inode, bytes
@@ -56,7 +56,7 @@ class TLSIdentity:
         self.failed_handshakes = 0  # of connections that others opened
         self._now, self._monotonic = now, monotonic
         self._paths = [Path(each) for each in (config.cert, config.key, config.ca) if each is not None]
-        self._states = self._look_at_files()
+        self._states = self._read_file_states()
         self._files = _load_files(config, now(), self)
         self._checked_at = monotonic()
         self._failure_logged_at = -FAILURE_LOG_INTERVAL_S
@@ -66,7 +66,9 @@ class TLSIdentity:
         return self._files.expires_at
 
     def listener_context(self) -> ssl.SSLContext:
-        """Return the context of an HTTP listener. With a CA, clients must present a certificate, or may."""
+        """Return the context of an HTTP listener.
+
+        With a CA, clients must present a certificate; with `client_certs` set to cluster, they may."""
         return _CurrentContext.make(lambda: self._current().for_clients, is_server=True)
 
     def peer_listener_context(self) -> ssl.SSLContext:
@@ -102,7 +104,7 @@ class TLSIdentity:
         """Return the contexts of the newest usable version of the files."""
         if (now := self._monotonic()) - self._checked_at >= CHECK_INTERVAL_S:
             self._checked_at = now
-            if (states := self._look_at_files()) != self._states:
+            if (states := self._read_file_states()) != self._states:
                 self._states = states
                 self._reload()
         return self._files
@@ -117,7 +119,7 @@ class TLSIdentity:
             self.reloads += 1
             log.info("TLS files reloaded: cert=%s expires_at=%s", self.config.cert, _format_time(self.expires_at))
 
-    def _look_at_files(self) -> list[FileState | None]:
+    def _read_file_states(self) -> list[FileState | None]:
         return [_file_state(path) for path in self._paths]
 
 
