@@ -16,7 +16,7 @@ from emberline.core import tls
 from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
-from emberline.core.tls import CHECK_INTERVAL_S, TLSIdentity, match_names
+from emberline.core.tls import CHECK_INTERVAL_S, TLSIdentity, certificate_names, match_names
 from emberline.core.tls_config import TLSConfig
 
 
@@ -211,3 +211,24 @@ def test_names_match_exactly_or_one_label_below_a_domain() -> None:
     for name in ("example", "workers.example", "a.b.workers.example", "10.0.0.2", "x.router.example", ""):
         assert not match_names([name], allowed), name
     assert not match_names([], allowed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "is_allowed"),
+    [
+        ("DNS", "A.Workers.example", True),
+        ("DNS", "spiffe://x/worker", False),
+        ("DNS", "10.0.0.1", False),
+        ("IP Address", "10.0.0.1", True),
+        ("IP Address", "FD00:0:0:0:0:0:0:1", True),
+        ("URI", "spiffe://x/worker", True),
+        ("URI", "https://x/a.workers.example", False),
+        ("email", "someone@mail.workers.example", False),
+        ("email", "spiffe://x/worker", False),
+        ("DirName", ((("commonName", "a.workers.example"),),), False),
+        ("Registered ID", "1.2.3", False),
+    ],
+)
+def test_names_of_a_certificate_count_by_their_kind(kind: str, value: Any, is_allowed: bool) -> None:
+    names = certificate_names({"subjectAltName": ((kind, value),)})
+    assert match_names(names, ("*.workers.example", "10.0.0.1", "fd00::1", "spiffe://x/worker", "1.2.3")) is is_allowed

@@ -7,6 +7,7 @@ and open connections continue. If the new files are not usable, the old ones sta
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import ssl
 import time
@@ -180,14 +181,37 @@ def _do_handshake(connection: ssl.SSLObject | ssl.SSLSocket, handshake: Callable
 
 
 def certificate_names(certificate: Any) -> tuple[str, ...]:
-    """Return the names (DNS, IP addresses, URIs) in a certificate, as `getpeercert` returns it, in lower case."""
-    return tuple(value.lower() for _, value in (certificate or {}).get("subjectAltName", ()))
+    """Return the DNS names, IP addresses and URIs in a certificate, as `getpeercert` returns it.
+
+    They are in the form in which `match_names` compares them. Names of other kinds, such as email addresses, do not
+    identify a server and are left out, and so are DNS names in the form of an address or a URI."""
+    names = ((kind, value) for kind, value in (certificate or {}).get("subjectAltName", ()))
+    return tuple(
+        _normalise_name(value)
+        for kind, value in names
+        if kind in ("IP Address", "URI") or (kind == "DNS" and not _is_address_or_uri(value))
+    )
 
 
 def match_names(names: Iterable[str], allowed: Sequence[str]) -> bool:
-    """Return whether a name is allowed. An allowed name `*.DOMAIN` stands for all names one label below DOMAIN."""
-    patterns = {each.lower() for each in allowed}
-    return any(name in patterns or f"*.{name.partition('.')[2]}" in patterns for name in names)
+    """Return whether a name is allowed. An allowed name `*.DOMAIN` stands for all DNS names one label below DOMAIN."""
+    patterns = {_normalise_name(each) for each in allowed}
+    return any(
+        name in patterns or (not _is_address_or_uri(name) and f"*.{name.partition('.')[2]}" in patterns)
+        for name in names
+    )
+
+
+def _normalise_name(name: str) -> str:
+    """Return the form of a name that is compared. An IPv6 address can be written in many ways."""
+    try:
+        return ipaddress.ip_address(name).compressed
+    except ValueError:
+        return name.lower()
+
+
+def _is_address_or_uri(name: str) -> bool:
+    return ":" in name or "/" in name or name.replace(".", "").isdecimal()
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
