@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from emberline.cli.router_tls import add_router_tls_options, make_router_tls
 from emberline.core.config import RouterConfig, cluster_key_from_environment
 from emberline.core.errors import EmberlineError, WrongClusterKey
+from emberline.core.keys import check_key
 from emberline.core.router_urls import parse_router_urls
 
 POLL_INTERVAL_S = 0.2
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    key = args.cluster_key or cluster_key_from_environment()
+    key = check_key(args.cluster_key, "cluster_key") if args.cluster_key else cluster_key_from_environment()
     headers = {
         "content-type": "application/json",
         **({"authorization": f"Bearer {key}"} if key else {}),
