@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import ssl
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from emberline.core import tls
 from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
-from emberline.core.tls import CHECK_INTERVAL_S, TLSIdentity, certificate_names, match_names
+from emberline.core.tls import CHECK_INTERVAL_S, RETRY_INTERVAL_S, TLSIdentity, certificate_names, match_names
 from emberline.core.tls_config import TLSConfig
 
 
@@ -179,6 +180,27 @@ def test_changed_files_are_used_for_new_connections(tmp_path: Path, caplog: pyte
     clock.time += CHECK_INTERVAL_S
     assert served_certificate(identity, ca.file) not in (first, second)
     assert (identity.reloads, identity.failed_reloads) == (2, 2)
+
+
+def test_certificate_that_becomes_valid_later_is_tried_again(tmp_path: Path) -> None:
+    ca, clock, wall = LocalCA(tmp_path), Clock(), Clock()
+    wall.time = time.time()
+    files = ca.issue("server")
+    identity = identity_of(files, monotonic=clock, now=wall)
+    first = served_certificate(identity, ca.file)
+    replace_files(files, ca.issue("new", starts_in=timedelta(minutes=2)))  # the clock of its CA is ahead
+    clock.time += CHECK_INTERVAL_S
+    assert served_certificate(identity, ca.file) == first
+    clock.time += RETRY_INTERVAL_S
+    assert served_certificate(identity, ca.file) == first
+    assert (identity.reloads, identity.failed_reloads) == (0, 1), "one version of the files counts once"
+    wall.time += 120
+    clock.time += RETRY_INTERVAL_S
+    identity.listener_context().wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)  # a new connection
+    assert (identity.reloads, identity.failed_reloads) == (1, 1)
+    clock.time += 2 * RETRY_INTERVAL_S
+    identity.listener_context().wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)
+    assert (identity.reloads, identity.failed_reloads) == (1, 1)
 
 
 def test_ca_that_vanishes_during_a_reload_keeps_the_old_files(

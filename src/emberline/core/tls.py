@@ -1,7 +1,8 @@
 """TLSIdentity: the certificate, private key and CAs of this process, for its listeners and its connections to peers.
 
 The files are read again when they change, so that keys rotate without a restart: new connections use the new files,
-and open connections continue. If the new files are not usable, the old ones stay in use.
+and open connections continue. If the new files are not usable, the old ones stay in use, and the new ones are tried
+again: a certificate may become valid only a little later, or the process may have had too many open files.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from emberline.core.tls_config import TLSConfig
 log = logging.getLogger("emberline.tls")
 
 CHECK_INTERVAL_S = 1.0  # between two looks at the files
+RETRY_INTERVAL_S = 10.0  # until files that were not usable are read again, if they have not changed
 FAILURE_LOG_INTERVAL_S = 1.0  # between two log lines about failed handshakes
 
 FileState = tuple[int, int, int]  # time of the last change in ns, inode, bytes
@@ -60,6 +62,7 @@ class TLSIdentity:
         self._states = self._look_at_files()
         self._files = _load_files(config, now(), self)
         self._checked_at = monotonic()
+        self._retry_at = float("inf")  # when files that were not usable are read again
         self._failure_logged_at = -FAILURE_LOG_INTERVAL_S
 
     @property
@@ -103,17 +106,21 @@ class TLSIdentity:
         """Return the contexts of the newest usable version of the files."""
         if (now := self._monotonic()) - self._checked_at >= CHECK_INTERVAL_S:
             self._checked_at = now
-            if (states := self._look_at_files()) != self._states:
+            states = self._look_at_files()
+            if (is_changed := states != self._states) or now >= self._retry_at:
                 self._states = states
-                self._reload()
+                self._reload(is_retry=not is_changed)
         return self._files
 
-    def _reload(self) -> None:
+    def _reload(self, *, is_retry: bool) -> None:
+        self._retry_at = float("inf")
         try:
             self._files = _load_files(self.config, self._now(), self)
         except InvalidRequest as error:
-            self.failed_reloads += 1
-            log.warning("Changed TLS files are not usable, keeping the old ones: error=%s", error)
+            self._retry_at = self._monotonic() + RETRY_INTERVAL_S
+            self.failed_reloads += not is_retry
+            level = logging.DEBUG if is_retry else logging.WARNING
+            log.log(level, "Changed TLS files are not usable, keeping the old ones: error=%s", error)
         else:
             self.reloads += 1
             log.info("TLS files reloaded: cert=%s expires_at=%s", self.config.cert, _format_time(self.expires_at))
