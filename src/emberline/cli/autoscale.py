@@ -100,8 +100,9 @@ async def _run(args: argparse.Namespace, settings: AutoscalerSettings) -> None:
     key = check_key(args.cluster_key, "cluster_key") if args.cluster_key else cluster_key_from_environment()
     fleet = _build_fleet(args, settings, key)
     address = None if args.metrics_port is None else MetricsAddress(args.metrics_host, args.metrics_port)
-    tls = make_router_tls(args)
-    router = RouterGroup([RouterClient(url, key, tls) for url in _router_urls(args)])
+    urls = _router_urls(args)
+    tls = make_router_tls(args, urls)
+    router = RouterGroup([RouterClient(url, key, tls) for url in urls])
     models = args.served_model or _find_model_names(args)
     await run_autoscaler(settings, router, fleet, address, keep_workers=args.keep_workers, models=models)
 
