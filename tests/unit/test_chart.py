@@ -162,6 +162,16 @@ def test_selectors_match_pods_and_ports() -> None:
                 assert {port["targetPort"] for port in spec["ports"]} <= names, manifest["metadata"]["name"]
 
 
+def test_network_policies_without_clients_admit_no_client() -> None:
+    policies = [each for each in load_all_manifests() if each["kind"] == "NetworkPolicy"]
+    for rule in (rule for policy in policies for rule in policy["spec"]["ingress"]):
+        assert rule["from"], "an empty list admits everyone"
+    policies = {each["metadata"]["name"]: each for each in load_manifests("groups") if each["kind"] == "NetworkPolicy"}
+    assert policies["emberline-gateway"]["spec"]["ingress"] == []
+    (rule,) = policies["emberline-router"]["spec"]["ingress"]
+    assert len(rule["from"]) == 1  # workers and gateways
+
+
 def test_workers_register_with_every_router() -> None:
     for case in CASE_NAMES:
         manifests = load_manifests(case)
