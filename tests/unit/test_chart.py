@@ -142,6 +142,8 @@ def test_secrets_are_references_only() -> None:
         for variable in pod["spec"]["containers"][0].get("env", ()):
             if variable["name"].endswith(("_KEY", "_TOKEN", "_URL")):
                 assert "secretKeyRef" in variable["valueFrom"], variable
+                for argument in pod["spec"]["containers"][0]["args"]:  # users of the node see arguments
+                    assert f"$({variable['name']})" not in argument
 
 
 def test_selectors_match_pods_and_ports() -> None:

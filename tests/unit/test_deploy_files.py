@@ -70,6 +70,9 @@ def test_units_start_commands_with_valid_options(path: Path) -> None:
     name = command.split()[0]
     example = (DEPLOY / f"systemd/{name}.env.example").read_text()
     variables = dict(re.findall(r'^([A-Z_]+)="?([^"\n]*)"?$', example, re.MULTILINE))
+    keys = {variable: value for variable, value in variables.items() if variable.endswith("_KEY")}
+    assert keys and not any(keys.values()), "a key of the example, which everyone knows, would be used"
+    assert not any(variable in command for variable in keys), "users of the host see arguments"
     for variable, value in variables.items():
         command = command.replace(f"${{{variable}}}", value).replace(f"${variable}", value)
     assert "$" not in command

@@ -110,7 +110,7 @@ class ServiceConfig:
         flag="--api-key",
         metavar="KEY",
         is_repeatable=True,
-        default_text="none required",
+        default_text="EMBERLINE_API_KEY; without it, none required",
     )
     open: bool = option(False, "Allow other machines to connect without authentication.")
     cors_origins: tuple[str, ...] = option(

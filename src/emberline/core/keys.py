@@ -1,10 +1,15 @@
-"""check_key: refuses API keys and cluster keys that a request's header cannot carry, or that anyone could present."""
+"""Checks of API keys and cluster keys, and API keys from the environment, which the process list does not show."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterable
 
 from emberline.core.errors import InvalidRequest
+
+API_KEY_VARIABLE = "EMBERLINE_API_KEY"  # of servers, workers and routers
+ADMIN_KEY_VARIABLE = "EMBERLINE_ADMIN_KEY"  # of gateways
 
 _KEY = re.compile("[!-~]([ -~]*[!-~])?")
 
@@ -22,3 +27,8 @@ def check_key(key: str, param: str) -> str:
         raise InvalidRequest(message, param=param, hint="write key files with printf, as echo appends a line break")
     message = f"the key of {param} has a character other than printable ASCII"
     raise InvalidRequest(message, param=param, hint="make a key with: openssl rand -hex 32")
+
+
+def add_key_from_environment(keys: Iterable[str], variable_name: str = API_KEY_VARIABLE) -> tuple[str, ...]:
+    """Return the keys, and the one in the environment variable if it is set and not empty."""
+    return tuple(dict.fromkeys((*keys, *filter(None, [os.environ.get(variable_name)]))))
