@@ -80,3 +80,4 @@ def test_units_start_commands_with_valid_options(path: Path) -> None:
     importlib.import_module(f"emberline.cli.{name}").add_arguments(parser)
     parser.parse_args(shlex.split(command)[1:])
     assert ("DynamicUser=yes" in text or "User=emberline" in text) and "NoNewPrivileges=yes" in text
+    assert re.search("^(Group|SupplementaryGroups)=emberline$", text, re.MULTILINE), "it cannot read TLS files"
