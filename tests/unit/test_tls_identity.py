@@ -6,6 +6,7 @@ import shutil
 import ssl
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,15 @@ def test_certificate_of_another_ca_is_refused_for_a_worker(tmp_path: Path) -> No
     with pytest.raises(InvalidRequest, match="would not be accepted by peers") as caught:
         identity_of(other.issue("theirs"), ca.file).check_accepts_itself()
     assert caught.value.param == "tls_ca"
+
+
+def test_certificate_without_an_allowed_name_is_refused_for_a_worker(tmp_path: Path) -> None:
+    ca = LocalCA(tmp_path)
+    files = ca.issue("mine", ("a.workers.example",))
+    config = TLSConfig(str(files.cert), str(files.key), str(ca.file), ("*.workers.example",))
+    TLSIdentity(config).check_accepts_itself()
+    with pytest.raises(InvalidRequest, match=r"has the names a\.workers\.example, and none of them is allowed"):
+        TLSIdentity(replace(config, peer_names=("*.other.example",))).check_accepts_itself()
 
 
 CERT: dict[str, Any] = {"tls_cert": "c", "tls_key": "k"}

@@ -82,18 +82,20 @@ class TLSIdentity:
         return _CurrentContext.make(lambda: self._current().to_peers, is_server=False)
 
     def check_accepts_itself(self) -> None:
-        """Raise InvalidRequest unless the CAs accept the process's own certificate, as a server's and a client's.
+        """Raise InvalidRequest unless the process's own certificate meets the conditions for peers, on both sides.
 
-        Peers of a cluster have the same CAs, so they would refuse this process too."""
+        Peers of a cluster have the same CAs and names, so they would refuse this process too."""
         server, client = _make_context(self.config, is_server=True), _make_context(self.config, is_server=False)
         server.verify_mode, client.check_hostname = ssl.CERT_REQUIRED, False
+        client.peer_names = self.config.peer_names
         try:
             _shake_hands(server, client)
         except ssl.SSLError as error:
             raise InvalidRequest(
                 f"the certificate {self.config.cert} would not be accepted by peers: {_reason(error)}",
                 param="tls_ca",
-                hint=f"it must be signed by a CA in {self.config.ca}, and be usable for servers and for clients",
+                hint=f"it must be signed by a CA in {self.config.ca}, be usable for servers and for clients,"
+                " and have one of --tls-names if that is set",
             ) from error
 
     def record_failed_handshake(self, error: ssl.SSLError) -> None:
