@@ -95,6 +95,7 @@ def test_schema_accepts_defaults_and_refuses_typing_errors() -> None:
         {"pools": {"mixed": pool | {"role": "mixed"}}},
         {"pools": {"mixed": pool | {"nodes": 2, "gpus": 1}}},
         {"pools": {"mixed": pool | {"nodes": 2, "role": "decode"}}},
+        {"pools": {"mixed": pool | {"autoscaling": pool["autoscaling"] | {"kind": "keda", "minReplicas": 0}}}},
         {"router": defaults["router"] | {"replicas": 0}},
         {"clusterKey": {"secret": "", "key": "k"}},
         {"tls": {"secret": "certificates", "names": ""}},
