@@ -78,6 +78,8 @@ def test_rendering_gives_committed_manifests(script: ModuleType) -> None:
         assert script.render_case(helm, CASES / f"{case}.values.yaml").stdout == (CASES / f"{case}.yaml").read_text()
     wrong = script.render_case(helm, CASES / "default.values.yaml", "--set", "gateway.enabled=true,gateway.replicas=2")
     assert "gateway.store.secret" in wrong.stderr
+    with_key = ("--set", "gateway.enabled=true", "--set-string", 'gateway.config=a = 1\n api_keys = ["secret"]')
+    assert "gateway.adminKey" in script.render_case(helm, CASES / "default.values.yaml", *with_key).stderr
 
 
 def test_schema_accepts_defaults_and_refuses_typing_errors() -> None:
