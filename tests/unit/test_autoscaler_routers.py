@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from test_autoscaler_controller import BOUNDS, make_row
+from scaled_cluster import BOUNDS, make_row
 
 from emberline.autoscaler.observer import StatusObserver
 from emberline.autoscaler.pool_workers import group_workers

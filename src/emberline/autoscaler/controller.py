@@ -22,7 +22,7 @@ from emberline.autoscaler.router_group import RouterGroup
 from emberline.autoscaler.settings import AutoscalerSettings
 from emberline.autoscaler.start_tracker import StartTracker
 from emberline.core.clock import Clock
-from emberline.core.errors import WrongClusterKey
+from emberline.core.errors import EmberlineError, WrongClusterKey
 
 log = logging.getLogger("emberline.autoscaler")
 
@@ -63,6 +63,7 @@ class Autoscaler:
 
     async def step(self) -> None:
         """Observe, decide and act once. If the router or the fleet does not answer, nothing is changed."""
+        problems: list[str] = []
         try:
             status = await self._router.fetch_status()
             workers = await self._fleet.list_workers()
@@ -81,14 +82,26 @@ class Autoscaler:
             self.metrics.record_decision(decision, observations)
             self.metrics.silent_routers = self._router.silent_count
             self.metrics.failed_starts, self.metrics.usual_start_s = self._starts.failed_starts, settings.start_seconds
-            for role, pool in pools.items():
-                await self._stop_finished_workers(pool, self._settings.pool(role).sleep, now)
-                await self._replace_hanging_workers(pool, now)
-                await self._reconcile(role, pool, decision, now)
-            self._log_problem_once(self._describe_unreachable_slo(decision))
+            for role in pools:
+                try:
+                    await self._scale_pool(role, pools, decision, now)
+                except FleetError as e:  # other pools may need no new worker, or even free what this one lacks
+                    problems.append(self._count_error(e))
+            problems.append(self._describe_unreachable_slo(decision))
         except (RouterUnavailable, WrongClusterKey, FleetError) as e:
-            self.metrics.errors[e.code] += 1
-            self._log_problem_once(str(e))
+            problems.append(self._count_error(e))
+        self._log_problem_once("; ".join(filter(None, problems)))
+
+    def _count_error(self, error: EmberlineError) -> str:
+        self.metrics.errors[error.code] += 1
+        return str(error)
+
+    async def _scale_pool(
+        self, role: str, pools: Mapping[str, PoolWorkers], decision: ScalingDecision, now: float
+    ) -> None:
+        await self._stop_finished_workers(pools[role], self._settings.pool(role).sleep, now)
+        await self._replace_hanging_workers(pools[role], now)
+        await self._reconcile(role, pools, decision, now)
 
     async def _announce_models(self, status: Mapping[str, Any], managed: Collection[str]) -> None:
         """Tell the router which models have workers whenever they are needed, so that requests for them wait."""
@@ -100,10 +113,13 @@ class Autoscaler:
         if names := self._models | self._embedders:
             await self._router.announce_models(names, max(MIN_ANNOUNCEMENT_S, 6 * self._settings.interval))
 
-    async def _reconcile(self, role: str, pool: PoolWorkers, decision: ScalingDecision, now: float) -> None:
+    async def _reconcile(
+        self, role: str, pools: Mapping[str, PoolWorkers], decision: ScalingDecision, now: float
+    ) -> None:
         """Start or drain workers until the pool has the desired number of them.
 
         Workers that are stuck serve no requests, but still have their places and GPUs."""
+        pool = pools[role]
         reason, limit = decision.reasons[role], self._settings.pool(role).max_workers - len(pool.stuck)
         desired = min(decision.desired[role], max(limit, pool.serving_count))
         missing = desired - pool.serving_count
