@@ -19,7 +19,7 @@ from emberline.autoscaler.policy import PolicyState, ScalingDecision, decide
 from emberline.autoscaler.pool_workers import PoolWorkers, StatusRow, group_workers
 from emberline.autoscaler.router_client import RouterUnavailable
 from emberline.autoscaler.router_group import RouterGroup
-from emberline.autoscaler.settings import AutoscalerSettings
+from emberline.autoscaler.settings import MAX_POOL_WORKERS, AutoscalerSettings
 from emberline.autoscaler.start_tracker import StartTracker
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, WrongClusterKey
@@ -125,17 +125,29 @@ class Autoscaler:
         missing = desired - pool.serving_count
         if missing > 0:
             missing -= await self._undo_drains(pool, missing)
+            missing = min(missing, self._count_affordable(role, pools))
         if missing > 0:
             missing -= await self._wake_workers(role, pool, missing, reason)
         if missing > 0 and self._starts.may_start(role, now):
             log.info("Starting workers: pool=%s count=%d desired=%d reason=%s", role, missing, desired, reason)
             await self._fleet.start_workers(role, missing)
+            pool.num_ordered += missing
             self.metrics.record_change(role, "up", reason, missing)
         elif missing < 0 and (names := pool.choose_removals(-missing)):
             log.info("Draining workers: pool=%s workers=%s desired=%d", role, ",".join(names), desired)
             self._draining_since |= dict.fromkeys(names, now)
             await asyncio.gather(*map(self._drain, names))
             self.metrics.record_change(role, "down", reason, len(names))
+
+    def _count_affordable(self, role: str, pools: Mapping[str, PoolWorkers]) -> int:
+        """Return how many workers of the pool `max_gpus` still allows.
+
+        Workers that drain, end or are stuck have their GPUs until they are gone."""
+        each, limit = self._settings.pool(role).gpus, self._settings.max_gpus
+        if limit is None or not each:
+            return MAX_POOL_WORKERS
+        used = sum(pool.count_awake() * self._settings.pool(name).gpus for name, pool in pools.items())
+        return max((limit - used) // each, 0)
 
     async def _drain(self, name: str) -> None:
         if not await self._router.drain(name):  # it has not registered yet, so it has no requests
@@ -157,6 +169,7 @@ class Autoscaler:
         for name in names:
             log.info("Waking a worker: worker=%s reason=%s", name, reason)
             await self._router.set_asleep(name, on=False)
+        pool.num_ordered += len(names)
         self.metrics.record_change(role, "up", reason, len(names))
         return len(names)
 
