@@ -282,6 +282,22 @@ def test_arriving_tokens_are_those_done_and_those_more_in_flight() -> None:
     assert observe(observer, 20.0, [restarted]).prompt_rate == 0.0  # fewer in flight than before
 
 
+def test_work_is_not_counted_again_after_a_restart_of_the_router() -> None:
+    observer = StatusObserver()
+    observe(observer, 0.0, [make_row("a", prompt_tokens=10_000, generated_tokens=500)])
+    assert observe(observer, 5.0, []).prompt_rate == 0.0  # the router knows no worker yet
+    seen = observe(observer, 10.0, [make_row("a", prompt_tokens=11_000, generated_tokens=550)])
+    assert seen.prompt_rate == 200.0 and seen.output_rate == 10.0
+    seen = observe(observer, 10_000.0, [])
+    assert not observer._growth._last  # of workers that are gone for long
+
+
+def test_a_worker_that_leaves_does_not_hide_the_answers_of_others() -> None:
+    observer = StatusObserver()
+    observe(observer, 0.0, [make_row("a", answered=1000), make_row("b", answered=1000)])
+    assert observe(observer, 5.0, [make_row("a", answered=1099)], refused=1).refused_share == 0.01
+
+
 def test_refused_and_waiting_requests_are_seen() -> None:
     observer = StatusObserver()
     observe(observer, 0.0, [make_row("a", answered=10)], refused=5)
