@@ -76,8 +76,10 @@ def test_nothing_changes_while_the_router_or_the_fleet_does_not_answer(what: str
     loop = Loop(cluster)
     loop.step(2)
     setattr(cluster, what, True)
+    cluster.silent_count = 1
     loop.step(10)
     assert cluster.started == 1 and not cluster.drains and metric(loop, "errors_total") == 10
+    assert metric(loop, "silent_routers") == 1
     setattr(cluster, what, False)
     del cluster.rows["auto-both-1"]
     loop.step(2)

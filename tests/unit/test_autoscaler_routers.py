@@ -128,6 +128,7 @@ def test_orders_go_to_all_routers_that_answer_and_a_restarted_one_gets_them_agai
         b.error = RouterUnavailable("gone")
         with pytest.raises(RouterUnavailable):
             await group.fetch_status()
+        assert group.silent_count == 2
         a.error = WrongClusterKey("wrong")
         with pytest.raises(WrongClusterKey):
             await group.fetch_status()

@@ -80,7 +80,6 @@ class Autoscaler:
             decision = decide(observations, self._state, now, settings)
             self._state = decision.state
             self.metrics.record_decision(decision, observations)
-            self.metrics.silent_routers = self._router.silent_count
             self.metrics.failed_starts, self.metrics.usual_start_s = self._starts.failed_starts, settings.start_seconds
             for role in pools:
                 try:
@@ -90,6 +89,7 @@ class Autoscaler:
             problems.append(self._describe_unreachable_slo(decision))
         except (RouterUnavailable, WrongClusterKey, FleetError) as e:
             problems.append(self._count_error(e))
+        self.metrics.silent_routers = self._router.silent_count
         self._log_problem_once("; ".join(filter(None, problems)))
 
     def _count_error(self, error: EmberlineError) -> str:

@@ -43,7 +43,11 @@ class RouterGroup:
 
         Raises RouterUnavailable if none does, or WrongClusterKey. A drain that only some of them know, because others
         were restarted, is repeated at the others."""
-        statuses = await self._call_all({url: router.fetch_status() for url, router in self._routers.items()})
+        try:
+            statuses = await self._call_all({url: router.fetch_status() for url, router in self._routers.items()})
+        except RouterUnavailable:
+            self._silent = set(self._routers)
+            raise
         self._log_silent_routers(self._routers.keys() - statuses.keys())
         merged = self._merger.merge(statuses)
         for url, names in self._merger.missing_drains.items():
