@@ -140,6 +140,7 @@ def test_the_start_of_a_pod_is_measured_from_its_order_on() -> None:
         rows = [make_row(name, role="decode") for name in ready]
         tracker.update(group_workers({"workers": rows}, workers, ["prefill", "decode"]), now)
 
+    update(-5.0)
     update(0.0, FleetWorker("deployment/my-prefill-app/pending-0", "decode", is_placeholder=True))
     update(40.0, FleetWorker("my-prefill-app-x7", "decode"))
     assert not tracker.failed_starts
@@ -148,6 +149,26 @@ def test_the_start_of_a_pod_is_measured_from_its_order_on() -> None:
     update(140.0, FleetWorker("my-prefill-app-x8", "decode"))
     update(150.0)  # it ended before it was ready; its name has the name of another role
     assert tracker.failed_starts == 1 and tracker.may_start("prefill", 150.0) and not tracker.may_start("decode", 150.0)
+
+
+def test_a_worker_that_is_ready_again_or_was_starting_already_is_no_measured_start() -> None:
+    tracker = StartTracker(60.0)
+
+    def update(now: float, *names: str, ready: bool = False, incarnation: str = "1") -> None:
+        rows = [make_row(name, incarnation=incarnation) for name in names if ready]
+        tracker.update(group_workers({"workers": rows}, [FleetWorker(name, "both") for name in names], ["both"]), now)
+
+    update(0.0, "a", "b")  # they were started by an earlier autoscaler
+    update(5.0, "a", "b", ready=True)
+    update(10.0, "a", "b")  # the router was restarted
+    update(15.0, "a", "b", ready=True)
+    assert tracker.usual_start_s == 60.0
+    update(20.0, "a", "b")
+    update(25.0)  # they were ready before they ended
+    assert not tracker.failed_starts and not tracker._ready and not tracker._since
+    update(30.0, "a")  # as a pod of a StatefulSet, with its name of before
+    update(40.0, "a", ready=True, incarnation="2")
+    assert tracker.usual_start_s == pytest.approx(60 - 0.3 * 50)
 
 
 def test_an_empty_pool_starts_a_worker_when_a_request_waits() -> None:
