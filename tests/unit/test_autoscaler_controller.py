@@ -184,6 +184,19 @@ def test_an_empty_pool_starts_a_worker_when_a_request_waits() -> None:
     assert cluster.stopped == ["auto-both-1"] and not cluster.rows
 
 
+@pytest.mark.parametrize("counter", ["answered", "prompt_tokens", "generated_tokens"])
+def test_requests_that_end_between_two_looks_keep_a_pool(counter: str) -> None:
+    cluster = ScaledCluster()
+    cluster.rows["auto-both-a"] = make_row("auto-both-a")
+    loop = Loop(cluster, min_workers=0, idle_time=60.0)
+    for _ in range(30):
+        loop.step(5)
+        cluster.rows["auto-both-a"][counter] += 1
+    assert not cluster.drains
+    loop.step(20)
+    assert cluster.stopped == ["auto-both-a"]
+
+
 def test_a_drained_worker_sleeps_and_is_woken_before_another_is_started() -> None:
     cluster = ScaledCluster()
     cluster.rows = {name: make_row(name) for name in ("auto-both-a", "auto-both-b")}

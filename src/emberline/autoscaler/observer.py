@@ -45,6 +45,7 @@ class StatusObserver:
                 open_requests=sum(map(count_open, rows)),
                 waiting_requests=sum(map(_count_waiting, rows)) + unassigned,
                 unassigned_requests=unassigned,
+                answered_requests=sum(answered[row["name"]] for row in rows),
                 refused_share=refused_share if is_answering else 0.0,
                 slots=sum(row["max_running"] for row in pool.ready),
                 prompt_backlog=self._in_flight[role][0],
