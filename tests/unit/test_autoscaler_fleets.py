@@ -9,12 +9,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_kubernetes import TOKEN, FakeKubernetes
 
 from emberline.autoscaler.fleet import FleetError, FleetWorker
-from emberline.autoscaler.kubernetes_api import KubernetesAPI
+from emberline.autoscaler.kubernetes_api import KubernetesAPI, _read_content
 from emberline.autoscaler.kubernetes_fleet import KubernetesFleet
 from emberline.autoscaler.local_fleet import LocalFleet
 from emberline.autoscaler.pool_workers import group_workers
@@ -224,7 +225,7 @@ def test_kubernetes_errors_are_named(kubernetes: FakeKubernetes, tmp_path: Path)
         with pytest.raises(FleetError, match=r"401.*service account"):
             await api.read_scale("deployment/decode")
         (kubernetes.account_dir / "token").write_text(TOKEN)  # tokens are read again for every call
-        assert (await api.read_scale("deployment/decode"))["spec"]["replicas"] == 3
+        assert (await api.read_scale("deployment/decode")).spec.replicas == 3
 
     asyncio.run(run())
     with pytest.raises(InvalidRequest, match="KIND/NAME"):
@@ -239,3 +240,63 @@ def test_a_kubernetes_that_does_not_answer_is_an_error(kubernetes: FakeKubernete
     kubernetes.close()
     with pytest.raises(FleetError, match="does not answer"):
         asyncio.run(make_kubernetes_fleet(kubernetes).list_workers())
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [[], None, {"items": [{}]}, {"metadata": {}, "spec": None}, {"metadata": {}, "spec": {"replicas": "3"}}],
+)
+def test_a_reply_of_another_server_is_an_error(kubernetes: FakeKubernetes, reply: Any) -> None:
+    kubernetes.answer = lambda *request: (200, reply)  # type: ignore[method-assign]
+    with pytest.raises(FleetError, match="answered with another Scale"):
+        asyncio.run(make_kubernetes_fleet(kubernetes).list_workers())
+
+
+def test_a_scale_without_replicas_and_a_list_without_pods_are_empty(kubernetes: FakeKubernetes) -> None:
+    scale = {"metadata": {}, "spec": {}, "status": {"selector": "app=x"}}
+    kubernetes.answer = lambda method, path, *rest: (  # type: ignore[method-assign]
+        200,
+        {"items": None} if path.endswith("/pods") else scale,
+    )
+    assert asyncio.run(make_kubernetes_fleet(kubernetes).list_workers()) == []
+
+
+def test_a_reply_that_does_not_end_is_given_up() -> None:
+    class EndlessReply:
+        def read1(self, size: int) -> bytes:
+            return b" "
+
+    with pytest.raises(TimeoutError, match="bytes of the reply"):
+        _read_content(EndlessReply(), time.monotonic() + 0.05)  # type: ignore[arg-type]
+
+
+def test_two_autoscalers_do_not_start_the_same_workers_twice(kubernetes: FakeKubernetes) -> None:
+    async def run() -> None:
+        first, second = make_kubernetes_fleet(kubernetes), make_kubernetes_fleet(kubernetes)
+        await first.list_workers()
+        await second.list_workers()
+        await first.start_workers("decode", 1)
+        await first.start_workers("decode", 1)  # its own change is known
+        with pytest.raises(FleetError, match="has 4 replicas, and had 2"):
+            await second.start_workers("decode", 2)
+        await second.list_workers()
+        await second.start_workers("decode", 1)
+        assert kubernetes.replicas["deployments", "decode"] == 5
+
+    asyncio.run(run())
+
+
+def test_a_pod_that_serves_again_is_not_removed_in_place_of_a_drained_one(kubernetes: FakeKubernetes) -> None:
+    async def run() -> None:
+        fleet = make_kubernetes_fleet(kubernetes)
+        answer = kubernetes.answer
+        kubernetes.answer = lambda method, *rest: (  # type: ignore[method-assign]
+            (409, {}) if method == "PUT" else answer(method, *rest)
+        )
+        with pytest.raises(FleetError, match="another client"):
+            await fleet.stop_worker("decode-0")  # and then its drain is undone
+        kubernetes.answer = answer  # type: ignore[method-assign]
+        await fleet.stop_worker("decode-1")
+        assert [name for name in kubernetes.pods if name.startswith("decode")] == ["decode-0"]
+
+    asyncio.run(run())
