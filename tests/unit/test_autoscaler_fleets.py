@@ -1,4 +1,4 @@
-"""Adapters of the autoscaler: local processes and Kubernetes."""
+"""Adapters of the autoscaler: local processes, Kubernetes and Ray."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from emberline.autoscaler.kubernetes_api import KubernetesAPI, _read_content
 from emberline.autoscaler.kubernetes_fleet import KubernetesFleet
 from emberline.autoscaler.local_fleet import LocalFleet
 from emberline.autoscaler.pool_workers import group_workers
+from emberline.autoscaler.ray_fleet import KILL_TIMEOUT_S, RayFleet
 from emberline.core.errors import InvalidRequest
 
 # A process that ends at SIGTERM, like a worker; with "stubborn" in its command line, it does not.
@@ -298,5 +300,47 @@ def test_a_pod_that_serves_again_is_not_removed_in_place_of_a_drained_one(kubern
         kubernetes.answer = answer  # type: ignore[method-assign]
         await fleet.stop_worker("decode-1")
         assert [name for name in kubernetes.pods if name.startswith("decode")] == ["decode-0"]
+
+    asyncio.run(run())
+
+
+class FakeRay:
+    """A Ray cluster with one actor."""
+
+    def __init__(self) -> None:
+        self.util = SimpleNamespace(
+            list_named_actors=lambda all_namespaces: [{"name": "auto-both-1", "namespace": "emberline"}]
+        )
+        self.fails = True
+        self.calls: list[str] = []
+
+    def get_actor(self, name: str, namespace: str) -> Any:
+        if self.fails:
+            raise RuntimeError("the head node is away")
+        return SimpleNamespace(stop=SimpleNamespace(remote=lambda: self.calls.append("stop")))
+
+    def kill(self, actor: Any) -> None:
+        self.calls.append("kill")
+
+
+def test_an_actor_that_could_not_be_stopped_is_stopped_later_and_killed_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        ray = FakeRay()
+        fleet = RayFleet(ray, lambda role, name: [], ["both"], environment={}, resources_by_role={})
+        with pytest.raises(FleetError, match="head node is away"):
+            await fleet.stop_worker("auto-both-1")
+        assert await fleet.list_workers() == [FleetWorker("auto-both-1", "both")]
+        ray.fails = False
+        await fleet.stop_worker("auto-both-1")
+        await fleet.stop_worker("auto-both-1")
+        assert await fleet.list_workers() == [FleetWorker("auto-both-1", "both", is_stopping=True)]
+        assert ray.calls == ["stop"]
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + KILL_TIMEOUT_S + 1)
+        await fleet.list_workers()
+        await fleet.list_workers()
+        assert ray.calls == ["stop", "kill"]
 
     asyncio.run(run())
