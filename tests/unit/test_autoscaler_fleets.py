@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 from fake_kubernetes import TOKEN, FakeKubernetes
 
+from emberline.autoscaler import local_fleet
 from emberline.autoscaler.fleet import FleetError, FleetWorker
 from emberline.autoscaler.kubernetes_api import KubernetesAPI, _read_content
 from emberline.autoscaler.kubernetes_fleet import KubernetesFleet
@@ -119,7 +122,33 @@ def test_a_worker_that_does_not_end_is_killed(router_url: str, tmp_path: Path, m
     asyncio.run(run())
 
 
-def test_a_gpu_is_given_to_one_worker_only(router_url: str, tmp_path: Path) -> None:
+def test_a_worker_that_ends_just_before_its_signal_is_no_error(
+    router_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send_nothing(descriptor: int, number: int) -> None:
+        raise ProcessLookupError(errno.ESRCH, "No such process")
+
+    async def run() -> None:
+        fleet = make_fleet(router_url, tmp_path)
+        await fleet.start_workers("both", 1)
+        (worker,) = await wait_for_count(fleet, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "pidfd_send_signal", send_nothing)
+            await fleet.stop_worker(worker.name)
+            patch.setattr(local_fleet, "STOP_TIMEOUT_S", 0.0)
+            patch.setattr(local_fleet, "KILL_TIMEOUT_S", 0.1)
+            with pytest.raises(FleetError, match=f"do not end within 0.1 s after SIGKILL: {worker.name}"):
+                await fleet._wait_until_ended()
+        fleet._kill_at[worker.name] = 0.0
+        await fleet.close(stop_workers=True)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_in_proc", [True, False])  # its command line is not there yet just after its start
+def test_a_gpu_is_given_to_one_worker_only(
+    router_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_proc: bool
+) -> None:
     async def run() -> None:
         def build_command(role: str, name: str) -> list[str]:
             return [sys.executable, "-c", WORKER, router_url, name]
@@ -130,8 +159,12 @@ def test_a_gpu_is_given_to_one_worker_only(router_url: str, tmp_path: Path) -> N
         )  # fmt: skip
         try:
             await fleet.start_workers("both", 1)
-            with pytest.raises(FleetError, match="needs 2 GPUs, and 1 of 3 are free"):
-                await fleet.start_workers("both", 1)
+            with monkeypatch.context() as patch:
+                if not is_in_proc:
+                    patch.setattr(fleet, "_scan_processes", lambda: iter(()))
+                assert len(await fleet.list_workers()) == 1
+                with pytest.raises(FleetError, match="needs 2 GPUs, and 1 of 3 are free"):
+                    await fleet.start_workers("both", 1)
         finally:
             await fleet.close(stop_workers=True)
 
