@@ -195,6 +195,14 @@ def test_busiest_part_of_a_trace_is_planned(tmp_path: Path) -> None:
     assert len(traffic.replayed) >= 100 and "of 1000 requests" in traffic.description
 
 
+def test_a_short_burst_at_the_end_of_a_trace_is_no_busy_minute(tmp_path: Path) -> None:
+    rows = [(float(second), 100, 10) for second in range(600)] + [(600 + n / 1000, 100, 10) for n in range(100)]
+    traffic = Traffic.parse(str(write_trace(tmp_path / "trace.csv", rows)), 0)
+    assert traffic.rate == pytest.approx(160 / 60, rel=0.05)
+    short = Traffic.parse(str(write_trace(tmp_path / "trace.csv", rows[600:])), 0)
+    assert len(short.replayed) == 100  # a trace of less than a minute is planned for as a whole
+
+
 def test_shared_prefixes_of_a_trace_are_counted(tmp_path: Path) -> None:
     rows = [
         {"timestamp": 1000 * n, "input_length": 1024, "output_length": 5, "hash_ids": [0, n + 1]} for n in range(50)
