@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from emberline.core.errors import InvalidRequest
 from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
 from emberline.sim.workloads.arrivals import ArrivalRate, draw_arrivals
+from emberline.sim.workloads.requests import check_spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,12 @@ class AgentWorkload:
                 raise InvalidRequest(f"{label} is {getattr(self, name)}; it must be at least 1", param=label)
         if self.turns[0] < 1 or self.system_tokens[0] < 1:
             raise InvalidRequest("turns and system must be at least 1", param="turns")
-        if min(self.spread, self.over_seconds) < 0 or self.think_seconds <= 0:
-            raise InvalidRequest("spread and seconds must be at least 0, and think must be above 0", param="think")
+        check_spread(self.spread)
+        for label, value in (("user", self.user_tokens), ("output", self.reply_tokens)):
+            if not value >= 1:
+                raise InvalidRequest(f"{label} is {value:g}; it must be at least 1", param=label)
+        if self.over_seconds < 0 or self.think_seconds <= 0:
+            raise InvalidRequest("seconds must be at least 0, and think must be above 0", param="think")
 
     def sessions(self, seed: int) -> Iterator[AgentSession]:
         """Yield the conversations in the order of their start."""
