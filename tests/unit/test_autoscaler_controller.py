@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scaled_cluster import BOUNDS, Loop, ScaledCluster, make_row, metric
 
-from emberline.autoscaler.fleet import FleetWorker
+from emberline.autoscaler.fleet import FleetError, FleetWorker
 from emberline.autoscaler.main import MetricsAddress, run_autoscaler
 from emberline.autoscaler.observer import StatusObserver, estimate_p90
 from emberline.autoscaler.pool_workers import group_workers
@@ -103,6 +103,23 @@ def test_a_worker_that_never_becomes_ready_is_replaced() -> None:
     loop = Loop(cluster)
     loop.step(125)
     assert cluster.stopped == ["auto-both-1"] and cluster.started == 2
+
+
+def test_a_worker_whose_replacement_failed_is_replaced_soon() -> None:
+    cluster = ScaledCluster()
+    cluster.rows["auto-both-x"] = make_row("auto-both-x", health="stuck")
+    cluster.rows["steady"] = make_row("steady")
+    replace_worker, failures = cluster.replace_worker, [FleetError("busy")]
+
+    async def fail_once(name: str) -> bool:
+        if failures:
+            raise failures.pop()
+        return await replace_worker(name)
+
+    cluster.replace_worker = fail_once  # type: ignore[method-assign]
+    loop = Loop(cluster)
+    loop.step(33)
+    assert not failures and cluster.stopped == ["auto-both-x"]
 
 
 @pytest.mark.parametrize("replaces", [False, True])

@@ -207,16 +207,16 @@ class Autoscaler:
         """Replace the workers that do not become ready, and those whose engines have been stuck for long."""
         for name in [name for name in pool.starting if name in pool.managed and self._starts.is_hanging(name, now)]:
             log.warning("Replacing a worker that does not become ready: worker=%s", name)
-            self._starts.forget(name)
             if not await self._fleet.replace_worker(name):
                 pool.starting.remove(name)
+            self._starts.forget(name)
         for row in list(pool.stuck):
             name = row["name"]
             if name in pool.managed and now - self._stuck_since.setdefault(name, now) > STUCK_TIMEOUT_S:
                 log.warning("Replacing a worker whose engine is stuck: worker=%s", name)
-                del self._stuck_since[name]
                 if await self._fleet.replace_worker(name):
                     pool.starting.append(name)
+                del self._stuck_since[name]
                 pool.stuck.remove(row)
 
     def _describe_unreachable_slo(self, decision: ScalingDecision) -> str:
