@@ -194,6 +194,8 @@ def test_a_capacity_that_missed_the_slo_is_not_tried_again_soon() -> None:
     [
         (lambda: settings(PoolSettings("both"), max_gpus=0), "max_gpus is 0"),
         (lambda: settings(PoolSettings("both", 4, 8, gpus=2), max_gpus=6), "at least 8"),
+        (lambda: settings(PoolSettings("prefill", 0), PoolSettings("decode", 0, gpus=4), max_gpus=4), "at least 5"),
+        (lambda: settings(PoolSettings("both", gpus=0), max_gpus=-1), "max_gpus is -1"),
         (lambda: PoolSettings("both", 3, 2), "min=3, max=2"),
         (lambda: PoolSettings("both", -1, 2), "min=-1"),
         (lambda: PoolSettings.parse("embed"), "'embed' does not exist"),

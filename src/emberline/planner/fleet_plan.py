@@ -27,14 +27,14 @@ class PlanSettings:
     weights: tuple[str, ...] = ()  # formats to consider; empty: all
     tokens_per_step: float | None = None  # with speculative decoding; None: without
     gpu_price: float | None = None  # of one GPU for an hour
-    start_s: float | None = None  # of a worker; None: as measured with Llama-3.1-8B
+    start_seconds: float | None = None  # of a worker; None: as measured with Llama-3.1-8B
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name, low, high in (
             ("tokens_per_step", 1.0, 1.0 + MAX_DRAFT_TOKENS),
             ("gpu_price", 0.0, 1e6),
-            ("start_s", 0.0, 86_400.0),
+            ("start_seconds", 0.0, 86_400.0),
         ):
             if (value := getattr(self, name)) is not None and not low <= value <= high:
                 message = f"{name} is {value}; it must be from {low:g} to {high:g}"
@@ -73,6 +73,6 @@ def plan_fleet(
     )
     kinds, rejected = list_worker_kinds(config, settings.gpu, options)
     candidates: Sequence[Candidate] = find_candidates(kinds, task, settings.seed)
-    start_s = START_S if settings.start_s is None else settings.start_s
+    start_s = START_S if settings.start_seconds is None else settings.start_seconds
     sensitivity = analyse_sensitivity(kinds, candidates, task, start_s, settings.seed)
     return FleetPlan(settings, task, tuple(candidates), sensitivity, rejected, accuracy)

@@ -128,7 +128,8 @@ def _budget_error(
     task: PlanningTask,
 ) -> InvalidRequest:
     met = [each.topology for each in candidates if each.meets_targets]
-    if task.max_gpus is None:
+    larger = [each for each in topologies if not _fits(each, task.max_gpus)]
+    if not met and not larger:  # more GPUs would not help
         closest = min(candidates, key=lambda each: each.load.ttft_p90 / task.slo.ttft_p90)
         return InvalidRequest(
             f"no simulated topology meets {task.slo}; the closest, {closest.topology}, reaches"
@@ -136,7 +137,7 @@ def _budget_error(
             param="slo",
             hint="raise the target that is missed",
         )
-    needed = min([*met, *(each for each in topologies if each.gpus > task.max_gpus)], key=lambda each: each.gpus)
+    needed = min([*met, *larger], key=lambda each: each.gpus)
     rate = _affordable_rate(kinds, task)
     instead = f"lower the rate to about {rate:.3g} requests/s" if rate else "choose other targets"
     return InvalidRequest(

@@ -78,8 +78,8 @@ def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> Simu
     return SimulatedLoad(
         ttft_p50=_quantile(result.ttft_seconds, 0.5, unanswered),
         ttft_p90=_quantile(result.ttft_seconds, 0.9, unanswered),
-        itl_p50=result.inter_token_seconds.quantile(0.5),
-        itl_p90=result.inter_token_seconds.quantile(0.9),
+        itl_p50=_inter_token_quantile(result.inter_token_seconds, 0.5),
+        itl_p90=_inter_token_quantile(result.inter_token_seconds, 0.9),
         requests=result.ttft_seconds.count,
         unanswered=unanswered,
         engines=sum(counts),
@@ -209,3 +209,8 @@ def _quantile(values: Distribution, fraction: float, unanswered: int) -> float:
     """Return the quantile over all requests; those without a first token count as the slowest."""
     wanted = fraction * (values.count + unanswered)
     return values.quantile(wanted / values.count) if values.count > wanted else math.inf
+
+
+def _inter_token_quantile(values: Distribution, fraction: float) -> float:
+    """Return the quantile of the times between tokens; 0 if no request has a second token."""
+    return values.quantile(fraction) if values.count else 0.0

@@ -46,7 +46,6 @@ class WorkerKind:
     kv_bytes_per_token: int  # of all GPUs
     max_running: int
     max_batch_tokens: int
-    max_context: int
     basis: Basis
     source: str  # result files, or how the costs were projected
     drafts: bool = False
@@ -161,7 +160,6 @@ def _make_kinds(
         kv_bytes_per_token=_whole_kv_bytes(best, work),
         max_running=scheduler.max_running,
         max_batch_tokens=scheduler.max_batch_tokens,
-        max_context=best.max_context,
         basis=basis,
         source=source,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from emberline.core.errors import InvalidRequest
 from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
 from emberline.sim.workloads.arrivals import ArrivalRate, draw_arrivals
+from emberline.sim.workloads.requests import check_spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,14 @@ class AgentWorkload:
         if self.turns[0] < 1 or self.system_tokens[0] < 1:
             message = f"turns is {self.turns} and system is {self.system_tokens}; they must be at least 1"
             raise InvalidRequest(message, param="turns")
-        if min(self.spread, self.over_seconds) < 0 or self.think_seconds <= 0:
+        check_spread(self.spread)
+        for label, value in (("user", self.user_tokens), ("output", self.reply_tokens)):
+            if not value >= 1:
+                raise InvalidRequest(f"{label} is {value:g}; it must be at least 1", param=label)
+        if self.over_seconds < 0 or self.think_seconds <= 0:
             message = (
-                f"spread is {self.spread:g}, seconds is {self.over_seconds:g} and think is {self.think_seconds:g};"
-                " spread and seconds must be at least 0, and think above 0"
+                f"seconds is {self.over_seconds:g} and think is {self.think_seconds:g};"
+                " seconds must be at least 0, and think above 0"
             )
             raise InvalidRequest(message, param="think")
 
