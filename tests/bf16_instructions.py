@@ -23,7 +23,7 @@ EMULATED = Path(__file__).parent / "emulated_cpu"
 COMPILE_TIMEOUT_S = 120
 AMX_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 INSTRUCTIONS = ("bfmmla", "vdpbf16ps")
-CHAIN = {"bfmmla": 128, "vdpbf16ps": 32}  # products that are added to one sum, before it is added to the output
+CHAIN = 128  # products that are added to one sum, before it is added to the output
 
 Floats = NDArray[np.float32]
 
@@ -95,9 +95,9 @@ def exact_order_product(instruction: str, x: Floats, weight: Floats) -> Floats:
         return a[:, i, None] * b[None, :, i]
 
     total = None
-    for start in range(0, depth, CHAIN[instruction]):
+    for start in range(0, depth, CHAIN):
         chain = np.zeros((len(x), len(weight)), np.float32)
-        for i in range(start, min(start + CHAIN[instruction], depth), 2):
+        for i in range(start, min(start + CHAIN, depth), 2):
             if instruction == "bfmmla":
                 chain = add_to_odd(chain, add_to_odd(product(i), product(i + 1)))
             else:

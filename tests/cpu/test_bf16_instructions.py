@@ -114,6 +114,16 @@ def test_denormal_numbers_count_as_zero(instruction: str) -> None:
     assert torch.equal(ops.linear(torch.full((2, 4), 1e-20), layer), torch.zeros(2, 3))
 
 
+def test_infinite_weight_changes_only_its_output(instruction: str) -> None:
+    """k is padded with zeros, not with the weights of the next output."""
+    x, weight = torch.randn(3, 70), torch.randn(9, 70).to(BF16)
+    clean = ops.linear(x, LinearLayer(ops.pack_linear(weight)))
+    weight[5, 0] = torch.inf
+    y = ops.linear(x, LinearLayer(ops.pack_linear(weight)))
+    others = [n for n in range(9) if n != 5]
+    assert y[:, 5].isinf().all() and torch.equal(y[:, others], clean[:, others])
+
+
 @pytest.mark.skipif(not has_avx512(), reason="the layout of AMX is that of panels for AVX-512")
 @pytest.mark.parametrize(("answer", "isa"), [(-1, "avx512 and bf16"), (0, "avx512 and amx")])
 def test_amx_is_chosen_only_if_it_is_granted(tmp_path: Path, model: tuple[str, Path], answer: int, isa: str) -> None:

@@ -26,7 +26,7 @@ constexpr int kPieceBytes = 16 * 1024;
 constexpr int kPiece = kPieceBytes / 2 / kPanel;  // of k
 constexpr int kBandRows = 256;
 constexpr int kBandPanels = 256 / kPanel;
-static_assert(kPiece % kChain == 0, "cuts elsewhere would change the bits of results");
+static_assert(kPiece % kChainProducts == 0, "cuts elsewhere would change the bits of results");
 static_assert(kPadding % kDepth == 0 && kBandRows % kRowGroup == 0);
 
 struct Rounded {

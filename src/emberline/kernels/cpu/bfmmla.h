@@ -11,7 +11,6 @@ namespace ember::bf16_dot {
 constexpr int kDepth = 4;       // elements of k in a step
 constexpr int kRowGroup = 2;    // rows whose inputs are interleaved
 constexpr int kTileGroups = 4;  // groups of rows of the largest tile
-constexpr int kChain = 128;     // products summed in one chain
 constexpr int kPrefetchBytes = 1024;
 
 typedef uint16_t Block __attribute__((vector_size(16)));  // four bf16 of each of two rows (or columns)
@@ -86,10 +85,10 @@ inline __attribute__((always_inline)) void multiply_chain(const bf16* rows, long
 template <int Groups>
 void multiply_tile(const Tile& tile) {
     constexpr int kPairs = Groups <= 2 ? kPanel / 2 : kPanel / 4;  // at most 16 vectors of sums
-    for (int at = 0; at < tile.k; at += kChain)
+    for (int at = 0; at < tile.k; at += kChainProducts)
         for (int pair = 0; pair < kPanel / 2; pair += kPairs)
             multiply_chain<Groups, kPairs>(tile.rows + at * kRowGroup, tile.stride, tile.weights + long(at) * kPanel + pair * 2 * kDepth,
-                                           std::min(kChain, tile.k - at) / kDepth, tile.sums + 2 * pair, tile.fresh && at == 0);
+                                           std::min(kChainProducts, tile.k - at) / kDepth, tile.sums + 2 * pair, tile.fresh && at == 0);
 }
 
 }  // namespace ember::bf16_dot

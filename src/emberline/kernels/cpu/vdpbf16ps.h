@@ -10,8 +10,7 @@ namespace ember::bf16_dot {
 constexpr int kDepth = 2;           // elements of k in a step
 constexpr int kRowGroup = 1;        // rows whose inputs are interleaved
 constexpr int kTileGroups = kRows;  // groups of rows of the largest tile
-constexpr int kChain = 32;          // products summed in one chain
-constexpr int kPrefetchBytes = 1024;
+constexpr int kPrefetchBytes = 4096;
 
 typedef uint32_t Pairs __attribute__((vector_size(4 * kLanes)));  // two bf16 in each lane
 
@@ -67,9 +66,10 @@ inline __attribute__((always_inline)) void multiply_chain(const bf16* rows, long
 
 template <int R>
 void multiply_tile(const Tile& tile) {
-    for (int at = 0; at < tile.k; at += kChain)
-        multiply_chain<R>(tile.rows + at, tile.stride, tile.weights + long(at) * kPanel, std::min(kChain, tile.k - at) / kDepth, tile.sums,
-                          tile.fresh && at == 0);
+    for (int at = 0; at < tile.k; at += kChainProducts) {
+        int steps = std::min(kChainProducts, tile.k - at) / kDepth;
+        multiply_chain<R>(tile.rows + at, tile.stride, tile.weights + long(at) * kPanel, steps, tile.sums, tile.fresh && at == 0);
+    }
 }
 
 }  // namespace ember::bf16_dot
