@@ -179,7 +179,7 @@ def test_a_forecast_follows_the_trend_but_not_noise() -> None:
 
 
 def test_a_capacity_that_missed_the_slo_is_not_tried_again_soon() -> None:
-    capacity = CapacityEstimate.from_seed(None).with_load(800.0, 0.5, 0.8, 0.0)
+    capacity = CapacityEstimate.from_stated(None).with_load(800.0, 0.5, 0.8, 0.0)
     assert capacity.with_load(900.0, 1.5, 0.8, 10.0).work_per_s == 1000.0  # a short peak
     for now in range(10, 75, 5):
         capacity = capacity.with_load(900.0, 1.5, 0.8, float(now))

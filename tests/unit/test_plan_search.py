@@ -10,7 +10,7 @@ import pytest
 
 from emberline.core.errors import InvalidRequest
 from emberline.core.slo import LatencyTargets
-from emberline.planner.capacity import estimate_colocated, fewest_workers, p90_wait
+from emberline.planner.capacity import estimate_colocated, find_fewest_workers, p90_wait
 from emberline.planner.gpu_speeds import find_gpu_speed
 from emberline.planner.kv_handoff import HandoffLink
 from emberline.planner.search import find_candidates, shortlist
@@ -78,8 +78,8 @@ def test_overload_is_unstable(kinds: list[WorkerKind]) -> None:
 
 @pytest.mark.parametrize("least", [1, 2, 3, 7, 8, 100])
 def test_fewest_workers(least: int) -> None:
-    assert fewest_workers(lambda count: count >= least, 100) == least
-    assert fewest_workers(lambda count: False, 100) is None
+    assert find_fewest_workers(lambda count: count >= least, 100) == least
+    assert find_fewest_workers(lambda count: False, 100) is None
 
 
 def test_waiting_grows_with_load_and_shrinks_with_servers() -> None:

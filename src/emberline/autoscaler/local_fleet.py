@@ -33,7 +33,7 @@ class LocalProcess:
     pid: int
     name: str
     role: str
-    gpus: tuple[str, ...]  # that the process may use; empty: not stated
+    gpus: tuple[str, ...]  # GPUs that the process may use; empty: no variable limits them
 
 
 class LocalFleet:
@@ -53,7 +53,11 @@ class LocalFleet:
         `gpus`: the GPUs of this machine, of which each worker gets as many as its role needs. Raises InvalidRequest if
         another autoscaler on this machine manages workers of the same router, or if the machine has no /proc."""
         if not Path("/proc/self/cmdline").exists():
-            raise InvalidRequest("adapter local needs /proc, which only Linux has", param="adapter", hint="use Linux")
+            raise InvalidRequest(
+                "adapter local needs /proc, which only Linux has",
+                param="adapter",
+                hint="use --adapter kubernetes or ray",
+            )
         self._build_command = build_command
         self._roles = roles
         self._router_urls = set(router_urls)

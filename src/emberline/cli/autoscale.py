@@ -15,6 +15,7 @@ from emberline.cli.options import add_options, given_options
 from emberline.cli.router_tls import add_router_tls_options, make_router_tls
 from emberline.core.config import DEFAULT_MODEL, RouterConfig, cluster_key_from_environment, core_count
 from emberline.core.errors import InvalidRequest
+from emberline.core.keys import check_key
 from emberline.core.router_urls import parse_router_urls
 from emberline.core.slo import LatencyTargets
 
@@ -96,11 +97,12 @@ async def _run(args: argparse.Namespace, settings: AutoscalerSettings) -> None:
     from emberline.autoscaler.router_client import RouterClient
     from emberline.autoscaler.router_group import RouterGroup
 
-    key = args.cluster_key or cluster_key_from_environment()
+    key = check_key(args.cluster_key, "cluster_key") if args.cluster_key else cluster_key_from_environment()
     fleet = _build_fleet(args, settings, key)
     address = None if args.metrics_port is None else MetricsAddress(args.metrics_host, args.metrics_port)
-    tls = make_router_tls(args)
-    router = RouterGroup([RouterClient(url, key, tls) for url in _router_urls(args)])
+    urls = _router_urls(args)
+    tls = make_router_tls(args, urls)
+    router = RouterGroup([RouterClient(url, key, tls) for url in urls])
     models = args.served_model or _find_model_names(args)
     await run_autoscaler(settings, router, fleet, address, keep_workers=args.keep_workers, models=models)
 

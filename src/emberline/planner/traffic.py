@@ -33,7 +33,7 @@ _FIELDS = {
 class Traffic:
     rate: float  # requests per second
     lengths: tuple[tuple[int, int], ...]  # tokens of prompt and reply, of sampled requests
-    prefix_share: float = 0.0  # of the prompt tokens, which earlier requests had too
+    prefix_share: float = 0.0  # of the prompt tokens: in a prefix that an earlier request had too
     description: str = ""
     replayed: tuple[TraceRequest, ...] = ()  # requests of a trace in the order of time; empty: arrivals are random
 
@@ -137,7 +137,7 @@ def find_busiest_part(requests: Sequence[TraceRequest]) -> tuple[TraceRequest, .
 
 
 def count_prefix_share(requests: Sequence[TraceRequest]) -> float:
-    """Return the share of prompt tokens that an earlier prompt had, too, from its beginning."""
+    """Return the share of prompt tokens that belong to a prefix which an earlier prompt had too."""
     known: set[tuple[PromptPart, ...]] = set()
     shared = total = 0
     for request in requests:
