@@ -71,15 +71,23 @@ class StepShape:
 
         `single_tokens`: tokens of the singles, with their drafts.
         Steps with too many chunks or tokens are not captured, nor steps that compute log-probabilities of prompts."""
-        if not chunks:
-            return StepShape(pad_row_count(single_tokens), 0, 0, queries)
+        if any(w.prompt_logprobs for w in chunks):
+            return None
         tokens = sum(len(w.tokens) for w in chunks)
-        grid = grid or ShapeGrid()
-        rows = next((rows for rows in grid.chunks if len(chunks) <= rows), None)
-        if tokens > grid.max_tokens or rows is None or any(w.prompt_logprobs for w in chunks):
+        return StepShape.for_counts(single_tokens, len(chunks), tokens, grid or ShapeGrid(), queries)
+
+    @staticmethod
+    def for_counts(
+        single_tokens: int, num_chunks: int, chunk_tokens: int, grid: ShapeGrid, queries: int
+    ) -> StepShape | None:
+        """Return the shape of a step with this many tokens of singles and chunks, as `for_work` does."""
+        if not num_chunks:
+            return StepShape(pad_row_count(single_tokens), 0, 0, queries)
+        rows = next((rows for rows in grid.chunks if num_chunks <= rows), None)
+        if chunk_tokens > grid.max_tokens or rows is None:
             return None
         padded = pad_single_row_count(single_tokens)
-        return StepShape(padded, rows, grid.pad_token_count(single_tokens + tokens) - padded, queries)
+        return StepShape(padded, rows, grid.pad_token_count(single_tokens + chunk_tokens) - padded, queries)
 
     @property
     def rows(self) -> int:
