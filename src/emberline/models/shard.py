@@ -27,7 +27,7 @@ class Shard:
     expert_parts: int = 1  # groups of ranks among which whole experts are divided; a group divides their width
     divides_attention: bool = True  # False: each rank has all heads, and attends to requests of its own
     redundant_experts: int = 0  # further experts of which each group of ranks can keep copies
-    gathers_rows: bool = False  # whether a rank computes its experts for the rows of all ranks if it attends to its own
+    gathers_rows: bool = False  # whether ranks that attend to different requests compute experts for the rows of all
     only_expert: int | None = None  # of all experts, load only this one
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from emberline.engine.gpu.batch import DeviceBatch
 from emberline.engine.gpu.rows import DeviceRows
 from emberline.engine.gpu.shape import ShapeGrid, StepShape
 from emberline.engine.gpu.staging import StagedInputs
+from emberline.kernels import ops
 from emberline.kernels.comm.communicator import Communicator
 from emberline.models.row_exchange import RowExchange
 
@@ -87,14 +88,6 @@ class DividedStep:
         """The tokens of the single with the longest draft."""
         return max((len(w.tokens) for w in self.singles), default=1)
 
-    def find_shape(self, grid: ShapeGrid, queries: int) -> StepShape | None:
-        """Return the shape of a captured step with room for the work of each home; None if it cannot be captured."""
-        if any(w.prompt_logprobs for w in self.chunks):
-            return None
-        singles, chunks = (max(home.single_tokens for home in self.homes), max(len(home.chunks) for home in self.homes))
-        tokens = max(home.chunk_tokens for home in self.homes)
-        return StepShape.for_counts(singles, chunks, tokens, grid, queries)
-
     def find_logits(self, offsets: Sequence[int], single_rows: Sequence[int]) -> np.ndarray:
         """Return where the logits of all requests are among those of all ranks, in the order in which they are sampled.
 
@@ -118,9 +111,20 @@ class OwnRows:
     def own_work(self, step: DividedStep) -> HomeWork:
         return step.homes[self._comm.rank]
 
-    def find_shape(self, step: DividedStep, grid: ShapeGrid, queries: int) -> StepShape | None:
-        """Return the shape of the captured step for this work; None if it must run uncaptured."""
-        return step.find_shape(grid, queries) if step.num_logits <= self._max_logits else None
+    def find_shape(
+        self, step: DividedStep, grid: ShapeGrid, queries: int, planner: ops.AttentionPlanner
+    ) -> StepShape | None:
+        """Return the shape of the captured step with room for the work of each home; None: it must run uncaptured.
+
+        All ranks find the same one. `planner`: of this rank, with the same limits as the others have."""
+        if any(w.prompt_logprobs for w in step.chunks) or step.num_logits > self._max_logits:
+            return None
+        sizes = ([(w.start, len(w.tokens)) for w in home.chunks] for home in step.homes)
+        if not all(map(planner.can_capture_chunks, sizes)):
+            return None
+        homes = step.homes
+        singles, chunks = max(home.single_tokens for home in homes), max(len(home.chunks) for home in homes)
+        return StepShape.for_counts(singles, chunks, max(home.chunk_tokens for home in homes), grid, queries)
 
     def count_logits(self, shape: StepShape) -> int:
         """Return the rows of logits that a captured step of this shape computes, with padding."""

@@ -41,6 +41,16 @@ class RankRole:
         return self.stages is None and self.shards is None
 
     @property
+    def home(self) -> int:
+        """The home of the requests that this rank attends to."""
+        return self.shards.rank if self.shards is not None and self.attends_to_own else 0
+
+    @property
+    def exchanging_ranks(self) -> int:
+        """The number of ranks that attend to requests of their own, and exchange the rows of each step."""
+        return self.shards.size if self.shards is not None and self.attends_to_own else 1
+
+    @property
     def has_logits(self) -> bool:
         return self.stage.is_last
 

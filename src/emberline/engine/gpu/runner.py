@@ -90,7 +90,7 @@ class GPURunner:
         self._has_decode_kernel = cache.keys.is_cuda and self._attention_planner.limit_queries(2) > 1
         self.exact = settings.gpu.exact  # whether a token's logits have the same bits in any batch
         self.graphs = settings.gpu.graphs  # whether steps are captured; False while another thread uses the device
-        self._grid = shape_grid_for(model.config, limits.max_batch_tokens)
+        self._grid = shape_grid_for(model.config, limits.max_batch_tokens, self.rank.exchanging_ranks)
         self.shapes = order_by_expected_use(
             captured_shapes(running, limits.max_batch_tokens, self._grid, queries=self._row_queries)
         )
@@ -213,14 +213,11 @@ class GPURunner:
         """Queue the model's computation of the requests of this rank, and return the logits of those of all ranks."""
         own = own_rows.own_work(step)
         self._send_table_updates(own.all)
-        batch = DeviceBatch.from_work(
-            own.singles, own.chunks, self._rows, self._block_size, max_queries=self._max_queries
-        )
+        parts = own.singles, own.chunks, self._rows, self._block_size
+        batch = DeviceBatch.from_work(*parts, max_queries=self._max_queries)
         longest = min(step.longest_single, self._max_queries)
         queries = next(count for count in self._row_queries if count >= longest) if step.longest_single > 1 else 1
-        sizes = ([(w.start, len(w.tokens)) for w in home.chunks] for home in step.homes)
-        can_capture = self.graphs and all(map(self._attention_planner.can_capture_chunks, sizes))
-        shape = own_rows.find_shape(step, self._grid, queries) if can_capture else None
+        shape = own_rows.find_shape(step, self._grid, queries, self._attention_planner) if self.graphs else None
         batch = fill_uncaptured(batch, self._rows) if shape is None else self._pad_batch(batch, shape)
         staged = self._graphs.inputs.new_inputs()
         inputs = self._stage_inputs(batch, shape, staged, self._graphs.weight_unpacker, queries)

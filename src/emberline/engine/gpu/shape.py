@@ -34,11 +34,16 @@ class ShapeGrid:
     coarse_grain: int = TOKEN_GRAIN  # grain of steps with more than MAX_CHUNK_TOKENS
 
     @staticmethod
-    def for_model(parameter_count: int, max_batch_tokens: int, *, has_experts: bool = False) -> ShapeGrid:
+    def for_model(
+        parameter_count: int, max_batch_tokens: int, *, has_experts: bool = False, exchanging_ranks: int = 1
+    ) -> ShapeGrid:
         """Return the sizes to capture for a model of which a token uses `parameter_count` weights of the layers.
 
         A step is worth capturing if launching it takes longer than computing it. For a small model that holds for
-        larger steps too, but it gets coarser sizes, because padding costs it little."""
+        larger steps too, but it gets coarser sizes, because padding costs it little. `exchanging_ranks`: ranks that
+        have different rows. They compute each other's padding, so a captured step has only a part of the tokens."""
+        if exchanging_ranks > 1:
+            return ShapeGrid(min(max(TOKEN_GRAIN, MAX_CHUNK_TOKENS // exchanging_ranks), max_batch_tokens))
         operations = LAUNCH_FLOP * (EXPERT_LAUNCH_FACTOR if has_experts else 1)
         worth = min(int(operations / (2 * parameter_count)), MAX_CAPTURED_TOKENS) // MAX_CHUNK_TOKENS * MAX_CHUNK_TOKENS
         if min(worth, max_batch_tokens) <= MAX_CHUNK_TOKENS:
