@@ -16,8 +16,9 @@ router for all rows. The leader gets the logits of all requests and samples. All
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,31 +48,31 @@ class ExchangedRows:
         return {"all_tokens": self.rows.gather(tokens), **fields}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HomeWork:
     """The work of a step whose requests have the same home."""
 
-    singles: Sequence[WorkItem]
-    chunks: Sequence[WorkItem]
+    singles: list[WorkItem]
+    chunks: list[WorkItem]
 
     @property
     def all(self) -> list[WorkItem]:
         return [*self.singles, *self.chunks]
 
-    @property
+    @cached_property
     def single_tokens(self) -> int:
         return sum(len(w.tokens) for w in self.singles)
 
-    @property
+    @cached_property
     def chunk_tokens(self) -> int:
         return sum(len(w.tokens) for w in self.chunks)
 
-    @property
+    @cached_property
     def num_logits(self) -> int:
         return self.single_tokens + sum(_count_chunk_logits(w) for w in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DividedStep:
     """The work of a step, divided by the homes of its requests."""
 
@@ -79,7 +80,7 @@ class DividedStep:
     chunks: Sequence[WorkItem]
     homes: Sequence[HomeWork]  # by rank
 
-    @property
+    @cached_property
     def num_logits(self) -> int:
         return sum(home.num_logits for home in self.homes)
 
@@ -104,9 +105,12 @@ class OwnRows:
         self._comm, self._max_logits = comm, max_logits
 
     def divide(self, singles: Sequence[WorkItem], chunks: Sequence[WorkItem]) -> DividedStep:
-        homes = range(self._comm.size)
-        own = [HomeWork(_select(singles, home), _select(chunks, home)) for home in homes]
-        return DividedStep(singles, chunks, own)
+        homes = [HomeWork([], []) for _ in range(self._comm.size)]
+        for w in singles:
+            homes[w.home].singles.append(w)
+        for w in chunks:
+            homes[w.home].chunks.append(w)
+        return DividedStep(singles, chunks, homes)
 
     def own_work(self, step: DividedStep) -> HomeWork:
         return step.homes[self._comm.rank]
@@ -153,10 +157,6 @@ def fill_uncaptured(batch: DeviceBatch, rows: DeviceRows) -> DeviceBatch:
     return batch if len(batch.logit_rows) else replace(batch, logit_rows=np.zeros(1, np.int64))
 
 
-def _select(work: Iterable[WorkItem], home: int) -> list[WorkItem]:
-    return [w for w in work if w.home == home]
-
-
 def _count_chunk_logits(chunk: WorkItem) -> int:
     return len(chunk.tokens) if chunk.prompt_logprobs else int(chunk.samples)
 
@@ -165,7 +165,7 @@ def _place_in_order(work: Sequence[WorkItem], counts: Sequence[int], offsets: np
     """Return a place for each of the `counts` rows of the work items. A home's rows follow each other from its offset.
 
     `offsets`: by home."""
-    homes = np.repeat(np.array([w.home for w in work], np.int64), counts)
+    homes = np.repeat(np.array([w.home for w in work], np.int64), np.array(counts, np.int64))
     order, sizes = np.argsort(homes, kind="stable"), np.bincount(homes, minlength=len(offsets))
     places = np.empty(len(homes), np.int64)
     places[order] = np.arange(len(homes)) + np.repeat(offsets - (np.cumsum(sizes) - sizes), sizes)
