@@ -288,8 +288,9 @@ def used_by_others(total_bytes: int, free_bytes: int, allocated_bytes: int) -> i
 def shape_grid_for(config: ModelConfig, max_batch_tokens: int, exchanging_ranks: int = 1) -> ShapeGrid:
     """Return the sizes of steps with prompt chunks that are captured for this model."""
     sizes = StepSizes.of(outline_of(config), config.vocab)
-    options = {"has_experts": sizes.has_experts, "exchanging_ranks": exchanging_ranks}
-    return ShapeGrid.for_model(sizes.layer_weights, max_batch_tokens, **options)
+    return ShapeGrid.for_model(
+        sizes.layer_weights, max_batch_tokens, has_experts=sizes.has_experts, exchanging_ranks=exchanging_ranks
+    )
 
 
 def weight_bytes(

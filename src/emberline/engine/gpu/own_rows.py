@@ -146,8 +146,8 @@ class OwnRows:
             single_rows, chosen = [home.single_tokens for home in step.homes], np.zeros(step.num_logits, np.int64)
         offsets = [sum(logit_rows[:rank]) for rank in range(size)]
         chosen[: step.num_logits] = step.find_logits(offsets, single_rows)
-        exchanges = (RowExchange(self._comm, tuple(counts)) for counts in (rows, logit_rows))
-        return ExchangedRows(*exchanges, staged.put(chosen))
+        exchange, logit_exchange = (RowExchange(self._comm, tuple(counts)) for counts in (rows, logit_rows))
+        return ExchangedRows(exchange, logit_exchange, staged.put(chosen))
 
 
 def fill_uncaptured(batch: DeviceBatch, rows: DeviceRows) -> DeviceBatch:

@@ -189,8 +189,8 @@ class GPURunner:
         singles, chunks = DeviceBatch.split(work, self._rows.is_prompt if self.exact else None)
         if self._own_rows is not None:
             logits = self._launch_own_rows(self._own_rows, self._own_rows.divide(singles, chunks))
-            rest = singles, chunks, logits, None, self._count_prepared
-            return self._next_tokens.launch(ComputedStep(plan, failures_by_request, began, *rest))
+            own = singles, chunks, logits, None, self._count_prepared
+            return self._next_tokens.launch(ComputedStep(plan, failures_by_request, began, *own))
         self._send_table_updates(work)
         batch = DeviceBatch.from_work(singles, chunks, self._rows, self._block_size, max_queries=self._max_queries)
         longest = int(batch.counts[: batch.singles].max()) if (has_drafts := batch.single_tokens > len(singles)) else 1
