@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ PUBLIC_INDEX_URL = "https://pypi.org/simple"
 ACCEPT_HEADER = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 MAX_PAGE_BYTES = 32 << 20
 PIP_TIMEOUT_S = 1200
+PIP_VARIABLES = {"index-url": "PIP_INDEX_URL", "extra-index-url": "PIP_EXTRA_INDEX_URL", "cert": "PIP_CERT"}
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,13 @@ class PackageIndexSettings:
 
 
 def read_pip_settings() -> PackageIndexSettings:
-    """Return pip's settings from its files and the environment, or the defaults if pip is not installed."""
+    """Return pip's settings from its files and the environment, or from the environment if pip is not installed."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return PackageIndexSettings()
+    except (OSError, subprocess.SubprocessError):  # container images have no pip
+        found = {key: os.environ.get(name) for key, name in PIP_VARIABLES.items()}
+        text = "\n".join(f":env:.{key}={value!r}" for key, value in found.items() if value)
     return parse_pip_settings(text)
 
 
