@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import io
 import json
 import random
@@ -21,6 +22,7 @@ from emberline.hub.packageindex import (
     PackageIndexSettings,
     find_file_url,
     parse_pip_settings,
+    pip_download,
     read_pip_settings,
 )
 from emberline.hub.progress import DownloadProgress
@@ -186,6 +188,12 @@ def test_pip_settings_come_from_the_environment_without_pip(monkeypatch: pytest.
     monkeypatch.setenv("PIP_CERT", "/ca.pem")
     expected = ("https://us:it's@own/simple", "https://more/simple", "https://third/")
     assert read_pip_settings() == PackageIndexSettings(expected, "/ca.pem")
+
+
+def test_missing_pip_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DownloadError, match=r"pip.* is not installed \(hint: PIP_INDEX_URL"):
+        pip_download("a-model==1.0", tmp_path, quiet=True)
 
 
 class Terminal(io.StringIO):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import subprocess
@@ -93,8 +94,11 @@ class _LinkParser(HTMLParser):
 def pip_download(requirement: str, folder: Path, quiet: bool) -> None:
     """Download a wheel with pip, which supports keyrings, find-links and client certificates.
 
-    Unlike our own download, pip cannot resume.
+    Unlike our own download, pip cannot resume. Raise DownloadError if pip is not installed, as in container images.
     """
+    if importlib.util.find_spec("pip") is None:
+        hint = "PIP_INDEX_URL, and PIP_CERT for its certificate authority, select another index"
+        raise DownloadError("pip, which might find it elsewhere, is not installed", hint=hint)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
     try:
         command += ["--quiet", requirement] if quiet else [requirement]
