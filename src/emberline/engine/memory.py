@@ -192,10 +192,9 @@ def plan_memory(
     """Return how an engine uses `total_bytes` of GPU memory. Raises ModelError if the model does not fit.
 
     `groups`: layers that share block tables; None: all share one. `kv_tokens`: the size of the KV cache in tokens;
-    None: as many as fit. `state_slots`: slots for recurrent states; None: as many as are useful and fit. `both`:
-    weights are kept plain and packed. `tiers`, `transfer`: reserve buffers for KV blocks that move. `max_new_tokens`:
-    of a request in a step, with its draft. See StepLimits (`exchanging_ranks`), `weight_bytes` (`narrow`) and
-    `usable_bytes` (`utilization`)."""
+    None: as many as fit. `state_slots`: slots for recurrent states; None: as many as are useful and fit. `tiers`,
+    `transfer`: reserve buffers for KV blocks that move. `both`, `narrow`: see `weight_bytes`. `utilization`: see
+    `usable_bytes`. See StepLimits for the others."""
     groups = groups or LayerGroups.single(config.layers)
     tables, running = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
     sizes = dtype_bytes, kv_dtype_bytes, block_size, *running
@@ -212,10 +211,10 @@ def plan_memory(
         raise does_not_fit_error(fixed, usable, total_bytes, needed_bytes)
     planner = StatePlanner.of(config, max_running, max_new_tokens, dtype_bytes)
     slots = state_slots or planner.count_slots(available, None if kv_tokens is None else needed_bytes)
-    available -= (states := planner.num_bytes(slots))
-    blocks = max(0, available) // (block_bytes * tables)  # of each group, if requests are short
+    fixed["states"] = planner.num_bytes(slots)
+    blocks = max(0, available - fixed["states"]) // (block_bytes * tables)  # of each group, if requests are short
     if blocks < needed:
-        raise does_not_fit_error(fixed | {"states": states}, usable, total_bytes, needed_bytes)
+        raise does_not_fit_error(fixed, usable, total_bytes, needed_bytes)
     return MemoryPlan(
         total=total_bytes - other_bytes,
         **fixed,
@@ -225,7 +224,6 @@ def plan_memory(
         max_context=max_context,
         groups=groups,
         max_planned_tokens=max_planned_tokens(max_batch_tokens, plans=2),
-        states=states,
         state_slots=slots,
     )
 

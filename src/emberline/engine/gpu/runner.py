@@ -68,8 +68,7 @@ class GPURunner:
         `states`: memory of recurrent layers, with a slot for padding; None: the model has none. `rank`: this runner's
         part of an engine on several ranks, of which `model`, `cache` and `states` are; None: there is only one rank."""
         limits = settings.scheduler
-        self.model = model
-        self.cache = cache
+        self.model, self.cache = model, cache
         self.num_blocks, self._block_size = cache.num_blocks, cache.shape.block_size
         self.groups = groups or LayerGroups.single(model.config.layers)
         self.rank = rank or RankRole.alone(model.config, self.groups, 0 if states is None else states.num_slots)
@@ -98,8 +97,7 @@ class GPURunner:
         self.max_batch_tokens = limits.max_batch_tokens
         size = max_input_bytes(limits, self._attention_planner, tables)
         self._own_rows = self.rank.make_own_rows(max_step_rows(running))
-        exchanges = self._own_rows is not None
-        ahead = model.make_unpacker(device.step_stream, device.new_stream(), exchanges_rows=exchanges)
+        ahead = model.make_unpacker(device.step_stream, device.new_stream(), exchanges_rows=self.rank.attends_to_own)
         staging, self._table_inputs = (InputStaging(size, device, self.rank.num_plans + 1) for _ in range(2))
         self._graphs = StepGraphs(device.step_stream, staging, ahead, max_step_rows(running))
         self._next_tokens = self.rank.make_next_tokens(self._rows, device, self.vocab_size, size)
