@@ -198,8 +198,7 @@ def plan_memory(
     groups = groups or LayerGroups.single(config.layers)
     tables, running = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
     sizes = dtype_bytes, kv_dtype_bytes, block_size, *running
-    options = {"packed": packed, "tiers": tiers, "transfer": transfer}
-    limits = StepLimits(*sizes, **options, block_tables=tables, exchanging_ranks=exchanging_ranks)
+    limits = StepLimits(*sizes, packed, tiers, transfer, block_tables=tables, exchanging_ranks=exchanging_ranks)
     token_bytes = kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + draft.kv_token_values * kv_dtype_bytes
     block_bytes = token_bytes * block_size
     weights = weight_bytes(config, dtype_bytes, packed=packed, both=both, narrow=narrow) + draft.weight_bytes
