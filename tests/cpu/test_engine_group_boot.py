@@ -198,7 +198,7 @@ def never_load(name: str, settings: EngineConfig) -> BootedGPUEngine:
 
 
 def test_a_cpu_model_frees_its_cache_while_it_sleeps(configs: dict[str, EngineConfig]) -> None:
-    group, loaded = boot_engine_group({"a": configs["a"]}, TimeSharingConfig(can_sleep=True))
+    group, loaded = boot_engine_group({"a": configs["a"]}, TimeSharingConfig(models_can_sleep=True))
     expected = run_together(group, 3)
     runner = loaded["a"].engine.runner
     assert isinstance(runner, TorchRunner) and runner.cache.keys.any()
@@ -212,7 +212,7 @@ def test_a_cpu_model_frees_its_cache_while_it_sleeps(configs: dict[str, EngineCo
 
 def test_models_that_can_sleep_need_host_memory_and_one_rank(configs: dict[str, EngineConfig]) -> None:
     with pytest.raises(InvalidRequest, match=r"can_sleep is set, but the model has 2 ranks.*--tp"):
-        boot_engine_group({"a": configs["a"].with_settings(tp=2)}, TimeSharingConfig(can_sleep=True))
+        boot_engine_group({"a": configs["a"].with_settings(tp=2)}, TimeSharingConfig(models_can_sleep=True))
     on_gpu = with_gpu({"a": configs["a"]})
     plan_time_sharing(on_gpu, 40 * GIB, 0, fail_to_load)
     with pytest.raises(ModelError, match="main memory must hold while they sleep"):

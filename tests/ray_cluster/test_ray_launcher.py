@@ -38,6 +38,7 @@ pytestmark = pytest.mark.skipif(ray is None, reason="needs Ray: pip install '.[r
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_memory": 1 << 20, "block_size": 8, "max_running": 3}
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0)
+MAX_CONTEXT, LONG_TOKENS = 8192, 4000  # so many tokens that a node is lost before the last, on any machine
 NODE = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 80 << 20, "include_log_monitor": False}
 # Without given ports, a node gives up if these processes of its own have not started within 15 s.
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
@@ -84,8 +85,8 @@ def cluster() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    config = tiny.config("llama", vocab_size=VOCAB_SIZE, eos_token_id=EOS, num_attention_heads=8)
-    tokenizer_file(tiny.write(directory, config))
+    sizes = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS, "max_position_embeddings": MAX_CONTEXT}
+    tokenizer_file(tiny.write(directory, tiny.config("llama", **sizes, num_attention_heads=8)))
     return directory
 
 
@@ -191,7 +192,7 @@ def test_model_that_another_node_cannot_read(tmp_path: Path) -> None:
 
 
 async def collect(engine: AsyncEngine, name: str, max_tokens: int = 8) -> list[int]:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     submission = Submission(name, [5, 6, 7], params, model="m")
     return [token async for output in engine.submit(submission) for token in output.tokens]
 
@@ -201,7 +202,7 @@ async def lose_a_node(cluster: Any, config: EngineConfig) -> None:
     await engine.start()
     try:
         expected = await collect(engine, "first")
-        stream = asyncio.create_task(collect(engine, "second", 50))
+        stream = asyncio.create_task(collect(engine, "second", LONG_TOKENS))
         await asyncio.sleep(0)
         (node,) = cluster.worker_nodes
         await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
@@ -229,7 +230,7 @@ async def try_again(engine: AsyncEngine) -> list[int] | None:
 
 def test_lost_node_and_its_replacement(cluster: Any, directory: Path) -> None:
     settings = {**SETTINGS, "threads": 2, "pp": 2, "launcher": "ray", "ray_address": cluster.address}
-    config = EngineConfig.build(str(directory), **settings, node_timeout=100.0)
+    config = EngineConfig.build(str(directory), **settings | {"kv_memory": 16 << 20}, node_timeout=100.0)
     asyncio.run(asyncio.wait_for(lose_a_node(cluster, config), 200))
     wait_until(lambda: not find_ranks() and free_cpus() == 4)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "test-gpu"
 MIXED = """
@@ -41,3 +44,12 @@ def test_last_result_of_each_file_is_kept(tmp_path: Path) -> None:
     assert (mixed["passed"], mixed["skipped"], mixed["failed"], mixed["commit"]) == (1, 1, 2, "new")
     assert mixed["failures"] == ["test_bad", "test_without_its_fixture"]
     assert results["test_empty.py"]["failed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("test_engine.py", "h200-tests.json"), ("test_rank_engine_on_gpu.py", "h200-ranks.json")],
+)
+def test_results_of_ranks_have_a_file_of_their_own(name: str, file: str) -> None:
+    results_file = runpy.run_path(str(SCRIPT))["results_file"]
+    assert results_file(Path("tests/gpu") / name).name == file

@@ -45,8 +45,10 @@ def test_host_overheads_are_added_to_steps_requests_and_handoffs() -> None:
     slow = CLUSTER.simulate(requests, HostOverheads(step_s=0.05, request_s=0.2))
     assert slow.ttft_p90 == pytest.approx(0.35, rel=0.01)
     assert slow.itl_p90 == pytest.approx(0.15, rel=0.01)
-    split = replace(CLUSTER, prefill_workers=1).simulate(requests, HostOverheads(handoff_s=0.3), requests)
-    assert split.ttft_p90 == pytest.approx(0.4, rel=0.01)
+    split = replace(CLUSTER, prefill_workers=1)
+    assert split.simulate(requests, HostOverheads(handoff_s=0.3), requests).ttft_p90 == pytest.approx(0.4, rel=0.01)
+    overheads = HostOverheads(handoff_s=0.3, prefill_chunk_s=0.05)
+    assert split.simulate(requests, overheads, requests).ttft_p90 == pytest.approx(0.45, rel=0.01)
 
 
 def test_host_time_for_each_prompt_is_fitted_to_the_mean_time_between_tokens() -> None:

@@ -114,6 +114,13 @@ def test_failing_worker_opens_breaker(fakes: Fakes) -> None:
     assert fakes.row(first)["breaker"] == "closed"
 
 
+def refuse_unknown_model(fakes: Fakes) -> str:
+    """Return the body of a 404. A router that has just started still expects workers of any model, and answers 503."""
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        chat(fakes, model="other")
+    return raised.value.read().decode() if raised.value.code == 404 else ""
+
+
 def test_last_error_is_passed_on_if_all_workers_fail(fakes: Fakes) -> None:
     with pytest.raises(urllib.error.HTTPError, match="503") as raised:
         chat(fakes)
@@ -124,9 +131,8 @@ def test_last_error_is_passed_on_if_all_workers_fail(fakes: Fakes) -> None:
     with pytest.raises(urllib.error.HTTPError, match="429") as raised:
         chat(fakes)
     assert raised.value.headers["retry-after"] == "7" and "not now" in raised.value.read().decode()
-    with pytest.raises(urllib.error.HTTPError, match="404") as raised:
-        chat(fakes, model="other")
-    assert "'fake'" in raised.value.read().decode()
+    refused = until(lambda: refuse_unknown_model(fakes))
+    assert "'fake'" in refused
     assert wait_until_idle(fakes)
 
 

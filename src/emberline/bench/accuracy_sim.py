@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from emberline.bench.accuracy_load import LoadResult, LoadShape, TimedRequest
 from emberline.core.config import RouterConfig
@@ -16,6 +17,7 @@ from emberline.sim.link import KVLink
 from emberline.sim.prompt import PromptPart, SimPromptBuilder
 from emberline.sim.result import Distribution, RequestRecord
 from emberline.sim.sessions import SingleRequest
+from emberline.sim.worker_config import SimWorkerConfig
 
 WARM_UP_INTERVAL_S = 100.0  # between two of the requests that run alone first
 FIRST_RATE = 4.0  # requests per second, with which the search for the capacity begins
@@ -32,6 +34,7 @@ class HostOverheads:
     step_s: float = 0.0  # to every step: planning, sampling, messages
     row_s: float = 0.0  # to a step for each request that decodes in it
     chunk_s: float = 0.0  # to a step for each prompt of which it computes a part: admission, copies of blocks
+    prefill_chunk_s: float = 0.0  # the same at prefill workers, which copy no blocks of other workers
     request_s: float = 0.0  # to the first token: HTTP, router, tokenizer, messages between processes
     handoff_s: float = 0.0  # to the first token, if another worker has computed the prompt
 
@@ -123,11 +126,16 @@ class SimulatedCluster:
         return sum(end > CAPACITY_RUN_S / 3 for end in ends) / (CAPACITY_RUN_S * 2 / 3)
 
     def _build(self, overheads: HostOverheads) -> SimCluster:
+        prefill_overheads = replace(overheads, chunk_s=overheads.prefill_chunk_s)
+        limits: dict[str, Any] = {
+            "kv_tokens": self.kv_tokens,
+            "max_running": self.max_running,
+            "batch_tokens": self.batch_tokens,
+        }
         config = SimClusterConfig(
-            kv_tokens=self.kv_tokens,
-            max_running=self.max_running,
-            batch_tokens=self.batch_tokens,
+            **limits,
             cost=HostedSteps(self.table, overheads),
+            prefill=SimWorkerConfig(**limits, cost=HostedSteps(self.table, prefill_overheads)),
             workers=self.workers,
             prefill_workers=self.prefill_workers,
             link=KVLink(bytes_per_second=INSTANT_BYTES_PER_S, latency_s=overheads.handoff_s),

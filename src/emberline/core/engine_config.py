@@ -365,7 +365,7 @@ class TimeSharingConfig:
     model_wait: float = option(
         60.0, "Seconds after which a request whose model could not be loaded gets a 429.", unit="s"
     )
-    can_sleep: bool = False  # models can be put to sleep by a message, also if they have the device for themselves
+    models_can_sleep: bool = False  # models can be put to sleep by a message, also if they have the device alone
 
     def __post_init__(self) -> None:
         for name in ("model_turn", "model_wait"):

@@ -1,7 +1,7 @@
 """boot_engine_group: loads the models of a server as one EngineGroup.
 
 On a CPU all models stay awake. On a GPU they stay awake if they fit into its memory together; otherwise they take
-turns. With `can_sleep`, a message can put them to sleep on both. Whether they fit is computed before anything is
+turns. With `models_can_sleep`, a message can put them to sleep on both. Whether they fit is computed before anything is
 loaded."""
 
 from __future__ import annotations
@@ -113,16 +113,16 @@ def boot_engine_group(
     readers = {list(configs)[-1]: reader}
     loaded: dict[str, LoadedEngine] = {}
     on_gpu = runs_on_gpu(next(iter(configs.values())))
-    if time_sharing.can_sleep:
+    if time_sharing.models_can_sleep:
         configs = {name: _check_can_sleep(_without_transfer(config)) for name, config in configs.items()}
-    if not on_gpu or (len(configs) == 1 and not time_sharing.can_sleep):
+    if not on_gpu or (len(configs) == 1 and not time_sharing.models_can_sleep):
         kv_room = None if len(configs) == 1 else kv_bytes_per_model(configs, free_memory())
 
         def load(name: str) -> LoadedEngine:
             loaded[name] = boot(configs[name], readers.get(name), default_kv_bytes=kv_room)
             return loaded[name]
 
-        engine_class = SleepingCPUEngine if time_sharing.can_sleep else AlwaysAwakeEngine
+        engine_class = SleepingCPUEngine if time_sharing.models_can_sleep else AlwaysAwakeEngine
         return EngineGroup({name: engine_class(partial(load, name)) for name in configs}, 0, time_sharing), loaded
     from emberline.engine.gpu.device import CudaDevice, measure_memory
 
@@ -135,7 +135,7 @@ def boot_engine_group(
 
     total, others = measure_memory(CudaDevice(next(iter(configs.values())).gpu.kernels))
     members, space = plan_time_sharing(
-        configs, total, free_memory(), load_on_gpu, other_bytes=others, can_sleep=time_sharing.can_sleep
+        configs, total, free_memory(), load_on_gpu, other_bytes=others, can_sleep=time_sharing.models_can_sleep
     )
     max_waiting = max(config.scheduler.max_waiting for config in configs.values())
     return EngineGroup(members, space, time_sharing, max_waiting=max_waiting), loaded

@@ -22,7 +22,6 @@ from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
 from emberline.core.tls import TLSIdentity, open_identity
-from emberline.core.tls_config import TLSConfig
 from emberline.core.transfer_config import TransferConfig
 from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.engine.engine_child import EngineChild
@@ -70,11 +69,9 @@ async def serve(
     config = _prepare_worker(_check_access(config, listener), listener)
     server = await answer_while_loading(listener, tls.listener_context() if tls is not None else None)
     directories = await _run_in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
-    if config.worker is not None:
-        transfer = _build_transfer_config(config.worker, config.host, port, config.tls)
-        engine_config = replace(engine_config, transfer=None if config.worker.can_sleep else transfer)
-        time_sharing_config = replace(time_sharing_config, can_sleep=config.worker.can_sleep)
-    configs = _build_engine_configs(engine_config, directories)
+    if config.worker is not None and config.worker.can_sleep:
+        time_sharing_config = replace(time_sharing_config, models_can_sleep=True)
+    configs = _build_engine_configs(_add_transfer(engine_config, config, port), directories)
     engine = AsyncEngine(configs, time_sharing_config, stall_timeout=config.stall_timeout, child=child)
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0)  # lets the task spawn the process before the imports below block this one
@@ -256,11 +253,15 @@ def _worker_name(worker: WorkerConfig | None, port: int) -> str:
     )
 
 
-def _build_transfer_config(worker: WorkerConfig, host: str, port: int, tls: TLSConfig | None) -> TransferConfig:
-    """Return the configuration of KV transfers, with the worker's name and address."""
+def _add_transfer(engine_config: EngineConfig, config: ServerConfig, port: int) -> EngineConfig:
+    """Return the engine's settings with those of KV transfers, if this is a worker that exchanges KV blocks."""
+    worker = config.worker
+    if worker is None or worker.can_sleep:
+        return engine_config
     hostname = urlsplit(worker.worker_url).hostname if worker.worker_url else None
     name, is_required = _worker_name(worker, port), worker.role != "both"
-    return TransferConfig(name, host, advertised_host=hostname, tls=tls, required=is_required)
+    transfer = TransferConfig(name, config.host, advertised_host=hostname, tls=config.tls, required=is_required)
+    return replace(engine_config, transfer=transfer)
 
 
 def _log_models(info_by_model: Mapping[str, LoadedModelInfo]) -> None:
