@@ -50,7 +50,7 @@ class DeviceThreadRanks(ThreadRanks):
     def __init__(self, config: EngineConfig, *, max_blocks: int | None = None) -> None:
         """`max_blocks`: of the KV cache; None: as many as the settings allow."""
         self._store_fd, self.memory = None, GroupMemory.create(config.parallel.num_ranks)
-        self.layout = layout = Layout.of(config.parallel)
+        self.layout = layout = Layout.of_gpus(config.parallel)
         self._groups: dict[str, ThreadGroup] = {}
         self._lock = threading.Lock()
         self._queues: dict[int, SimpleQueue[bytes | None]] = {rank: SimpleQueue() for rank in layout.followers}

@@ -250,7 +250,6 @@ def test_each_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"tp": 4}, "4 ranks .* need 4 GPUs, and CUDA_VISIBLE_DEVICES lets this process see 2"),
         ({"tp": 2, "exact": True}, "exact does not work with 2 ranks .* on GPUs"),
-        ({"tp": 2, "dp_attention": True}, "dp_attention does not work"),
         ({"tp": 8, **NODES}, "8 ranks .* need 4 GPUs on each of 2 nodes, and CUDA_VISIBLE_DEVICES .* see 2"),
         ({"pp": 2, "kv_host_memory": 1 << 20, **NODES}, "kv_host_memory does not work with 2 nodes"),
         ({"pp": 2, "node_rank": 1, **NODES}, "node_rank is 1, but only node 0 has an engine"),

@@ -28,6 +28,7 @@ from emberline.kv.transfer.piece import TransferPiece
 SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_memory": 1 << 20, "block_size": 16, "max_batch_tokens": 16}
 SETTINGS |= {"max_running": 3, "max_context": 64}
 BLOCK_BYTES = 2 * 3 * 16 * 8 * 4  # of a rank: keys and values of 3 layers, with one head of 8 numbers
+WHOLE_BLOCKS = -(-(1 << 20) // (2 * BLOCK_BYTES))  # of a rank with both KV heads
 PROMPTS = ["one", "a prefix of several blocks, two", "a prefix of several blocks, three"]
 PARAMS = [SamplingParams(max_tokens=8, temperature=t, seed=3) for t in (0.0, 0.9, 0.0)]
 
@@ -106,13 +107,15 @@ def test_same_tokens_as_one_rank_until_a_gpu_fails(
 def test_ranks_on_two_nodes(
     expected: list[list[int]], directory: Path, gpus: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """With data-parallel attention, for which node 0 sends a layout that only GPUs have."""
     gpus.setenv(FAILURE_FILE, str(tmp_path / "failure"))
     gpus.setenv("EMBERLINE_CLUSTER_KEY", KEY)
-    settings = SETTINGS | {"tp": 2, "nodes": 2, "master": node_settings()["master"]}
+    settings = SETTINGS | {"tp": 2, "dp_attention": True, "nodes": 2, "master": node_settings()["master"]}
     with running_node(EngineConfig.build(str(directory), **settings), command=COMMAND) as node:
         with LLM(directory, **settings) as llm:
             assert [each.tokens for each in llm.generate(PROMPTS, PARAMS, progress=False)] == expected
             assert not pids_of(llm), "the other rank is on node 1"
+            assert (llm.loaded.numerics.ranks, llm.loaded.kv_tokens) == ("tp2-dp-attention", 2 * 16 * WHOLE_BLOCKS)
         node.result(timeout=5)  # it ends with node 0
 
 

@@ -8,125 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from scaled_cluster import BOUNDS, Loop, ScaledCluster, make_row, metric
 
-from emberline.autoscaler.controller import Autoscaler
 from emberline.autoscaler.fleet import FleetError, FleetWorker
 from emberline.autoscaler.main import MetricsAddress, run_autoscaler
 from emberline.autoscaler.observer import StatusObserver, estimate_p90
 from emberline.autoscaler.pool_workers import group_workers
 from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
 from emberline.autoscaler.router_group import RouterGroup
-from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
 from emberline.autoscaler.start_tracker import StartTracker
-from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
-from emberline.core.slo import LatencyTargets
-from emberline.server.metrics import render_exposition
-
-BOUNDS = (0.01, 0.1, 1.0)
-
-
-def make_row(name: str, **changes: Any) -> dict[str, Any]:
-    row = {"name": name, "incarnation": f"i-{name}", "role": "both", "health": "ready", "open": 0, "max_running": 8,
-           "waiting": 0, "kv_usage": 0.0, "prompt_tokens": 0, "generated_tokens": 0, "prefill_tokens": 0,
-           "decode_tokens": 0, "answered": 0, "transfer": None, "seconds_since_beat": 0.0,
-           "open_by_other_routers": 0, "models": ["m", "minilm"], "embedders": ["minilm"]}  # fmt: skip
-    return {**row, **changes}
-
-
-class Cluster:
-    """A router and a fleet in one: workers that start become ready at the next look, unless they fail."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}
-        self.starting: list[FleetWorker] = []
-        self.stopped: list[str] = []
-        self.drains: list[tuple[str, bool]] = []
-        self.started = 0
-        self.starts_fail = self.router_fails = self.fleet_fails = False
-        self.becomes_ready = True
-        self.waiting = 0
-        self.url, self.silent_count = "http://router", 0
-        self.can_sleep = True
-        self.waiting_model = "m"
-        self.replaces_workers = False  # True: as Kubernetes does
-        self.announced: set[str] = set()
-
-    async def fetch_status(self) -> dict[str, Any]:
-        if self.router_fails:
-            raise RouterUnavailable("no router answers", hint="check it")
-        latency = {"bounds_s": BOUNDS, "first_token": [0] * 4, "inter_token": [0] * 4}
-        rows = list(self.rows.values())
-        waiting = {"waiting_requests": self.waiting, "waiting_by_model": {self.waiting_model: self.waiting}}
-        return {"workers": rows, **waiting, "refused": 0, "latency": latency}
-
-    async def announce_models(self, names: set[str], seconds: float) -> None:
-        assert seconds >= 30.0  # several intervals
-        self.announced = names
-
-    async def drain(self, name: str, *, on: bool = True) -> bool:
-        self.drains.append((name, on))
-        if name in self.rows:
-            self.rows[name]["health"] = "draining" if on else "ready"
-        return name in self.rows
-
-    async def set_asleep(self, name: str, *, on: bool = True) -> bool:
-        self.rows[name]["asleep"] = on and self.can_sleep
-        return self.can_sleep
-
-    async def list_workers(self) -> list[FleetWorker]:
-        if self.fleet_fails:
-            raise FleetError("the fleet is away")
-        workers = [*self.starting, *(FleetWorker(name, "both") for name in self.rows if name.startswith("auto-"))]
-        if self.starts_fail:
-            self.starting = []
-        elif self.becomes_ready:
-            self.rows |= {worker.name: make_row(worker.name) for worker in self.starting}
-            self.starting = []
-        return workers
-
-    async def start_workers(self, role: str, count: int) -> None:
-        for _ in range(count):
-            self.started += 1
-            self.starting.append(FleetWorker(f"auto-{role}-{self.started}", role))
-
-    async def stop_worker(self, name: str) -> None:
-        self.stopped.append(name)
-        self.rows.pop(name, None)
-        self.starting = [worker for worker in self.starting if worker.name != name]
-
-    async def replace_worker(self, name: str) -> bool:
-        await self.stop_worker(name)
-        if self.replaces_workers:
-            self.starting.append(FleetWorker(name, "both"))
-        return self.replaces_workers
-
-    async def close(self, *, stop_workers: bool) -> None:
-        self.rows = {} if stop_workers else self.rows
-
-
-class Loop:
-    def __init__(self, cluster: Cluster, **changes: Any) -> None:
-        pool = PoolSettings("both", changes.pop("min_workers", 1), 8, sleep=changes.pop("sleep", 0))
-        self.clock = ManualClock(100.0)
-        models = changes.pop("models", ())
-        self.settings = AutoscalerSettings(LatencyTargets(1.0, 0.05), (pool,), cool_down=20.0, **changes)
-        self.autoscaler = Autoscaler(self.settings, cluster, cluster, self.clock, models)  # type: ignore[arg-type]
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            asyncio.run(self.autoscaler.step())
-            self.clock.advance(5.0)
-
-
-def metric(loop: Loop, name: str) -> float:
-    text = render_exposition(loop.autoscaler.metrics.metric_families())
-    lines = [line for line in text.splitlines() if line.startswith(f"emberline:autoscaler_{name}")]
-    return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
 
 
 def test_the_minimum_is_started_and_a_dead_worker_is_replaced() -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     loop = Loop(cluster, min_workers=2)
     loop.step(3)
     assert sorted(cluster.rows) == ["auto-both-1", "auto-both-2"] and cluster.started == 2
@@ -136,7 +31,7 @@ def test_the_minimum_is_started_and_a_dead_worker_is_replaced() -> None:
 
 
 def test_a_worker_is_stopped_only_when_it_has_drained() -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     cluster.rows = {name: make_row(name, open=1) for name in ("auto-both-a", "auto-both-b", "by-hand")}
     cluster.rows["auto-both-b"]["open"] = 3
     loop = Loop(cluster)
@@ -152,7 +47,7 @@ def test_a_worker_is_stopped_only_when_it_has_drained() -> None:
 
 
 def test_a_worker_that_is_draining_serves_again_before_another_is_started() -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     cluster.rows = {name: make_row(name, open=1) for name in ("auto-both-a", "auto-both-b")}
     loop = Loop(cluster)
     loop.step(12)
@@ -165,7 +60,7 @@ def test_a_worker_that_is_draining_serves_again_before_another_is_started() -> N
 
 
 def test_a_new_autoscaler_finishes_the_drain_of_a_killed_one() -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     cluster.rows = {name: make_row(name) for name in ("auto-both-a", "auto-both-b")}
     cluster.rows["auto-both-a"]["health"] = "draining"
     Loop(cluster).step(2)
@@ -177,12 +72,14 @@ def test_a_new_autoscaler_finishes_the_drain_of_a_killed_one() -> None:
 
 @pytest.mark.parametrize("what", ["router_fails", "fleet_fails"])
 def test_nothing_changes_while_the_router_or_the_fleet_does_not_answer(what: str) -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     loop = Loop(cluster)
     loop.step(2)
     setattr(cluster, what, True)
+    cluster.silent_count = 1
     loop.step(10)
     assert cluster.started == 1 and not cluster.drains and metric(loop, "errors_total") == 10
+    assert metric(loop, "silent_routers") == 1
     setattr(cluster, what, False)
     del cluster.rows["auto-both-1"]
     loop.step(2)
@@ -190,7 +87,7 @@ def test_nothing_changes_while_the_router_or_the_fleet_does_not_answer(what: str
 
 
 def test_starts_that_fail_are_tried_less_and_less_often() -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     cluster.starts_fail = True
     loop = Loop(cluster)
     loop.step(120)  # ten minutes
@@ -201,16 +98,33 @@ def test_starts_that_fail_are_tried_less_and_less_often() -> None:
 
 
 def test_a_worker_that_never_becomes_ready_is_replaced() -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     cluster.becomes_ready = False
     loop = Loop(cluster)
     loop.step(125)
     assert cluster.stopped == ["auto-both-1"] and cluster.started == 2
 
 
+def test_a_worker_whose_replacement_failed_is_replaced_soon() -> None:
+    cluster = ScaledCluster()
+    cluster.rows["auto-both-x"] = make_row("auto-both-x", health="stuck")
+    cluster.rows["steady"] = make_row("steady")
+    replace_worker, failures = cluster.replace_worker, [FleetError("busy")]
+
+    async def fail_once(name: str) -> bool:
+        if failures:
+            raise failures.pop()
+        return await replace_worker(name)
+
+    cluster.replace_worker = fail_once  # type: ignore[method-assign]
+    loop = Loop(cluster)
+    loop.step(33)
+    assert not failures and cluster.stopped == ["auto-both-x"]
+
+
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_stuck_worker_keeps_its_place_and_is_replaced_in_the_end(replaces: bool) -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     cluster.replaces_workers = replaces
     cluster.rows["auto-both-x"] = make_row("auto-both-x", health="stuck", open=1)
     cluster.rows |= {f"hand-{i}": make_row(f"hand-{i}", open=8, waiting=8) for i in range(7)}
@@ -224,7 +138,7 @@ def test_a_stuck_worker_keeps_its_place_and_is_replaced_in_the_end(replaces: boo
 
 
 def test_a_stuck_worker_that_recovers_is_kept_and_others_serve_meanwhile() -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     cluster.rows["auto-both-x"] = make_row("auto-both-x", health="stuck", open=1)
     loop = Loop(cluster)
     loop.step(20)
@@ -243,6 +157,7 @@ def test_the_start_of_a_pod_is_measured_from_its_order_on() -> None:
         rows = [make_row(name, role="decode") for name in ready]
         tracker.update(group_workers({"workers": rows}, workers, ["prefill", "decode"]), now)
 
+    update(-5.0)
     update(0.0, FleetWorker("deployment/my-prefill-app/pending-0", "decode", is_placeholder=True))
     update(40.0, FleetWorker("my-prefill-app-x7", "decode"))
     assert not tracker.failed_starts
@@ -253,8 +168,28 @@ def test_the_start_of_a_pod_is_measured_from_its_order_on() -> None:
     assert tracker.failed_starts == 1 and tracker.may_start("prefill", 150.0) and not tracker.may_start("decode", 150.0)
 
 
+def test_a_worker_that_is_ready_again_or_was_starting_already_is_no_measured_start() -> None:
+    tracker = StartTracker(60.0)
+
+    def update(now: float, *names: str, ready: bool = False, incarnation: str = "1") -> None:
+        rows = [make_row(name, incarnation=incarnation) for name in names if ready]
+        tracker.update(group_workers({"workers": rows}, [FleetWorker(name, "both") for name in names], ["both"]), now)
+
+    update(0.0, "a", "b")  # they were started by an earlier autoscaler
+    update(5.0, "a", "b", ready=True)
+    update(10.0, "a", "b")  # the router was restarted
+    update(15.0, "a", "b", ready=True)
+    assert tracker.usual_start_s == 60.0
+    update(20.0, "a", "b")
+    update(25.0)  # they were ready before they ended
+    assert not tracker.failed_starts and not tracker._ready and not tracker._since
+    update(30.0, "a")  # as a pod of a StatefulSet, with its name of before
+    update(40.0, "a", ready=True, incarnation="2")
+    assert tracker.usual_start_s == pytest.approx(60 - 0.3 * 50)
+
+
 def test_an_empty_pool_starts_a_worker_when_a_request_waits() -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     loop = Loop(cluster, min_workers=0, idle_time=60.0)
     loop.step(5)
     assert not cluster.started
@@ -266,8 +201,21 @@ def test_an_empty_pool_starts_a_worker_when_a_request_waits() -> None:
     assert cluster.stopped == ["auto-both-1"] and not cluster.rows
 
 
+@pytest.mark.parametrize("counter", ["answered", "prompt_tokens", "generated_tokens"])
+def test_requests_that_end_between_two_looks_keep_a_pool(counter: str) -> None:
+    cluster = ScaledCluster()
+    cluster.rows["auto-both-a"] = make_row("auto-both-a")
+    loop = Loop(cluster, min_workers=0, idle_time=60.0)
+    for _ in range(30):
+        loop.step(5)
+        cluster.rows["auto-both-a"][counter] += 1
+    assert not cluster.drains
+    loop.step(20)
+    assert cluster.stopped == ["auto-both-a"]
+
+
 def test_a_drained_worker_sleeps_and_is_woken_before_another_is_started() -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     cluster.rows = {name: make_row(name) for name in ("auto-both-a", "auto-both-b")}
     loop = Loop(cluster, min_workers=0, idle_time=60.0, sleep=1)
     loop.step(30)
@@ -286,7 +234,7 @@ def test_a_drained_worker_sleeps_and_is_woken_before_another_is_started() -> Non
 
 
 def test_a_worker_that_a_request_woke_counts_as_ready() -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     cluster.rows["auto-both-a"] = make_row("auto-both-a", asleep=True, open=1)
     loop = Loop(cluster, sleep=1)
     loop.step()
@@ -295,7 +243,7 @@ def test_a_worker_that_a_request_woke_counts_as_ready() -> None:
 
 @pytest.mark.parametrize("can_sleep", [True, False])
 def test_workers_that_cannot_sleep_or_are_too_many_are_stopped(can_sleep: bool) -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     cluster.can_sleep = can_sleep
     cluster.rows = {name: make_row(name, asleep=can_sleep) for name in ("auto-both-a", "auto-both-b", "auto-both-c")}
     Loop(cluster, min_workers=0, idle_time=10.0, sleep=1).step(20)
@@ -303,7 +251,7 @@ def test_workers_that_cannot_sleep_or_are_too_many_are_stopped(can_sleep: bool) 
 
 
 def test_workers_and_requests_of_other_models_do_not_count() -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     cluster.rows["other"] = make_row("other", models=["x", "minilm"])  # has the same embedder
     loop = Loop(cluster, min_workers=0, idle_time=60.0, models=["m"])
     cluster.waiting, cluster.waiting_model = 3, "x"
@@ -319,7 +267,7 @@ def test_workers_and_requests_of_other_models_do_not_count() -> None:
 
 
 def test_models_that_are_not_named_are_those_of_the_fleets_workers() -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     cluster.rows = {"auto-both-a": make_row("auto-both-a"), "other": make_row("other", models=["x", "minilm"])}
     loop = Loop(cluster)
     loop.step()
@@ -337,7 +285,7 @@ def test_a_router_that_is_not_there_is_named_soon() -> None:
 
 
 def test_workers_of_an_earlier_autoscaler_outlive_one_that_cannot_start() -> None:
-    cluster = Cluster()
+    cluster = ScaledCluster()
     cluster.rows["auto-both-1"] = make_row("auto-both-1", open=3)
     taken = socket.create_server(("127.0.0.1", 0))
 
@@ -356,7 +304,7 @@ def test_requests_of_other_routers_keep_a_worker() -> None:
     row = make_row("a", open_by_other_routers=10)
     seen = observe(StatusObserver(), 0.0, [row])
     assert not seen.is_idle and seen.open_requests == 10 and seen.waiting_requests == 2
-    cluster = Cluster()
+    cluster = ScaledCluster()
     cluster.rows["auto-both-1"] = make_row("auto-both-1", health="draining", open_by_other_routers=1)
     loop = Loop(cluster)
     loop.autoscaler._draining_since["auto-both-1"] = 0.0
@@ -385,6 +333,22 @@ def test_arriving_tokens_are_those_done_and_those_more_in_flight() -> None:
     assert seen.prompt_rate == 200.0 and seen.output_rate == 20.0 and seen.prompt_backlog == 500
     restarted = make_row("a", incarnation="other", prompt_tokens=10)
     assert observe(observer, 20.0, [restarted]).prompt_rate == 0.0  # fewer in flight than before
+
+
+def test_work_is_not_counted_again_after_a_restart_of_the_router() -> None:
+    observer = StatusObserver()
+    observe(observer, 0.0, [make_row("a", prompt_tokens=10_000, generated_tokens=500)])
+    assert observe(observer, 5.0, []).prompt_rate == 0.0  # the router knows no worker yet
+    seen = observe(observer, 10.0, [make_row("a", prompt_tokens=11_000, generated_tokens=550)])
+    assert seen.prompt_rate == 200.0 and seen.output_rate == 10.0
+    seen = observe(observer, 10_000.0, [])
+    assert not observer._growth._last  # of workers that are gone for long
+
+
+def test_a_worker_that_leaves_does_not_hide_the_answers_of_others() -> None:
+    observer = StatusObserver()
+    observe(observer, 0.0, [make_row("a", answered=1000), make_row("b", answered=1000)])
+    assert observe(observer, 5.0, [make_row("a", answered=1099)], refused=1).refused_share == 0.01
 
 
 def test_refused_and_waiting_requests_are_seen() -> None:

@@ -1,23 +1,29 @@
-"""Adapters of the autoscaler: local processes and Kubernetes."""
+"""Adapters of the autoscaler: local processes, Kubernetes and Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_kubernetes import TOKEN, FakeKubernetes
 
+from emberline.autoscaler import local_fleet
 from emberline.autoscaler.fleet import FleetError, FleetWorker
-from emberline.autoscaler.kubernetes_api import KubernetesAPI
+from emberline.autoscaler.kubernetes_api import KubernetesAPI, _read_content
 from emberline.autoscaler.kubernetes_fleet import KubernetesFleet
 from emberline.autoscaler.local_fleet import LocalFleet
 from emberline.autoscaler.pool_workers import group_workers
+from emberline.autoscaler.ray_fleet import KILL_TIMEOUT_S, RayFleet
 from emberline.core.errors import InvalidRequest
 
 # A process that ends at SIGTERM, like a worker; with "stubborn" in its command line, it does not.
@@ -116,7 +122,33 @@ def test_a_worker_that_does_not_end_is_killed(router_url: str, tmp_path: Path, m
     asyncio.run(run())
 
 
-def test_a_gpu_is_given_to_one_worker_only(router_url: str, tmp_path: Path) -> None:
+def test_a_worker_that_ends_just_before_its_signal_is_no_error(
+    router_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send_nothing(descriptor: int, number: int) -> None:
+        raise ProcessLookupError(errno.ESRCH, "No such process")
+
+    async def run() -> None:
+        fleet = make_fleet(router_url, tmp_path)
+        await fleet.start_workers("both", 1)
+        (worker,) = await wait_for_count(fleet, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "pidfd_send_signal", send_nothing)
+            await fleet.stop_worker(worker.name)
+            patch.setattr(local_fleet, "STOP_TIMEOUT_S", 0.0)
+            patch.setattr(local_fleet, "KILL_TIMEOUT_S", 0.1)
+            with pytest.raises(FleetError, match=f"do not end within 0.1 s after SIGKILL: {worker.name}"):
+                await fleet._wait_until_ended()
+        fleet._kill_at[worker.name] = 0.0
+        await fleet.close(stop_workers=True)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_in_proc", [True, False])  # its command line is not there yet just after its start
+def test_a_gpu_is_given_to_one_worker_only(
+    router_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_proc: bool
+) -> None:
     async def run() -> None:
         def build_command(role: str, name: str) -> list[str]:
             return [sys.executable, "-c", WORKER, router_url, name]
@@ -127,8 +159,12 @@ def test_a_gpu_is_given_to_one_worker_only(router_url: str, tmp_path: Path) -> N
         )  # fmt: skip
         try:
             await fleet.start_workers("both", 1)
-            with pytest.raises(FleetError, match="needs 2 GPUs, and 1 of 3 are free"):
-                await fleet.start_workers("both", 1)
+            with monkeypatch.context() as patch:
+                if not is_in_proc:
+                    patch.setattr(fleet, "_scan_processes", lambda: iter(()))
+                assert len(await fleet.list_workers()) == 1
+                with pytest.raises(FleetError, match="needs 2 GPUs, and 1 of 3 are free"):
+                    await fleet.start_workers("both", 1)
         finally:
             await fleet.close(stop_workers=True)
 
@@ -224,7 +260,7 @@ def test_kubernetes_errors_are_named(kubernetes: FakeKubernetes, tmp_path: Path)
         with pytest.raises(FleetError, match=r"401.*service account"):
             await api.read_scale("deployment/decode")
         (kubernetes.account_dir / "token").write_text(TOKEN)  # tokens are read again for every call
-        assert (await api.read_scale("deployment/decode"))["spec"]["replicas"] == 3
+        assert (await api.read_scale("deployment/decode")).spec.replicas == 3
 
     asyncio.run(run())
     with pytest.raises(InvalidRequest, match="KIND/NAME"):
@@ -239,3 +275,105 @@ def test_a_kubernetes_that_does_not_answer_is_an_error(kubernetes: FakeKubernete
     kubernetes.close()
     with pytest.raises(FleetError, match="does not answer"):
         asyncio.run(make_kubernetes_fleet(kubernetes).list_workers())
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [[], None, {"items": [{}]}, {"metadata": {}, "spec": None}, {"metadata": {}, "spec": {"replicas": "3"}}],
+)
+def test_a_reply_of_another_server_is_an_error(kubernetes: FakeKubernetes, reply: Any) -> None:
+    kubernetes.answer = lambda *request: (200, reply)  # type: ignore[method-assign]
+    with pytest.raises(FleetError, match="answered with another Scale"):
+        asyncio.run(make_kubernetes_fleet(kubernetes).list_workers())
+
+
+def test_a_scale_without_replicas_and_a_list_without_pods_are_empty(kubernetes: FakeKubernetes) -> None:
+    scale = {"metadata": {}, "spec": {}, "status": {"selector": "app=x"}}
+    kubernetes.answer = lambda method, path, *rest: (  # type: ignore[method-assign]
+        200,
+        {"items": None} if path.endswith("/pods") else scale,
+    )
+    assert asyncio.run(make_kubernetes_fleet(kubernetes).list_workers()) == []
+
+
+def test_a_reply_that_does_not_end_is_given_up() -> None:
+    class EndlessReply:
+        def read1(self, size: int) -> bytes:
+            return b" "
+
+    with pytest.raises(TimeoutError, match="bytes of the reply"):
+        _read_content(EndlessReply(), time.monotonic() + 0.05)  # type: ignore[arg-type]
+
+
+def test_two_autoscalers_do_not_start_the_same_workers_twice(kubernetes: FakeKubernetes) -> None:
+    async def run() -> None:
+        first, second = make_kubernetes_fleet(kubernetes), make_kubernetes_fleet(kubernetes)
+        await first.list_workers()
+        await second.list_workers()
+        await first.start_workers("decode", 1)
+        await first.start_workers("decode", 1)  # its own change is known
+        with pytest.raises(FleetError, match="has 4 replicas, and had 2"):
+            await second.start_workers("decode", 2)
+        await second.list_workers()
+        await second.start_workers("decode", 1)
+        assert kubernetes.replicas["deployments", "decode"] == 5
+
+    asyncio.run(run())
+
+
+def test_a_pod_that_serves_again_is_not_removed_in_place_of_a_drained_one(kubernetes: FakeKubernetes) -> None:
+    async def run() -> None:
+        fleet = make_kubernetes_fleet(kubernetes)
+        answer = kubernetes.answer
+        kubernetes.answer = lambda method, *rest: (  # type: ignore[method-assign]
+            (409, {}) if method == "PUT" else answer(method, *rest)
+        )
+        with pytest.raises(FleetError, match="another client"):
+            await fleet.stop_worker("decode-0")  # and then its drain is undone
+        kubernetes.answer = answer  # type: ignore[method-assign]
+        await fleet.stop_worker("decode-1")
+        assert [name for name in kubernetes.pods if name.startswith("decode")] == ["decode-0"]
+
+    asyncio.run(run())
+
+
+class FakeRay:
+    """A Ray cluster with one actor."""
+
+    def __init__(self) -> None:
+        self.util = SimpleNamespace(
+            list_named_actors=lambda all_namespaces: [{"name": "auto-both-1", "namespace": "emberline"}]
+        )
+        self.fails = True
+        self.calls: list[str] = []
+
+    def get_actor(self, name: str, namespace: str) -> Any:
+        if self.fails:
+            raise RuntimeError("the head node is away")
+        return SimpleNamespace(stop=SimpleNamespace(remote=lambda: self.calls.append("stop")))
+
+    def kill(self, actor: Any) -> None:
+        self.calls.append("kill")
+
+
+def test_an_actor_that_could_not_be_stopped_is_stopped_later_and_killed_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        ray = FakeRay()
+        fleet = RayFleet(ray, lambda role, name: [], ["both"], environment={}, resources_by_role={})
+        with pytest.raises(FleetError, match="head node is away"):
+            await fleet.stop_worker("auto-both-1")
+        assert await fleet.list_workers() == [FleetWorker("auto-both-1", "both")]
+        ray.fails = False
+        await fleet.stop_worker("auto-both-1")
+        await fleet.stop_worker("auto-both-1")
+        assert await fleet.list_workers() == [FleetWorker("auto-both-1", "both", is_stopping=True)]
+        assert ray.calls == ["stop"]
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + KILL_TIMEOUT_S + 1)
+        await fleet.list_workers()
+        await fleet.list_workers()
+        assert ray.calls == ["stop", "kill"]
+
+    asyncio.run(run())

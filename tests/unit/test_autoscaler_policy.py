@@ -179,7 +179,7 @@ def test_a_forecast_follows_the_trend_but_not_noise() -> None:
 
 
 def test_a_capacity_that_missed_the_slo_is_not_tried_again_soon() -> None:
-    capacity = CapacityEstimate.from_seed(None).with_load(800.0, 0.5, 0.8, 0.0)
+    capacity = CapacityEstimate.from_stated(None).with_load(800.0, 0.5, 0.8, 0.0)
     assert capacity.with_load(900.0, 1.5, 0.8, 10.0).work_per_s == 1000.0  # a short peak
     for now in range(10, 75, 5):
         capacity = capacity.with_load(900.0, 1.5, 0.8, float(now))
@@ -194,6 +194,8 @@ def test_a_capacity_that_missed_the_slo_is_not_tried_again_soon() -> None:
     [
         (lambda: settings(PoolSettings("both"), max_gpus=0), "max_gpus is 0"),
         (lambda: settings(PoolSettings("both", 4, 8, gpus=2), max_gpus=6), "at least 8"),
+        (lambda: settings(PoolSettings("prefill", 0), PoolSettings("decode", 0, gpus=4), max_gpus=4), "at least 5"),
+        (lambda: settings(PoolSettings("both", gpus=0), max_gpus=-1), "max_gpus is -1"),
         (lambda: PoolSettings("both", 3, 2), "min=3, max=2"),
         (lambda: PoolSettings("both", -1, 2), "min=-1"),
         (lambda: PoolSettings.parse("embed"), "'embed' does not exist"),

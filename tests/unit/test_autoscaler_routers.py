@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from test_autoscaler_controller import BOUNDS, make_row
+from scaled_cluster import BOUNDS, make_row
 
 from emberline.autoscaler.observer import StatusObserver
 from emberline.autoscaler.pool_workers import group_workers
@@ -78,6 +78,7 @@ class FakeRouter:
         self.url = url
         self.health = "ready"
         self.error: Exception | None = None
+        self.can_sleep = True
         self.calls: list[tuple[Any, ...]] = []
 
     async def fetch_status(self) -> dict[str, Any]:
@@ -93,7 +94,7 @@ class FakeRouter:
     async def set_asleep(self, name: str, *, on: bool = True) -> bool:
         self._fail()
         self.calls.append(("sleep", name, on))
-        return True
+        return self.can_sleep
 
     async def announce_models(self, names: set[str], seconds: float) -> None:
         self._fail()
@@ -128,6 +129,7 @@ def test_orders_go_to_all_routers_that_answer_and_a_restarted_one_gets_them_agai
         b.error = RouterUnavailable("gone")
         with pytest.raises(RouterUnavailable):
             await group.fetch_status()
+        assert group.silent_count == 2
         a.error = WrongClusterKey("wrong")
         with pytest.raises(WrongClusterKey):
             await group.fetch_status()
@@ -135,6 +137,24 @@ def test_orders_go_to_all_routers_that_answer_and_a_restarted_one_gets_them_agai
 
     asyncio.run(run())
     assert a.calls[-1] == b.calls[-1] == ("close",)
+
+
+def test_a_router_that_does_not_know_a_worker_does_not_keep_it_from_sleeping() -> None:
+    a, b = FakeRouter("a"), FakeRouter("b")
+    group = RouterGroup([a, b])  # type: ignore[list-item]
+
+    async def run() -> None:
+        a.can_sleep = False  # it was restarted
+        assert await group.set_asleep("w")
+        b.can_sleep = False
+        assert not await group.set_asleep("w")
+        a.error = RouterUnavailable("gone")
+        assert not await group.set_asleep("w")
+        b.error = RouterUnavailable("gone")
+        with pytest.raises(RouterUnavailable):
+            await group.set_asleep("w")
+
+    asyncio.run(run())
 
 
 def test_workers_register_with_all_routers() -> None:

@@ -78,6 +78,8 @@ def test_rendering_gives_committed_manifests(script: ModuleType) -> None:
         assert script.render_case(helm, CASES / f"{case}.values.yaml").stdout == (CASES / f"{case}.yaml").read_text()
     wrong = script.render_case(helm, CASES / "default.values.yaml", "--set", "gateway.enabled=true,gateway.replicas=2")
     assert "gateway.store.secret" in wrong.stderr
+    with_key = ("--set", "gateway.enabled=true", "--set-string", 'gateway.config=a = 1\n api_keys = ["secret"]')
+    assert "gateway.adminKey" in script.render_case(helm, CASES / "default.values.yaml", *with_key).stderr
 
 
 def test_schema_accepts_defaults_and_refuses_typing_errors() -> None:
@@ -95,6 +97,7 @@ def test_schema_accepts_defaults_and_refuses_typing_errors() -> None:
         {"pools": {"mixed": pool | {"role": "mixed"}}},
         {"pools": {"mixed": pool | {"nodes": 2, "gpus": 1}}},
         {"pools": {"mixed": pool | {"nodes": 2, "role": "decode"}}},
+        {"pools": {"mixed": pool | {"autoscaling": pool["autoscaling"] | {"kind": "keda", "minReplicas": 0}}}},
         {"router": defaults["router"] | {"replicas": 0}},
         {"clusterKey": {"secret": "", "key": "k"}},
         {"tls": {"secret": "certificates", "names": ""}},
@@ -142,6 +145,8 @@ def test_secrets_are_references_only() -> None:
         for variable in pod["spec"]["containers"][0].get("env", ()):
             if variable["name"].endswith(("_KEY", "_TOKEN", "_URL")):
                 assert "secretKeyRef" in variable["valueFrom"], variable
+                for argument in pod["spec"]["containers"][0]["args"]:  # users of the node see arguments
+                    assert f"$({variable['name']})" not in argument
 
 
 def test_selectors_match_pods_and_ports() -> None:
@@ -160,6 +165,16 @@ def test_selectors_match_pods_and_ports() -> None:
             if manifest["kind"] == "Service":
                 names = {port["name"] for pod in found for port in pod["spec"]["containers"][0].get("ports", ())}
                 assert {port["targetPort"] for port in spec["ports"]} <= names, manifest["metadata"]["name"]
+
+
+def test_network_policies_without_clients_admit_no_client() -> None:
+    policies = [each for each in load_all_manifests() if each["kind"] == "NetworkPolicy"]
+    for rule in (rule for policy in policies for rule in policy["spec"]["ingress"]):
+        assert rule["from"], "an empty list admits everyone"
+    policies = {each["metadata"]["name"]: each for each in load_manifests("groups") if each["kind"] == "NetworkPolicy"}
+    assert policies["emberline-gateway"]["spec"]["ingress"] == []
+    (rule,) = policies["emberline-router"]["spec"]["ingress"]
+    assert len(rule["from"]) == 1  # workers and gateways
 
 
 def test_workers_register_with_every_router() -> None:

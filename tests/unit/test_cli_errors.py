@@ -10,9 +10,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
+from emberline.bench.certificates import LocalCA
 from emberline.cli.__main__ import COMMANDS, main
 from emberline.engine.engine_child import EngineChild
 
@@ -66,6 +68,23 @@ def test_drain_reports_url_without_router(body: bytes, status: bytes, capsys: py
         f"{url} is not a router: it answered {status.decode()}" in told
         and "(hint: set --router to the router's URL" in told
     )
+
+
+def test_drain_reaches_the_other_routers_if_one_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    drained = json.dumps({"workers": []}).encode()
+    gone = "http://127.0.0.1:1"
+    with serve_fixed_reply(drained, b"200") as url:
+        assert main(["drain", "w", "--router", gone, "--router", url]) == 1
+        assert main(["drain", "w", "--no-wait", "--router", url]) == 0
+    out, err = capsys.readouterr()
+    assert out == "w is drained at 1 of 2 routers\nw is draining\n" and f"no router answers at {gone}" in err
+
+
+@pytest.mark.parametrize("command", [["drain", "w"], ["autoscale", "--slo", "ttft_p90=1s,itl_p90=1s"]])
+def test_tls_options_need_https_routers(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ca = LocalCA(tmp_path)
+    assert main([*command, "--router", "http://127.0.0.1:1", "--tls-ca", str(ca.file)]) == 1
+    assert "with --tls-ca or --tls-cert it must be an https URL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["gateway", "router", "serve"])

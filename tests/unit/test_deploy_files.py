@@ -70,6 +70,9 @@ def test_units_start_commands_with_valid_options(path: Path) -> None:
     name = command.split()[0]
     example = (DEPLOY / f"systemd/{name}.env.example").read_text()
     variables = dict(re.findall(r'^([A-Z_]+)="?([^"\n]*)"?$', example, re.MULTILINE))
+    keys = {variable: value for variable, value in variables.items() if variable.endswith("_KEY")}
+    assert keys and not any(keys.values()), "a key of the example, which everyone knows, would be used"
+    assert not any(variable in command for variable in keys), "users of the host see arguments"
     for variable, value in variables.items():
         command = command.replace(f"${{{variable}}}", value).replace(f"${variable}", value)
     assert "$" not in command
@@ -77,3 +80,4 @@ def test_units_start_commands_with_valid_options(path: Path) -> None:
     importlib.import_module(f"emberline.cli.{name}").add_arguments(parser)
     parser.parse_args(shlex.split(command)[1:])
     assert ("DynamicUser=yes" in text or "User=emberline" in text) and "NoNewPrivileges=yes" in text
+    assert re.search("^(Group|SupplementaryGroups)=emberline$", text, re.MULTILINE), "it cannot read TLS files"

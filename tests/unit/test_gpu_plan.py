@@ -20,6 +20,7 @@ from emberline.engine.gpu_plan import GPUPlan, GPUSetPlan, plan_gpus
 from emberline.engine.gpu_set import GPU_MEMORY_BYTES, GPUSet
 from emberline.engine.layout_choice import choose_layout
 from emberline.engine.memory import RESERVE_BYTES, plan_engine_memory
+from emberline.engine.ranks.layout import Layout
 from emberline.models.config import ModelConfig
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
@@ -372,9 +373,9 @@ def test_doctor_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
             "kimi-k2.5",
             "8xH200",
             "--tp 8 --ep 8 --dp-attention",
-            "[56][.][0-9] times as many as with --tp 8, .* latents",
+            "6[.][0-9] times as many as with --tp 8, .* latents",
         ),
-        ("qwen3-30b-a3b", "8xH100", "--tp 8 --ep 8 --dp-attention", "1.9 times as many .* copies of KV heads"),
+        ("qwen3-30b-a3b", "8xH100", "--tp 8 --ep 8 --dp-attention", "2.0 times as many .* copies of KV heads"),
         ("qwen3-30b-a3b", "4xH100", "--tp 4", "the GPUs divide the KV heads evenly"),
         ("llama-4-scout-17b-16e", "2xH200", "--tp 2", "the GPUs divide the KV heads evenly"),
     ],
@@ -389,13 +390,36 @@ def test_layout_on_one_gpu() -> None:
     assert choose_layout(make_plan("qwen3-30b-a3b", "H200")) is None
 
 
-def test_data_parallel_attention_keeps_shared_experts_whole() -> None:
-    """They are on every GPU, because rows are sent to the GPUs that have their experts."""
+def test_data_parallel_attention_replicates_attention_only() -> None:
+    """Shared experts are divided, because rows are sent to all GPUs."""
     found = make_plan("kimi-k2.5", "8xH200", **SMALL_STEPS)
-    own = next(plan for plan in found.plans if plan.sharing == "data-parallel attention")
-    for kind in ("attention", "shared experts"):
-        assert num_weights(own, kind) == num_weights(found, kind)
-    assert num_weights(own, "routed experts") * 8 == num_weights(found, "routed experts") and own.expert_groups == 8
+    own = select_own(found)
+    assert num_weights(own, "attention") == num_weights(found, "attention")
+    for kind in ("routed experts", "shared experts"):
+        assert num_weights(own, kind) * 8 == num_weights(found, kind)
+    assert own.expert_groups == 8
+
+
+def select_own(found: GPUSetPlan) -> GPUPlan:
+    return next(plan for plan in found.plans if plan.sharing == "data-parallel attention")
+
+
+@pytest.mark.parametrize(("model", "gpus"), [("qwen3-30b-a3b", "8xH100"), ("deepseek-v2-lite", "2xH200")])
+def test_ranks_with_requests_of_their_own_are_planned_as_the_engine_plans_them(model: str, gpus: str) -> None:
+    """Both count the attention of all heads, the KV cache of one rank, and the rows of other ranks."""
+    count, settings = int(gpus[0]), {**SMALL_STEPS, "max_context": 8192}
+    own = EngineConfig.build("", tp=count, ep=count, dp_attention=True, **settings).with_gpu_defaults()
+    config = Layout.of_gpus(own.parallel).shard(0).shard_config(ModelConfig.from_hf(load(model)))
+    found = make_plan(model, gpus, **settings)
+    expected, without = (
+        plan_engine_memory(config, each, GPU_MEMORY_BYTES[gpus[2:]], "bfloat16")
+        for each in (own, own.with_settings(dp_attention=False))
+    )
+    planned = select_own(found)
+    assert planned.fixed == {name: getattr(expected, name) for name in planned.fixed}
+    assert planned.kv_tokens == expected.kv_tokens * count
+    copies = (count + 2) * 2048 * 2 * config.hidden  # to and from each rank, and the inputs and sums of all rows
+    assert copies < expected.activations - without.activations < 2 * copies
 
 
 def test_doctor_reports_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import io
 import json
 import random
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,14 @@ from hub_server import Page, Site, serving
 
 from emberline.core.errors import DownloadError, ModelError
 from emberline.hub.download import HTTPDownloader, download_file
-from emberline.hub.packageindex import PUBLIC_INDEX_URL, PackageIndexSettings, find_file_url, parse_pip_settings
+from emberline.hub.packageindex import (
+    PUBLIC_INDEX_URL,
+    PackageIndexSettings,
+    find_file_url,
+    parse_pip_settings,
+    pip_download,
+    read_pip_settings,
+)
 from emberline.hub.progress import DownloadProgress
 
 BODY = random.Random(0).randbytes(1_000_000)
@@ -165,6 +174,26 @@ def test_pip_settings() -> None:
     )
     expected = ("https://env/simple", "https://more/simple", "https://third/")
     assert parse_pip_settings(text) == PackageIndexSettings(expected, "/ca.pem")
+
+
+def test_pip_settings_come_from_the_environment_without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # as `python -m pip` in an image, it ends with status 1
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT"):
+        monkeypatch.delenv(name, raising=False)
+    assert read_pip_settings() == PackageIndexSettings((PUBLIC_INDEX_URL,), None)
+    monkeypatch.setenv("PIP_INDEX_URL", "")  # pip ignores it too
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://more/simple https://third/")
+    assert read_pip_settings() == PackageIndexSettings((PUBLIC_INDEX_URL, "https://more/simple", "https://third/"))
+    monkeypatch.setenv("PIP_INDEX_URL", "https://us:it's@own/simple")
+    monkeypatch.setenv("PIP_CERT", "/ca.pem")
+    expected = ("https://us:it's@own/simple", "https://more/simple", "https://third/")
+    assert read_pip_settings() == PackageIndexSettings(expected, "/ca.pem")
+
+
+def test_missing_pip_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DownloadError, match=r"pip.* is not installed \(hint: PIP_INDEX_URL"):
+        pip_download("a-model==1.0", tmp_path, quiet=True)
 
 
 class Terminal(io.StringIO):

@@ -115,6 +115,7 @@ def test_names_of_files_are_escaped(written: tuple[dict[str, Any], str]) -> None
         ({"link": "rdma"}, "'rdma'", "tcp"),
         ({"tokens_per_step": "9"}, "tokens_per_step is 9", ""),
         ({"gpu_price": "-1"}, "gpu_price is -1", ""),
+        ({"start_seconds": "-1"}, "start_seconds is -1", ""),
         ({"accuracy": "/no/such.json"}, "/no/such.json", "sim-accuracy.json"),
     ],
 )

@@ -10,13 +10,14 @@ import pytest
 
 from emberline.core.errors import InvalidRequest
 from emberline.core.slo import LatencyTargets
-from emberline.planner.capacity import estimate_colocated, fewest_workers, p90_wait
+from emberline.planner import search
+from emberline.planner.capacity import estimate_colocated, find_fewest_workers, p90_wait
 from emberline.planner.gpu_speeds import find_gpu_speed
 from emberline.planner.kv_handoff import HandoffLink
 from emberline.planner.search import find_candidates, shortlist
 from emberline.planner.topology import PlanningTask, Topology, list_topologies
 from emberline.planner.traffic import Traffic
-from emberline.planner.verification import choose_simulated_counts, simulate_topology
+from emberline.planner.verification import OVERLOAD, choose_simulated_counts, simulate_topology
 from emberline.planner.worker_kind import WorkerKind, WorkerOptions, list_worker_kinds
 
 CONFIG = json.loads((Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3.1-8b.json").read_text())
@@ -78,8 +79,8 @@ def test_overload_is_unstable(kinds: list[WorkerKind]) -> None:
 
 @pytest.mark.parametrize("least", [1, 2, 3, 7, 8, 100])
 def test_fewest_workers(least: int) -> None:
-    assert fewest_workers(lambda count: count >= least, 100) == least
-    assert fewest_workers(lambda count: False, 100) is None
+    assert find_fewest_workers(lambda count: count >= least, 100) == least
+    assert find_fewest_workers(lambda count: False, 100) is None
 
 
 def test_waiting_grows_with_load_and_shrinks_with_servers() -> None:
@@ -195,6 +196,14 @@ def test_busiest_part_of_a_trace_is_planned(tmp_path: Path) -> None:
     assert len(traffic.replayed) >= 100 and "of 1000 requests" in traffic.description
 
 
+def test_a_short_burst_at_the_end_of_a_trace_is_no_busy_minute(tmp_path: Path) -> None:
+    rows = [(float(second), 100, 10) for second in range(600)] + [(600 + n / 1000, 100, 10) for n in range(100)]
+    traffic = Traffic.parse(str(write_trace(tmp_path / "trace.csv", rows)), 0)
+    assert traffic.rate == pytest.approx(160 / 60, rel=0.05)
+    short = Traffic.parse(str(write_trace(tmp_path / "trace.csv", rows[600:])), 0)
+    assert len(short.replayed) == 100  # a trace of less than a minute is planned for as a whole
+
+
 def test_shared_prefixes_of_a_trace_are_counted(tmp_path: Path) -> None:
     rows = [
         {"timestamp": 1000 * n, "input_length": 1024, "output_length": 5, "hash_ids": [0, n + 1]} for n in range(50)
@@ -220,3 +229,19 @@ def test_traces_are_replayed_at_the_rate(kinds: list[WorkerKind], tmp_path: Path
 def test_traces_without_a_rate_are_refused(tmp_path: Path, rows: list[tuple[float, int, int]], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         Traffic.parse(str(write_trace(tmp_path / "trace.csv", rows)), 0)
+
+
+@pytest.mark.parametrize("max_gpus", [None, 100])
+def test_targets_that_only_the_simulation_misses_name_the_closest_candidate(
+    kinds: list[WorkerKind], monkeypatch: pytest.MonkeyPatch, max_gpus: int | None
+) -> None:
+    late = replace(OVERLOAD, ttft_p90=0.9, itl_p90=0.02)
+    monkeypatch.setattr(search, "simulate_topology", lambda *arguments: late)
+    with pytest.raises(InvalidRequest, match=r"reaches ttft_p90=900ms and itl_p90=20\.0ms") as raised:
+        find_candidates(kinds, make_task(max_gpus=max_gpus), 0)
+    assert raised.value.param == "slo"
+
+
+def test_replies_of_one_token_have_no_time_between_tokens(kinds: list[WorkerKind]) -> None:
+    best = find_candidates(kinds[:1], make_task("rate=4,in=300,out=1", max_gpus=1), 0)[0]
+    assert best.meets_targets and best.load.itl_p90 == 0.0 and best.load.requests >= 100

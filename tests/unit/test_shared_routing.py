@@ -149,6 +149,10 @@ def test_router_urls() -> None:
     for bad in (("",), ("a:8000",), ("http://a,",), ("http://a:x",), ("ftp://a",)):
         with pytest.raises(InvalidRequest, match="router is"):
             WorkerConfig(bad)
+    for url in ("http://user:secret@a:1", "http://user:secret@a:x"):
+        with pytest.raises(InvalidRequest, match="has a user name or password") as caught:
+            WorkerConfig((url,))
+        assert "secret" not in str(caught.value)
 
 
 def test_report_with_bad_hash_is_rejected() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from emberline.cli.__main__ import main
 from emberline.core.errors import InvalidRequest
 from emberline.sim.cluster import SimCluster, SimClusterConfig
 from emberline.sim.workloads.arrivals import ArrivalRate, BurstRate, ConstantRate, DiurnalRate, draw_arrivals
@@ -80,6 +81,7 @@ def test_replayed_prompts_share_what_the_trace_says(tmp_path: Path, rows: list[d
         (BURSTGPT + "nan,GPT-4,4,1,1,API log\n", r"line 5, field 'Timestamp': 'nan' must be a number"),
         (lines(MOONCAKE) + "{not json}\n", "trace, line 3: it must be a JSON object"),
         (lines([{**MOONCAKE[0], "hash_ids": [1]}]), r"line 1, field 'hash_ids': it must be a list of at least 2 ids"),
+        (BURSTGPT + "1e300,GPT-4,4,1,1,API log\n", r"requests over 1e\+300 s; a trace may have 3.16e\+07 s"),
         ("a,b\n1,2\n", "line 2: the format is unknown; its fields are: a, b"),
     ],
 )
@@ -137,9 +139,20 @@ def test_every_kind_of_workload_has_usable_defaults(kind: str) -> None:
         ("bursts:burst=400", "burst is 400 s; it must be above 0 and at most every, 300 s"),
         ("diurnal:peak=3", "peak is 3; it must be from 1 to 2"),
         ("agents:sessions=0", "sessions is 0"),
+        ("agents:sessions=2.5", "sessions is '2.5'; it must be a whole number"),
+        ("agents:user=-5", "user is -5; it must be at least 1"),
+        ("agents:spread=-1", "spread is -1; it must be from 0 to 5"),
+        ("poisson:spread=1000", "spread is 1000; it must be from 0 to 5"),
+        ("poisson:shared_prompts=0", "shared_prompts is 0"),
+        ("poisson:rate=1,rate=2", "setting rate twice"),
         ("weekly:rate=3", "neither a file nor one of the kinds poisson, bursts"),
     ],
 )
 def test_bad_workloads_are_named(text: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         parse_workload(text)
+
+
+def test_a_kv_cache_without_a_block_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "poisson:seconds=10", "--kv-tokens", "63"]) == 1
+    assert "--kv-tokens is 63; it must be at least 64" in capsys.readouterr().err

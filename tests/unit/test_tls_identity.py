@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import ssl
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from emberline.core import tls
 from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
-from emberline.core.tls import CHECK_INTERVAL_S, TLSIdentity, match_names
+from emberline.core.tls import CHECK_INTERVAL_S, RETRY_INTERVAL_S, TLSIdentity, certificate_names, match_names
 from emberline.core.tls_config import TLSConfig
 
 
@@ -113,6 +115,15 @@ def test_certificate_of_another_ca_is_refused_for_a_worker(tmp_path: Path) -> No
     assert caught.value.param == "tls_ca"
 
 
+def test_certificate_without_an_allowed_name_is_refused_for_a_worker(tmp_path: Path) -> None:
+    ca = LocalCA(tmp_path)
+    files = ca.issue("mine", ("a.workers.example",))
+    config = TLSConfig(str(files.cert), str(files.key), str(ca.file), ("*.workers.example",))
+    TLSIdentity(config).check_accepts_itself()
+    with pytest.raises(InvalidRequest, match=r"has the names a\.workers\.example, and none of them is allowed"):
+        TLSIdentity(replace(config, peer_names=("*.other.example",))).check_accepts_itself()
+
+
 CERT: dict[str, Any] = {"tls_cert": "c", "tls_key": "k"}
 SECURE_WORKER = WorkerConfig(("https://r",))
 
@@ -181,6 +192,27 @@ def test_changed_files_are_used_for_new_connections(tmp_path: Path, caplog: pyte
     assert (identity.reloads, identity.failed_reloads) == (2, 2)
 
 
+def test_certificate_that_becomes_valid_later_is_tried_again(tmp_path: Path) -> None:
+    ca, clock, wall = LocalCA(tmp_path), Clock(), Clock()
+    wall.time = time.time()
+    files = ca.issue("server")
+    identity = identity_of(files, monotonic=clock, now=wall)
+    first = served_certificate(identity, ca.file)
+    replace_files(files, ca.issue("new", starts_in=timedelta(minutes=2)))  # the clock of its CA is ahead
+    clock.time += CHECK_INTERVAL_S
+    assert served_certificate(identity, ca.file) == first
+    clock.time += RETRY_INTERVAL_S
+    assert served_certificate(identity, ca.file) == first
+    assert (identity.reloads, identity.failed_reloads) == (0, 1), "one version of the files counts once"
+    wall.time += 120
+    clock.time += RETRY_INTERVAL_S
+    identity.listener_context().wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)  # a new connection
+    assert (identity.reloads, identity.failed_reloads) == (1, 1)
+    clock.time += 2 * RETRY_INTERVAL_S
+    identity.listener_context().wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)
+    assert (identity.reloads, identity.failed_reloads) == (1, 1)
+
+
 def test_ca_that_vanishes_during_a_reload_keeps_the_old_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,3 +243,24 @@ def test_names_match_exactly_or_one_label_below_a_domain() -> None:
     for name in ("example", "workers.example", "a.b.workers.example", "10.0.0.2", "x.router.example", ""):
         assert not match_names([name], allowed), name
     assert not match_names([], allowed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "is_allowed"),
+    [
+        ("DNS", "A.Workers.example", True),
+        ("DNS", "spiffe://x/worker", False),
+        ("DNS", "10.0.0.1", False),
+        ("IP Address", "10.0.0.1", True),
+        ("IP Address", "FD00:0:0:0:0:0:0:1", True),
+        ("URI", "spiffe://x/worker", True),
+        ("URI", "https://x/a.workers.example", False),
+        ("email", "someone@mail.workers.example", False),
+        ("email", "spiffe://x/worker", False),
+        ("DirName", ((("commonName", "a.workers.example"),),), False),
+        ("Registered ID", "1.2.3", False),
+    ],
+)
+def test_names_of_a_certificate_count_by_their_kind(kind: str, value: Any, is_allowed: bool) -> None:
+    names = certificate_names({"subjectAltName": ((kind, value),)})
+    assert match_names(names, ("*.workers.example", "10.0.0.1", "fd00::1", "spiffe://x/worker", "1.2.3")) is is_allowed

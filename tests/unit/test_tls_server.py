@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -23,6 +24,7 @@ from emberline.core.tls_config import TLSConfig
 from emberline.gateway.http.main import make_engine_tls
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest
+from emberline.net import server as net_server
 from emberline.net.connection_pool import HTTPConnectionPool
 from emberline.net.errors import UpstreamFailed
 from emberline.net.server import HTTPServer
@@ -151,6 +153,38 @@ def test_plain_http_to_a_tls_port_fails_at_once(ca: LocalCA) -> None:
             assert time.monotonic() - began < 5.0 and server.failed_handshakes == 1
 
     run(work)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_slow_client_gets_the_end_of_a_closed_connection(
+    ca: LocalCA, loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(net_server, "TLS_SHUTDOWN_TIMEOUT_S", 0.1)
+    size = 6_000_000  # more than the kernel's buffers hold
+
+    async def reply(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    def read_slowly(port: int) -> int:
+        context = ssl.create_default_context(cafile=str(ca.file))
+        context.load_cert_chain(*ca.issue("slow"))
+        with (
+            socket.create_connection(("localhost", port), timeout=10) as sock,
+            context.wrap_socket(sock, server_hostname="localhost") as client,
+        ):
+            client.sendall(b"GET / HTTP/1.0\r\nhost: x\r\n\r\n")  # the connection's end is the reply's end
+            received = len(client.recv(1))
+            time.sleep(0.4)
+            while data := client.recv(1 << 16):
+                received += len(data)
+            return received
+
+    async def work() -> None:
+        async with serving(TLSIdentity(config_of(ca, "server")), reply) as port:
+            assert await asyncio.to_thread(read_slowly, port) > size
+
+    run(work, loop)
 
 
 def test_stream_lives_on_while_the_certificate_rotates(tmp_path: Path) -> None:

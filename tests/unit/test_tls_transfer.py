@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -127,6 +128,21 @@ def test_plain_and_silent_connections_end_in_time(ca: LocalCA) -> None:
         plain = replace(sender.peer, endpoints={"tls": sender.endpoints["tcp"]})
         with pytest.raises(PeerUnreachable):
             receiver_of(config_of(ca, "receiver")).connect(plain, soon())
+
+
+def test_peers_that_disconnect_at_once_delay_no_other(ca: LocalCA, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(config_of(ca, "sender")) as sender:
+        host, _, port = sender.endpoints["tls"].rpartition(":")
+        for _ in range(40):
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(b"hello")
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset when closed
+        receiver, began = receiver_of(config_of(ca, "receiver")), time.monotonic()
+        try:
+            receiver.connect(sender.peer, soon())
+            assert time.monotonic() - began < 2.0 and "Cannot accept" not in caplog.text
+        finally:
+            receiver.close()
 
 
 def test_endpoint_with_tls_offers_no_plain_tcp(ca: LocalCA) -> None:

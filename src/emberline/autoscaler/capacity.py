@@ -16,20 +16,20 @@ MISSED_BEFORE_FALL_S = 60.0  # of missed SLOs before a reduction: short peaks sa
 MISSED_MEMORY_S = 900.0  # time constant after which missed SLOs are forgotten
 CEILING_SHARE = 0.95  # of the load at which the SLO was missed
 CEILING_RISE_PER_S = 1e-5  # 3.6 % an hour: models and prompts change
-MIN_SHARE_OF_SEED = 0.5
+MIN_SHARE_OF_STATED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityEstimate:
     work_per_s: float | None = None  # None: nothing is known yet
-    seed: float | None = None  # what the operator stated; the estimate stays between half of it and all of it
+    stated: float | None = None  # what the operator stated; the estimate stays between half of it and all of it
     ceiling: float | None = None  # load per worker at which the SLO was missed
     missed_s: float = 0.0  # seconds in which latencies exceeded the SLO below this capacity, recently
     updated_at: float | None = None
 
     @staticmethod
-    def from_seed(seed: float | None) -> CapacityEstimate:
-        return CapacityEstimate(work_per_s=seed, seed=seed)
+    def from_stated(stated: float | None) -> CapacityEstimate:
+        return CapacityEstimate(work_per_s=stated, stated=stated)
 
     def with_load(self, load: float, pressure: float | None, utilisation: float, now: float) -> CapacityEstimate:
         """Return the estimate after a stable pool had `load` work per second at each worker.
@@ -48,13 +48,13 @@ class CapacityEstimate:
             return updated._record_miss(load, known, seconds)
         if pressure < LOW_PRESSURE and load > 0.97 * utilisation * known:
             higher = known * (1 + RISE_PER_S * seconds)
-            limits = (higher, updated.seed, None if ceiling is None else CEILING_SHARE * ceiling)
+            limits = (higher, updated.stated, None if ceiling is None else CEILING_SHARE * ceiling)
             return replace(updated, work_per_s=max(known, min(each for each in limits if each is not None)))
         return updated
 
     def _record_miss(self, load: float, known: float, seconds: float) -> CapacityEstimate:
         if (missed_s := self.missed_s + seconds) < MISSED_BEFORE_FALL_S:
             return replace(self, missed_s=missed_s)
-        lowest = 0.0 if self.seed is None else MIN_SHARE_OF_SEED * self.seed
+        lowest = 0.0 if self.stated is None else MIN_SHARE_OF_STATED * self.stated
         ceiling = load if self.ceiling is None else min(load, self.ceiling)
         return replace(self, work_per_s=max(FALL_FACTOR * known, lowest), ceiling=ceiling, missed_s=0.0)

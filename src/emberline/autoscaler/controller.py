@@ -19,10 +19,10 @@ from emberline.autoscaler.policy import PolicyState, ScalingDecision, decide
 from emberline.autoscaler.pool_workers import PoolWorkers, StatusRow, group_workers
 from emberline.autoscaler.router_client import RouterUnavailable
 from emberline.autoscaler.router_group import RouterGroup
-from emberline.autoscaler.settings import AutoscalerSettings
+from emberline.autoscaler.settings import MAX_POOL_WORKERS, AutoscalerSettings
 from emberline.autoscaler.start_tracker import StartTracker
 from emberline.core.clock import Clock
-from emberline.core.errors import WrongClusterKey
+from emberline.core.errors import EmberlineError, WrongClusterKey
 
 log = logging.getLogger("emberline.autoscaler")
 
@@ -63,6 +63,7 @@ class Autoscaler:
 
     async def step(self) -> None:
         """Observe, decide and act once. If the router or the fleet does not answer, nothing is changed."""
+        problems: list[str] = []
         try:
             status = await self._router.fetch_status()
             workers = await self._fleet.list_workers()
@@ -79,16 +80,28 @@ class Autoscaler:
             decision = decide(observations, self._state, now, settings)
             self._state = decision.state
             self.metrics.record_decision(decision, observations)
-            self.metrics.silent_routers = self._router.silent_count
             self.metrics.failed_starts, self.metrics.usual_start_s = self._starts.failed_starts, settings.start_seconds
-            for role, pool in pools.items():
-                await self._stop_finished_workers(pool, self._settings.pool(role).sleep, now)
-                await self._replace_hanging_workers(pool, now)
-                await self._reconcile(role, pool, decision, now)
-            self._log_problem_once(self._describe_unreachable_slo(decision))
+            for role in pools:
+                try:
+                    await self._scale_pool(role, pools, decision, now)
+                except FleetError as e:  # other pools may need no new worker, or even free what this one lacks
+                    problems.append(self._count_error(e))
+            problems.append(self._describe_unreachable_slo(decision))
         except (RouterUnavailable, WrongClusterKey, FleetError) as e:
-            self.metrics.errors[e.code] += 1
-            self._log_problem_once(str(e))
+            problems.append(self._count_error(e))
+        self.metrics.silent_routers = self._router.silent_count
+        self._log_problem_once("; ".join(filter(None, problems)))
+
+    def _count_error(self, error: EmberlineError) -> str:
+        self.metrics.errors[error.code] += 1
+        return str(error)
+
+    async def _scale_pool(
+        self, role: str, pools: Mapping[str, PoolWorkers], decision: ScalingDecision, now: float
+    ) -> None:
+        await self._stop_finished_workers(pools[role], self._settings.pool(role).sleep, now)
+        await self._replace_hanging_workers(pools[role], now)
+        await self._reconcile(role, pools, decision, now)
 
     async def _announce_models(self, status: Mapping[str, Any], managed: Collection[str]) -> None:
         """Tell the router which models have workers whenever they are needed, so that requests for them wait."""
@@ -100,26 +113,41 @@ class Autoscaler:
         if names := self._models | self._embedders:
             await self._router.announce_models(names, max(MIN_ANNOUNCEMENT_S, 6 * self._settings.interval))
 
-    async def _reconcile(self, role: str, pool: PoolWorkers, decision: ScalingDecision, now: float) -> None:
+    async def _reconcile(
+        self, role: str, pools: Mapping[str, PoolWorkers], decision: ScalingDecision, now: float
+    ) -> None:
         """Start or drain workers until the pool has the desired number of them.
 
         Workers that are stuck serve no requests, but still have their places and GPUs."""
+        pool = pools[role]
         reason, limit = decision.reasons[role], self._settings.pool(role).max_workers - len(pool.stuck)
         desired = min(decision.desired[role], max(limit, pool.serving_count))
         missing = desired - pool.serving_count
         if missing > 0:
             missing -= await self._undo_drains(pool, missing)
+            missing = min(missing, self._count_affordable(role, pools))
         if missing > 0:
             missing -= await self._wake_workers(role, pool, missing, reason)
         if missing > 0 and self._starts.may_start(role, now):
             log.info("Starting workers: pool=%s count=%d desired=%d reason=%s", role, missing, desired, reason)
             await self._fleet.start_workers(role, missing)
+            pool.num_ordered += missing
             self.metrics.record_change(role, "up", reason, missing)
         elif missing < 0 and (names := pool.choose_removals(-missing)):
             log.info("Draining workers: pool=%s workers=%s desired=%d", role, ",".join(names), desired)
             self._draining_since |= dict.fromkeys(names, now)
             await asyncio.gather(*map(self._drain, names))
             self.metrics.record_change(role, "down", reason, len(names))
+
+    def _count_affordable(self, role: str, pools: Mapping[str, PoolWorkers]) -> int:
+        """Return how many workers of the pool `max_gpus` still allows.
+
+        Workers that drain, end or are stuck have their GPUs until they are gone."""
+        each, limit = self._settings.pool(role).gpus, self._settings.max_gpus
+        if limit is None or not each:
+            return MAX_POOL_WORKERS
+        used = sum(pool.count_awake() * self._settings.pool(name).gpus for name, pool in pools.items())
+        return max((limit - used) // each, 0)
 
     async def _drain(self, name: str) -> None:
         if not await self._router.drain(name):  # it has not registered yet, so it has no requests
@@ -141,6 +169,7 @@ class Autoscaler:
         for name in names:
             log.info("Waking a worker: worker=%s reason=%s", name, reason)
             await self._router.set_asleep(name, on=False)
+        pool.num_ordered += len(names)
         self.metrics.record_change(role, "up", reason, len(names))
         return len(names)
 
@@ -178,16 +207,16 @@ class Autoscaler:
         """Replace the workers that do not become ready, and those whose engines have been stuck for long."""
         for name in [name for name in pool.starting if name in pool.managed and self._starts.is_hanging(name, now)]:
             log.warning("Replacing a worker that does not become ready: worker=%s", name)
-            self._starts.forget(name)
             if not await self._fleet.replace_worker(name):
                 pool.starting.remove(name)
+            self._starts.forget(name)
         for row in list(pool.stuck):
             name = row["name"]
             if name in pool.managed and now - self._stuck_since.setdefault(name, now) > STUCK_TIMEOUT_S:
                 log.warning("Replacing a worker whose engine is stuck: worker=%s", name)
-                del self._stuck_since[name]
                 if await self._fleet.replace_worker(name):
                     pool.starting.append(name)
+                del self._stuck_since[name]
                 pool.stuck.remove(row)
 
     def _describe_unreachable_slo(self, decision: ScalingDecision) -> str:

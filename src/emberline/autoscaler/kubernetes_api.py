@@ -4,24 +4,67 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import json
 import os
 import ssl
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
+
+import msgspec
 
 from emberline.autoscaler.fleet import FleetError
 from emberline.core.errors import InvalidRequest
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 CALL_TIMEOUT_S = 5.0
-MAX_REPLY_BYTES = 16 << 20
+MAX_REPLY_BYTES = 64 << 20  # a pod has about 10 KB
+READ_BYTES = 1 << 20
 API_BY_KIND = {
     "deployment": "apis/apps/v1/namespaces/{}/deployments/{}",
     "statefulset": "apis/apps/v1/namespaces/{}/statefulsets/{}",
     "leaderworkerset": "apis/leaderworkerset.x-k8s.io/v1/namespaces/{}/leaderworkersets/{}",
 }
+
+
+Reply = TypeVar("Reply")
+
+
+class PodMetadata(msgspec.Struct, rename="camel"):
+    name: str
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+    deletion_timestamp: str | None = None  # set while the pod ends
+
+
+class PodStatus(msgspec.Struct):
+    phase: str = ""
+
+
+class Pod(msgspec.Struct):
+    metadata: PodMetadata
+    status: PodStatus = msgspec.field(default_factory=PodStatus)
+
+
+class PodList(msgspec.Struct):
+    items: list[Pod] | None = None  # Go writes an empty list as null
+
+
+class ScaleSpec(msgspec.Struct):
+    replicas: int = 0  # Kubernetes leaves out 0
+
+
+class ScaleStatus(msgspec.Struct):
+    selector: str = ""
+
+
+class Scale(msgspec.Struct):
+    """The scale subresource of an object. `metadata` has the version that a change must name."""
+
+    metadata: dict[str, Any]
+    spec: ScaleSpec = msgspec.field(default_factory=ScaleSpec)
+    status: ScaleStatus = msgspec.field(default_factory=ScaleStatus)
 
 
 class KubernetesConflict(FleetError):
@@ -58,19 +101,19 @@ class KubernetesAPI:
             )
         return KubernetesAPI(host, int(port), namespace=namespace)
 
-    async def read_scale(self, target: str) -> dict[str, Any]:
-        scale: dict[str, Any] = await self._call("GET", f"{self._path(target)}/scale")
-        return scale
+    async def read_scale(self, target: str) -> Scale:
+        return self._convert(await self._call("GET", f"{self._path(target)}/scale"), Scale)
 
-    async def write_scale(self, target: str, scale: dict[str, Any], replicas: int) -> None:
+    async def write_scale(self, target: str, scale: Scale, replicas: int) -> None:
         """Set the number of replicas. Raises KubernetesConflict if the scale was changed after it was read."""
-        body = {**scale, "spec": {**scale.get("spec", {}), "replicas": replicas}}
+        kind = {"kind": "Scale", "apiVersion": "autoscaling/v1"}
+        body = {**kind, "metadata": scale.metadata, "spec": {"replicas": replicas}}
         await self._call("PUT", f"{self._path(target)}/scale", body)
 
-    async def list_pods(self, selector: str) -> list[dict[str, Any]]:
+    async def list_pods(self, selector: str) -> list[Pod]:
         query = urlencode({"labelSelector": selector})
-        pods = await self._call("GET", f"api/v1/namespaces/{quote(self.namespace, safe='')}/pods?{query}")
-        return list(pods.get("items", []))
+        path = f"api/v1/namespaces/{quote(self.namespace, safe='')}/pods?{query}"
+        return self._convert(await self._call("GET", path), PodList).items or []
 
     async def annotate_pod(self, name: str, annotations: dict[str, str]) -> None:
         path = f"api/v1/namespaces/{quote(self.namespace, safe='')}/pods/{quote(name, safe='')}"
@@ -80,6 +123,13 @@ class KubernetesAPI:
         """Delete a pod. It may be gone already, or end already."""
         path = f"api/v1/namespaces/{quote(self.namespace, safe='')}/pods/{quote(name, safe='')}"
         await self._call("DELETE", path, is_missing_allowed=True)
+
+    def _convert(self, document: Any, kind: type[Reply]) -> Reply:
+        try:
+            return msgspec.convert(document, kind)
+        except msgspec.ValidationError as e:
+            message = f"the Kubernetes API at {self._host}:{self._port} answered with another {kind.__name__}: {e}"
+            raise FleetError(message, hint="check that no proxy answers in its place") from e
 
     def _path(self, target: str) -> str:
         kind, _, name = target.partition("/")
@@ -95,9 +145,9 @@ class KubernetesAPI:
         is_missing_allowed: bool = False,
     ) -> Any:
         try:
-            async with asyncio.timeout(2 * CALL_TIMEOUT_S):
+            async with asyncio.timeout(3 * CALL_TIMEOUT_S):  # to connect, and for the first and last byte of the reply
                 return await asyncio.to_thread(self._call_blocking, method, path, body, media_type, is_missing_allowed)
-        except (OSError, http.client.HTTPException, ValueError, TimeoutError) as e:
+        except (OSError, http.client.HTTPException, ValueError, *JSON_DECODE_ERRORS) as e:
             message = f"the Kubernetes API at {self._host}:{self._port} does not answer: {e}"
             raise FleetError(message, hint="check the network policies of the autoscaler's pod") from e
 
@@ -107,10 +157,10 @@ class KubernetesAPI:
             headers = {"authorization": f"Bearer {self._token_file.read_text().strip()}", "accept": "application/json"}
             data = None
             if body is not None:
-                data, headers["content-type"] = json.dumps(body).encode(), media_type
+                data, headers["content-type"] = msgspec.json.encode(body), media_type
             connection.request(method, f"/{path}", data, headers)
             reply = connection.getresponse()
-            content = reply.read(MAX_REPLY_BYTES)
+            content = _read_content(reply, time.monotonic() + CALL_TIMEOUT_S)
         finally:
             connection.close()
         if reply.status == 409:
@@ -120,14 +170,26 @@ class KubernetesAPI:
         if reply.status >= 300 and not (reply.status == 404 and is_missing_allowed):
             message = f"Kubernetes answered {reply.status} to {method} {path}: {_read_message(content)}"
             raise FleetError(message, hint=_hint_for(reply.status, path))
-        return json.loads(content)
+        return msgspec.json.decode(content)
+
+
+def _read_content(reply: http.client.HTTPResponse, end: float) -> bytes:
+    """Return the body of a reply. Raises TimeoutError at the time `end`, ValueError for a body that is too large."""
+    content = bytearray()
+    while chunk := reply.read1(READ_BYTES):
+        content += chunk
+        if len(content) > MAX_REPLY_BYTES:
+            raise ValueError(f"the reply has more than {MAX_REPLY_BYTES} bytes")
+        if time.monotonic() > end:
+            raise TimeoutError(f"only {len(content)} bytes of the reply within {CALL_TIMEOUT_S:g} s")
+    return bytes(content)
 
 
 def _read_message(content: bytes) -> str:
     """Return the message of a Status object, or the start of the reply."""
     try:
-        return str(json.loads(content)["message"])[:300]
-    except (ValueError, KeyError, TypeError):
+        return str(msgspec.json.decode(content)["message"])[:300]
+    except (*JSON_DECODE_ERRORS, KeyError, TypeError):
         return content[:200].decode(errors="replace")
 
 

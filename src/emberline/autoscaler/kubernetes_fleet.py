@@ -9,10 +9,9 @@ router must be the name of its pod."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from emberline.autoscaler.fleet import FleetWorker
-from emberline.autoscaler.kubernetes_api import API_BY_KIND, KubernetesAPI
+from emberline.autoscaler.kubernetes_api import API_BY_KIND, KubernetesAPI, KubernetesConflict, Pod, Scale
 from emberline.core.errors import InvalidRequest
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -31,35 +30,54 @@ class KubernetesFleet:
                 raise InvalidRequest(message, param="pool", hint=hint)
         self._api = api
         self._targets = dict(targets)
+        self._listed_replicas: dict[str, int] = {}  # by role, as of the last list of workers or change
 
     async def list_workers(self) -> list[FleetWorker]:
         """Return the pods that run or start, and a placeholder for each pod that Kubernetes has not created yet."""
         workers = []
         for role, target in self._targets.items():
             scale = await self._api.read_scale(target)
-            pods = await self._list_pods(role, scale)
-            missing = _replicas(scale) - sum(not pod.is_stopping for pod in pods)
+            self._listed_replicas[role] = scale.spec.replicas
+            pods = await self._list_pods(scale)
+            missing = scale.spec.replicas - sum(map(_is_live, pods))
             names = [f"{target}/pending-{i}" for i in range(missing)]
-            workers += [*pods, *(FleetWorker(name, role, False, 1 << 30, is_placeholder=True) for name in names)]
+            workers += [self._describe(role, pod) for pod in pods]
+            workers += [FleetWorker(name, role, False, 1 << 30, is_placeholder=True) for name in names]
         return workers
 
+    def _describe(self, role: str, pod: Pod) -> FleetWorker:
+        rank = 0 if self._targets[role].startswith("deployment/") else _ordinal(pod.metadata.name)
+        return FleetWorker(pod.metadata.name, role, not _is_live(pod), rank)
+
     async def start_workers(self, role: str, count: int) -> None:
+        """Raise the number of replicas, unless another client has changed it since the workers were listed."""
         scale = await self._api.read_scale(self._targets[role])
-        await self._api.write_scale(self._targets[role], scale, _replicas(scale) + count)
+        replicas = scale.spec.replicas
+        if replicas != (listed := self._listed_replicas.get(role, replicas)):
+            message = f"{self._targets[role]} has {replicas} replicas, and had {listed} when its pods were listed"
+            raise KubernetesConflict(message, hint="only one autoscaler may scale it; it is tried again")
+        await self._write_replicas(role, scale, replicas + count)
 
     async def stop_worker(self, name: str) -> None:
         for role, target in self._targets.items():
             scale = await self._api.read_scale(target)
-            live = [pod.name for pod in await self._list_pods(role, scale) if not pod.is_stopping]
-            if name in live:
+            live = [pod for pod in await self._list_pods(scale) if _is_live(pod)]
+            is_live = name in (pod.metadata.name for pod in live)
+            if is_live:
                 # Kubernetes has not yet acted on an earlier call if there are more pods than replicas.
-                if _replicas(scale) < len(live):
+                if scale.spec.replicas < len(live):
                     return
                 if target.startswith("deployment/"):
-                    await self._api.annotate_pod(name, {DELETION_COST: "-1000"})
-            if name in live or name.startswith(f"{target}/pending-"):
-                await self._api.write_scale(target, scale, max(_replicas(scale) - 1, 0))
+                    # Lower than that of a pod that was to be removed once, but serves again.
+                    cost = min(0, *map(_deletion_cost, live)) - 1
+                    await self._api.annotate_pod(name, {DELETION_COST: str(cost)})
+            if is_live or name.startswith(f"{target}/pending-"):
+                await self._write_replicas(role, scale, max(scale.spec.replicas - 1, 0))
                 return
+
+    async def _write_replicas(self, role: str, scale: Scale, replicas: int) -> None:
+        await self._api.write_scale(self._targets[role], scale, replicas)
+        self._listed_replicas[role] = replicas
 
     async def replace_worker(self, name: str) -> bool:
         """Delete the pod, whose controller creates another, of a StatefulSet or LeaderWorkerSet with the same number.
@@ -69,23 +87,29 @@ class KubernetesFleet:
             await self._api.delete_pod(name)
         return True
 
-    async def _list_pods(self, role: str, scale: Mapping[str, Any]) -> list[FleetWorker]:
-        selector = scale.get("status", {}).get("selector", "")
-        workers = []
-        for pod in await self._api.list_pods(selector) if selector else []:
-            metadata = pod["metadata"]
-            has_ended = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
-            if not has_ended and metadata.get("labels", {}).get(LEADER_LABEL, "0") == "0":
-                rank = 0 if self._targets[role].startswith("deployment/") else _ordinal(metadata["name"])
-                workers.append(FleetWorker(metadata["name"], role, "deletionTimestamp" in metadata, rank))
-        return workers
+    async def _list_pods(self, scale: Scale) -> list[Pod]:
+        """Return the pods that have not ended; of a group of pods, only its leader."""
+        pods = await self._api.list_pods(scale.status.selector) if scale.status.selector else []
+        return [
+            pod
+            for pod in pods
+            if pod.status.phase not in ("Succeeded", "Failed")
+            and (pod.metadata.labels or {}).get(LEADER_LABEL, "0") == "0"
+        ]
 
     async def close(self, *, stop_workers: bool) -> None:
         """Pods belong to the cluster: they are never stopped with the autoscaler."""
 
 
-def _replicas(scale: Mapping[str, Any]) -> int:
-    return int(scale.get("spec", {}).get("replicas", 0))
+def _is_live(pod: Pod) -> bool:
+    return pod.metadata.deletion_timestamp is None
+
+
+def _deletion_cost(pod: Pod) -> int:
+    try:
+        return int((pod.metadata.annotations or {}).get(DELETION_COST, "0"))
+    except ValueError:
+        return 0
 
 
 def _ordinal(pod_name: str) -> int:

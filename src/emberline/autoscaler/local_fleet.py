@@ -22,6 +22,7 @@ from emberline.autoscaler.fleet import NAME_PREFIX, FleetError, FleetWorker
 from emberline.core.errors import InvalidRequest
 
 STOP_TIMEOUT_S = 30.0  # between SIGTERM and SIGKILL; a worker lets open requests run for 10 s, then moves them
+KILL_TIMEOUT_S = 10.0  # after SIGKILL; a process that waits for a device may not end
 POLL_INTERVAL_S = 0.05
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
@@ -33,7 +34,7 @@ class LocalProcess:
     pid: int
     name: str
     role: str
-    gpus: tuple[str, ...]  # that the process may use; empty: not stated
+    gpus: tuple[str, ...]  # GPUs that the process may use; empty: no variable limits them
 
 
 class LocalFleet:
@@ -53,14 +54,18 @@ class LocalFleet:
         `gpus`: the GPUs of this machine, of which each worker gets as many as its role needs. Raises InvalidRequest if
         another autoscaler on this machine manages workers of the same router, or if the machine has no /proc."""
         if not Path("/proc/self/cmdline").exists():
-            raise InvalidRequest("adapter local needs /proc, which only Linux has", param="adapter", hint="use Linux")
+            raise InvalidRequest(
+                "adapter local needs /proc, which only Linux has",
+                param="adapter",
+                hint="use --adapter kubernetes or ray",
+            )
         self._build_command = build_command
         self._roles = roles
         self._router_urls = set(router_urls)
         self._log_dir = log_dir
         self._environment = dict(environment)
         self._gpus, self._gpus_by_role = tuple(gpus), dict(gpus_by_role or {})
-        self._children: list[subprocess.Popen[bytes]] = []  # to reap them
+        self._children: list[tuple[subprocess.Popen[bytes], LocalProcess]] = []  # that have not been reaped
         self._kill_at: dict[str, float] = {}  # by name of a worker that was asked to end
         with contextlib.ExitStack() as locks:
             for url in router_urls:
@@ -68,8 +73,7 @@ class LocalFleet:
             self._locks = locks.pop_all()
 
     async def list_workers(self) -> list[FleetWorker]:
-        self._children = [child for child in self._children if child.poll() is None]
-        processes = list(self._find_processes())
+        processes = self._find_processes()
         names = {process.name for process in processes}
         self._kill_at = {name: at for name, at in self._kill_at.items() if name in names}
         for process in processes:
@@ -80,7 +84,8 @@ class LocalFleet:
     async def start_workers(self, role: str, count: int) -> None:
         for _ in range(count):
             name = f"{NAME_PREFIX}-{role}-{secrets.token_hex(4)}"
-            environment = {**os.environ, **self._environment, **self._choose_gpus(role)}
+            gpus = self._choose_gpus(role)
+            variables = {GPU_VARIABLE: ",".join(gpus)} if gpus else {}
             try:
                 with (self._log_dir / f"{name}.log").open("ab") as log_file:
                     child = subprocess.Popen(
@@ -88,13 +93,13 @@ class LocalFleet:
                         stdin=subprocess.DEVNULL,
                         stdout=log_file,
                         stderr=log_file,
-                        env=environment,
+                        env={**os.environ, **self._environment, **variables},
                         start_new_session=True,  # Ctrl-C at the autoscaler must not reach it
                     )
             except OSError as e:
                 message = f"worker {name} cannot be started: {e.strerror or e}"
                 raise FleetError(message, hint=f"see {self._log_dir}, and check memory and disk space") from e
-            self._children.append(child)
+            self._children.append((child, LocalProcess(child.pid, name, role, gpus)))
 
     async def stop_worker(self, name: str) -> None:
         for process in self._find_processes():
@@ -111,23 +116,40 @@ class LocalFleet:
             if stop_workers:
                 for worker in await self.list_workers():
                     await self.stop_worker(worker.name)
-                while await self.list_workers():  # SIGKILL ends those that take too long
-                    await asyncio.sleep(POLL_INTERVAL_S)
+                await self._wait_until_ended()
         finally:
             self._locks.close()
 
-    def _choose_gpus(self, role: str) -> dict[str, str]:
+    async def _wait_until_ended(self) -> None:
+        """Wait until all workers have ended; SIGKILL ends those that take too long. Raises FleetError."""
+        end = time.monotonic() + STOP_TIMEOUT_S + KILL_TIMEOUT_S
+        while workers := await self.list_workers():
+            if time.monotonic() > end:
+                names = ", ".join(worker.name for worker in workers)
+                message = f"workers do not end within {KILL_TIMEOUT_S:g} s after SIGKILL: {names}"
+                raise FleetError(message, hint="see with `ps -eo pid,stat,wchan,args` what they wait for")
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _choose_gpus(self, role: str) -> tuple[str, ...]:
         count = self._gpus_by_role.get(role, 0)
         if not self._gpus or not count:
-            return {}
+            return ()
         used = {gpu for process in self._find_processes() for gpu in process.gpus}
         free = [gpu for gpu in self._gpus if gpu not in used]
         if len(free) < count:
             message = f"a worker of the pool {role} needs {count} GPUs, and {len(free)} of {len(self._gpus)} are free"
             raise FleetError(message, hint="set --max-gpus to the number of GPUs")
-        return {GPU_VARIABLE: ",".join(free[:count])}
+        return tuple(free[:count])
 
-    def _find_processes(self) -> Iterator[LocalProcess]:
+    def _find_processes(self) -> list[LocalProcess]:
+        """Return the running workers: those in /proc, and children whose command lines are not there yet.
+
+        A child has none for a moment after Popen has returned. Without it, the next worker would get its GPU."""
+        self._children = [(child, process) for child, process in self._children if child.poll() is None]
+        found = {process.pid: process for process in self._scan_processes()}
+        return [*found.values(), *(process for _, process in self._children if process.pid not in found)]
+
+    def _scan_processes(self) -> Iterator[LocalProcess]:
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
@@ -143,14 +165,14 @@ class LocalFleet:
                         yield LocalProcess(int(entry.name), name, role, _read_gpus(entry))
 
     def _send_signal(self, process: LocalProcess, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended
             descriptor = os.pidfd_open(process.pid)
             try:
                 # The descriptor now keeps the process id from being reused: check that it is still the worker's.
                 arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
                 if process.name in arguments:
                     signal.pidfd_send_signal(descriptor, number)
-            except OSError as e:
+            except PermissionError as e:
                 raise FleetError(f"worker {process.name} cannot be signalled: {e.strerror or e}") from e
             finally:
                 os.close(descriptor)

@@ -13,6 +13,7 @@ class PoolObservation:
     open_requests: int = 0  # at workers, also those that wait there
     waiting_requests: int = 0  # without a slot at a worker; also those that wait at the router for any worker
     unassigned_requests: int = 0  # of the waiting ones: those at the router
+    answered_requests: int = 0  # since the last observation, also embeddings
     refused_share: float = 0.0  # of the requests since the last observation, refused because all workers were full
     slots: int = 0  # requests that all ready workers together run at the same time; 0: unknown
     prompt_backlog: float = 0.0  # prompt tokens that arrived and are not computed
@@ -25,4 +26,6 @@ class PoolObservation:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.open_requests or self.waiting_requests or self.refused_share)
+        """Whether there was no request since the last observation, also none that ended soon."""
+        has_had_work = self.answered_requests or self.prompt_rate or self.output_rate
+        return not (self.open_requests or self.waiting_requests or self.refused_share or has_had_work)

@@ -93,7 +93,7 @@ def decide(
 
 
 def _initial_state(pool: PoolSettings, settings: AutoscalerSettings) -> PoolState:
-    return PoolState(DemandForecast(settings.period), CapacityEstimate.from_seed(pool.capacity))
+    return PoolState(DemandForecast(settings.period), CapacityEstimate.from_stated(pool.capacity))
 
 
 def _assess_pool(
@@ -125,7 +125,7 @@ def _assess_pool(
 
 
 def _is_loaded(seen: PoolObservation, state: PoolState, settings: AutoscalerSettings) -> bool:
-    """Whether the workers have about as much work as is planned. Only then would more workers lower the latencies."""
+    """Return whether the workers have about as much work as planned. Only then do more workers lower the latencies."""
     per_worker = state.capacity.work_per_s
     return per_worker is not None and state.forecast.fast >= 0.9 * settings.utilisation * per_worker * seen.ready
 

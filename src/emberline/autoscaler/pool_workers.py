@@ -21,11 +21,17 @@ class PoolWorkers:
     managed: dict[str, int] = field(default_factory=dict)  # removal rank of the workers that the fleet can stop
     placeholders: set[str] = field(default_factory=set)  # starting workers that have no name yet
     stopping: set[str] = field(default_factory=set)  # names of managed workers that were asked to end
+    num_ordered: int = 0  # workers that were started or woken after the pool was observed
 
     @property
     def serving_count(self) -> int:
         """The workers that serve requests now or soon."""
         return len(self.ready) + len(self.starting)
+
+    def count_awake(self) -> int:
+        """Return the workers that have GPUs: all but those that sleep."""
+        rows = (*self.ready, *self.draining, *self.stuck)
+        return len({*self.starting, *self.stopping, *(row["name"] for row in rows)}) + self.num_ordered
 
     def choose_removals(self, count: int) -> list[str]:
         """Return the names of managed workers to remove: those that start, then those with the fewest requests.

@@ -24,6 +24,7 @@ NAMESPACE = "emberline"
 CALL_TIMEOUT_S = 20.0  # for a call of Ray; actors are started in the background
 EXIT_DELAY_S = 0.2  # for calls that return the exit status
 STOP_TIMEOUT_S = 30.0  # between SIGTERM and SIGKILL of the worker process
+KILL_TIMEOUT_S = STOP_TIMEOUT_S + 10.0  # until an actor is killed that has not stopped its worker, or never began
 
 Result = TypeVar("Result")
 
@@ -69,14 +70,18 @@ class RayFleet:
         self._roles = roles
         self._environment = dict(environment)
         self._resources = resources_by_role
-        self._stopping: set[str] = set()
+        self._kill_at: dict[str, float] = {}  # by name of an actor that was asked to end
 
     async def list_workers(self) -> list[FleetWorker]:
         rows = await self._call(lambda: self._ray.util.list_named_actors(all_namespaces=True))
         names = [row["name"] for row in rows if row["namespace"] == NAMESPACE]
-        self._stopping &= {*names}
+        self._kill_at = {name: at for name, at in self._kill_at.items() if name in names}
+        for name, kill_at in list(self._kill_at.items()):
+            if time.monotonic() > kill_at:
+                self._kill_at[name] = time.monotonic() + KILL_TIMEOUT_S
+                await self._call(partial(self._kill, name))
         return [
-            FleetWorker(name, role, name in self._stopping)
+            FleetWorker(name, role, name in self._kill_at)
             for name in names
             for role in self._roles
             if name.startswith(f"{NAME_PREFIX}-{role}-")
@@ -90,15 +95,18 @@ class RayFleet:
             await self._call(partial(actor_class.remote, list(self._build_command(role, name)), self._environment))
 
     async def stop_worker(self, name: str) -> None:
-        if name in self._stopping:
+        if name in self._kill_at:
             return
-        self._stopping.add(name)
+        await self._call(partial(self._stop, name))
+        self._kill_at[name] = time.monotonic() + KILL_TIMEOUT_S
 
-        def stop() -> None:
-            with contextlib.suppress(ValueError):  # no such actor: it has ended
-                self._ray.get_actor(name, NAMESPACE).stop.remote()
+    def _stop(self, name: str) -> None:
+        with contextlib.suppress(ValueError):  # no such actor: it has ended
+            self._ray.get_actor(name, NAMESPACE).stop.remote()
 
-        await self._call(stop)
+    def _kill(self, name: str) -> None:
+        with contextlib.suppress(ValueError):
+            self._ray.kill(self._ray.get_actor(name, NAMESPACE))
 
     async def replace_worker(self, name: str) -> bool:
         await self.stop_worker(name)

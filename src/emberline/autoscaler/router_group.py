@@ -43,7 +43,11 @@ class RouterGroup:
 
         Raises RouterUnavailable if none does, or WrongClusterKey. A drain that only some of them know, because others
         were restarted, is repeated at the others."""
-        statuses = await self._call_all({url: router.fetch_status() for url, router in self._routers.items()})
+        try:
+            statuses = await self._call_all({url: router.fetch_status() for url, router in self._routers.items()})
+        except RouterUnavailable:
+            self._silent = set(self._routers)
+            raise
         self._log_silent_routers(self._routers.keys() - statuses.keys())
         merged = self._merger.merge(statuses)
         for url, names in self._merger.missing_drains.items():
@@ -58,16 +62,22 @@ class RouterGroup:
         return any((await self._call_answering(lambda router: router.drain(name, on=on))).values())
 
     async def set_asleep(self, name: str, *, on: bool = True) -> bool:
-        """Let a worker sleep, or wake it, through one router that reaches it. Return whether the worker can sleep."""
+        """Let a worker sleep, or wake it, through one router that reaches it. Return whether the worker can sleep.
+
+        A router that was restarted does not know the worker yet; then the next one is asked."""
         error: RouterUnavailable | None = None
+        has_answer = False
         for url, router in self._routers.items():
             if url not in self._silent:
                 try:
-                    return await router.set_asleep(name, on=on)
+                    if await router.set_asleep(name, on=on):
+                        return True
+                    has_answer = True
                 except RouterUnavailable as e:
                     error = e
-        assert error is not None
-        raise error
+        if error is not None and not has_answer:
+            raise error
+        return False
 
     async def announce_models(self, names: Collection[str], seconds: float) -> None:
         await self._call_answering(lambda router: router.announce_models(names, seconds))

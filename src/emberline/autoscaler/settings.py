@@ -133,12 +133,12 @@ class AutoscalerSettings:
     def _check_max_gpus(self) -> None:
         if self.max_gpus is None:
             return
-        needed = sum(pool.min_workers * pool.gpus for pool in self.pools)
-        smallest = min((pool.gpus for pool in self.pools if pool.gpus), default=0)
-        if self.max_gpus < max(needed, smallest, 0) or (self.max_gpus < 1 and smallest):
+        # A pool that can never have a worker would leave its requests without an answer.
+        needed = sum(max(pool.min_workers, 1) * pool.gpus for pool in self.pools)
+        if self.max_gpus < needed:
             raise InvalidRequest(
-                f"max_gpus is {self.max_gpus}; it must be at least {max(needed, smallest)}: the smallest pools need "
-                f"{needed}, and the smallest worker {smallest}",
+                f"max_gpus is {self.max_gpus}; it must be at least {needed}, for the minimum of each pool, or one"
+                " worker",
                 param="max_gpus",
                 hint="raise --max-gpus, or lower min and gpus of the pools",
             )

@@ -1,4 +1,7 @@
-"""StartTracker: measures how long workers take to become ready, and delays starts after workers ended before that."""
+"""StartTracker: measures how long workers take to become ready, and delays starts after workers ended before that.
+
+A worker that was ready before does not start when it is ready again: the router was restarted, or had lost it. Nor is
+a start measured that was under way when the tracker was made, because its beginning is not known."""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ class StartTracker:
         self.usual_start_s = expected_start_s
         self.failed_starts = 0  # workers that ended before they were ready
         self._since: dict[str, float] = {}  # by name of a worker that is not ready yet
+        self._ready: dict[str, str] = {}  # incarnation by name of a worker that has been ready
+        self._unmeasured: set[str] | None = None  # since when these start is not known; None: there was no update yet
         self._starting: dict[str, dict[str, bool]] = {}  # by role: starting workers, and which of them are placeholders
         self._failures_in_a_row: dict[str, int] = {}  # by role
         self._start_again_at: dict[str, float] = {}  # by role
@@ -23,11 +28,20 @@ class StartTracker:
     def update(self, pools: Mapping[str, PoolWorkers], now: float) -> None:
         """Record which workers are starting now, and what became of those that were starting before."""
         for role, pool in pools.items():
-            ready = {row["name"] for row in pool.ready}
-            for name in ready & self._since.keys():
-                self.usual_start_s += LAST_START_WEIGHT * (now - self._since.pop(name) - self.usual_start_s)
-                self._failures_in_a_row[role] = 0
+            for row in pool.ready:
+                self._record_ready_worker(role, row["name"], row["incarnation"], now)
             self._record_starting_workers(role, pool, now)
+        known = {name for pool in pools.values() for name in (*pool.starting, *pool.managed)}
+        self._unmeasured = set(self._since) & (known if self._unmeasured is None else self._unmeasured)
+        self._since = {name: since for name, since in self._since.items() if name in known}
+        self._ready = {name: incarnation for name, incarnation in self._ready.items() if name in known}
+
+    def _record_ready_worker(self, role: str, name: str, incarnation: str, now: float) -> None:
+        if (since := self._since.pop(name, None)) is not None:
+            self._failures_in_a_row[role] = 0
+            if self._ready.get(name) != incarnation and name not in (self._unmeasured or ()):
+                self.usual_start_s += LAST_START_WEIGHT * (now - since - self.usual_start_s)
+        self._ready[name] = incarnation
 
     def _record_starting_workers(self, role: str, pool: PoolWorkers, now: float) -> None:
         before = self._starting.get(role, {})
@@ -39,8 +53,8 @@ class StartTracker:
                 self._since[name] = ordered_at.pop(0) if ordered_at and name not in pool.placeholders else now
         self._starting[role] = {name: name in pool.placeholders for name in pool.starting}
         for name in gone & self._since.keys():
-            del self._since[name]
-            self._record_failure(role, now)
+            if name not in self._ready:
+                self._record_failure(role, now)
 
     def may_start(self, role: str, now: float) -> bool:
         return now >= self._start_again_at.get(role, now)

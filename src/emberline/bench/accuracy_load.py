@@ -1,4 +1,4 @@
-"""The load of `emberline bench sim-accuracy`: requests at random times, and what was measured of them.
+"""The load of `emberline bench sim-accuracy`: requests at random times, and the measured latencies.
 
 A real cluster and a simulated one get the same requests at the same times."""
 

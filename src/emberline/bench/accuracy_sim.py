@@ -22,7 +22,7 @@ from emberline.sim.worker_config import SimWorkerConfig
 WARM_UP_INTERVAL_S = 100.0  # between two of the requests that run alone first
 FIRST_RATE = 4.0  # requests per second, with which the search for the capacity begins
 CAPACITY_RUN_S = 180.0  # virtual time, of which the first third is a warm-up
-MAX_SERVED_SHARE = 0.75  # of the arrivals: if more of them are served, the cluster may not be full
+MAX_SERVED_SHARE = 0.75  # of the arrivals. If a larger share is served, the cluster may not be full
 TRIED_CHUNK_S = 2e-3
 INSTANT_BYTES_PER_S = 1e15  # the time of copies is part of the measured overhead of a handoff
 
@@ -65,7 +65,7 @@ class HostedSteps:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCluster:
-    """What the simulator needs to know about a cluster."""
+    """The properties of a cluster that the simulator needs."""
 
     table: StepCostTable
     workers: int
@@ -81,7 +81,7 @@ class SimulatedCluster:
         """Return the latencies of `requests`. `warm_up`: requests that run before them, one at a time."""
         cluster, ended, begin = self._build(overheads), list[RequestRecord](), WARM_UP_INTERVAL_S * len(warm_up)
         cluster.observers.append(ended.append)
-        cluster.at(begin, lambda: _forget_latencies(cluster))
+        cluster.at(begin, lambda: _reset_latencies(cluster))
         alone = [replace(each, due=WARM_UP_INTERVAL_S * i) for i, each in enumerate(warm_up)]
         result = cluster.run(_make_sessions([*alone, *(replace(each, due=begin + each.due) for each in requests)]))
         if failed := [record for record in ended if record.outcome != "answered"]:
@@ -99,7 +99,7 @@ class SimulatedCluster:
     def fit_chunk_overhead(
         self, requests: Sequence[TimedRequest], overheads: HostOverheads, warm_up: Sequence[TimedRequest], real: float
     ) -> float:
-        """Return the `chunk_s` with which the simulated mean time between tokens of `requests` is the `real` one."""
+        """Return the `chunk_s` for which the simulated mean inter-token time of `requests` equals `real`."""
         low, high = (
             self.simulate(requests, replace(overheads, chunk_s=seconds), warm_up).itl_mean
             for seconds in (0.0, TRIED_CHUNK_S)
@@ -155,5 +155,5 @@ def _make_sessions(requests: Sequence[TimedRequest]) -> list[SingleRequest]:
     return sessions
 
 
-def _forget_latencies(cluster: SimCluster) -> None:
+def _reset_latencies(cluster: SimCluster) -> None:
     cluster.result.inter_token_seconds = Distribution()

@@ -30,7 +30,7 @@ from emberline.sim.workloads.requests import RequestWorkload
 
 PROCESSES = 2
 CAPACITY_PRECISION = 0.04
-CAPACITY_WORKERS = 8  # a single one would wait more for its long prompts
+CAPACITY_WORKERS = 8  # with a single one, requests would wait longer behind long prompts
 CAPACITY_SECONDS = 240.0  # of each simulated load when a worker's capacity is measured
 MAX_ORACLE_ROUNDS = 5
 ORACLE_FIRST_GUESS = 1.1  # load of the oracle's workers, as a share of their capacity, in its first round
@@ -178,7 +178,7 @@ def bench(
 
 
 def _simulate(plan: AutoscalerBenchPlan, capacity: float, trace: LoadTrace) -> tuple[RunOutcome, RunOutcome]:
-    """Return the outcomes of the autoscaler and of the oracle."""
+    """Return the outcome with the autoscaler, and the one with the oracle."""
     logging.getLogger("emberline.router").setLevel(logging.ERROR)  # it reports every simulated drain
     return run_autoscaler(plan, trace, capacity), find_oracle(plan, trace, capacity)
 

@@ -11,11 +11,13 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
 from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
 from emberline.bench.autoscaler_crash import POLL_INTERVAL_S, WAIT_TIMEOUT_S, start_command, stop_process
+from emberline.bench.report import BenchReport
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 from emberline.net.connection_pool import HTTPConnectionPool
@@ -55,6 +57,12 @@ async def run_wake(log_dir: Path) -> WakeOutcome:
             await _wait_until_asleep(client, 1)
             outcome.wake_s.append(await _time_first_token(pool, url, f"wake {i}"))
     return outcome
+
+
+def add_wake_results(report: BenchReport, outcome: WakeOutcome) -> None:
+    report.add("real worker: first token after a start from zero", outcome.start_s, "s")
+    report.add("real worker: first token of a sleeping worker", median(outcome.wake_s), "s")
+    report.add("real worker: first token of an awake worker", median(outcome.awake_s), "s")
 
 
 async def _wait_until_asleep(client: RouterClient, count: int) -> None:

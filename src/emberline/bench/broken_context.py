@@ -1,8 +1,8 @@
 """Lets a benchmark break the CUDA context of engine and rank processes, as a fault in a kernel would.
 
-`broken_context_environment` gives environment variables with which every Python process breaks its own context when it
-gets SIGUSR1: by an index out of bounds, which a kernel of torch asserts. After that, each CUDA call of the process
-fails."""
+While `breaking_contexts_on_signal` is active, every Python process that is started breaks its own context when it gets
+SIGUSR1: it uses an index out of bounds, for which a kernel of torch fails an assertion. After that, each CUDA call of
+the process fails."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _break_context(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def broken_context_environment() -> Iterator[None]:
-    """Install the handler in all Python processes that this one starts meanwhile. Python imports sitecustomize."""
+def breaking_contexts_on_signal() -> Iterator[None]:
+    """Let the Python processes that this one starts install the handler: they import `sitecustomize` first."""
     before = os.environ.get("PYTHONPATH")
     with TemporaryDirectory() as folder:
         code = "from emberline.bench.broken_context import install_handler\ninstall_handler()\n"

@@ -18,9 +18,9 @@ from emberline.core.step_costs import MeasuredStep, StepCostData, count_prompt_p
 DECODE_CONTEXT = 640  # mean context of a decode measurement: 512 prompt tokens, and half of 256 output tokens
 LLAMA_8B_LAYERS = 32
 KERNELS = "h200-kernels.json"
-# Rows of the attention kernel, of which its time per token of context is taken: enough to reach its full speed.
+# Batch size at which the attention kernel's time per token of context is read: large enough for its full speed.
 KERNEL_ROWS = 256
-KERNEL_PROMPT = 8192  # tokens of the prompt, of which its time per pair is taken
+KERNEL_PROMPT = 8192  # prompt length at which the attention kernel's time per pair of tokens is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ ATTENTION = {
 
 @dataclass(frozen=True, slots=True)
 class TableSource:
-    """Where the steps of one table are: a result file, and what the names of its results begin with."""
+    """The source of one table: a result file, and the prefixes of the names of its results."""
 
     shape: str
     weights: str

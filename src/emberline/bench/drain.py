@@ -23,7 +23,7 @@ from emberline.bench.client import CompletionClient, RequestTrace
 from emberline.bench.cluster import LocalCluster
 from emberline.bench.connection import MinimalHTTPConnection
 from emberline.bench.report import BenchReport
-from emberline.bench.split import OPTIONS, SERVED
+from emberline.bench.split import SERVED_NAME, WORKER_OPTIONS
 from emberline.core.errors import EmberlineError
 
 ROUND_TIMEOUT_S = 300.0
@@ -66,8 +66,8 @@ def bench(model: str, vocab_size: int, plan: DrainBenchPlan, log_dir: Path) -> B
 
 async def _run_rounds(model: str, vocab_size: int, plan: DrainBenchPlan, log_dir: Path) -> StreamPauses:
     rng, pauses = np.random.default_rng(0), StreamPauses()
-    async with LocalCluster({"both": 2}, [model, *OPTIONS], log_dir, pin_workers_to_cores=True) as cluster:
-        client = CompletionClient(f"{cluster.url}/v1", SERVED)
+    async with LocalCluster({"both": 2}, [model, *WORKER_OPTIONS], log_dir, pin_workers_to_cores=True) as cluster:
+        client = CompletionClient(f"{cluster.url}/v1", SERVED_NAME)
         await asyncio.gather(
             *(client.complete(workload.draw_random_tokens(plan.prompt, rng, vocab_size), 8) for _ in range(4))
         )

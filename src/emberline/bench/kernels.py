@@ -1,10 +1,11 @@
 """`python -m emberline.bench.kernels`: the CPU kernels alone and a whole forward pass, with random weights.
 
-Linear layers are compared with torch. On CPUs with AMX both use bf16 inputs, and torch is measured with plain weights
-and with weights in oneDNN's layout. On other CPUs both compute in float32. With up to FEW_ROWS rows, a layer is run
-with many copies of its weight, so that no copy is in the CPU cache, as between two steps of a model. With more rows the
-arithmetic is the limit. Weights in GGUF blocks are measured as all products of a step of SmolLM2 together, and each
-type with one matrix of an 8B model. The benchmark needs torch, numpy and a compiler, but no model.
+Linear layers are compared with torch. On CPUs with AMX, AVX512-BF16 or bfmmla both use bf16 inputs, and torch is
+measured with plain weights and with weights in oneDNN's layout. On other CPUs both compute in float32. With up to
+FEW_ROWS rows, a layer is run with many copies of its weight, so that no copy is in the CPU cache, as between two
+steps of a model. With more rows the arithmetic is the limit. Weights in GGUF blocks are measured as all products of
+a step of SmolLM2 together, and each type with one matrix of an 8B model. The benchmark needs torch, numpy and a
+compiler, but no model.
 """
 
 from __future__ import annotations

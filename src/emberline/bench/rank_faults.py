@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from emberline.bench import machine
-from emberline.bench.broken_context import broken_context_environment
+from emberline.bench.broken_context import breaking_contexts_on_signal
 from emberline.bench.report import BenchReport, current_command, round_significant
 from emberline.bench.tiny_checkpoint import write_tiny_checkpoint
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
@@ -96,7 +96,7 @@ def bench(
             settings = replace(settings, tokens=TINY_TOKENS)
             model = str(write_tiny_checkpoint(Path(stack.enter_context(TemporaryDirectory())), Path(model)))
         if settings.device == "cuda":
-            stack.enter_context(broken_context_environment())
+            stack.enter_context(breaking_contexts_on_signal())
         counts = asyncio.run(_run_faults(settings, model, log))
     counts.recovery_s = [round_significant(each, 3) for each in counts.recovery_s]
     source = {"command": current_command(), "commit": machine.describe_commit(stated_commit)}

@@ -58,7 +58,7 @@ class RouterBenchRun:
 
 
 @dataclass(frozen=True, slots=True)
-class BenchedRouter:
+class BenchmarkRouter:
     """A router process with fake workers."""
 
     url: str
@@ -69,7 +69,7 @@ class BenchedRouter:
     @staticmethod
     def start(
         stack: ExitStack, plan: RouterBenchPlan, tls_options: Sequence[str] = (), tls: ssl.SSLContext | None = None
-    ) -> BenchedRouter:
+    ) -> BenchmarkRouter:
         """Start the processes, and wait until the workers are ready. Closing `stack` ends them.
 
         `tls_options`: options of the router and of the workers."""
@@ -84,7 +84,7 @@ class BenchedRouter:
             fake = (*python, "emberline.cluster.fake", "--router", url, "--name", f"fake-{own}", "--port", str(own))
             options = ("--pace", str(plan.pace), "--max-running", str(plan.streams), *tls_options)
             stack.enter_context(running_process(*fake, *options))
-        made = BenchedRouter(url, router.pid, [f"{scheme}://127.0.0.1:{own}" for own in ports], tls)
+        made = BenchmarkRouter(url, router.pid, [f"{scheme}://127.0.0.1:{own}" for own in ports], tls)
         asyncio.run(made._wait_until_ready(plan.workers))
         return made
 
@@ -128,7 +128,7 @@ def bench(plan: RouterBenchPlan, rounds: int) -> BenchReport:
     config = {name: getattr(plan, name) for name in plan.__slots__}
     report = BenchReport("router", {**config, "rounds": rounds})
     with ExitStack() as stack:
-        router = BenchedRouter.start(stack, plan)
+        router = BenchmarkRouter.start(stack, plan)
         turns: list[RouterBenchRun] = []
         direct: list[RouterBenchRun] = []
         short: list[RouterBenchRun] = []
@@ -156,8 +156,8 @@ def bench_tls(plan: RouterBenchPlan, rounds: int) -> BenchReport:
         tls = TLSConfig(str(files.cert), str(files.key), str(ca.file))
         measure_tls(report, tls, KV_TRANSFER_BYTES, rounds, MAX_PIECE_BYTES)
         options = ("--tls-cert", str(files.cert), "--tls-key", str(files.key), "--tls-ca", str(ca.file))
-        secure = BenchedRouter.start(stack, plan, options, TLSIdentity(tls).peer_client_context())
-        routers = (secure, BenchedRouter.start(stack, plan))
+        secure = BenchmarkRouter.start(stack, plan, options, TLSIdentity(tls).peer_client_context())
+        routers = (secure, BenchmarkRouter.start(stack, plan))
         for name, events, reconnects in (
             ("", 1, False),
             ("_streams", plan.events, False),

@@ -37,11 +37,11 @@ from emberline.core.step_costs import StepCostData, StepCostTable, count_prompt_
 from emberline.hub.source import resolve_model
 from emberline.sim.costs import find_cost_data
 
-SERVED = "bench"
+SERVED_NAME = "bench"
 ARRANGEMENTS: dict[str, dict[Role, int]] = {"colocated": {"both": 3}, "split": {"prefill": 2, "decode": 1}}
 MAX_RUNNING, BATCH_TOKENS, KV_TOKENS = 64, 512, 65_536
-OPTIONS = ("--served-name", SERVED, "--threads", "1", "--device", "cpu", "--embedder", "none")
-ALONE = 4  # requests that run alone, to measure what the host adds; the first is a warm-up
+WORKER_OPTIONS = ("--served-name", SERVED_NAME, "--threads", "1", "--device", "cpu", "--embedder", "none")
+ALONE_REQUESTS = 4  # that run one after the other, to measure what the host adds; the first is a warm-up
 # Requests at each worker that decode at the same time, to measure what the host adds for each of them.
 ROWS, ROW_PROMPT, ROW_OUTPUT = 8, 16, 32
 SHAPES = {
@@ -104,9 +104,12 @@ def bench(cases: Sequence[str], loads: Sequence[int], seconds: float, results_di
 
     `results_dir`: where result files of H200s are, which are compared too."""
     if unknown := [name for name in cases if name not in CASES]:
-        raise InvalidRequest(f"unknown case {unknown[0]!r}", param="cases", hint=f"choose from {', '.join(CASES)}")
+        raise InvalidRequest(
+            f"cases has the unknown case {unknown[0]!r}", param="cases", hint=f"choose from {', '.join(CASES)}"
+        )
     if not loads or not all(1 <= load <= 100 for load in loads):
-        raise InvalidRequest(f"loads are {list(loads)}; they must be 1 to 100", param="loads", hint="use 40,70,90")
+        message = f"loads is {list(loads)}; it must be one or more numbers from 1 to 100"
+        raise InvalidRequest(message, param="loads", hint="use 40,70,90")
     report = BenchReport(
         "sim-accuracy",
         {"cases": list(cases), "loads": list(loads), "seconds": seconds, "load_average": os.getloadavg(), "points": {}},
@@ -138,7 +141,8 @@ def compare_recorded(recording: Path, results_dir: Path) -> BenchReport:
             point = f"{name}_{arrangement}_{load}"
             overheads, rate = HostOverheads(**facts["overheads"]), load / 100 * facts["capacity"]
             requests = case.shape.draw_poisson(rate, case.seconds, seed=load)
-            simulated = case.make_simulated_cluster(arrangement).simulate(requests, overheads, draw_alone(case.shape))
+            alone = draw_alone_requests(case.shape)
+            simulated = case.make_simulated_cluster(arrangement).simulate(requests, overheads, alone)
             points.append(
                 AccuracyPoint(point, rate, len(requests), LoadResult(**old["points"][point]["real"]), simulated)
             )
@@ -170,9 +174,9 @@ def recorded_case(name: str, config: Mapping[str, Any]) -> AccuracyCase:
     return AccuracyCase(name, Path(name), costs, SHAPES[name], SPLIT_TOKENS[name], config["seconds"])
 
 
-def draw_alone(shape: LoadShape) -> list[TimedRequest]:
+def draw_alone_requests(shape: LoadShape) -> list[TimedRequest]:
     """Return the requests that run alone before the load, with the longest prompts."""
-    requests = shape.draw_requests([0.0] * ALONE, seed=0)
+    requests = shape.draw_requests([0.0] * ALONE_REQUESTS, seed=0)
     return [replace(each, prompt=(each.prompt * 8)[: shape.prompt.maximum]) for each in requests]
 
 
@@ -182,7 +186,14 @@ async def _measure_case(
     costs_file = directory / "step-costs.json"
     directory.mkdir(parents=True, exist_ok=True)
     costs_file.write_text(json.dumps(asdict(case.costs)), "utf-8")
-    worker = [str(case.model), *OPTIONS, "--step-costs", str(costs_file), "--max-batch-tokens", str(BATCH_TOKENS)]
+    worker = [
+        str(case.model),
+        *WORKER_OPTIONS,
+        "--step-costs",
+        str(costs_file),
+        "--max-batch-tokens",
+        str(BATCH_TOKENS),
+    ]
     router = ["--split-tokens", str(case.split_tokens)]
     points, overheads = [], HostOverheads()
     for arrangement, counts in ARRANGEMENTS.items():
@@ -191,7 +202,7 @@ async def _measure_case(
             asyncio.timeout(RUN_TIMEOUT_S),
             LocalCluster(counts, worker, logs, router_arguments=router) as cluster,
         ):
-            client = CompletionClient(f"{cluster.url}/v1", SERVED)
+            client = CompletionClient(f"{cluster.url}/v1", SERVED_NAME)
             overheads, alone = await _measure_overheads(client, case, overheads, arrangement)
             simulated = case.make_simulated_cluster(arrangement)
             capacity = simulated.capacity(case.shape, overheads)
@@ -221,7 +232,7 @@ async def _measure_overheads(
 ) -> tuple[HostOverheads, list[TimedRequest]]:
     """Return what the host adds, and the requests with which it was measured. `colocated`: as measured before."""
     table = StepCostTable.from_data(case.costs)
-    requests = draw_alone(case.shape)
+    requests = draw_alone_requests(case.shape)
     steps, firsts = [], []
     for request in requests:
         trace = await client.complete(request.prompt, request.output)

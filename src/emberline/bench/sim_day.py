@@ -138,7 +138,7 @@ class SimulationUsage:
 
 
 def _simulate_cells(plan: DayPlan, policy: str, cells: Sequence[int]) -> tuple[SimResult, SimulationUsage]:
-    """Return the merged results of these cells, and what all processes that simulated them used."""
+    """Return the merged results of these cells, and the CPU time and memory of the processes."""
     total, by_process = SimResult(), dict[int, SimulationUsage]()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(plan.processes, len(cells)), mp_context=context) as pool:
@@ -165,8 +165,8 @@ def _own_usage() -> SimulationUsage:
 def _add_errors(report: BenchReport, plan: DayPlan) -> None:
     """Simulate the busiest minutes on a small cell, step by step and in runs of steps, and report the differences.
 
-    Where the router chooses, a small difference in time may send a request elsewhere, and everything after it differs.
-    "in turn" shows the difference without that."""
+    With the router's policy, a small difference in time can send a request to another worker, and all that follows
+    differs. "in turn" does not depend on times, so it shows the difference without this effect."""
     cases = [(OWN_POLICY, 1.0), (OWN_POLICY, 4.0), ("in turn", 4.0)]
     tasks = [(*case, seed, detail) for case in cases for seed in range(CHECK_SEEDS) for detail in ("steps", "runs")]
     context = multiprocessing.get_context("spawn")

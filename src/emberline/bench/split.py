@@ -29,9 +29,9 @@ from emberline.bench.serve import SHARES
 from emberline.core.config import Role
 from emberline.core.errors import EmberlineError
 
-SERVED = "bench"
+SERVED_NAME = "bench"
 SHAPES: dict[str, dict[Role, int]] = {"split": {"prefill": 1, "decode": 1}, "colocated": {"both": 2}}
-OPTIONS = ("--served-name", SERVED, "--threads", "1", "--device", "cpu", "--embedder", "none")
+WORKER_OPTIONS = ("--served-name", SERVED_NAME, "--threads", "1", "--device", "cpu", "--embedder", "none")
 SLACK = 600.0  # seconds after the last arrival within which a run must end
 MOVED = ("pulls", "pulled_bytes", "copy_seconds", "hidden_seconds", "recomputed")
 
@@ -116,9 +116,9 @@ async def _run_round(
     model: str, vocab_size: int, plan: SplitBenchPlan, seed: int, arrangement: str, chunk_tokens: int, log_dir: Path
 ) -> SplitBenchRun:
     rng, turn = np.random.default_rng(seed), SplitBenchRun()
-    worker = [model, *OPTIONS, "--max-batch-tokens", str(chunk_tokens)]
+    worker = [model, *WORKER_OPTIONS, "--max-batch-tokens", str(chunk_tokens)]
     async with LocalCluster(SHAPES[arrangement], worker, log_dir, pin_workers_to_cores=True) as cluster:
-        client = CompletionClient(f"{cluster.url}/v1", SERVED)
+        client = CompletionClient(f"{cluster.url}/v1", SERVED_NAME)
         await client.complete(workload.draw_random_tokens(plan.long, rng, vocab_size), plan.chat[1])  # warm-up
         before = between = await _read_counters(cluster)
         for _ in range(plan.alone):

@@ -26,17 +26,17 @@ GPU, SHAPE, WEIGHTS = "h200", "llama-8b", "plain"
 PROMPT_TOKENS, OUTPUT_TOKENS = 4096, 256
 BATCH_TOKENS, MAX_RUNNING, BLOCK_SIZE = 8192, 256, 64  # the engine's defaults on a GPU
 # Requests per second of a colocated GPU: those of h200-open.json, in fact 143 in 20 s at a nominal rate of 8. At that
-# nominal rate vLLM had a p90 of 103-109 ms on one H200.
+# nominal rate vLLM 0.24 had a p90 of 108.8 ms on one H200 (h200-open.json).
 RATE_PER_GPU = 143 / 20
 ITL_TARGET_S, ITL_TARGET_MS = 0.030, 29.3
-TTFT_TARGET_S = 0.610  # vLLM's p90 at that load
+TTFT_TARGET_S = 0.610  # our choice; vLLM 0.24 had a p90 of 0.485 s at the nominal rate (h200-open.json)
 # Blocks go from GPU to GPU of one machine: handoff_cuda and handoff_cuda_overhead_ms in h200-handoff.json.
 LINK = KVLink(bytes_per_second=203.03e9, latency_s=4.5506e-3)
 
 
 @dataclass(frozen=True, slots=True)
 class GPUArrangement:
-    answering: int  # GPUs that answer, and compute prompts too unless there are others for that
+    answering: int  # GPUs that generate tokens, and also compute prompts if `prefill` is 0
     prefill: int = 0
     itl_target_ms: float | None = None  # chunks of prompts are sized for it; None: whole prompts
 
@@ -69,8 +69,8 @@ def bench(rate: float, seconds: float, detail: SimDetail = "steps") -> BenchRepo
 
     `detail`: with "runs" it takes seconds instead of minutes, but pacing of prompts is left out."""
     if not rate >= RATE_PER_GPU:
-        message = f"rate is {rate:g}; one GPU gets {RATE_PER_GPU:g} requests per second"
-        raise InvalidRequest(message, param="rate", hint="use a multiple of it, such as 57.2")
+        message = f"rate is {rate:g}; it must be at least {RATE_PER_GPU:g}, the requests per second of one GPU"
+        raise InvalidRequest(message, param="rate", hint="use a multiple of the rate of one GPU, such as 57.2")
     if not seconds > 0:
         raise InvalidRequest(f"seconds is {seconds:g}; it must be above 0", param="seconds")
     table = find_cost_table(GPU, SHAPE, WEIGHTS)
@@ -118,7 +118,7 @@ def bench(rate: float, seconds: float, detail: SimDetail = "steps") -> BenchRepo
 def simulate(
     arrangement: GPUArrangement, table: StepCostTable, rate: float, seconds: float, detail: SimDetail = "steps"
 ) -> ArrangementLatency:
-    """Return the latencies in the second half of the arrivals: batches of decode workers grow for some time."""
+    """Return the latencies in the second half of the arrivals: before, batches of decode workers still grow."""
     workload = RequestWorkload(ConstantRate(rate), seconds, PROMPT_TOKENS, OUTPUT_TOKENS)
     cluster = SimCluster(
         SimClusterConfig(
@@ -167,7 +167,7 @@ def _find_smallest_split(
 
 
 def can_keep_up(split: GPUArrangement, table: StepCostTable, rate: float) -> bool:
-    """Return whether prompts, and steps of decoding requests, take less than the time that there is for them.
+    """Return whether the GPUs have enough time for the prompts and for the steps of decoding requests.
 
     This is a rough check that saves simulations of arrangements that cannot meet the targets."""
     prompt_s = table.step_seconds(0, 0, PROMPT_TOKENS, count_prompt_pairs(0, PROMPT_TOKENS))

@@ -147,7 +147,7 @@ def _measure_chunk(timer: StepTimer, chunk: int, start: int, rounds: int) -> Mea
 
 
 def _fit_context(measured: Sequence[MeasuredStep]) -> float:
-    """Return the seconds that a token of context adds to a decode step; 0 if noise hides it."""
+    """Return the seconds that a token of context adds to a decode step; 0 if noise is larger."""
     decode = [step for step in measured if step.rows]
     near, far = min(s.context for s in decode), max(s.context for s in decode)
     seconds = {(step.rows, step.context): step.seconds for step in decode}
@@ -156,13 +156,13 @@ def _fit_context(measured: Sequence[MeasuredStep]) -> float:
 
 
 def _fit_pairs(measured: Sequence[MeasuredStep], chunk: int) -> float:
-    """Return the seconds that a pair of prompt tokens adds; 0 if noise hides it."""
+    """Return the seconds that a pair of prompt tokens adds; 0 if noise is larger."""
     first, second = (next(s for s in measured if s.prompt == chunk and s.start == start) for start in (0, chunk))
     return max(0.0, round_significant((second.seconds - first.seconds) / (chunk * chunk)))
 
 
 def _fit_rows(measured: Sequence[MeasuredStep], context_seconds: float) -> float:
-    """Return the seconds that a decoding request takes longer than a prompt token; 0 if noise hides it."""
+    """Return the extra seconds of a decoding request over a prompt token; 0 if noise is larger."""
     prompts = {step.prompt: step.seconds for step in measured if step.prompt and not step.start}
     added = [
         (step.seconds - prompts[step.rows]) / step.rows - context_seconds * step.context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from emberline.cli.options import add_options, given_options
 from emberline.cli.router_tls import add_router_tls_options, make_router_tls
 from emberline.core.config import DEFAULT_MODEL, RouterConfig, cluster_key_from_environment, core_count
 from emberline.core.errors import InvalidRequest
+from emberline.core.keys import check_key
 from emberline.core.router_urls import parse_router_urls
 from emberline.core.slo import LatencyTargets
 
@@ -32,14 +34,21 @@ ADAPTERS_BY_OPTION = {
     "logs": ("local",),
     "namespace": ("kubernetes",),
     "ray_address": ("ray",),
+    "ray_cpus": ("ray",),
+    "model": ("local", "ray"),
 }
+DESCRIPTIONS = {"options": "an option of workers", "model": "MODEL"}
+RAY_CPUS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
 
     default = RouterConfig()
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="Model of the workers that are started.")
+    help_ = (
+        f"Model of the workers that are started; comes after all options of this command. (default: {DEFAULT_MODEL})"
+    )
+    parser.add_argument("model", nargs="?", help=help_)
     url = f"http://{default.host}:{default.port}"
     help_ = f"URL of the router; may be repeated, once for each router. (default: {url})"
     parser.add_argument("--router", metavar="URL", dest="routers", action="append", help=help_)
@@ -53,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cluster-key", help="Cluster key of the router. (default: EMBERLINE_CLUSTER_KEY)")
     add_router_tls_options(parser)
-    parser.add_argument("--slo", required=True, help="Limits of latencies, such as ttft_p90=500ms,itl_p90=50ms.")
+    parser.add_argument("--slo", help="Limits of latencies, such as ttft_p90=500ms,itl_p90=50ms; must be given.")
     parser.add_argument(
         "--pool",
         action="append",
@@ -76,13 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
     parser.add_argument("--namespace", help="Namespace of the Kubernetes objects. (default: that of this pod)")
     parser.add_argument("--ray-address", metavar="HOST:PORT", help="Ray cluster. (default: the one of this machine)")
-    parser.add_argument("--ray-cpus", type=float, default=1.0, help="CPUs that Ray reserves for a worker.")
+    parser.add_argument("--ray-cpus", type=float, help=f"CPUs that Ray reserves for a worker. (default: {RAY_CPUS:g})")
     parser.add_argument("--metrics-host", default="127.0.0.1", help="Address of /metrics.")
     parser.add_argument("--metrics-port", type=int, help="Port of /metrics. (default: no metrics are served)")
     service.add_log_level_option(parser)
     parser.add_argument(
         "options", nargs=argparse.REMAINDER, help="Options of every worker, as for emberline worker. (default: none)"
     )
+    parser.set_defaults(own_options=frozenset(parser._option_string_actions))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,11 +106,12 @@ async def _run(args: argparse.Namespace, settings: AutoscalerSettings) -> None:
     from emberline.autoscaler.router_client import RouterClient
     from emberline.autoscaler.router_group import RouterGroup
 
-    key = args.cluster_key or cluster_key_from_environment()
+    key = check_key(args.cluster_key, "cluster_key") if args.cluster_key else cluster_key_from_environment()
     fleet = _build_fleet(args, settings, key)
     address = None if args.metrics_port is None else MetricsAddress(args.metrics_host, args.metrics_port)
-    tls = make_router_tls(args)
-    router = RouterGroup([RouterClient(url, key, tls) for url in _router_urls(args)])
+    urls = _router_urls(args)
+    tls = make_router_tls(args, urls)
+    router = RouterGroup([RouterClient(url, key, tls) for url in urls])
     models = args.served_model or _find_model_names(args)
     await run_autoscaler(settings, router, fleet, address, keep_workers=args.keep_workers, models=models)
 
@@ -110,33 +121,67 @@ def _find_model_names(args: argparse.Namespace) -> list[str]:
     if args.adapter == "kubernetes" or args.worker_command is not None:
         return []
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--served-name", default=args.model)
+    parser.add_argument("--served-name", default=_model(args))
     named, _ = parser.parse_known_args([word for word in args.options if word != "--"])
     return [named.served_name]
+
+
+def _model(args: argparse.Namespace) -> str:
+    return DEFAULT_MODEL if args.model is None else str(args.model)
 
 
 def _build_settings(args: argparse.Namespace) -> AutoscalerSettings:
     from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
 
+    _reject_misplaced_options(args)
+    if args.slo is None:
+        message = "--slo is missing: the autoscaler keeps latencies within it"
+        raise InvalidRequest(message, param="slo", hint="write --slo ttft_p90=500ms,itl_p90=50ms")
     pools = tuple(PoolSettings.parse(text, args.min, args.max) for text in args.pool or ["both"])
     _reject_unused_options(args, [pool.role for pool in pools if pool.target])
     return AutoscalerSettings(LatencyTargets.parse(args.slo), pools, **given_options(args, AutoscalerSettings))
 
 
+def _reject_misplaced_options(args: argparse.Namespace) -> None:
+    """Raise InvalidRequest for an option of this command after the model, where options of workers stand."""
+    from emberline.cli import worker
+
+    parser = argparse.ArgumentParser()
+    worker.add_arguments(parser)
+    misplaced = args.own_options - parser._option_string_actions.keys()
+    if wrong := next((word for word in args.options if word.partition("=")[0] in misplaced), ""):
+        message = f"{wrong[:100]} comes after the model {_model(args)!r}, so every worker would get it"
+        raise InvalidRequest(
+            message, param="options", hint=f"write emberline autoscale {wrong[:100]} .. {_model(args)}"
+        )
+
+
+def _is_given(value: object) -> bool:
+    return not (value is None or value is False or value == [])
+
+
 def _reject_unused_options(args: argparse.Namespace, roles_with_target: Sequence[str]) -> None:
     """Raise InvalidRequest for an option that the adapter would ignore."""
-    unused = [name for name, users in ADAPTERS_BY_OPTION.items() if getattr(args, name) and args.adapter not in users]
+    given = [name for name in ADAPTERS_BY_OPTION if _is_given(getattr(args, name))]
+    unused = [name for name in given if args.adapter not in ADAPTERS_BY_OPTION[name]]
     if roles_with_target and args.adapter != "kubernetes":
         message = f"pool {roles_with_target[0]} has a target, but only --adapter kubernetes scales objects"
         raise InvalidRequest(message, param="pool", hint="drop target, or add --adapter kubernetes")
     if unused:
-        what = "an option of workers" if unused[0] == "options" else f"--{unused[0].replace('_', '-')}"
+        what = DESCRIPTIONS.get(unused[0], f"--{unused[0].replace('_', '-')}")
         adapters = " or ".join(f"--adapter {each}" for each in ADAPTERS_BY_OPTION[unused[0]])
         message = f"{what} is set, but --adapter {args.adapter} does not use it"
         raise InvalidRequest(message, param=unused[0], hint=f"drop it, or use {adapters}")
     if args.worker_command is not None and args.options:
         message = f"worker_command is set, so the options {' '.join(args.options)[:200]!r} are not used"
         raise InvalidRequest(message, param="options", hint="write them into --worker-command")
+    if args.worker_command is not None and args.model is not None:
+        message = f"worker_command is set, so the model {args.model[:200]!r} is not used"
+        raise InvalidRequest(
+            message, param="model", hint="write it into --worker-command, and its name to --served-model"
+        )
+    if args.ray_cpus is not None and not 0 <= args.ray_cpus < math.inf:
+        raise InvalidRequest(f"ray_cpus is {args.ray_cpus}; it must be at least 0", param="ray_cpus")
 
 
 def _build_fleet(args: argparse.Namespace, settings: AutoscalerSettings, key: str | None) -> WorkerFleet:
@@ -152,7 +197,8 @@ def _build_fleet(args: argparse.Namespace, settings: AutoscalerSettings, key: st
         from emberline.autoscaler.ray_fleet import RayFleet
         from emberline.engine.ranks.ray_launcher import connect_to_ray
 
-        resources = {pool.role: {"num_cpus": args.ray_cpus, "num_gpus": pool.gpus} for pool in settings.pools}
+        cpus = RAY_CPUS if args.ray_cpus is None else args.ray_cpus
+        resources = {pool.role: {"num_cpus": cpus, "num_gpus": pool.gpus} for pool in settings.pools}
         ray = connect_to_ray(args.ray_address)
         command = _make_command_builder(args, settings, [])
         return RayFleet(ray, command, roles, environment=environment, resources_by_role=resources)
@@ -180,10 +226,10 @@ def _make_command_builder(
     sleeping_roles = {pool.role for pool in settings.pools if pool.sleep}
     if args.worker_command is None:
         options = [word for word in args.options if word != "--"]
-        start = [sys.executable, "-m", "emberline.cli", "worker", args.model]
+        start = [sys.executable, "-m", "emberline.cli", "worker", _model(args)]
         words = [*start, "--router", "{router}", "--role", "{role}", "--worker-name", "{name}", *more_options, *options]
     else:
-        words = shlex.split(args.worker_command)
+        words = _split_command(args.worker_command)
         if missing := [each for each in PLACEHOLDERS if each not in words]:
             message = (
                 f"worker_command must have {', '.join(missing)} as a word of its own: {args.worker_command[:200]!r}"
@@ -198,6 +244,14 @@ def _make_command_builder(
         return [*(values.get(word, word) for word in words), *sleep_option]
 
     return build_command
+
+
+def _split_command(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as e:  # such as a quotation mark without its partner
+        message = f"worker_command is {text[:200]!r}, which is no shell command: {e}"
+        raise InvalidRequest(message, param="worker_command") from e
 
 
 def _router_urls(args: argparse.Namespace) -> list[str]:

@@ -31,12 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from emberline.bench import autoscaler
     from emberline.bench.autoscaler_crash import CrashPlan, run_crash
+    from emberline.bench.autoscaler_wake import add_wake_results, run_wake
 
     logs = choose_log_dir(args)
     logs.mkdir(parents=True, exist_ok=True)
     crash = asyncio.run(run_crash(CrashPlan(burst_s=args.burst_s), logs))
+    wake = asyncio.run(run_wake(logs))
     plan = _build_plan(args)
     report = autoscaler.bench(plan, lambda capacity: _build_traces(args, capacity), crash)
+    add_wake_results(report, wake)
     report.print_and_save(args.json, args.commit)
     return 1 if crash.lost or crash.left_processes else 0
 

@@ -116,7 +116,8 @@ def _check_arguments(args: argparse.Namespace, known_faults: Sequence[str]) -> N
         raise InvalidRequest(f"--routers is {args.routers}; it must be at least 1", param="routers")
     for name in args.fault_names:
         if name not in known_faults:
-            raise InvalidRequest(f"--fault is {name!r}", param="fault", hint=f"known faults: {', '.join(known_faults)}")
+            message = f"--fault is {name!r}, which is not a fault of this command"
+            raise InvalidRequest(message, param="fault", hint=f"known faults: {', '.join(known_faults)}")
 
 
 def _print_event(event: str) -> None:

@@ -34,6 +34,7 @@ from emberline.core.engine_packages import require_engine_packages
 from emberline.core.errors import InvalidRequest
 from emberline.core.freeport import free_port
 from emberline.core.gpus import Gpu, usable_gpus
+from emberline.core.keys import add_key_from_environment
 from emberline.core.parallel_config import ParallelConfig
 from emberline.core.tls import open_identity
 
@@ -119,7 +120,8 @@ async def _run_cluster(
     from emberline.cluster.supervisor import Supervisor, build_processes
     from emberline.server.listener import bind_listener
 
-    config = RouterConfig(**given_options(args, RouterConfig))
+    given = given_options(args, RouterConfig)
+    config = RouterConfig(**given | {"api_keys": add_key_from_environment(given.get("api_keys", ()))})
     port = config.port or free_port()
     url = _router_url(config if ray_nodes is None else replace(config, host=ray_nodes.router_host(config)), port)
     identity = open_identity(config.tls)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CONTEXTS = (8192, 32768, 131072)  # tokens of the sequences that are counted, besides the planned context
 QUANTISED_FORMATS = ("fp8", "int4", "mxfp4", "nvfp4")
 SPLIT_NOTES = (
-    "this is a calculation: the engine has not been run on several GPUs, and refuses --dp-attention there",
+    "this is a calculation: the engine has not been run on several GPUs",
     "weights are divided evenly, the vocabulary in multiples of 64 rows; norms and routers are on every GPU",
     "every GPU has the logits of all tokens; buffers of collectives are part of the reserve",
 )

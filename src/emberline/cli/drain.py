@@ -8,15 +8,19 @@ import argparse
 import http.client
 import json
 import ssl
+import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from emberline.cli.router_tls import add_router_tls_options, make_router_tls
 from emberline.core.config import RouterConfig, cluster_key_from_environment
 from emberline.core.errors import EmberlineError, WrongClusterKey
+from emberline.core.keys import check_key
 from emberline.core.router_urls import parse_router_urls
 
 POLL_INTERVAL_S = 0.2
@@ -44,24 +48,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    key = args.cluster_key or cluster_key_from_environment()
+    key = check_key(args.cluster_key, "cluster_key") if args.cluster_key else cluster_key_from_environment()
     headers = {
         "content-type": "application/json",
         **({"authorization": f"Bearer {key}"} if key else {}),
     }
-    tls, default = make_router_tls(args), RouterConfig()
+    default = RouterConfig()
     urls = parse_router_urls(args.routers or (f"http://{default.host}:{default.port}",))
+    tls = make_router_tls(args, urls)
+    order = {"name": args.worker, "on": not args.undo, "move": args.move}
     routers = [Router(url, headers, tls) for url in urls]
-    for router in routers:  # each sends requests to the worker
-        router.call("/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move})
-    if args.undo:
-        print(f"{args.worker} accepts requests again")
-        return 0
-    if not args.no_wait:
-        for router in routers:
-            _wait_until_drained(router, args.worker)
-    print(f"{args.worker} {'is draining' if args.no_wait else 'is drained'}")
-    return 0
+    with ThreadPoolExecutor(len(routers)) as threads:  # one that does not answer must not delay the others
+        calls = {router.url: threads.submit(router.call, "/cluster/drain", order) for router in routers}
+    routers, errors = _for_each_router(routers, lambda router: calls[router.url].result())
+    waits = not (args.undo or args.no_wait)
+    if waits:
+        routers, later_errors = _for_each_router(routers, lambda router: _wait_until_drained(router, args.worker))
+        errors += later_errors
+    if not routers:
+        raise errors[0]
+    done = "accepts requests again" if args.undo else "is drained" if waits else "is draining"
+    print(f"{args.worker} {done}" + (f" at {len(routers)} of {len(urls)} routers" if errors else ""))
+    for error in errors:
+        print(f"emberline: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def _for_each_router(
+    routers: Sequence[Router], action: Callable[[Router], object]
+) -> tuple[list[Router], list[EmberlineError]]:
+    """Do the action for each router. Return the routers for which it succeeded, and the errors of the others."""
+    succeeded: list[Router] = []
+    errors: list[EmberlineError] = []
+    for router in routers:
+        try:
+            action(router)
+            succeeded.append(router)
+        except EmberlineError as e:
+            errors.append(e)
+    return succeeded, errors
 
 
 def _wait_until_drained(router: Router, worker: str) -> None:

@@ -9,8 +9,12 @@ from typing import Any
 
 from emberline.cli import service
 from emberline.cli.options import add_options, given_options
+from emberline.core.config import read_secret
 from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
+from emberline.core.keys import ADMIN_KEY_VARIABLE, add_key_from_environment
+
+STORE_VARIABLE, REDIS_VARIABLE = "EMBERLINE_STORE_URL", "EMBERLINE_REDIS_URL"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +69,13 @@ def build_config(file_settings: dict[str, Any], args: argparse.Namespace) -> Gat
             )
         if isinstance(value, list):
             settings[name] = tuple(value)
-    config, options = GatewayConfig(**settings), given_options(args, GatewayConfig)
-    options["api_keys"] = (*config.api_keys, *options.get("api_keys", ()))
+    config, options = GatewayConfig(**settings), _read_urls_from_environment() | given_options(args, GatewayConfig)
+    keys = *config.api_keys, *options.get("api_keys", ())
+    options["api_keys"] = add_key_from_environment(keys, ADMIN_KEY_VARIABLE)
     return replace(config, **options)
+
+
+def _read_urls_from_environment() -> dict[str, str]:
+    """Return the URLs of store and Redis, which contain passwords, if their environment variables are set."""
+    urls = {"store": read_secret(STORE_VARIABLE), "redis": read_secret(REDIS_VARIABLE)}
+    return {name: url for name, url in urls.items() if url}

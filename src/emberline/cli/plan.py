@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         weights=args.weights,
         tokens_per_step=args.tokens_per_step,
         gpu_price=args.gpu_price,
-        start_s=args.start_seconds,
+        start_seconds=args.start_seconds,
         seed=args.seed,
     )
     task = PlanningTask(

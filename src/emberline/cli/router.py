@@ -9,6 +9,7 @@ from emberline.cli.options import add_options, given_options
 from emberline.core.config import RouterConfig, cluster_key_from_environment, read_secret
 from emberline.core.errors import InvalidRequest
 from emberline.core.foreign_config import ForeignWorkerConfig
+from emberline.core.keys import add_key_from_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
     service.configure_logging(args)
     from emberline.router.http.main import run_router
 
-    settings = given_options(args, RouterConfig) | {
+    given = given_options(args, RouterConfig)
+    settings = given | {
+        "api_keys": add_key_from_environment(given.get("api_keys", ())),
         "cluster_key": args.cluster_key or cluster_key_from_environment(),
         "foreign": tuple(map(ForeignWorkerConfig.parse, args.foreign or ())),
         "foreign_key": _read_foreign_worker_key(args.foreign_key_env),

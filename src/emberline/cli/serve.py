@@ -17,6 +17,7 @@ from emberline.cli.settings_file import add_settings_file_option
 from emberline.core.config import DEFAULT_MODEL, ServerConfig, WorkerConfig, cluster_key_from_environment
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest
+from emberline.core.keys import add_key_from_environment
 
 PROC = Path("/proc")
 
@@ -47,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
     service.configure_logging(args)
     gc.disable()  # until the server is ready: collections take a tenth of the imports, and free nothing
     started_at = time.monotonic() - (time.time() - _process_start_time())
-    server = given_options(args, ServerConfig) | {
+    given = given_options(args, ServerConfig)
+    server = given | {
+        "api_keys": add_key_from_environment(given.get("api_keys", ())),
         "models": _parse_models(args.model, args.models, args.served_name),
         "cluster_key": args.cluster_key or cluster_key_from_environment(),
         "worker": _worker_config(args),

@@ -84,7 +84,7 @@ def _find_action(parser: argparse.ArgumentParser, file: Path, name: str) -> argp
 
 
 def _to_words(parser: argparse.ArgumentParser, file: Path, name: str, value: Any) -> list[str]:
-    """Return a setting as words of a command line, which the parser then checks as it checks the user's."""
+    """Return a setting of the file as command line arguments, so that the parser checks it like an option."""
     action = _find_action(parser, file, name)
     _check_has_value(file, name, value, is_flag=action.nargs == 0)
     if not action.option_strings:

@@ -111,10 +111,16 @@ def _make_config(args: argparse.Namespace, costs: StepCostTable) -> SimClusterCo
         ("--link", args.link),
     ):
         if not value > 0:
-            raise InvalidRequest(f"{flag} is {value}; it must be above 0", param=flag.removeprefix("--"))
+            unknown = flag == "--kv-tokens" and args.kv_tokens is None
+            hint = "the step costs do not say how many tokens fit: add --kv-tokens" if unknown else None
+            raise InvalidRequest(f"{flag} is {value}; it must be above 0", param=flag.removeprefix("--"), hint=hint)
     for flag, value in (("--start-seconds", args.start_seconds), ("--until", args.until)):
         if not value >= 0:
             raise InvalidRequest(f"{flag} is {value}; it must be at least 0", param=flag.removeprefix("--"))
+    block_size = 64 if costs.plans_ahead else 16
+    if kv_tokens < block_size:
+        message = f"--kv-tokens is {kv_tokens}; it must be at least {block_size}, the tokens of one block"
+        raise InvalidRequest(message, param="kv-tokens")
     return SimClusterConfig(
         workers=args.workers,
         prefill_workers=args.prefill_workers,
@@ -122,7 +128,7 @@ def _make_config(args: argparse.Namespace, costs: StepCostTable) -> SimClusterCo
         max_running=args.max_running,
         batch_tokens=max(args.max_batch_tokens, args.max_running),
         itl_target_ms=args.itl_target_ms,
-        block_size=64 if costs.plans_ahead else 16,
+        block_size=block_size,
         cost=costs,
         link=KVLink(args.link * 1e9),
         kv_bytes_per_token=costs.kv_bytes_per_token or SimClusterConfig().kv_bytes_per_token,

@@ -31,12 +31,12 @@ _ID_PATTERN = re.compile(r"([!-~]{1,128})\.([0-9a-f]{16})\.(\d{1,9})\.(\d{1,9})"
 
 
 class EventPosition(NamedTuple):
-    """The position of an event in a stream: the stream's worker, and how much of the stream precedes its end."""
+    """The position of an event: its stream, the stream's worker, and how much of the stream comes before."""
 
     incarnation: str  # of the worker's process
     stream: str
-    group: int  # complete groups
-    event: int  # events of the following group
+    group: int  # number of complete groups up to the event
+    event: int  # number of events of the following group up to the event
 
     @staticmethod
     def parse(text: str) -> EventPosition:

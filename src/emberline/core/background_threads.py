@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class BackgroundThreads:
-    """Daemon threads that run pieces of work, one at a time each. Up to `max_idle` of them wait for more work.
+    """Daemon threads, each of which runs one piece of work at a time. Up to `max_idle` of them wait for more work.
 
     A thread that waits is given work at once; the start of a new one delays the caller by milliseconds."""
 

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 from emberline.core.errors import InvalidRequest
 from emberline.core.foreign_config import ROLES, ForeignWorkerConfig
 from emberline.core.foreign_config import Role as Role
+from emberline.core.keys import check_key
 from emberline.core.options import option
 from emberline.core.router_urls import parse_router_urls
 from emberline.core.tls_config import CLIENT_CERT_CHOICES, TLSConfig
@@ -42,8 +43,10 @@ def read_secret(variable_name: str) -> str | None:
 def cluster_key_from_environment() -> str | None:
     """Return EMBERLINE_CLUSTER_KEY, the key that a router and its workers share; None if it is not set.
 
-    The key can also be given as an option, but then every user of the machine sees it in the process list."""
-    return os.environ.get("EMBERLINE_CLUSTER_KEY") or None
+    The key can also be given as an option, but then every user of the machine sees it in the process list. Raises
+    InvalidRequest if no request could carry the key."""
+    key = os.environ.get("EMBERLINE_CLUSTER_KEY")
+    return check_key(key, "EMBERLINE_CLUSTER_KEY") if key else None
 
 
 def otlp_endpoint() -> str | None:
@@ -107,7 +110,7 @@ class ServiceConfig:
         flag="--api-key",
         metavar="KEY",
         is_repeatable=True,
-        default_text="none required",
+        default_text="EMBERLINE_API_KEY; without it, none required",
     )
     open: bool = option(False, "Allow other machines to connect without authentication.")
     cors_origins: tuple[str, ...] = option(
@@ -145,6 +148,8 @@ class ServiceConfig:
         if self.max_body < 1:
             raise InvalidRequest(f"max_body is {self.max_body}; it must be at least 1", param="max_body")
         _ = self.tls  # raises InvalidRequest if an option lacks one that it needs
+        for key in self.api_keys:
+            check_key(key, "api_keys")
 
     @property
     def tls(self) -> TLSConfig | None:
@@ -191,6 +196,8 @@ class InferenceServiceConfig(ServiceConfig):
     def __post_init__(self) -> None:
         ServiceConfig.__post_init__(self)
         _check_positive(self, "request_timeout", "token_timeout")
+        if self.cluster_key is not None:
+            check_key(self.cluster_key, "cluster_key")
 
     @property
     def tls(self) -> TLSConfig | None:

@@ -25,7 +25,7 @@ class GatewayConfig(ServiceConfig):
         ServiceConfig,
         "api_keys",
         help="API key with all permissions; may be repeated.",
-        default_text="keys of the store",
+        default_text="EMBERLINE_ADMIN_KEY, keys of the store",
     )
     engine: str = option("http://127.0.0.1:8000", "URL of the local engine or router.")
     engine_tls_ca: str | None = option(

@@ -177,6 +177,11 @@ class ParallelConfig:
         return self.tp * self.pp
 
     @property
+    def exchanging_ranks(self) -> int:
+        """The ranks that attend to requests of their own, and exchange the rows of each step; 1: there are none."""
+        return self.tp if self.dp_attention else 1
+
+    @property
     def stage_layers(self) -> tuple[int, ...]:
         """The number of layers of each stage; empty: not set."""
         return () if self.pp_layers is None else tuple(map(int, self.pp_layers.split(",")))

@@ -27,6 +27,9 @@ def parse_router_urls(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def _parse_origin(url: str) -> tuple[str, str | None, int | None]:
+    if "@" in url:  # logs and metrics would show the password
+        message = "a router's URL has a user name or password, which routers do not use"
+        raise InvalidRequest(message, param="router", hint="set EMBERLINE_CLUSTER_KEY to the router's key")
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)

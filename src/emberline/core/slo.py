@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from emberline.core.errors import InvalidRequest
 
-MAX_TTFT_S, MAX_ITL_S = 600.0, 60.0  # larger values are milliseconds without their unit
+MAX_TTFT_S, MAX_ITL_S = 600.0, 60.0  # a larger value is probably milliseconds without the unit
 EXAMPLE = "ttft_p90=500ms,itl_p90=50ms"
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ms|s)?")
 

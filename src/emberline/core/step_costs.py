@@ -24,7 +24,7 @@ FIELD_TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,)
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """The measured time of a step: `rows` requests that decode, or one chunk of a prompt."""
+    """The measured time of a step with `rows` decoding requests, or with one chunk of a prompt."""
 
     seconds: float
     rows: int = 0
@@ -49,7 +49,7 @@ class StepCostData:
     measured: list[MeasuredStep]
     context_seconds: float  # to read the keys and values of one token
     pair_seconds: float  # attention of one prompt token to one token
-    row_seconds: float = 0.0  # that a decoding request takes longer than a prompt token, since it samples
+    row_seconds: float = 0.0  # extra time of a decoding request over a prompt token, since it samples
     kv_bytes_per_token: int = 0
     kv_tokens: int = 0  # capacity of the KV cache with these weights; 0: not known
     plans_ahead: bool = False
@@ -174,7 +174,7 @@ def count_prompt_pairs(start: int, count: int) -> int:
 
 
 def _interpolate(points: Sequence[tuple[int, float]], tokens: int) -> float:
-    """Return the seconds between the measured sizes; beyond the largest, the last two continue as a line.
+    """Return the seconds of a size, by linear interpolation; beyond the largest, along the line of the last two.
 
     Below the smallest size a step takes as long as that size does, since it reads the same weights."""
     at = bisect_left(points, (tokens, 0.0))

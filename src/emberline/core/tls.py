@@ -1,12 +1,14 @@
 """TLSIdentity: the certificate, private key and CAs of this process, for its listeners and its connections to peers.
 
 The files are read again when they change, so that keys rotate without a restart: new connections use the new files,
-and open connections continue. If the new files are not usable, the old ones stay in use.
+and open connections continue. If the new files are not usable, the old ones stay in use, and the new ones are tried
+again: a certificate may become valid only a little later, or the process may have had too many open files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import ssl
 import time
@@ -21,7 +23,8 @@ from emberline.core.tls_config import TLSConfig
 
 log = logging.getLogger("emberline.tls")
 
-CHECK_INTERVAL_S = 1.0  # between two looks at the files
+CHECK_INTERVAL_S = 1.0  # between two checks whether the files have changed
+RETRY_INTERVAL_S = 10.0  # until files that were not usable are read again, if they have not changed
 FAILURE_LOG_INTERVAL_S = 1.0  # between two log lines about failed handshakes
 
 FileState = tuple[int, int, int]  # time of the last change in ns, inode, bytes
@@ -56,9 +59,10 @@ class TLSIdentity:
         self.failed_handshakes = 0  # of connections that others opened
         self._now, self._monotonic = now, monotonic
         self._paths = [Path(each) for each in (config.cert, config.key, config.ca) if each is not None]
-        self._states = self._look_at_files()
+        self._states = self._read_file_states()
         self._files = _load_files(config, now(), self)
         self._checked_at = monotonic()
+        self._retry_at = float("inf")  # when files that were not usable are read again
         self._failure_logged_at = -FAILURE_LOG_INTERVAL_S
 
     @property
@@ -66,7 +70,9 @@ class TLSIdentity:
         return self._files.expires_at
 
     def listener_context(self) -> ssl.SSLContext:
-        """Return the context of an HTTP listener. With a CA, clients must present a certificate, or may."""
+        """Return the context of an HTTP listener.
+
+        With a CA, clients must present a certificate; with `client_certs` set to cluster, they may."""
         return _CurrentContext.make(lambda: self._current().for_clients, is_server=True)
 
     def peer_listener_context(self) -> ssl.SSLContext:
@@ -78,18 +84,20 @@ class TLSIdentity:
         return _CurrentContext.make(lambda: self._current().to_peers, is_server=False)
 
     def check_accepts_itself(self) -> None:
-        """Raise InvalidRequest unless the CAs accept the process's own certificate, as a server's and a client's.
+        """Raise InvalidRequest unless the process's own certificate meets the conditions for peers, on both sides.
 
-        Peers of a cluster have the same CAs, so they would refuse this process too."""
+        Peers of a cluster have the same CAs and names, so they would refuse this process too."""
         server, client = _make_context(self.config, is_server=True), _make_context(self.config, is_server=False)
         server.verify_mode, client.check_hostname = ssl.CERT_REQUIRED, False
+        client.peer_names = self.config.peer_names
         try:
             _shake_hands(server, client)
         except ssl.SSLError as error:
             raise InvalidRequest(
                 f"the certificate {self.config.cert} would not be accepted by peers: {_reason(error)}",
                 param="tls_ca",
-                hint=f"it must be signed by a CA in {self.config.ca}, and be usable for servers and for clients",
+                hint=f"it must be signed by a CA in {self.config.ca}, be usable for servers and for clients,"
+                " and have one of --tls-names if that is set",
             ) from error
 
     def record_failed_handshake(self, error: ssl.SSLError) -> None:
@@ -102,22 +110,26 @@ class TLSIdentity:
         """Return the contexts of the newest usable version of the files."""
         if (now := self._monotonic()) - self._checked_at >= CHECK_INTERVAL_S:
             self._checked_at = now
-            if (states := self._look_at_files()) != self._states:
+            states = self._read_file_states()
+            if (is_changed := states != self._states) or now >= self._retry_at:
                 self._states = states
-                self._reload()
+                self._reload(is_retry=not is_changed)
         return self._files
 
-    def _reload(self) -> None:
+    def _reload(self, *, is_retry: bool) -> None:
+        self._retry_at = float("inf")
         try:
             self._files = _load_files(self.config, self._now(), self)
         except InvalidRequest as error:
-            self.failed_reloads += 1
-            log.warning("Changed TLS files are not usable, keeping the old ones: error=%s", error)
+            self._retry_at = self._monotonic() + RETRY_INTERVAL_S
+            self.failed_reloads += not is_retry
+            level = logging.DEBUG if is_retry else logging.WARNING
+            log.log(level, "Changed TLS files are not usable, keeping the old ones: error=%s", error)
         else:
             self.reloads += 1
             log.info("TLS files reloaded: cert=%s expires_at=%s", self.config.cert, _format_time(self.expires_at))
 
-    def _look_at_files(self) -> list[FileState | None]:
+    def _read_file_states(self) -> list[FileState | None]:
         return [_file_state(path) for path in self._paths]
 
 
@@ -180,14 +192,37 @@ def _do_handshake(connection: ssl.SSLObject | ssl.SSLSocket, handshake: Callable
 
 
 def certificate_names(certificate: Any) -> tuple[str, ...]:
-    """Return the names (DNS, IP addresses, URIs) in a certificate, as `getpeercert` returns it, in lower case."""
-    return tuple(value.lower() for _, value in (certificate or {}).get("subjectAltName", ()))
+    """Return the DNS names, IP addresses and URIs in a certificate, as `getpeercert` returns it.
+
+    They are in the form in which `match_names` compares them. Names of other kinds, such as email addresses, do not
+    identify a server and are left out, and so are DNS names in the form of an address or a URI."""
+    names = ((kind, value) for kind, value in (certificate or {}).get("subjectAltName", ()))
+    return tuple(
+        _normalise_name(value)
+        for kind, value in names
+        if kind in ("IP Address", "URI") or (kind == "DNS" and not _is_address_or_uri(value))
+    )
 
 
 def match_names(names: Iterable[str], allowed: Sequence[str]) -> bool:
-    """Return whether a name is allowed. An allowed name `*.DOMAIN` stands for all names one label below DOMAIN."""
-    patterns = {each.lower() for each in allowed}
-    return any(name in patterns or f"*.{name.partition('.')[2]}" in patterns for name in names)
+    """Return whether a name is allowed. An allowed name `*.DOMAIN` stands for all DNS names one label below DOMAIN."""
+    patterns = {_normalise_name(each) for each in allowed}
+    return any(
+        name in patterns or (not _is_address_or_uri(name) and f"*.{name.partition('.')[2]}" in patterns)
+        for name in names
+    )
+
+
+def _normalise_name(name: str) -> str:
+    """Return the form of a name that is compared. An IPv6 address can be written in many ways."""
+    try:
+        return ipaddress.ip_address(name).compressed
+    except ValueError:
+        return name.lower()
+
+
+def _is_address_or_uri(name: str) -> bool:
+    return ":" in name or "/" in name or name.replace(".", "").isdecimal()
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ class TLSConfig:
         client_certs: str = "all",
         prefix: str = "tls",
     ) -> TLSConfig | None:
-        """Return the settings for the options --tls-cert and following; None if none of them is set.
+        """Return the settings for --tls-cert and the related options; None if none of them is set.
 
-        `prefix`: the start of the options' names. Raises InvalidRequest if an option lacks one that it needs."""
+        `prefix`: the start of the options' names. Raises InvalidRequest if an option is set without one it needs."""
         flag = f"--{prefix.replace('_', '-')}"
         if (cert is None) != (key is None):
             missing = "key" if key is None else "cert"
@@ -50,7 +50,7 @@ class TLSConfig:
     ) -> TLSConfig | None:
         """Return the settings of a server; None if it serves plain HTTP.
 
-        Raises InvalidRequest if an option lacks one that it needs."""
+        Raises InvalidRequest if an option is set without another that it needs."""
         config = TLSConfig.from_options(cert, key, ca, peer_names, client_certs)
         if config is not None and config.cert is None:
             message = "tls_ca is set without tls_cert: a server needs a certificate to check those of its clients"

@@ -105,7 +105,7 @@ class GroupRunner(Runner, Protocol):
         ...
 
     def progress_count(self) -> int:
-        """Return a number that grows while they compute."""
+        """Return a number that grows while the ranks compute, which shows that none of them hangs."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """plan_gpus: how a model would use the memory of a set of GPUs, from its config.json alone.
 
 The parts of one GPU are counted by engine/memory.py, for the GPU's part of the model. On several GPUs the plan is a
-calculation only: the engine serves on one GPU.
+calculation only: it was not compared with an engine on several GPUs. The engine has no context parallelism.
 
 This module needs no torch."""
 
@@ -18,7 +18,7 @@ from emberline.engine.gpu_set import GPUSet
 from emberline.engine.group_choice import choose_groups, max_planned_tokens
 from emberline.engine.memory_plan import does_not_fit_error
 from emberline.engine.model_support import reject_unpackable_dtype
-from emberline.engine.step_sizes import StepSizes
+from emberline.engine.step_sizes import StepLimits, StepSizes
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config_outline import add_mtp_head, read_outline, select_planned_text
 from emberline.models.fields import ConfigFields
@@ -261,7 +261,7 @@ def _plan_one(
     scheduler, width = settings.scheduler, memory.DTYPE_BYTES[groups[0].dtype]
     tables = _choose_tables(local, max_context)
     num_tables = 1 if tables is None else len(tables.windows)
-    limits = memory.StepLimits(
+    limits = StepLimits(
         dtype_bytes=memory.DTYPE_BYTES[weights.dtype],
         kv_dtype_bytes=width,
         block_size=scheduler.block_size,
@@ -273,6 +273,7 @@ def _plan_one(
         tiers=settings.tiers.has_tiers,
         transfer=settings.transfer is not None,
         block_tables=num_tables,
+        exchanging_ranks=gpus.count if sharing == "data-parallel attention" else 1,
     )
     block_bytes = num_tables * _block_bytes(local, tables)  # of all groups
     sizes = StepSizes.of(part, outline.vocab)

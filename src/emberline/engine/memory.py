@@ -17,7 +17,7 @@ from emberline.engine.memory_plan import MemoryPlan, does_not_fit_error
 from emberline.engine.model_support import reject_unpackable_dtype, reject_unsupported_on_gpu
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.engine.state_plan import StatePlanner
-from emberline.engine.step_sizes import StepSizes
+from emberline.engine.step_sizes import StepLimits, StepSizes
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config import ModelConfig
@@ -77,23 +77,6 @@ class DraftMemory:
 NO_DRAFT_MODEL = DraftMemory()
 
 
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    """Limits and formats of an engine's steps."""
-
-    dtype_bytes: int
-    kv_dtype_bytes: int
-    block_size: int
-    max_running: int
-    max_batch_tokens: int
-    max_context: int
-    max_new_tokens: int = 1  # of a request in a step, with its draft
-    packed: bool = False
-    tiers: bool = False
-    transfer: bool = False
-    block_tables: int = 1  # of a request
-
-
 def plan_engine_memory(
     config: ModelConfig,
     settings: EngineConfig,
@@ -141,6 +124,7 @@ def plan_engine_memory(
         transfer=settings.transfer is not None,
         draft=draft,
         max_new_tokens=new_tokens,
+        exchanging_ranks=settings.parallel.exchanging_ranks,
         utilization=settings.gpu.gpu_memory_utilization,
         other_bytes=other_bytes,
     )
@@ -201,6 +185,7 @@ def plan_memory(
     transfer: bool = False,
     draft: DraftMemory = NO_DRAFT_MODEL,
     max_new_tokens: int = 1,
+    exchanging_ranks: int = 1,
     utilization: float = DEFAULT_UTILIZATION,
     other_bytes: int = 0,
 ) -> MemoryPlan:
@@ -209,11 +194,13 @@ def plan_memory(
     `groups`: layers that share block tables; None: all share one. `kv_tokens`: the size of the KV cache in tokens;
     None: as many as fit. `state_slots`: slots for recurrent states; None: as many as are useful and fit. `both`:
     weights are kept plain and packed. `tiers`, `transfer`: reserve buffers for KV blocks that move. `max_new_tokens`:
-    of a request in a step, with its draft. See `weight_bytes` (`narrow`) and `usable_bytes` (`utilization`)."""
+    of a request in a step, with its draft. See StepLimits (`exchanging_ranks`), `weight_bytes` (`narrow`) and
+    `usable_bytes` (`utilization`)."""
     groups = groups or LayerGroups.single(config.layers)
     tables, running = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
     sizes = dtype_bytes, kv_dtype_bytes, block_size, *running
-    limits = StepLimits(*sizes, packed=packed, tiers=tiers, transfer=transfer, block_tables=tables)
+    options = {"packed": packed, "tiers": tiers, "transfer": transfer}
+    limits = StepLimits(*sizes, **options, block_tables=tables, exchanging_ranks=exchanging_ranks)
     token_bytes = kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + draft.kv_token_values * kv_dtype_bytes
     block_bytes = token_bytes * block_size
     weights = weight_bytes(config, dtype_bytes, packed=packed, both=both, narrow=narrow) + draft.weight_bytes
@@ -248,8 +235,10 @@ def step_bytes(
 ) -> dict[str, int]:
     """Return the bytes of everything on a GPU but weights and KV cache. `block_bytes`: of a KV block."""
     tokens, running = limits.max_batch_tokens, limits.max_running
-    grid = ShapeGrid.for_model(sizes.layer_weights, tokens, has_experts=sizes.has_experts)
+    ranks = limits.exchanging_ranks
+    grid = ShapeGrid.for_model(sizes.layer_weights, tokens, has_experts=sizes.has_experts, exchanging_ranks=ranks)
     shapes = captured_shapes(running, tokens, grid, queries=sizes.list_row_queries(limits.max_new_tokens))
+    largest = max(shape.singles + shape.tokens for shape in shapes)
     chains = sum(not shape.chunks for shape in shapes) if limits.max_new_tokens > 1 else 0  # of a draft model
     graphs = len(shapes) + chains
     scratch = _scratch_bytes(sizes, limits) + draft.scratch_bytes(running, limits.max_new_tokens)
@@ -263,11 +252,13 @@ def step_bytes(
     draft_logits = 0 if draft.sizes is None else running  # in the memory of captured graphs
     return {
         "activations": _activation_bytes(sizes, limits.dtype_bytes, max(tokens, running))
-        + draft.state_values * limits.dtype_bytes * (grid.pad_token_count(tokens) + max_step_rows(running)),
+        + draft.state_values * limits.dtype_bytes * (grid.pad_token_count(tokens) + max_step_rows(running))
+        + sizes.exchange_bytes(limits.dtype_bytes, ranks, tokens, tokens + ranks - 1),
         "scratch": scratch,
         "logits": F32_BYTES * sizes.vocab * (LOGIT_COPIES * (running + MAX_SCORED_TOKENS) + draft_logits),
         "graphs": graphs * GRAPH_BYTES
-        + _activation_bytes(sizes, limits.dtype_bytes, grid.max_tokens + grid.coarse_grain),
+        + _activation_bytes(sizes, limits.dtype_bytes, grid.max_tokens + grid.coarse_grain)
+        + sizes.exchange_bytes(limits.dtype_bytes, ranks, largest, ranks * largest),
         "reserve": RESERVE_BYTES,
     }
 
@@ -294,10 +285,12 @@ def used_by_others(total_bytes: int, free_bytes: int, allocated_bytes: int) -> i
     return others if others > RESERVE_BYTES else 0
 
 
-def shape_grid_for(config: ModelConfig, max_batch_tokens: int) -> ShapeGrid:
+def shape_grid_for(config: ModelConfig, max_batch_tokens: int, exchanging_ranks: int = 1) -> ShapeGrid:
     """Return the sizes of steps with prompt chunks that are captured for this model."""
     sizes = StepSizes.of(outline_of(config), config.vocab)
-    return ShapeGrid.for_model(sizes.layer_weights, max_batch_tokens, has_experts=sizes.has_experts)
+    return ShapeGrid.for_model(
+        sizes.layer_weights, max_batch_tokens, has_experts=sizes.has_experts, exchanging_ranks=exchanging_ranks
+    )
 
 
 def weight_bytes(

@@ -1,4 +1,4 @@
-"""PacedExecutor: lets every step take at least as long as in a cost table, to stand for slower hardware.
+"""PacedExecutor: makes every step take at least as long as a cost table says, to imitate slower hardware.
 
 A cluster of such workers behaves like one of the table's hardware, although it computes a small model on a CPU."""
 
@@ -45,5 +45,5 @@ class PacedExecutor:
 
 
 def pace_executor(executor: StepExecutor, step_costs: str | None) -> StepExecutor:
-    """Return an executor whose steps take as long as in the file `step_costs`; None: as long as they take."""
+    """Return an executor whose steps take as long as the file `step_costs` says; None: the executor itself."""
     return executor if step_costs is None else PacedExecutor(executor, StepCostTable.load(Path(step_costs)))

@@ -1,4 +1,5 @@
-"""StepSizes: the widths of a model, or of one GPU's part of it, that decide how much memory a step needs.
+"""StepSizes, StepLimits: the widths of a model, or of one GPU's part of it, and the settings of an engine, that decide
+how much memory a step needs.
 
 This module needs no torch."""
 
@@ -24,6 +25,7 @@ class StepSizes:
     hidden: int
     state_copies: int  # copies of the hidden state
     layer_values: int  # numbers per token that the widest layer computes besides the hidden state
+    ffn_values: int  # numbers per token that the widest feed-forward network computes
     heads: int
     output_dim: int  # numbers of one head's output of attention, before any projection
     cached_values: int  # numbers per token that a layer keeps in the KV cache
@@ -44,6 +46,7 @@ class StepSizes:
             hidden=outline.hidden,
             state_copies=outline.state_copies,
             layer_values=max(_attention_values(outline, layer) + _ffn_values(outline, layer) for layer in layers),
+            ffn_values=max(_ffn_values(outline, layer) for layer in layers),
             heads=outline.heads,
             output_dim=outline.head_dim if latent is None else latent.kv_rank,
             cached_values=cached,
@@ -72,10 +75,39 @@ class StepSizes:
         places = work_limits.max_latent_places(max_rows, self.heads, MAX_SMS)
         return places * queries * self.heads * (self.cached_values + 2) * F32_BYTES
 
+    def exchange_bytes(self, dtype_bytes: int, ranks: int, own: int, total: int) -> int:
+        """Return the bytes that a step needs for rows of other ranks, if ranks attend to requests of their own.
+
+        `own`: rows of this rank. `total`: of all ranks. Feed-forward networks compute these: there are their inputs,
+        and outputs that are not summed yet. A rank copies its inputs for each rank that it sends them to, and later
+        receives an output of each of its rows from every rank, which it sums in float32."""
+        if ranks == 1:
+            return 0
+        copies = dtype_bytes * (2 * total + ranks * own) + F32_BYTES * own
+        return self.hidden * copies + dtype_bytes * self.ffn_values * (total - own)
+
     @property
     def expanded_bytes(self) -> int:
         """The bytes of keys and values that latent attention computes from cached latents, with the latents."""
         return work_limits.MAX_EXPANDED_HEADS * EXPANDED_HEAD_BYTES if self.has_latents else 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Limits and formats of an engine's steps."""
+
+    dtype_bytes: int
+    kv_dtype_bytes: int
+    block_size: int
+    max_running: int
+    max_batch_tokens: int
+    max_context: int
+    max_new_tokens: int = 1  # of a request in a step, with its draft
+    packed: bool = False
+    tiers: bool = False
+    transfer: bool = False
+    block_tables: int = 1  # of a request
+    exchanging_ranks: int = 1  # ranks that attend to requests of their own, and exchange the rows of each step
 
 
 def _count_used_weights(outline: ModelOutline, part: WeightPart) -> int:

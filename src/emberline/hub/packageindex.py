@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ PUBLIC_INDEX_URL = "https://pypi.org/simple"
 ACCEPT_HEADER = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 MAX_PAGE_BYTES = 32 << 20
 PIP_TIMEOUT_S = 1200
+PIP_VARIABLES = {"index-url": "PIP_INDEX_URL", "extra-index-url": "PIP_EXTRA_INDEX_URL", "cert": "PIP_CERT"}
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,13 @@ class PackageIndexSettings:
 
 
 def read_pip_settings() -> PackageIndexSettings:
-    """Return pip's settings from its files and the environment, or the defaults if pip is not installed."""
+    """Return pip's settings from its files and the environment, or from the environment if pip is not installed."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return PackageIndexSettings()
+    except (OSError, subprocess.SubprocessError):  # container images have no pip
+        found = {key: os.environ.get(name) for key, name in PIP_VARIABLES.items()}
+        text = "\n".join(f":env:.{key}={value!r}" for key, value in found.items() if value)
     return parse_pip_settings(text)
 
 
@@ -90,8 +94,11 @@ class _LinkParser(HTMLParser):
 def pip_download(requirement: str, folder: Path, quiet: bool) -> None:
     """Download a wheel with pip, which supports keyrings, find-links and client certificates.
 
-    Unlike our own download, pip cannot resume.
+    Unlike our own download, pip cannot resume. Raise DownloadError if pip is not installed, as in container images.
     """
+    if importlib.util.find_spec("pip") is None:
+        hint = "PIP_INDEX_URL, and PIP_CERT for its certificate authority, select another index"
+        raise DownloadError("pip, which might find it elsewhere, is not installed", hint=hint)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
     try:
         command += ["--quiet", requirement] if quiet else [requirement]

@@ -162,9 +162,9 @@ class PullManager:
     ) -> Pull | None:
         """Start a pull of the full blocks that the ticket covers and the cache does not have.
 
-        `whole`: if the blocks are usable only all together, the index of the first one to copy, and the prompt tokens
-        that are cached when all have arrived. Return None if there are no such blocks, or if no thread could be
-        started.
+        `whole`: set if the blocks are usable only when all of them have arrived: the index of the first one to copy,
+        and the number of prompt tokens that are cached then. Return None if there are no blocks to copy, or if no
+        thread could be started.
         """
         with self._lock:
             lease = self._waiting_leases.pop(request.id)

@@ -167,12 +167,15 @@ class DecoderModel:
         return self.layers[0].attention.qkv.weight.data.device
 
     def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        """Return float32 logits [S, vocab] of `batch.logit_rows`; with data-parallel attention, of those of all ranks.
+        """Return float32 logits [S, vocab] of `batch.logit_rows`; with data-parallel attention, of those of all ranks,
+        or of the `chosen_rows` of these.
 
         Write keys and values of all tokens to the cache.
         """
         x = self.run_layers(self.embed(batch), batch)
-        return self.compute_logits(x if batch.logit_exchange is None else batch.logit_exchange.gather(x), out)
+        if batch.logit_exchange is not None:
+            x = batch.logit_exchange.gather(x)
+        return self.compute_logits(x if batch.chosen_rows is None else x.index_select(0, batch.chosen_rows), out)
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         """Return the input of the first layer."""
@@ -203,11 +206,15 @@ class DecoderModel:
             logits.mul_(parts.logit_multiplier)
         return ops.soft_cap(logits, parts.logit_softcap) if parts.logit_softcap else logits
 
-    def make_unpacker(self, compute_stream: UnpackStream, unpack_stream: UnpackStream) -> ops.WeightUnpacker:
-        """Return a WeightUnpacker for this model's packed weights, with these two CUDA streams."""
+    def make_unpacker(
+        self, compute_stream: UnpackStream, unpack_stream: UnpackStream, *, exchanges_rows: bool = False
+    ) -> ops.WeightUnpacker:
+        """Return a WeightUnpacker for this model's packed weights, with these two CUDA streams.
+
+        `exchanges_rows`: whether attention and feed-forward networks compute different numbers of rows."""
         order = list(iter_instances(ops.PackedWeight, self.layers))  # fields are declared in the order of use
         # After this weight, rows without requested logits are dropped, so the later products have fewer rows.
-        same_rows = order.index(self.layers[-1].attention.qkv.weight) + 1
+        same_rows = 0 if exchanges_rows else order.index(self.layers[-1].attention.qkv.weight) + 1
         return ops.WeightUnpacker(order, same_rows, compute_stream, unpack_stream)
 
     def _run_stack(self, stack: ops.DenseStack, x: Tensor, batch: ForwardBatch) -> Tensor:

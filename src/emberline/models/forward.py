@@ -81,6 +81,8 @@ class ForwardBatch:
     all_tokens: Tensor | None = None  # [tokens of all ranks] int64
     exchange: RowExchange | None = None
     logit_exchange: RowExchange | None = None
+    # Of the rows of `logit_exchange`, those whose logits are computed, in this order; None: all. [n] int64
+    chosen_rows: Tensor | None = None
 
     def exchange_of(self, rows: Tensor | None) -> RowExchange | None:
         """Return the exchange of all rows, or of those in `logit_rows` if a layer returns only these `rows`."""

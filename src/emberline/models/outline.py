@@ -112,9 +112,8 @@ class ModelOutline:
     def divide(self, num_gpus: int, *, divide_attention: bool = True, row_unit: int = 1) -> ModelOutline:
         """Return the outline of one GPU's part under tensor parallelism. Raises UnsupportedModel.
 
-        A GPU has at least one KV head. Without `divide_attention`, each GPU has the attention of all heads, and if
-        whole experts can be divided, also the shared experts: rows are then sent to the GPUs that have their experts.
-        `row_unit`: rows of quantised matrices of attention that cannot be divided."""
+        A GPU has at least one KV head. Without `divide_attention`, each GPU has the attention of all heads, and whole
+        experts if these can be divided. `row_unit`: rows of quantised matrices of attention that cannot be divided."""
         if num_gpus == 1:
             return self
         has_dense = not all(layer.has_experts for layer in self.layers)
@@ -158,9 +157,9 @@ def divide_vocabulary(vocab: int, parts: int) -> int:
 
 
 def _divide_experts(experts: ExpertSizes, parts: int, *, whole: bool) -> ExpertSizes:
-    if whole and experts.count % parts == 0:
-        return replace(experts, num_own=experts.count // parts)
     shared = divide_evenly(experts.shared_ffn, parts, "columns of the shared experts")
+    if whole and experts.count % parts == 0:
+        return replace(experts, num_own=experts.count // parts, shared_ffn=shared)
     if experts.ffn % parts == 0:
         return replace(experts, ffn=experts.ffn // parts, shared_ffn=shared)
     return replace(experts, num_own=divide_evenly(experts.count, parts, "experts"), shared_ffn=shared)

@@ -27,6 +27,7 @@ class Shard:
     expert_parts: int = 1  # groups of ranks among which whole experts are divided; a group divides their width
     divides_attention: bool = True  # False: each rank has all heads, and attends to requests of its own
     redundant_experts: int = 0  # further experts of which each group of ranks can keep copies
+    gathers_rows: bool = False  # whether ranks that attend to different requests compute experts for the rows of all
     only_expert: int | None = None  # of all experts, load only this one
 
     def __post_init__(self) -> None:
@@ -85,7 +86,7 @@ class Shard:
     @property
     def dispatches_rows(self) -> bool:
         """Whether rows go to the ranks that have their experts, so that a rank computes other rows' experts only."""
-        return not self.divides_attention and self.expert_parts > 1
+        return not self.divides_attention and self.expert_parts > 1 and not self.gathers_rows
 
     def shared_columns(self, width: int) -> range:
         """Return this rank's part of the inner width of the shared expert: all of it if rows are dispatched."""

@@ -26,6 +26,7 @@ from emberline.net.server_state import ServerState
 KEEP_ALIVE_TIMEOUT_S = 5.0  # from one reply to the next request
 HEAD_TIMEOUT_S = 20.0  # for the whole head of a request to arrive
 CLOSE_TIMEOUT_S = 20.0  # for the client to read the end of the last reply
+FIRST_FLUSH_CHECK_S, MAX_FLUSH_CHECK_S = 0.01, 0.25  # between two looks at what the client of a TLS connection has read
 WRITE_STALL_TIMEOUT_S = 60.0  # for a client to read any of the data that waits for it
 MAX_HEAD_BYTES = 1 << 16  # of a head without the bytes that arrive together with its end; likewise of trailers
 MAX_HEADERS = 200
@@ -53,6 +54,8 @@ class HTTPServerConnection(asyncio.Protocol):
         self._made_progress = False  # the last bytes received had a head or a piece of a body
         self._unread_bytes = 0  # bytes that the client had not read at the last check
         self._timer = DeadlineTimer(state.loop, self._on_deadline)  # closes the connection
+        self._flush_deadline: float | None = None  # for the client to read the last reply over TLS
+        self._flush_check_s = FIRST_FLUSH_CHECK_S
 
     # -- for the request-response cycles -------------------------------------------------------------------------------
 
@@ -100,10 +103,26 @@ class HTTPServerConnection(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection when all data is sent, or when CLOSE_TIMEOUT_S has passed."""
         self._ignores_input = True
-        if self._transport is not None:
+        if self._transport is None or self._flush_deadline is not None:
+            return
+        if self._is_tls and not self._transport.is_closing() and self._count_unread_bytes():
+            # A closed TLS transport would discard what the client has not read after TLS_SHUTDOWN_TIMEOUT_S.
+            self._flush_deadline = self.loop.time() + CLOSE_TIMEOUT_S
+            self._set_close_deadline(self._flush_check_s)
+            return
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._set_close_deadline(CLOSE_TIMEOUT_S)
+
+    def _close_when_flushed(self, flush_deadline: float) -> None:
+        assert self._transport is not None
+        if not self._count_unread_bytes():
             self._transport.close()
-            if self._transport.get_write_buffer_size():
-                self._set_close_deadline(CLOSE_TIMEOUT_S)
+        elif self.loop.time() >= flush_deadline:
+            self.abort()
+        else:
+            self._flush_check_s = min(2 * self._flush_check_s, MAX_FLUSH_CHECK_S)
+            self._set_close_deadline(self._flush_check_s)
 
     def close_mid_reply(self) -> None:
         """Close the connection in the middle of a reply.
@@ -157,7 +176,8 @@ class HTTPServerConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.is_write_paused = False
-        if self._cycle is not None and self._transport is not None and not self._transport.is_closing():
+        is_open = self._transport is not None and not self._transport.is_closing() and self._flush_deadline is None
+        if self._cycle is not None and is_open:
             self._timer.clear()
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
@@ -291,7 +311,9 @@ class HTTPServerConnection(asyncio.Protocol):
         self._timer.set(self.loop.time() + seconds)
 
     def _on_deadline(self) -> None:
-        if self._cycle is not None and self._count_unread_bytes() < self._unread_bytes:
+        if self._flush_deadline is not None:
+            self._close_when_flushed(self._flush_deadline)
+        elif self._cycle is not None and self._count_unread_bytes() < self._unread_bytes:
             self._watch_client_reading()
         else:
             self.abort() if self._ignores_input or self._cycle is not None else self.close()

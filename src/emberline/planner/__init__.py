@@ -1,1 +1,1 @@
-"""Chooses how many GPUs serve a model, in which topology: memory plan, step costs, search, then simulation."""
+"""The planner finds how many GPUs serve a model, in which topology, by memory plan, step costs and simulation."""

@@ -18,9 +18,9 @@ LATENCIES = ("ttft_p90", "itl_p90")
 
 @dataclass(frozen=True, slots=True)
 class SimulationError:
-    """The largest relative errors of the simulator against real runs, as shares by what is measured.
+    """The largest errors of the simulator against real runs, as shares of the measured values, by latency.
 
-    Both are empty if no result file was read."""
+    Both mappings are empty if no result file was read."""
 
     clusters: Mapping[str, float] = field(default_factory=dict)  # clusters of a router and workers on CPUs
     h200: Mapping[str, float] = field(default_factory=dict)  # recorded runs of one worker; may be empty

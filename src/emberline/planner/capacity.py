@@ -17,13 +17,13 @@ MAX_WORKERS = 4096
 MAX_UTILISATION = 0.97  # of prompt computation
 MAX_KV_SHARE = 0.95  # of the KV cache that running requests may hold
 P90_DEVIATIONS = 1.28  # standard deviations from the mean to the 90th percentile
-MAX_MIXED_STEPS = 0.1  # share of steps with prompts up to which the 90th percentile is a step without
+MAX_MIXED_STEPS = 0.1  # of all steps; with fewer, the 90th percentile of step times is that of a step without prompts
 MAX_ROUNDS, CONVERGED_SHARE = 400, 1e-4  # of the iteration to the steady state
 
 
 @dataclass(frozen=True, slots=True)
 class LoadEstimate:
-    """The estimated latencies of a topology in seconds; infinite: the target is missed by far."""
+    """The estimated latencies of a topology in seconds; infinite: the workers cannot keep up."""
 
     ttft_p90: float
     itl_p90: float
@@ -52,7 +52,7 @@ def estimate_colocated(kind: WorkerKind, workers: int, traffic: Traffic, itl_tar
     computed = traffic.mean_prompt * (1.0 - traffic.prefix_share)
     if (rows := _steady_rows(kind, rate, traffic)) is None:
         return UNSTABLE
-    decode_s = _decode_step_s(kind, _peak(rows), context)
+    decode_s = _decode_step_s(kind, _p90_rows(rows), context)
     budget = _prompt_budget(kind, rows, traffic, itl_target_s)
     service = math.inf if budget <= 0 else computed * itl_target_s / budget
     if (utilisation := rate * service) >= MAX_UTILISATION:
@@ -81,11 +81,11 @@ def estimate_decode(kind: WorkerKind, workers: int, traffic: Traffic) -> LoadEst
     rows = _steady_rows(kind, traffic.rate / (workers * kind.pp), traffic, computes_prompts=False)
     if rows is None:
         return UNSTABLE
-    return LoadEstimate(0.0, _decode_step_s(kind, _peak(rows), traffic.mean_context), rows, is_stable=True)
+    return LoadEstimate(0.0, _decode_step_s(kind, _p90_rows(rows), traffic.mean_context), rows, is_stable=True)
 
 
 def _steady_rows(kind: WorkerKind, rate: float, traffic: Traffic, *, computes_prompts: bool = True) -> float | None:
-    """Return the mean requests that decode in an engine; None: their number grows without end, or beyond its limits.
+    """Return how many requests decode in an engine on average; None: the number grows without end or beyond a limit.
 
     In the steady state, a step computes as many tokens as arrive while it lasts."""
     computed = traffic.mean_prompt * (1.0 - traffic.prefix_share) * computes_prompts
@@ -97,14 +97,14 @@ def _steady_rows(kind: WorkerKind, rate: float, traffic: Traffic, *, computes_pr
         pairs = tokens * traffic.mean_prompt_context
         step_s = kind.costs.step_seconds(max(1, round(rows)), max(1.0, rows) * context, round(tokens), pairs)
         rows = rate * traffic.mean_output * step_s
-        if _peak(rows) > limit or tokens > kind.max_batch_tokens:
+        if _p90_rows(rows) > limit or tokens > kind.max_batch_tokens:
             return None
         if step_s - before < CONVERGED_SHARE * step_s:
             return rows
     return None
 
 
-def fewest_workers(meets: Callable[[int], bool], limit: int = MAX_WORKERS) -> int | None:
+def find_fewest_workers(meets: Callable[[int], bool], limit: int = MAX_WORKERS) -> int | None:
     """Return the smallest number up to `limit` for which `meets` is true, if it is true for all larger ones."""
     high = 1
     while not meets(high):
@@ -144,8 +144,8 @@ def _prompt_budget(kind: WorkerKind, rows: float, traffic: Traffic, target_s: fl
     return low
 
 
-def _peak(rows: float) -> float:
-    """Return the 90th percentile of decoding requests, whose number varies as that of random arrivals does."""
+def _p90_rows(rows: float) -> float:
+    """Return the 90th percentile of the number of decoding requests, which is about Poisson distributed."""
     return rows + P90_DEVIATIONS * math.sqrt(rows)
 
 

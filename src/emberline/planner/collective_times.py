@@ -13,7 +13,7 @@ ALL_REDUCE_US: dict[int, dict[int, float]] = {
 
 
 def all_reduce_us(elements: int, ranks: int) -> float:
-    """Return the published time, between two sizes by linear interpolation; from the largest on, by the last slope."""
+    """Return the published time. Sizes in between are interpolated, larger ones extrapolated, both linearly."""
     times = ALL_REDUCE_US[ranks]
     sizes = sorted(times)
     if elements <= sizes[0]:

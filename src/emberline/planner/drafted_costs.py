@@ -1,4 +1,4 @@
-"""DraftedCosts: the time of steps in which each decoding request gets a token, if drafted tokens were verified."""
+"""DraftedCosts: step costs with speculative decoding, for a simulator whose requests get one token in each step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEASURED_CONTEXT = 640  # mean tokens of a request in the measured steps
 
 @dataclass(frozen=True, slots=True)
 class DraftedCosts:
-    """A real step gives several tokens to a request; here, one token takes that part of the step's time."""
+    """Costs of a step with one token for each request. If a real step gives n tokens, this is its time over n."""
 
     base: StepCosts
     step_ms: tuple[tuple[int, float], ...]  # rows, milliseconds of a step with drafts
@@ -26,7 +26,7 @@ class DraftedCosts:
         self, decode_rows: int, decode_context: float, prompt_tokens: int = 0, prompt_pairs: float = 0.0
     ) -> float:
         whole = self.base.step_seconds(decode_rows, decode_context, prompt_tokens, prompt_pairs)
-        if not 0 < decode_rows <= self.step_ms[-1][0]:  # larger batches were not measured, and gain little
+        if not 0 < decode_rows <= self.step_ms[-1][0]:  # with larger batches, drafts were not measured
             return whole
         alone = self.base.step_seconds(decode_rows, decode_context)
         return whole - alone * (1.0 - self._time_share(decode_rows))
@@ -45,7 +45,7 @@ class DraftedCosts:
 
 
 def find_drafted_costs(base: StepCosts, shape: str, weights: str, tokens_per_step: float) -> DraftedCosts | None:
-    """Return the costs with drafts of which this many tokens of a step are right; None: they were not measured."""
+    """Return the costs if a step gives a request `tokens_per_step` tokens; None: not measured for these weights."""
     if shape != DRAFTS_SHAPE or weights not in DRAFTED_STEPS:
         return None
     assert 1.0 <= tokens_per_step <= 1 + MAX_DRAFT_TOKENS

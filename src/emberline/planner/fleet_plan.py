@@ -20,21 +20,21 @@ VALIDATED_CANDIDATES = 3
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """What is asked besides traffic and targets. Raises InvalidRequest for values out of range."""
+    """The settings besides traffic and targets. Raises InvalidRequest for values out of range."""
 
     model: str
     gpu: GPUSpeed
-    weights: tuple[str, ...] = ()  # that are considered; empty: all
-    tokens_per_step: float | None = None  # with drafts; None: drafts are not considered
+    weights: tuple[str, ...] = ()  # formats to consider; empty: all
+    tokens_per_step: float | None = None  # with speculative decoding; None: without
     gpu_price: float | None = None  # of one GPU for an hour
-    start_s: float | None = None  # of a worker; None: as measured with Llama-3.1-8B
+    start_seconds: float | None = None  # of a worker; None: as measured with Llama-3.1-8B
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name, low, high in (
             ("tokens_per_step", 1.0, 1.0 + MAX_DRAFT_TOKENS),
             ("gpu_price", 0.0, 1e6),
-            ("start_s", 0.0, 86_400.0),
+            ("start_seconds", 0.0, 86_400.0),
         ):
             if (value := getattr(self, name)) is not None and not low <= value <= high:
                 message = f"{name} is {value}; it must be from {low:g} to {high:g}"
@@ -51,7 +51,7 @@ class FleetPlan:
     accuracy: SimulationError
 
     def choose_for_validation(self) -> list[Candidate]:
-        """Return up to three candidates that are worth a test on hardware: they meet the targets, each in its way."""
+        """Return up to three candidates that meet the targets in different ways, and are worth a test on hardware."""
         met = [each for each in self.candidates if each.meets_targets]
         return met[:VALIDATED_CANDIDATES]
 
@@ -63,7 +63,7 @@ def plan_fleet(
 
     Raises ModelError if it does not fit, InvalidRequest if the targets cannot be met within the budget."""
     if task.max_gpus is not None and task.max_gpus < 1:
-        message = f"max_gpus is {task.max_gpus}, a budget without GPUs, which serves nothing"
+        message = f"max_gpus is {task.max_gpus}; it must be at least 1"
         raise InvalidRequest(message, param="max_gpus", hint="set --max-gpus to 1 or more, or drop it")
     options = WorkerOptions(
         weights=settings.weights,
@@ -73,6 +73,6 @@ def plan_fleet(
     )
     kinds, rejected = list_worker_kinds(config, settings.gpu, options)
     candidates: Sequence[Candidate] = find_candidates(kinds, task, settings.seed)
-    start_s = START_S if settings.start_s is None else settings.start_s
+    start_s = START_S if settings.start_seconds is None else settings.start_seconds
     sensitivity = analyse_sensitivity(kinds, candidates, task, start_s, settings.seed)
     return FleetPlan(settings, task, tuple(candidates), sensitivity, rejected, accuracy)

@@ -33,9 +33,9 @@ class HandoffLink:
         return HandoffLink(f"{speed:g} GB/s", speed * 1e9, "projected", "as given with --link")
 
     def transfer_seconds(self, kind: WorkerKind, tokens: float) -> float:
-        """Return the seconds in which the keys and values of so many tokens are copied."""
+        """Return the seconds in which the keys and values of this many tokens are copied."""
         return tokens * kind.kv_bytes_per_token / self.bytes_per_second
 
     def handoff_seconds(self, kind: WorkerKind, prompt_tokens: int) -> float:
-        """Return the seconds from the end of a prompt until its last chunk is copied; earlier ones already are."""
+        """Return the seconds from the end of a prompt's computation until its last chunk is copied."""
         return self.transfer_seconds(kind, min(prompt_tokens, kind.max_batch_tokens))

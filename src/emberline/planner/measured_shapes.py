@@ -51,7 +51,7 @@ def find_shape_name(outline: ModelOutline) -> str:
 
 
 def _without_context(outline: ModelOutline) -> ModelOutline:
-    """Return the outline without what changes no step: the name of the family, contexts and rotary tables."""
+    """Return the outline without the fields that do not change a step's time: family, contexts, rotary tables."""
     return replace(outline, model_type="", max_context=0, longest_context=0, rope_values=0)
 
 

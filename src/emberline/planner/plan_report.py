@@ -153,7 +153,7 @@ def _list_basis(plan: FleetPlan) -> Iterator[dict[str, str]]:
     yield _basis(
         "GPUs at other traffic or prefix reuse", "estimated", "formulas, shifted to the simulated count", NOT_MEASURED
     )
-    start = plan.settings.start_s
+    start = plan.settings.start_seconds
     given = _basis("start time", "given", "--start-seconds", NOT_MEASURED)
     measured = _basis(f"start time, {START_S:.1f} s", "measured", f"{START_FILE}, Llama-3.1-8B", "other models differ")
     yield measured if start is None else given

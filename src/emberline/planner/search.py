@@ -40,7 +40,7 @@ def find_candidates(kinds: Sequence[WorkerKind], task: PlanningTask, seed: int) 
     fitting = [each for each in candidates if each.meets_targets and _fits(each.topology, task.max_gpus)]
     if not fitting:
         raise _budget_error(kinds, topologies, candidates, task)
-    return sorted((each for each in candidates if _fits(each.topology, task.max_gpus)), key=_rank)
+    return sorted((each for each in candidates if _fits(each.topology, task.max_gpus)), key=_sort_key)
 
 
 def shortlist(topologies: Sequence[Topology]) -> list[Topology]:
@@ -52,16 +52,16 @@ def shortlist(topologies: Sequence[Topology]) -> list[Topology]:
         if sort not in sorts:
             sorts.add(sort)
             chosen.append(topology)
-    looks = {_look(topology) for topology in chosen}
+    described = {_describe_sort(topology) for topology in chosen}
     for topology in topologies:
-        if _look(topology) not in looks:
-            looks.add(_look(topology))
+        if _describe_sort(topology) not in described:
+            described.add(_describe_sort(topology))
             chosen.append(topology)
     return sorted(chosen[:MAX_SIMULATED_TOPOLOGIES], key=topologies.index)
 
 
-def _look(topology: Topology) -> tuple[tuple[str, int, bool], ...]:
-    """Return what makes topologies worth comparing: formats and ranks, but not the number of pipeline stages."""
+def _describe_sort(topology: Topology) -> tuple[tuple[str, int, bool], ...]:
+    """Return the properties of which the shortlist has each combination once: weights, ranks, drafts, by pool."""
     return tuple((pool.kind.weights, pool.kind.tp, pool.kind.drafts) for pool in topology.pools)
 
 
@@ -115,7 +115,7 @@ def _fits(topology: Topology, max_gpus: int | None) -> bool:
     return max_gpus is None or topology.gpus <= max_gpus
 
 
-def _rank(candidate: Candidate) -> tuple[bool, int, bool, bool, float]:
+def _sort_key(candidate: Candidate) -> tuple[bool, int, bool, bool, float]:
     topology, load = candidate.topology, candidate.load
     is_projected = topology.basis != "measured"
     return not candidate.meets_targets, topology.gpus, is_projected, not topology.is_lossless, load.ttft_p90
@@ -128,7 +128,8 @@ def _budget_error(
     task: PlanningTask,
 ) -> InvalidRequest:
     met = [each.topology for each in candidates if each.meets_targets]
-    if task.max_gpus is None:
+    larger = [each for each in topologies if not _fits(each, task.max_gpus)]
+    if not met and not larger:  # more GPUs would not help
         closest = min(candidates, key=lambda each: each.load.ttft_p90 / task.slo.ttft_p90)
         return InvalidRequest(
             f"no simulated topology meets {task.slo}; the closest, {closest.topology}, reaches"
@@ -136,7 +137,7 @@ def _budget_error(
             param="slo",
             hint="raise the target that is missed",
         )
-    needed = min([*met, *(each for each in topologies if each.gpus > task.max_gpus)], key=lambda each: each.gpus)
+    needed = min([*met, *larger], key=lambda each: each.gpus)
     rate = _affordable_rate(kinds, task)
     instead = f"lower the rate to about {rate:.3g} requests/s" if rate else "choose other targets"
     return InvalidRequest(

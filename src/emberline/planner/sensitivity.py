@@ -23,7 +23,7 @@ class TrafficChange:
     rate: float
     load: SimulatedLoad  # of the candidate, unchanged
     meets_targets: bool
-    gpus: int | None  # of the same workers, in the number that is estimated for this rate
+    gpus: int | None  # estimated for this rate, with workers of the same kinds; None: they cannot meet the targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class Sensitivity:
     traffic: tuple[TrafficChange, ...]
     prefix: tuple[PrefixChange, ...]
     start: tuple[StartChange, ...]
-    curve: tuple[tuple[float, dict[str, int]], ...]  # rate; GPUs that are estimated, by workers
+    curve: tuple[tuple[float, dict[str, int]], ...]  # pairs of a rate and the estimated GPUs by family of workers
 
 
 def analyse_sensitivity(
     kinds: Sequence[WorkerKind], candidates: Sequence[Candidate], task: PlanningTask, start_s: float, seed: int
 ) -> Sensitivity:
-    """Vary one input at a time around the best candidate, which is the first."""
+    """Return how the answer changes if one input changes. The first candidate is the best, which is analysed."""
     best = candidates[0]
     offset = _count_offset(kinds, best.topology, task)
     traffic = []
@@ -63,7 +63,7 @@ def analyse_sensitivity(
         PrefixChange(share, _estimated_gpus(kinds, best.topology, _with_prefix(task, share), offset))
         for share in shares
     ]
-    start = [_lose_worker(best.topology, task, seconds) for seconds in sorted({*START_SECONDS, start_s})]
+    start = [_estimate_worker_loss(best.topology, task, seconds) for seconds in sorted({*START_SECONDS, start_s})]
     families = list(dict.fromkeys(candidate.topology.family for candidate in candidates))
     curve = tuple(_curve_point(kinds, families, task, factor) for factor in CURVE_FACTORS)
     return Sensitivity(tuple(traffic), tuple(prefix), tuple(start), curve)
@@ -82,7 +82,7 @@ def _curve_point(
 
 
 def _count_offset(kinds: Sequence[WorkerKind], topology: Topology, task: PlanningTask) -> int:
-    """Return how many GPUs fewer the simulated topology has than the estimate of the same workers."""
+    """Return the GPUs that the formulas estimate for the same workers, minus those of the simulated topology."""
     found = _find_family(kinds, topology, task)
     return 0 if found is None else found.gpus - topology.gpus
 
@@ -99,7 +99,7 @@ def _find_family(kinds: Sequence[WorkerKind], topology: Topology, task: Planning
     return next((each for each in same if each.family == topology.family), None)
 
 
-def _lose_worker(topology: Topology, task: PlanningTask, start_s: float) -> StartChange:
+def _estimate_worker_loss(topology: Topology, task: PlanningTask, start_s: float) -> StartChange:
     """Estimate the time to first token when one worker is missing for `start_s`, in the pool where it is longest."""
     return StartChange(
         start_s, max(_ttft_without(topology, task, pool, start_s) for pool in range(len(topology.pools)))

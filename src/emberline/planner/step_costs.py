@@ -24,7 +24,7 @@ STAGE_HOP_S = 20e-6  # between two pipeline stages
 
 @dataclass(frozen=True, slots=True)
 class CostCorrection:
-    """Measured time without attention, divided by the projected one, by the tokens of a step; linear in their log."""
+    """Ratios of measured to projected time without attention, by the tokens of a step; interpolated in their log."""
 
     points: tuple[tuple[int, float], ...] = ()  # tokens, ratio; by tokens
 
@@ -38,7 +38,8 @@ class CostCorrection:
         (low, first), (high, second) = self.points[right - 1], self.points[right]
         return first + (second - first) * log(tokens / low) / log(high / low)
 
-    def times(self, other: CostCorrection) -> CostCorrection:
+    def combine(self, other: CostCorrection) -> CostCorrection:
+        """Return the correction that multiplies by both."""
         sizes = sorted({size for size, _ in (*self.points, *other.points)})
         return CostCorrection(tuple((size, self.at(size) * other.at(size)) for size in sizes))
 

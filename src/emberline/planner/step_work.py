@@ -30,7 +30,7 @@ class StepWork:
     expert_weights: int  # of the experts that one token selects
     experts: int  # of a layer; 0: none
     chosen_experts: int
-    expert_row_bytes: int  # that a token's routed experts write and read besides weights, in all layers
+    expert_row_bytes: int  # bytes besides weights that the routed experts of one token read and write, in all layers
     weight_format: str  # of most weights
     pair_flops: int  # of one query with one key and its value, in all layers with attention
     has_latents: bool  # whether keys and values of prompts are computed from latents
@@ -64,8 +64,8 @@ class StepWork:
             groups=plan.groups,
         )
 
-    def times(self, stages: int) -> StepWork:
-        """Return the work of all stages of a pipeline, of which this is one. Only the last computes the head."""
+    def of_all_stages(self, stages: int) -> StepWork:
+        """Return the work of all stages together, if this is that of one. Only the last stage computes the head."""
         head_bytes = self.head_bytes
         return replace(
             self,

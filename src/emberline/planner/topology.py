@@ -16,7 +16,7 @@ from emberline.planner.capacity import (
     estimate_colocated,
     estimate_decode,
     estimate_prefill,
-    fewest_workers,
+    find_fewest_workers,
     p90_wait,
     prompt_seconds,
 )
@@ -44,7 +44,7 @@ class PlannedPool:
 
     @property
     def engines(self) -> int:
-        """Batches that are computed at the same time: one in each pipeline stage of each worker."""
+        """The number of batches that the pool computes at the same time: one for each pipeline stage of each worker."""
         return self.count * self.kind.pp
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class PlanningTask:
 
     @property
     def engine_itl_target_s(self) -> float:
-        """The engine's setting, which is lower than the target: it sizes chunks of prompts by estimates."""
+        """The target for the engines: a little below that of the task, since engines size chunks by estimates."""
         return ITL_TARGET_SHARE * self.slo.itl_p90
 
 
@@ -86,7 +86,7 @@ class Topology:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the weights are those of the checkpoint, bit by bit."""
+        """Whether the weights are bit by bit those of the checkpoint."""
         return all(pool.kind.weights not in ONLINE_FORMATS for pool in self.pools)
 
     def mean_lifetime_s(self, traffic: Traffic) -> float:
@@ -104,7 +104,7 @@ class Topology:
 
     @property
     def family(self) -> tuple[str, ...]:
-        """What topologies have in common that differ in the number of workers only."""
+        """Roles and kinds of the pools. Topologies of one family differ only in the numbers of workers."""
         return tuple(pool.kind.name if pool.role == "both" else f"{pool.kind.name} {pool.role}" for pool in self.pools)
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ def list_topologies(kinds: Sequence[WorkerKind], task: PlanningTask) -> list[Top
             is_compatible = first.kind.weights == second.kind.weights and not first.kind.drafts  # of KV blocks
             if is_compatible and _pool_ratio(first, second) <= MAX_POOL_RATIO:
                 found.append(Topology((first, second), estimate_pools((first, second), task)))
-    return sorted(found, key=_rank)
+    return sorted(found, key=_sort_key)
 
 
 def _pool_ratio(first: PlannedPool, second: PlannedPool) -> float:
@@ -148,7 +148,7 @@ def reject_impossible_targets(kinds: Sequence[WorkerKind], task: PlanningTask) -
             )
 
 
-def _rank(topology: Topology) -> tuple[int, bool, float, str]:
+def _sort_key(topology: Topology) -> tuple[int, bool, float, str]:
     estimate = topology.estimate
     return topology.gpus, topology.basis != "measured", estimate.ttft_p90 + estimate.itl_p90, str(topology)
 
@@ -179,7 +179,7 @@ def _plan_colocated(kind: WorkerKind, task: PlanningTask) -> Topology | None:
         estimate = estimate_pools([PlannedPool("both", kind, count)], task)
         return estimate.ttft_p90 <= task.slo.ttft_p90 and estimate.itl_p90 <= task.slo.itl_p90
 
-    if (count := fewest_workers(meets, MAX_WORKERS)) is None:
+    if (count := find_fewest_workers(meets, MAX_WORKERS)) is None:
         return None
     pool = PlannedPool("both", kind, count)
     return Topology((pool,), estimate_pools([pool], task))
@@ -187,7 +187,7 @@ def _plan_colocated(kind: WorkerKind, task: PlanningTask) -> Topology | None:
 
 def _plan_prefill(kind: WorkerKind, task: PlanningTask) -> PlannedPool | None:
     handoff_s = task.link.handoff_seconds(kind, task.traffic.p90_prompt)
-    count = fewest_workers(
+    count = find_fewest_workers(
         lambda count: estimate_prefill(kind, count, task.traffic, handoff_s).ttft_p90 <= task.slo.ttft_p90
     )
     return None if count is None else PlannedPool("prefill", kind, count)
@@ -198,5 +198,5 @@ def _plan_decode(kind: WorkerKind, task: PlanningTask) -> PlannedPool | None:
         is_fast = estimate_decode(kind, count, task.traffic).itl_p90 <= task.slo.itl_p90
         return is_fast and _link_utilisation(PlannedPool("decode", kind, count), task) < MAX_LINK_UTILISATION
 
-    count = fewest_workers(meets)
+    count = find_fewest_workers(meets)
     return None if count is None else PlannedPool("decode", kind, count)

@@ -33,7 +33,7 @@ _FIELDS = {
 class Traffic:
     rate: float  # requests per second
     lengths: tuple[tuple[int, int], ...]  # tokens of prompt and reply, of sampled requests
-    prefix_share: float = 0.0  # of the prompt tokens, which earlier requests had too
+    prefix_share: float = 0.0  # of the prompt tokens: in a prefix that an earlier request had too
     description: str = ""
     replayed: tuple[TraceRequest, ...] = ()  # requests of a trace in the order of time; empty: arrivals are random
 
@@ -116,28 +116,33 @@ class Traffic:
 
 
 def find_busiest_part(requests: Sequence[TraceRequest]) -> tuple[TraceRequest, ...]:
-    """Return consecutive requests with the most tokens per second, over a minute and BUSIEST_REQUESTS at least."""
+    """Return consecutive requests with the most tokens per second, over a minute and BUSIEST_REQUESTS at least.
+
+    Of a trace that is shorter, all requests are returned."""
     if len(requests) <= BUSIEST_REQUESTS:
         return tuple(requests)
     sizes = [sum(part.num_tokens for part in each.parts) + each.output_tokens for each in requests]
-    best, best_rate, end, tokens = (0, len(requests)), 0.0, 0, 0
-    for start in range(len(requests)):
-        while end < len(requests) and (
-            end - start < BUSIEST_REQUESTS or requests[end - 1].time - requests[start].time < BUSIEST_SECONDS
-        ):
-            tokens += sizes[end]
-            end += 1
-        seconds = requests[end - 1].time - requests[start].time
-        if end - start < BUSIEST_REQUESTS:
-            break
-        if seconds > 0 and tokens / seconds > best_rate:
-            best, best_rate = (start, end), tokens / seconds
-        tokens -= sizes[start]
+    best, best_rate, start, tokens = (0, len(requests)), 0.0, 0, 0
+    for end in range(1, len(requests) + 1):
+        tokens += sizes[end - 1]
+        while _is_long_enough(requests, start + 1, end):
+            tokens -= sizes[start]
+            start += 1
+        rate = (
+            tokens / (requests[end - 1].time - requests[start].time) if _is_long_enough(requests, start, end) else 0.0
+        )
+        if rate > best_rate:
+            best, best_rate = (start, end), rate
     return tuple(requests[slice(*best)])
 
 
+def _is_long_enough(requests: Sequence[TraceRequest], start: int, end: int) -> bool:
+    is_minute = requests[end - 1].time - requests[min(start, end - 1)].time >= BUSIEST_SECONDS
+    return is_minute and end - start >= BUSIEST_REQUESTS
+
+
 def count_prefix_share(requests: Sequence[TraceRequest]) -> float:
-    """Return the share of prompt tokens that an earlier prompt had, too, from its beginning."""
+    """Return the share of prompt tokens that belong to a prefix which an earlier prompt had too."""
     known: set[tuple[PromptPart, ...]] = set()
     shared = total = 0
     for request in requests:

@@ -18,7 +18,7 @@ from emberline.sim.sessions import SingleRequest
 from emberline.sim.worker_config import SimWorkerConfig
 from emberline.sim.workloads.requests import make_single_request
 
-MAX_SIMULATED_ENGINES = 16  # of all pools, if a part of the topology can have the same load for each engine
+MAX_SIMULATED_ENGINES = 16  # of all pools together; more only if the pools need them to keep their proportion
 # Of the loads of an engine in two pools, compared with the whole topology. Queues near their limit are sensitive.
 MAX_LOAD_MISMATCH = 1.02
 # Tokens of outputs and of prompts for which the simulated part and its duration are chosen: about 2 s of computation.
@@ -69,7 +69,7 @@ def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> Simu
     requests = min(SIMULATED_TOKENS / traffic.mean_output, SIMULATED_PROMPT_TOKENS / traffic.mean_prompt) - population
     end_s = warm_up_s + min(max(requests, MIN_SIMULATED_REQUESTS), MAX_SIMULATED_REQUESTS) / traffic.rate
     cluster = _build_cluster(topology, counts, task)
-    cluster.at(warm_up_s, lambda: _forget_latencies(cluster))
+    cluster.at(warm_up_s, lambda: _reset_latencies(cluster))
     sessions = _Sessions(traffic, seed, population, ramp_s, end_s)
     result = cluster.run(sessions, until=end_s)
     arrived = [at for at in sessions.arrivals if at >= warm_up_s]
@@ -78,8 +78,8 @@ def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> Simu
     return SimulatedLoad(
         ttft_p50=_quantile(result.ttft_seconds, 0.5, unanswered),
         ttft_p90=_quantile(result.ttft_seconds, 0.9, unanswered),
-        itl_p50=result.inter_token_seconds.quantile(0.5),
-        itl_p90=result.inter_token_seconds.quantile(0.9),
+        itl_p50=_inter_token_quantile(result.inter_token_seconds, 0.5),
+        itl_p90=_inter_token_quantile(result.inter_token_seconds, 0.9),
         requests=result.ttft_seconds.count,
         unanswered=unanswered,
         engines=sum(counts),
@@ -115,8 +115,8 @@ def choose_simulated_counts(engines: Sequence[int], wanted: int) -> list[int]:
 class _Sessions:
     """Random arrivals, or those of a trace, until `end_s`. `arrivals` collects their times.
 
-    To start near the steady state, the first requests arrive within `ramp_s` with a part of their replies, and need no
-    computation of their prompts."""
+    To start near the steady state, the first requests arrive within `ramp_s`, with computed prompts and a part of their
+    replies."""
 
     def __init__(self, traffic: Traffic, seed: int, population: int, ramp_s: float, end_s: float) -> None:
         self._traffic, self._seed, self._population = traffic, seed, population
@@ -193,12 +193,12 @@ def _worker_config(pool: PlannedPool, task: PlanningTask) -> SimWorkerConfig:
     )
 
 
-def _forget_latencies(cluster: SimCluster) -> None:
+def _reset_latencies(cluster: SimCluster) -> None:
     cluster.result.ttft_seconds, cluster.result.inter_token_seconds = Distribution(), Distribution()
 
 
 def _count_late(arrived: Sequence[float], ended: int, must_start_by: float) -> int:
-    """Return how many requests wait for their first token for too long at the end.
+    """Return how many requests have waited too long for their first token when the simulation ends.
 
     `arrived`: times of arrival. `ended`: requests that do not wait. Requests get their first token in the order of
     arrival, about, so the last ones wait. Of those that arrived after `must_start_by`, it is not known."""
@@ -209,3 +209,8 @@ def _quantile(values: Distribution, fraction: float, unanswered: int) -> float:
     """Return the quantile over all requests; those without a first token count as the slowest."""
     wanted = fraction * (values.count + unanswered)
     return values.quantile(wanted / values.count) if values.count > wanted else math.inf
+
+
+def _inter_token_quantile(values: Distribution, fraction: float) -> float:
+    """Return the quantile of the times between tokens; 0 if no request has a second token."""
+    return values.quantile(fraction) if values.count else 0.0

@@ -46,7 +46,6 @@ class WorkerKind:
     kv_bytes_per_token: int  # of all GPUs
     max_running: int
     max_batch_tokens: int
-    max_context: int
     basis: Basis
     source: str  # result files, or how the costs were projected
     drafts: bool = False
@@ -72,7 +71,7 @@ class WorkerKind:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """Which kinds of workers are considered."""
+    """The kinds of workers to consider."""
 
     weights: tuple[str, ...] = ()  # empty: all
     max_gpus: int | None = None
@@ -143,7 +142,9 @@ def _make_kinds(
     best = next((each for each in plan.plans if each.sharing in ("one GPU", "tensor parallel")), None)
     if best is None:
         raise ModelError(plan.rejected["tensor parallel"], hint="use more GPUs")
-    work = StepWork.of_plan(best, replace(outline, layers=outline.layers[: len(outline.layers) // pp])).times(pp)
+    work = StepWork.of_plan(best, replace(outline, layers=outline.layers[: len(outline.layers) // pp])).of_all_stages(
+        pp
+    )
     kv_tokens = best.kv_tokens
     if kv_tokens < options.longest_request:
         message = f"the KV cache holds {kv_tokens} tokens, and the longest request has {options.longest_request}"
@@ -159,7 +160,6 @@ def _make_kinds(
         kv_bytes_per_token=_whole_kv_bytes(best, work),
         max_running=scheduler.max_running,
         max_batch_tokens=scheduler.max_batch_tokens,
-        max_context=best.max_context,
         basis=basis,
         source=source,
     )
@@ -178,7 +178,7 @@ def _whole_kv_bytes(plan: GPUPlan, work: StepWork) -> int:
 
 
 def _stage_config(config: Mapping[str, Any], stages: int) -> Mapping[str, Any]:
-    """Return the config of one pipeline stage: the first layers, with embedding and head, which is more than it has."""
+    """Return the config of one pipeline stage: some layers, and also embedding and head, which is an overestimate."""
     if stages == 1:
         return config
     text = dict(select_planned_text(config))
@@ -204,7 +204,7 @@ def _find_costs(
     if tp > 1:
         rank_weights = "packed" if weights == "both" else weights  # in the small batches that were measured
         if (rank_weights, tp) in RANK_STEPS_MS:
-            correction = correction.times(make_rank_correction(rank_weights, tp))
+            correction = correction.combine(make_rank_correction(rank_weights, tp))
             sources.append(f"steps of one rank ({rank_file(rank_weights, tp)})")
         sources.append("published times of collectives")
     return ProjectedCosts(gpu, work, outline.hidden, tp, pp, correction), "projected", ", ".join(sources)

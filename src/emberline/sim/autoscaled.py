@@ -25,10 +25,10 @@ from emberline.sim.sessions import SimSession
 class ScalingTrace:
     """What happened during a run, for reports."""
 
-    changes: list[tuple[float, str, int]] = field(default_factory=list)  # time, role, workers added (or removed: < 0)
+    changes: list[tuple[float, str, int]] = field(default_factory=list)  # time, role, added workers (negative: removed)
 
     def count_direction_changes(self) -> int:
-        """Return how often workers of a pool were removed after some were added, or added after some were removed."""
+        """Return how often a pool changed from adding workers to removing them, or back."""
         count = 0
         last: dict[str, int] = {}
         for _, role, change in self.changes:

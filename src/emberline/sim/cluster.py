@@ -39,12 +39,12 @@ class SimClusterConfig(SimWorkerConfig):
     `detail`: steps: workers have real engines, which plan every step. runs: workers are FastWorkers."""
 
     workers: int = 4
-    prefill_workers: int = 0  # further workers, which compute prompts for the others
+    prefill_workers: int = 0  # workers in addition, which compute prompts for the others
     prefill: SimWorkerConfig | None = None  # their settings; None: those of the other workers
     link: KVLink = field(default_factory=KVLink)  # over which a worker copies KV blocks of others
     kv_bytes_per_token: float = 131_072.0
     heartbeat_s: float = 1.0
-    sample_s: float = 1.0  # between two samples of the load balance
+    sample_s: float = 1.0  # between two samples of the workers' open tokens
     detail: SimDetail = "steps"
 
     def config_for(self, role: Role) -> SimWorkerConfig:
@@ -71,7 +71,9 @@ class SimCluster:
 
         `router`: the router's settings; its timeouts for lost and stuck workers are not used."""
         if config.workers < 0 or config.prefill_workers < 0:
-            raise InvalidRequest("a simulated cluster cannot have a negative number of workers", param="workers")
+            counts = f"workers is {config.workers} and prefill_workers is {config.prefill_workers}"
+            message = f"{counts}; they must be at least 0"
+            raise InvalidRequest(message, param="workers")
         if config.detail == "runs":
             _check_simulated_in_runs(config, store, kv_events)
         self.config = config
@@ -97,8 +99,8 @@ class SimCluster:
         self._sends_session_ids = sends_session_ids
         self._store = store
         self._worker_numbers: dict[Role, Iterator[int]] = {}
-        self._changed: set[str] = set()  # workers that have news for the router
-        # It remembers every prompt, which takes too much memory for the runs of large fleets.
+        self._changed: set[str] = set()  # workers whose counters or blocks have changed since their last heartbeat
+        # The oracle keeps every prompt, which takes too much memory for large fleets.
         self._oracle = PrefixOracle(config.block_size) if config.detail == "steps" else None
         self._live_tokens: dict[str, int] = {}  # tokens of each active conversation
         self._live_sum = 0
@@ -122,7 +124,7 @@ class SimCluster:
         return self._num_prefill_workers > 0
 
     def at(self, time: float, callback: Callback) -> None:
-        """Call `callback` at this virtual time, if the run lasts so long."""
+        """Call `callback` at this virtual time, if the run has not ended before."""
         self._events.at(time, callback, is_background=True)
 
     def every(self, seconds: float, callback: Callback) -> None:

@@ -23,8 +23,8 @@ class StepCosts(Protocol):
     ) -> float:
         """Return the seconds of a step with `decode_rows` decoding requests and chunks of prompts.
 
-        `decode_context`: tokens of context, summed over these requests. `prompt_pairs`: how many tokens the prompt
-        tokens attend to, summed over them."""
+        `decode_context`: tokens of context, summed over these requests. `prompt_pairs`: tokens to which a prompt token
+        attends, summed over the prompt tokens."""
         ...
 
 
@@ -33,7 +33,7 @@ class CostModel:
     """A model of the speed of a GPU with three numbers, by default of an H200 with Llama-3.1-8B in bf16.
 
     The defaults were measured in benchmarks/results/h200-engine.json: a step with one token takes 3.9 ms, and a prompt
-    of 8,192 tokens takes 203 ms. The keys and values of one token of context are 128 KiB, which are read at 4.39 TB/s.
+    of 8,192 tokens takes 204 ms. The keys and values of one token of context are 128 KiB, which are read at 4.39 TB/s.
     """
 
     step: float = 3.9e-3  # seconds to read the weights once, and all other fixed costs of a step
@@ -51,7 +51,7 @@ class CostModel:
     def step_seconds(
         self, decode_rows: int, decode_context: float, prompt_tokens: int = 0, prompt_pairs: float = 0
     ) -> float:
-        """Return the duration of a step. The context of a prompt is taken for twice the mean that its tokens read."""
+        """Return the duration of a step, if a prompt's context is twice the mean of what its tokens attend to."""
         context = 2 * prompt_pairs / prompt_tokens if prompt_tokens else 0.0
         return self._seconds(decode_rows + prompt_tokens, decode_context + context)
 

@@ -21,7 +21,7 @@ class EventQueue:
 
     @property
     def has_work(self) -> bool:
-        """Whether any event is left that is not in the background."""
+        """Whether an event is left that is not a background event."""
         return self._num_foreground > 0
 
     def at(self, time: float, callback: Callback, *, is_background: bool = False) -> None:
@@ -30,7 +30,7 @@ class EventQueue:
         self._num_foreground += not is_background
 
     def every(self, seconds: float, callback: Callback) -> None:
-        """Call `callback` again and again, each time after so many virtual seconds, in the background."""
+        """Call `callback` periodically, after every `seconds` of virtual time, as a background event."""
         assert seconds > 0
 
         def call_and_repeat() -> None:
@@ -40,7 +40,7 @@ class EventQueue:
         self.at(self._clock.time + seconds, call_and_repeat, is_background=True)
 
     def hold(self, count: int = 1) -> None:
-        """Keep the run going while `count` more things wait for background events; a negative count ends that."""
+        """Keep the run going for `count` more requests that wait for background events; a negative count ends that."""
         self._num_foreground += count
 
     def run(self, until: float = math.inf) -> None:

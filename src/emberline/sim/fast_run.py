@@ -13,7 +13,7 @@ from emberline.sim.prefix_cache import CachedPart
 class FastJob:
     job: WorkerJob
     arrival: float
-    first_step: int  # the first step that may compute it
+    first_step: int  # number of the first step that may compute it
     num_known: int  # tokens of prompt and output to compute before it samples
     num_left: int  # tokens to sample
     num_before: int = 0  # tokens that were sampled before its last preemption
@@ -22,7 +22,7 @@ class FastJob:
     num_private: int = 0  # tokens in the cache that no other request shares
     held: CachedPart | None = None
     admitted_at: float = 0.0
-    ready_at: float | None = None  # when its blocks have been copied from another worker; None: they need not
+    ready_at: float | None = None  # time at which the copy of its blocks ends; None: no blocks are copied
     joined_step: int | None = None  # number of steps when it sampled its first token; None: it has not
     last_step: int = 0  # number of steps when it samples its last token
     last_token_at: float | None = None  # before its last preemption

@@ -80,7 +80,7 @@ class WorkerModel(Protocol):
         ...
 
     def take_gaps(self) -> list[tuple[float, int]]:
-        """Return the times between tokens of a job since the last call, each with the number of such tokens."""
+        """Return the inter-token times since the last call, each with the number of tokens that it applies to."""
         ...
 
     def num_generated(self, job_id: str, now: float) -> int:

@@ -25,15 +25,15 @@ class KVSource:
     """Blocks that another worker has computed for a request."""
 
     tokens: int  # leading tokens of the request whose keys and values are copied
-    overlapped_tokens: int  # of them, those that were copied while the other worker still computed
+    overlapped_tokens: int  # of `tokens`: copied while the other worker still computed the prompt
     is_prefill: bool = False  # the other worker is a prefill worker, which also samples the first token
     cached_tokens: int = 0  # prompt tokens that the other worker found in its cache
-    # Time at which the other worker had computed them, if it had announced them before: they are then copied while the
-    # answering worker computes a step. None: they are copied from the admission on.
+    # Time at which the other worker had computed the tokens, if it announced them earlier: the copy then overlaps with
+    # a step of the answering worker. None: the copy starts when the request is admitted.
     ready_at: float | None = None
 
     def copy_end(self, link_free_at: float, now: float, seconds: float) -> float:
-        """Return when a copy of `seconds` ends, over a link that has other copies until `link_free_at`."""
+        """Return when a copy that takes `seconds` ends. The link is busy with other copies until `link_free_at`."""
         return max(link_free_at, now if self.ready_at is None else self.ready_at) + seconds
 
     def seconds(self, link: KVLink, kv_bytes_per_token: float, missing_tokens: int) -> float:

@@ -15,7 +15,7 @@ UNANSWERED_S = 1e6  # first token of a request without an answer: too late for e
 
 @dataclass(slots=True)
 class MinuteLog:
-    """Watches a cluster. A request counts in the minute of its arrival, a token in that of its end."""
+    """Records a cluster's latencies. A request counts in the minute of its arrival, a token in that of its output."""
 
     slo: LatencyTargets
     ttft: defaultdict[int, Distribution] = field(default_factory=lambda: defaultdict(Distribution))

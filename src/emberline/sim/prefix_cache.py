@@ -144,6 +144,6 @@ class SimPrefixCache:
             self._mark_if_idle(parent)
 
     def check_unheld(self) -> None:
-        """Assert that nothing is held, and that only parts are counted as used."""
+        """Assert that no request holds a part, and that the used tokens are those of the parts."""
         assert not any(part.num_holders for part in self._parts.values())
         assert self.num_used == sum(part.num_tokens for part in self._parts.values()) <= self._capacity

@@ -53,7 +53,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """How one request went. Times are virtual seconds."""
+    """The outcome and the times of one request, in virtual seconds."""
 
     arrived_at: float
     first_token_at: float | None
@@ -88,7 +88,7 @@ class SimResult:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    oracle_tokens: int = 0  # prompt tokens that an unlimited cache shared by all workers would have had
+    oracle_tokens: int = 0  # prompt tokens that an unlimited cache, shared by all workers, would have contained
     working_set: int = 0  # largest number of tokens of conversations that were active at the same time
     ttft_seconds: Distribution = field(default_factory=Distribution)
     inter_token_seconds: Distribution = field(default_factory=Distribution)

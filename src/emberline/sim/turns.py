@@ -218,7 +218,8 @@ class TurnDispatcher:
         self._events.hold()
 
     def _give_up_if_waiting(self, turn: OpenTurn) -> None:
-        if turn in self._waiting and self._clock.now() >= turn.waits_until:  # later if it was served in between
+        # A turn that a worker served in between and that waits again has a later `waits_until`.
+        if turn in self._waiting and self._clock.now() >= turn.waits_until:
             self._waiting.remove(turn)
             self._events.hold(-1)
             self._end(turn, "failed")

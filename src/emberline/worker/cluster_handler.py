@@ -31,7 +31,7 @@ from emberline.worker.request_context import CHAIN_HEADER, RequestContext, tenan
 
 log = logging.getLogger("emberline.server")
 
-MAX_ORDER_BYTES = 1 << 16  # of a request to continue a stream, or to sleep
+MAX_CALL_BYTES = 1 << 16  # size of a router's call to continue a stream, or to sleep
 MAX_FORWARD_OVERHEAD_BYTES = 8 << 20  # of a forwarded request beside the client's body
 
 
@@ -57,7 +57,7 @@ class ForwardedRequest(msgspec.Struct):
         return RequestContext(seed=self.seed, is_tracked=True, handoff=Handoff.parse(self.handoff), **given)
 
 
-class SleepOrder(msgspec.Struct):
+class WorkerSleepRequest(msgspec.Struct):
     on: bool = True  # False: wake
 
 
@@ -80,12 +80,12 @@ class ClusterHandler:
     async def sleep(self, exchange: Exchange) -> None:
         """Put the models to sleep if they have no open requests, or wake them. Heartbeats show when that is done."""
         try:
-            order = msgspec.json.decode(await exchange.read_body(MAX_ORDER_BYTES), type=SleepOrder)
+            request = msgspec.json.decode(await exchange.read_body(MAX_CALL_BYTES), type=WorkerSleepRequest)
         except JSON_DECODE_ERRORS as e:
             raise InvalidRequest(f"invalid request to sleep or wake: {e}") from e
         if self._set_asleep is None:
             raise InvalidRequest("this worker cannot sleep", hint="start it with --can-sleep")
-        self._set_asleep(order.on)
+        self._set_asleep(request.on)
         await exchange.reply_json({})
 
     async def resume(self, exchange: Exchange) -> None:
@@ -104,7 +104,7 @@ class ClusterHandler:
     async def reclaim(self, exchange: Exchange) -> None:
         """Reply with the tokens of a stream up to an event, so that the stream can be continued after that event."""
         try:
-            position = msgspec.json.decode(await exchange.read_body(MAX_ORDER_BYTES), type=ReclaimRequest)
+            position = msgspec.json.decode(await exchange.read_body(MAX_CALL_BYTES), type=ReclaimRequest)
         except JSON_DECODE_ERRORS as e:
             raise InvalidRequest(f"invalid request to continue a stream: {e}") from e
         tenant = tenant_from_router(exchange, self._has_api_keys)

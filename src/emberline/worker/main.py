@@ -245,7 +245,7 @@ def _worker_url(worker: WorkerConfig, host: str, port: int, scheme: str = "http"
 
 
 def _worker_name(worker: WorkerConfig | None, port: int) -> str:
-    """Return the worker's name. By default it is the worker's address, as cloned machines may share a hostname."""
+    """Return the worker's name: --worker-name, or its address, since cloned machines may have equal hostnames."""
     if worker is None:
         return f"{socket.gethostname()}:{port}"
     return worker.worker_name or (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from emberline.core.engine_config import SchedulerConfig
 from emberline.engine.gpu.device import DeviceStream
+from emberline.engine.gpu.own_rows import ExchangedRows
 from emberline.engine.gpu.shape import StepShape, max_step_rows
 from emberline.engine.gpu.staging import InputStaging
 from emberline.kernels import ops
@@ -35,6 +36,7 @@ class StepInputs:
     state_drafts: Tensor | None = None  # StateRows.drafts and query_start; None: they keep no rows of drafted tokens
     state_starts: Tensor | None = None
     has_drafts: bool = True  # whether a request may have drafted tokens
+    exchanged: ExchangedRows | None = None  # with data-parallel attention
 
 
 @dataclass(frozen=True, slots=True)

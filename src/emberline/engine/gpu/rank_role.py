@@ -9,6 +9,7 @@ from torch import Tensor
 
 from emberline.engine.gpu.device import Device
 from emberline.engine.gpu.next_tokens import NextTokens, TokenReceiver, TokenSampler
+from emberline.engine.gpu.own_rows import OwnRows
 from emberline.engine.gpu.rows import DeviceRows
 from emberline.kernels.comm.communicator import Communicator
 from emberline.kv.layer_groups import LayerGroups
@@ -27,6 +28,7 @@ class RankRole:
     stage: Stage
     stages: Communicator | None = None  # between the stages; None: there is only one
     shards: Communicator | None = None  # between the ranks of this stage; None: there is only this one
+    attends_to_own: bool = False  # whether this rank has the KV cache of requests of its own, and attends to these
     pages_per_slot: int = 0  # pages of the states of a sequence, on every rank; 0: as many as those of this rank need
 
     @staticmethod
@@ -39,6 +41,16 @@ class RankRole:
         return self.stages is None and self.shards is None
 
     @property
+    def home(self) -> int:
+        """The home of the requests that this rank attends to."""
+        return self.shards.rank if self.shards is not None and self.attends_to_own else 0
+
+    @property
+    def exchanging_ranks(self) -> int:
+        """The number of ranks that attend to requests of their own, and exchange the rows of each step."""
+        return self.shards.size if self.shards is not None and self.attends_to_own else 1
+
+    @property
     def has_logits(self) -> bool:
         return self.stage.is_last
 
@@ -46,6 +58,13 @@ class RankRole:
     def num_plans(self) -> int:
         """The number of plans that are launched before the result of the first one is read, at most."""
         return max(2, self.stage.count)
+
+    def make_own_rows(self, max_logits: int) -> OwnRows | None:
+        """Return what divides the work of steps by the homes of requests; None: this rank computes all of it.
+
+        `max_logits`: rows of logits of a captured step, at most."""
+        assert self.shards is not None or not self.attends_to_own
+        return OwnRows(self.shards, max_logits) if self.shards is not None and self.attends_to_own else None
 
     def make_next_tokens(self, rows: DeviceRows, device: Device, vocab_size: int, max_input_bytes: int) -> NextTokens:
         """Return how the requests of a step get their next tokens.

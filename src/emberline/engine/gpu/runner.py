@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,6 +29,7 @@ from emberline.engine.gpu.drafting import DeviceDrafting
 from emberline.engine.gpu.expert_kernels import launch_expert_kernels
 from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs, max_input_bytes
 from emberline.engine.gpu.next_tokens import ComputedStep
+from emberline.engine.gpu.own_rows import DividedStep, OwnRows, fill_uncaptured
 from emberline.engine.gpu.rank_role import RankRole
 from emberline.engine.gpu.rows import DeviceRows
 from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows, max_step_tokens, order_by_expected_use
@@ -88,14 +90,16 @@ class GPURunner:
         self._has_decode_kernel = cache.keys.is_cuda and self._attention_planner.limit_queries(2) > 1
         self.exact = settings.gpu.exact  # whether a token's logits have the same bits in any batch
         self.graphs = settings.gpu.graphs  # whether steps are captured; False while another thread uses the device
-        self._grid = shape_grid_for(model.config, limits.max_batch_tokens)
+        self._grid = shape_grid_for(model.config, limits.max_batch_tokens, self.rank.exchanging_ranks)
         self.shapes = order_by_expected_use(
             captured_shapes(running, limits.max_batch_tokens, self._grid, queries=self._row_queries)
         )
         self._next_shape = 0  # index of the first shape that was not captured ahead of its first use
         self.max_batch_tokens = limits.max_batch_tokens
         size = max_input_bytes(limits, self._attention_planner, tables)
-        ahead = model.make_unpacker(device.step_stream, device.new_stream())
+        self._own_rows = self.rank.make_own_rows(max_step_rows(running))
+        exchanges = self._own_rows is not None
+        ahead = model.make_unpacker(device.step_stream, device.new_stream(), exchanges_rows=exchanges)
         staging, self._table_inputs = (InputStaging(size, device, self.rank.num_plans + 1) for _ in range(2))
         self._graphs = StepGraphs(device.step_stream, staging, ahead, max_step_rows(running))
         self._next_tokens = self.rank.make_next_tokens(self._rows, device, self.vocab_size, size)
@@ -183,6 +187,10 @@ class GPURunner:
         began = self._graphs.stream.record_event()
         self._rows.assign_rows(work)
         singles, chunks = DeviceBatch.split(work, self._rows.is_prompt if self.exact else None)
+        if self._own_rows is not None:
+            logits = self._launch_own_rows(self._own_rows, self._own_rows.divide(singles, chunks))
+            own = singles, chunks, logits, None, self._count_prepared
+            return self._next_tokens.launch(ComputedStep(plan, failures_by_request, began, *own))
         self._send_table_updates(work)
         batch = DeviceBatch.from_work(singles, chunks, self._rows, self._block_size, max_queries=self._max_queries)
         longest = int(batch.counts[: batch.singles].max()) if (has_drafts := batch.single_tokens > len(singles)) else 1
@@ -200,6 +208,31 @@ class GPURunner:
             draft = partial(self._drafting.prepare, singles, chunks, batch, shape, model_step.inputs)
         rest = singles, chunks, logits, draft, self._count_prepared
         return self._next_tokens.launch(ComputedStep(plan, failures_by_request, began, *rest))
+
+    def _launch_own_rows(self, own_rows: OwnRows, step: DividedStep) -> Tensor:
+        """Queue the model's computation of the requests of this rank, and return the logits of those of all ranks."""
+        own = own_rows.own_work(step)
+        self._send_table_updates(own.all)
+        parts = own.singles, own.chunks, self._rows, self._block_size
+        batch = DeviceBatch.from_work(*parts, max_queries=self._max_queries)
+        longest = min(step.longest_single, self._max_queries)
+        queries = next(count for count in self._row_queries if count >= longest) if step.longest_single > 1 else 1
+        shape = own_rows.find_shape(step, self._grid, queries, self._attention_planner) if self.graphs else None
+        batch = fill_uncaptured(batch, self._rows) if shape is None else self._pad_batch(batch, shape)
+        staged = self._graphs.inputs.new_inputs()
+        inputs = self._stage_inputs(batch, shape, staged, self._graphs.weight_unpacker, queries)
+        inputs = replace(inputs, exchanged=own_rows.stage(step, shape, staged))
+        staged.send()
+        logits, replay = (None, None) if shape is None else self._find_or_capture_graph(shape, inputs)
+        if self._state_copies is not None:
+            self._state_copies.begin_step(own.all)
+        logits = self._run_model_step(ModelStep(inputs, logits, replay, step.num_logits, None))
+        if self._state_copies is not None:
+            self._state_copies.save_snapshots(own.all)
+        return logits
+
+    def _pad_batch(self, batch: DeviceBatch, shape: StepShape) -> DeviceBatch:
+        return batch.pad_to(shape, self._rows.padding_row, self._rows.padding_state)
 
     def _count_prepared(self) -> int:
         return len(self._graphs.captured) + (0 if self._drafting is None else self._drafting.num_prepared)
@@ -223,7 +256,7 @@ class GPURunner:
         """Queue the copy of the model's inputs to the device, and return the step to run."""
         graphs = self._graphs
         if shape is not None:
-            batch = batch.pad_to(shape, self._rows.padding_row, self._rows.padding_state)
+            batch = self._pad_batch(batch, shape)
         staged = graphs.inputs.new_inputs()
         inputs = self._stage_inputs(batch, shape, staged, graphs.weight_unpacker, queries)
         is_contiguous = len(batch.used_logit_rows) == 0 or len(batch.used_logit_rows) == batch.used_logit_rows[-1] + 1
@@ -287,15 +320,16 @@ class GPURunner:
     def _get_logits_buffer(self, shape: StepShape) -> Tensor:
         """Return where a step of this shape writes its logits; a rank of an earlier stage has none."""
         width = self.vocab_size if self.rank.has_logits else 0
-        return self._graphs.get_logits_buffer(shape.rows, width, self.cache.keys.device)
+        rows = shape.rows if self._own_rows is None else self._own_rows.count_logits(shape)
+        return self._graphs.get_logits_buffer(rows, width, self.cache.keys.device)
 
     def _padding_inputs(self, shape: StepShape) -> StepInputs:
         """Return inputs of a step that is only padding. The step writes only logits, which are not used."""
-        rows = self._rows
-        empty = DeviceBatch.from_work([], [], rows, self._block_size)
-        batch = empty.pad_to(shape, rows.padding_row, rows.padding_state)
+        batch = self._pad_batch(DeviceBatch.from_work([], [], self._rows, self._block_size), shape)
         staged = self._graphs.inputs.new_inputs()
         inputs = self._stage_inputs(batch, shape, staged, self._graphs.weight_unpacker, shape.queries)
+        if (own_rows := self._own_rows) is not None:
+            inputs = replace(inputs, exchanged=own_rows.stage(own_rows.divide([], []), shape, staged))
         staged.send()
         return inputs
 

@@ -34,11 +34,16 @@ class ShapeGrid:
     coarse_grain: int = TOKEN_GRAIN  # grain of steps with more than MAX_CHUNK_TOKENS
 
     @staticmethod
-    def for_model(parameter_count: int, max_batch_tokens: int, *, has_experts: bool = False) -> ShapeGrid:
+    def for_model(
+        parameter_count: int, max_batch_tokens: int, *, has_experts: bool = False, exchanging_ranks: int = 1
+    ) -> ShapeGrid:
         """Return the sizes to capture for a model of which a token uses `parameter_count` weights of the layers.
 
         A step is worth capturing if launching it takes longer than computing it. For a small model that holds for
-        larger steps too, but it gets coarser sizes, because padding costs it little."""
+        larger steps too, but it gets coarser sizes, because padding costs it little. `exchanging_ranks`: ranks that
+        have different rows. They compute each other's padding, so a captured step has only a part of the tokens."""
+        if exchanging_ranks > 1:
+            return ShapeGrid(min(max(TOKEN_GRAIN, MAX_CHUNK_TOKENS // exchanging_ranks), max_batch_tokens))
         operations = LAUNCH_FLOP * (EXPERT_LAUNCH_FACTOR if has_experts else 1)
         worth = min(int(operations / (2 * parameter_count)), MAX_CAPTURED_TOKENS) // MAX_CHUNK_TOKENS * MAX_CHUNK_TOKENS
         if min(worth, max_batch_tokens) <= MAX_CHUNK_TOKENS:
@@ -71,15 +76,23 @@ class StepShape:
 
         `single_tokens`: tokens of the singles, with their drafts.
         Steps with too many chunks or tokens are not captured, nor steps that compute log-probabilities of prompts."""
-        if not chunks:
-            return StepShape(pad_row_count(single_tokens), 0, 0, queries)
+        if any(w.prompt_logprobs for w in chunks):
+            return None
         tokens = sum(len(w.tokens) for w in chunks)
-        grid = grid or ShapeGrid()
-        rows = next((rows for rows in grid.chunks if len(chunks) <= rows), None)
-        if tokens > grid.max_tokens or rows is None or any(w.prompt_logprobs for w in chunks):
+        return StepShape.for_counts(single_tokens, len(chunks), tokens, grid or ShapeGrid(), queries)
+
+    @staticmethod
+    def for_counts(
+        single_tokens: int, num_chunks: int, chunk_tokens: int, grid: ShapeGrid, queries: int
+    ) -> StepShape | None:
+        """Return the shape of a step with this many tokens of singles and chunks, as `for_work` does."""
+        if not num_chunks:
+            return StepShape(pad_row_count(single_tokens), 0, 0, queries)
+        rows = next((rows for rows in grid.chunks if num_chunks <= rows), None)
+        if chunk_tokens > grid.max_tokens or rows is None:
             return None
         padded = pad_single_row_count(single_tokens)
-        return StepShape(padded, rows, grid.pad_token_count(single_tokens + tokens) - padded, queries)
+        return StepShape(padded, rows, grid.pad_token_count(single_tokens + chunk_tokens) - padded, queries)
 
     @property
     def rows(self) -> int:

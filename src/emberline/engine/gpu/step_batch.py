@@ -67,6 +67,7 @@ def build_step_batch(
         matrix_states=None if states is None else states.matrices,
         state_slots=inputs.state_slots,
         **recurrent._asdict(),
+        **({} if inputs.exchanged is None else inputs.exchanged.make_batch_fields(tokens)),
     )
 
 

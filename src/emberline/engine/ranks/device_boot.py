@@ -63,7 +63,7 @@ def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None
     check_requested_weights(config.gpu.weights, on_gpu=True)
     check_host_memory(config)
     began = time.perf_counter()
-    layout = Layout.of(config.parallel)
+    layout = Layout.of_gpus(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
     check_device_drafts(config, model)
     check_transfer(config, model)
@@ -176,18 +176,18 @@ def _describe_engine(
 ) -> LoadedEngine:
     runner, kernels, checkpoint = part.runner, ops.selected_gpu_kernels().name, Checkpoint.open(Path(config.model))
     device = "cuda-portable" if kernels == "portable" else "cuda"  # their kernels round differently
-    numerics_name = Layout.of(config.parallel).numerics_name
+    layout = Layout.of_gpus(config.parallel)
     return LoadedEngine(
         engine=engine,
         max_context=engine.max_context,
-        kv_tokens=runner.num_blocks // len(runner.groups.windows) * config.scheduler.block_size,
+        kv_tokens=layout.num_caches * (runner.num_blocks // len(runner.groups.windows)) * config.scheduler.block_size,
         weight_bytes=sum(each.weight_bytes for each in ranks),
         kv_bytes=sum(each.kv_bytes for each in ranks),
         kernels=f"{kernels} ({torch.cuda.get_device_name()})",
         seconds=seconds,
         device="cuda",
         kv_dtype=dtype_name(runner.cache.shape.dtype),
-        numerics=numerics_of(runner.model, runner.cache, part.weight_format, device, numerics_name),
+        numerics=numerics_of(runner.model, runner.cache, part.weight_format, device, layout.numerics_name),
         stored_dtype=stored_weight_format(checkpoint),
         full_context=full_context(runner.model),
         ranks=ranks,

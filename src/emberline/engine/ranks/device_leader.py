@@ -28,12 +28,14 @@ class DeviceLeaderRunner(GPURunner):
 
     _group: FollowerGroup | None = None
     _host: DeviceHostTier | None = None
+    num_caches = 1  # see DataParallelRunner; set by `lead`
 
     def lead(self, group: FollowerGroup, part: DevicePart, host: DeviceHostTier | None = None) -> None:
         """Compute steps together with these ranks from now on. `part`: the leader's, which has this runner.
 
         `host`: the first KV tier; None: there are no tiers."""
         self._group, self._part, self._host = group, part, host
+        self.num_caches = group.layout.num_caches
         self._encoder, self._num_published = WorkEncoder(group.layout.pp), 0
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
 

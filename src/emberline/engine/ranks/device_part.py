@@ -89,6 +89,7 @@ class DevicePart:
     ) -> None:
         """`weights`: those of the model, which are still being loaded; None: they are loaded."""
         self.planned, self.stage, self.connections = planned, stage, connections
+        self._attends_to_own = planned.settings.parallel.dp_attention
         self._weights, self._fingerprint = weights, fingerprint
 
     @staticmethod
@@ -154,7 +155,8 @@ class DevicePart:
         stages, shards = (
             cast("Communicator | None", each) for each in (self.connections.stages, self.connections.shards)
         )
-        role = RankRole(self.planned.plan.groups, num_slots, is_leader, self.stage, stages, shards, pages_per_slot)
+        first = self.planned.plan.groups, num_slots, is_leader, self.stage, stages, shards
+        role = RankRole(*first, attends_to_own=self._attends_to_own, pages_per_slot=pages_per_slot)
         self.runner = self.planned.make_runner(make_state, num_blocks, num_slots, role, runner_class)
         seconds: dict[str, float] = {}
         if self._weights is not None:

@@ -86,7 +86,7 @@ def make_group_region(
 @dataclass(slots=True)
 class TransferSlot:
     number: int
-    is_lost: bool = False  # whether a rank may still write to it, though nothing waits for it any more
+    is_lost: bool = False  # True: its transfer has failed, and a rank may still write to it
 
 
 class DeviceGroupRegion(DividedRegion):

@@ -9,7 +9,7 @@ from emberline.core.environment import visible_gpus
 from emberline.core.errors import InvalidRequest
 from emberline.core.parallel_config import ParallelConfig
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.settings import check_node_settings
+from emberline.engine.ranks.settings import check_dp_attention, check_node_settings
 from emberline.models.config import ModelConfig
 
 # Hints for settings that no option of the same name sets.
@@ -21,11 +21,13 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
 
     `num_gpus`: that this process can see."""
     check_node_settings(config)
+    if config.parallel.dp_attention:
+        check_dp_attention(config)
     parallel, field = config.parallel, "tp" if config.parallel.tp > 1 else "pp"
     ranks = f"{parallel.num_ranks} ranks (tp {parallel.tp}, pp {parallel.pp})"
     unsupported = {
         "speculate": config.speculation.uses_draft_model or (parallel.pp > 1 and config.speculation.speculate != "off"),
-        "dp_attention": parallel.dp_attention,
+        "redundant_experts": parallel.redundant_experts > 0,
         "launcher": parallel.launcher != "processes",
         "exact": config.gpu.exact,
         "overlap": not config.gpu.overlap,  # set by programs only

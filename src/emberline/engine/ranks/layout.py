@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from emberline.core.parallel_config import ParallelConfig
 from emberline.models.config import ModelConfig
@@ -21,11 +21,20 @@ class Layout:
     dp_attention: bool = False  # whether ranks attend to different requests, with all heads
     redundant_experts: int = 0  # further experts of which each of the `ep` parts can keep copies
     stage_layers: tuple[int, ...] = ()  # number of layers of each stage; empty: about the same number of weights
+    gathers_rows: bool = False  # whether ranks that attend to different requests compute experts for the rows of all
 
     @staticmethod
     def of(config: ParallelConfig) -> Layout:
         names = ("tp", "pp", "ep", "nodes", "dp_attention", "redundant_experts", "stage_layers")
         return Layout(**{name: getattr(config, name) for name in names})
+
+    @staticmethod
+    def of_gpus(config: ParallelConfig) -> Layout:
+        """Return the layout of ranks with a GPU each.
+
+        They send rows to all ranks, and not only to those that have their experts: how many rows a step exchanges must
+        not depend on data, or it could not be captured."""
+        return replace(Layout.of(config), gathers_rows=config.dp_attention)
 
     @property
     def num_ranks(self) -> int:
@@ -64,6 +73,7 @@ class Layout:
             self.ep,
             divides_attention=not self.dp_attention,
             redundant_experts=self.redundant_experts,
+            gathers_rows=self.gathers_rows,
         )
 
     def describe(self, rank: int) -> str:

@@ -133,7 +133,7 @@ def with_settings_of_node(config: EngineConfig, own: EngineConfig) -> EngineConf
     return replace(config, model=own.model, threads=own.threads, parallel=replace(config.parallel, **node))
 
 
-class Silence:
+class NodeZeroTimer:
     """Measures how long node 0 has sent nothing.
 
     The clock also advances while the machine or this process is stopped, so long times between two checks count little.
@@ -161,8 +161,8 @@ class NodeRun:
     def __init__(self, config: EngineConfig, master: NodeSocket, command: tuple[str, ...]) -> None:
         self._config, self._master, self._command = config, master, command
         self._is_over = threading.Event()
-        self._silence = Silence()
-        self._unread_bytes = -1  # of the connection to node 0, at the last look
+        self._node_zero_timer = NodeZeroTimer()
+        self._unread_bytes = -1  # of the connection to node 0, at the last check
 
     def wait_for_start(self, stop: threading.Event) -> bool:
         """Wait until all nodes have joined; return False if `stop` was set before. Raises ConnectionError."""
@@ -215,8 +215,8 @@ class NodeRun:
             )
 
     def _serve(self, stop: threading.Event) -> bool:
-        silence = self._silence
-        silence.limit_s = max(START_TIMEOUT_S, self._config.parallel.rank_timeout)
+        timer = self._node_zero_timer
+        timer.limit_s = max(START_TIMEOUT_S, self._config.parallel.rank_timeout)
         with selectors.DefaultSelector() as selector:
             selector.register(self._master, selectors.EVENT_READ)
             for child in self._processes.children.values():
@@ -226,17 +226,17 @@ class NodeRun:
                     if isinstance(key.data, RankChild):
                         self._forward_messages(key.data, selector)
                         continue
-                    silence.reset()
+                    timer.reset()
                     is_open = self._master.read_available()
                     while (message := self._master.take_message()) is not None:
                         if isinstance(message, NodeGoodbye):
                             return True
                         if isinstance(message, NodePlan) or (isinstance(message, MasterBeat) and message.is_ready):
-                            silence.limit_s = self._config.parallel.rank_timeout
+                            timer.limit_s = self._config.parallel.rank_timeout
                         self._handle_message(message)
                     if not is_open:
                         raise ConnectionError("node 0 closed the connection")
-                silence.check()
+                timer.check()
         name = self._start.layout.describe_node(self._config.parallel.node_rank)
         failure = EngineFailed(f"{name} was stopped by a signal")
         self._master.try_send(Rejection.from_error("", failure))
@@ -278,8 +278,8 @@ class NodeRun:
             raise ConnectionError("node 0 closed the connection")
         if (unread := self._master.count_unread_bytes()) != self._unread_bytes:
             self._unread_bytes = unread
-            self._silence.reset()
-        self._silence.check()
+            self._node_zero_timer.reset()
+        self._node_zero_timer.check()
 
     def _send_beats(self) -> None:
         memory, ranks, num_sent = self._processes.memory, self._processes.children, 0

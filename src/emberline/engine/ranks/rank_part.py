@@ -186,12 +186,11 @@ class RankPart:
 
 @dataclass(frozen=True, slots=True)
 class OrderedModel:
-    """The last stage of a model whose other ranks have written their keys and values when `forward` returns.
+    """The last stage of a model. When its `forward` returns, all ranks have written the step's keys and values.
 
-    So the leader can let other engines read and overwrite blocks. In each layer, a rank writes its keys and values, and
-    reads those of other tokens, before it takes part in the sum of the attention's outputs. So the ranks of earlier
-    stages have done it when they send their output. In the last layer, a step without logits has no such sum: the ranks
-    then exchange one number instead."""
+    Only then may the leader let other engines read or overwrite the blocks. In each layer, a rank writes its keys and
+    values before it takes part in the sum of the attention's outputs, so the sum of a layer shows that all ranks have
+    written. The last layer of a step without logits has no sum; there the ranks exchange one number instead."""
 
     model: ForwardModel
     comm: Communicator  # with the other ranks of the last stage

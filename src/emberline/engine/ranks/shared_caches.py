@@ -59,9 +59,9 @@ def list_block_parts(ranks: Layout, model: ModelConfig, groups: LayerGroups) -> 
 def allocate_unused_places(
     groups: LayerGroups, whole: KVLayout, num_blocks: int
 ) -> tuple[BlockPart, HostRegion] | None:
-    """Return memory for the places of a block that no layer has; None: all places are used.
+    """Return memory for the places of a block that no layer uses, and these places; None: all are used.
 
-    On one rank, these places have memory too, which is sent and counts for checksums."""
+    An engine on one rank has memory for these places too. They are sent, and count for checksums."""
     if (unused := _find_unused_places(groups, whole.heads)) is None:
         return None
     layout = replace(whole, layers=max(map(len, unused.layers)))
@@ -87,7 +87,7 @@ def _part_bytes(layout: KVLayout, num_blocks: int) -> int:
 
 
 def _find_unused_places(groups: LayerGroups, num_heads: int) -> BlockPart | None:
-    """Return the places for layers that no layer has, as a part of its own; None: all places are used."""
+    """Return the places for layers in a block that no layer uses, since its group is smaller; None: there are none."""
     counts = [sum(group == each for each, _ in groups.places) for group in range(len(groups.windows))]
     if all(count == groups.block_layers for count in counts):
         return None

@@ -59,19 +59,6 @@ const bf16* prepare(const Linear& op) {
     return to;
 }
 
-// write_outputs() with vectors, if the panel is whole.
-void write_outputs_vectorized(const Linear& op, long panel, int first, int rows, const float* sums) {
-    long at = panel * kPanel;
-    if (op.mode >= kGated || at + kPanel > op.n) return write_outputs(op, panel, first, rows, sums);
-    for (int r = 0; r < rows; r++, sums += kPanel) {
-        float* y = op.y + (first + r) * op.stride + at;
-        for (int j = 0; j < kPanel; j += kLanes) {
-            Vec value = op.bias ? add(load(sums + j), load(op.bias + at + j)) : load(sums + j);
-            store(y + j, op.mode == kAdd ? add(load(y + j), value) : value);
-        }
-    }
-}
-
 // Multiplies `rows` rows from `first` by the panels [from, to). Few rows use each panel whole; many rows split k into pieces, so
 // that the weights and inputs that they share stay in the caches.
 void run_group(const Linear& op, const bf16* inputs, const bf16* weights, int first, int rows, long from, long to,

@@ -53,4 +53,17 @@ inline void write_outputs(const Linear& op, long panel, int first, int rows, con
     }
 }
 
+// write_outputs() with vectors, if the panel is whole.
+inline void write_outputs_vectorized(const Linear& op, long panel, int first, int rows, const float* sums) {
+    long at = panel * kPanel;
+    if (op.mode >= kGated || at + kPanel > op.n) return write_outputs(op, panel, first, rows, sums);
+    for (int r = 0; r < rows; r++, sums += kPanel) {
+        float* y = op.y + (first + r) * op.stride + at;
+        for (int j = 0; j < kPanel; j += kLanes) {
+            Vec value = op.bias ? add(load(sums + j), load(op.bias + at + j)) : load(sums + j);
+            store(y + j, op.mode == kAdd ? add(load(y + j), value) : value);
+        }
+    }
+}
+
 }  // namespace ember

@@ -85,11 +85,20 @@ class TransferServer:
         while not self._stopping:
             try:
                 sock, _ = self._listener.accept()
+            except OSError as error:
+                self._pause_accepting(error)
+                continue
+            try:
                 self._start_connection(sock)
-            except (OSError, RuntimeError) as error:
-                if not self._stopping:
-                    log.error("Cannot accept a KV transfer connection: error=%s", error)
-                    time.sleep(0.1)  # probably out of descriptors or threads; closing connections free some
+            except OSError:  # the peer has closed the connection already
+                sock.close()
+            except RuntimeError as error:
+                self._pause_accepting(error)
+
+    def _pause_accepting(self, error: Exception) -> None:
+        if not self._stopping:
+            log.error("Cannot accept a KV transfer connection: error=%s", error)
+            time.sleep(0.1)  # probably out of descriptors or threads; closing connections free some
 
     def _start_connection(self, sock: socket.socket) -> None:
         if self.num_connections >= MAX_CONNECTIONS:

@@ -1,4 +1,4 @@
-"""SharedRouting: what this router reports to other routers about its requests, and learns from their reports.
+"""SharedRouting: builds this router's reports for other routers, and records their reports.
 
 Workers carry the reports (`cluster/registrar_group.py`). A router with no other routers beside it reports nothing."""
 

@@ -40,7 +40,7 @@ RECLAIM_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class StreamResumption:
-    """A stream that another connection began, and the output that the client has received of it."""
+    """A stream that began over another connection, and the part of its output that the client has received."""
 
     worker: Worker  # which wrote the last event that the client received
     handoff: Handoff

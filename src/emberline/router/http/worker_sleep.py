@@ -14,7 +14,7 @@ from emberline.router.upstream_request import UpstreamRequest
 from emberline.router.worker_client import UpstreamBroken, UpstreamUnreachable, WorkerClient
 
 SLEEP_PATH = "/cluster/sleep"
-ORDER_TIMEOUT_S = 5.0
+SLEEP_TIMEOUT_S = 5.0
 MAX_SLEEP_WAIT_S = 3.0
 
 
@@ -40,7 +40,7 @@ class WorkerSleep:
             raise InvalidRequest(message, param="name", hint="only workers of emberline worker can sleep")
         order = UpstreamRequest("POST", SLEEP_PATH, self._headers, msgspec.json.encode({"on": on}))
         try:
-            async with asyncio.timeout(ORDER_TIMEOUT_S):
+            async with asyncio.timeout(SLEEP_TIMEOUT_S):
                 reply = await self._client.request(self._dispatcher.worker_url(worker), order)
                 with contextlib.closing(reply):
                     await reply.read_all()
@@ -50,7 +50,8 @@ class WorkerSleep:
         if reply.status in (400, 404):  # 404: an earlier release
             raise InvalidRequest(f"worker {name} cannot sleep", param="name", hint="start it with --can-sleep")
         if reply.status != 200:
-            raise EngineUnavailable(f"worker {name} answered {reply.status}", hint="see the worker's log")
+            message = f"worker {name} answered status {reply.status} to a request to sleep or wake"
+            raise EngineUnavailable(message, hint="see the worker's log")
         if on:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(MAX_SLEEP_WAIT_S):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from emberline.core.errors import InvalidRequest
 from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
 from emberline.sim.workloads.arrivals import ArrivalRate, draw_arrivals
+from emberline.sim.workloads.requests import check_spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,18 @@ class AgentWorkload:
                 label = name.removeprefix("num_")
                 raise InvalidRequest(f"{label} is {getattr(self, name)}; it must be at least 1", param=label)
         if self.turns[0] < 1 or self.system_tokens[0] < 1:
-            raise InvalidRequest("turns and system must be at least 1", param="turns")
-        if min(self.spread, self.over_seconds) < 0 or self.think_seconds <= 0:
-            raise InvalidRequest("spread and seconds must be at least 0, and think must be above 0", param="think")
+            message = f"turns is {self.turns} and system is {self.system_tokens}; they must be at least 1"
+            raise InvalidRequest(message, param="turns")
+        check_spread(self.spread)
+        for label, value in (("user", self.user_tokens), ("output", self.reply_tokens)):
+            if not value >= 1:
+                raise InvalidRequest(f"{label} is {value:g}; it must be at least 1", param=label)
+        if self.over_seconds < 0 or self.think_seconds <= 0:
+            message = (
+                f"seconds is {self.over_seconds:g} and think is {self.think_seconds:g};"
+                " seconds must be at least 0, and think above 0"
+            )
+            raise InvalidRequest(message, param="think")
 
     def sessions(self, seed: int) -> Iterator[AgentSession]:
         """Yield the conversations in the order of their start."""

@@ -13,6 +13,7 @@ from emberline.sim.workloads.requests import RequestWorkload, Workload
 from emberline.sim.workloads.traces import read_trace
 
 Settings = dict[str, float]
+WHOLE_NUMBERS = ("shared", "shared_prompts", "sessions", "turns", "systems", "system")
 EXAMPLE = "poisson:rate=4,seconds=600,prompt=1000,output=200"
 
 
@@ -38,7 +39,7 @@ def parse_workload(text: str) -> Workload:
 
 def _parse_settings(text: str, allowed: Mapping[str, float]) -> Settings:
     """Return the settings in a text like a=1,b=2; those that it leaves out have the values of `allowed`."""
-    settings = dict(allowed)
+    settings, given = dict(allowed), set[str]()
     for pair in filter(None, text.split(",")):
         name, _, value = pair.partition("=")
         if name not in allowed:
@@ -46,13 +47,23 @@ def _parse_settings(text: str, allowed: Mapping[str, float]) -> Settings:
             raise InvalidRequest(
                 f"the workload has no setting {name[:100]!r}", param=name[:100], hint=f"its settings are {known}"
             )
-        try:
-            settings[name] = float(value)
-        except ValueError:
-            settings[name] = math.nan
-        if not math.isfinite(settings[name]):
-            raise InvalidRequest(f"{name} is {value[:100]!r}; it must be a finite number", param=name)
+        if name in given:
+            raise InvalidRequest(f"the workload has the setting {name} twice", param=name, hint="write it once")
+        given.add(name)
+        settings[name] = _parse_number(name, value)
     return settings
+
+
+def _parse_number(name: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidRequest(f"{name} is {text[:100]!r}; it must be a finite number", param=name)
+    if name in WHOLE_NUMBERS and not number.is_integer():
+        raise InvalidRequest(f"{name} is {text[:100]!r}; it must be a whole number", param=name)
+    return number
 
 
 _REQUESTS = {"seconds": 600.0, "prompt": 1000.0, "output": 200.0, "spread": 0.0, "shared": 0.0, "shared_prompts": 1.0}

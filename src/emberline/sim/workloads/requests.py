@@ -12,6 +12,8 @@ from emberline.sim.prompt import PromptPart, SimPromptBuilder
 from emberline.sim.sessions import SimSession, SingleRequest
 from emberline.sim.workloads.arrivals import ArrivalRate, draw_arrivals
 
+MAX_SPREAD = 5.0  # the 90th percentile is 600 times the median
+
 
 class Workload(Protocol):
     def sessions(self, seed: int) -> Iterable[SimSession]:
@@ -34,11 +36,12 @@ class RequestWorkload:
             if not getattr(self, name) > low:
                 label = name.removesuffix("_tokens")
                 raise InvalidRequest(f"{label} is {getattr(self, name):g}; it must be above {low:g}", param=label)
-        if self.spread < 0 or self.shared_tokens < 0 or self.shared_prompts < 1:
+        check_spread(self.spread)
+        if self.shared_tokens < 0 or self.shared_prompts < 1:
             raise InvalidRequest(
-                f"spread is {self.spread:g}, shared is {self.shared_tokens} and shared_prompts is"
-                f" {self.shared_prompts}; they must be at least 0, 0 and 1",
-                param="spread" if self.spread < 0 else "shared",
+                f"shared is {self.shared_tokens} and shared_prompts is {self.shared_prompts}; they must be at least 0"
+                " and 1",
+                param="shared",
             )
 
     def sessions(self, seed: int) -> Iterator[SingleRequest]:
@@ -52,6 +55,11 @@ class RequestWorkload:
 
     def _draw(self, rng: random.Random, median: float) -> int:
         return max(1, round(median * rng.lognormvariate(0.0, self.spread) if self.spread else median))
+
+
+def check_spread(spread: float) -> None:
+    if not 0 <= spread <= MAX_SPREAD:
+        raise InvalidRequest(f"spread is {spread:g}; it must be from 0 to {MAX_SPREAD:g}", param="spread")
 
 
 def request_id(number: int) -> str:

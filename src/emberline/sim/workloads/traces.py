@@ -27,6 +27,7 @@ from emberline.sim.workloads.requests import make_single_request, reply_key, req
 
 MOONCAKE_BLOCK_TOKENS = 512
 MAX_TRACE_TOKENS = 1 << 31  # of one prompt or reply
+MAX_TRACE_S = 366 * 86_400.0  # a simulation has events in every second; a longer trace has times in another unit
 
 
 class TraceError(InvalidRequest):
@@ -127,6 +128,9 @@ def read_trace(path: Path, trace_format: str = "auto", speed: float = 1.0) -> Tr
         raise TraceError(f"{path} has no request", hint="a trace needs at least one record with prompt and output")
     start = min(request.time for request in requests)
     requests.sort(key=lambda request: request.time)
+    if (seconds := requests[-1].time - start) > MAX_TRACE_S:
+        message = f"{path} has requests over {seconds:.3g} s; a trace may have {MAX_TRACE_S:.3g} s"
+        raise TraceError(message, hint="timestamp is in milliseconds (Mooncake), and Timestamp in seconds (BurstGPT)")
     return TraceWorkload(tuple(replace(r, time=r.time - start) for r in _link_sessions(requests)), speed)
 
 

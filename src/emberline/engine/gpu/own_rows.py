@@ -1,0 +1,172 @@
+"""OwnRows: the rows of a step on a rank that attends to requests of its own (data-parallel attention).
+
+Every rank knows the work of all ranks from the plan. It builds a batch of its own requests, whose blocks and states are
+in its cache. Layers that ranks divide gather the rows of all ranks, compute their part, and return each rank the sums
+of its rows. The numbers of rows are known before the step, so it can be captured:
+
+- A captured step has one shape on all ranks, with room for the rows of the rank that has the most. A rank fills it up
+  with padding, all of it if it has no request. Divided layers compute the padding of all ranks too.
+- In an uncaptured step, each rank has as many rows as its requests need, and at least one, also of logits: no kernel
+  gets an empty tensor.
+
+Experts are divided layers too: rows go to all ranks, not only to those that have their experts, since how many these
+are depends on data. So a row is sent to all ranks where a dispatch would send it to a few, and every rank computes the
+router for all rows. The leader gets the logits of all requests and samples. All ranks receive all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from emberline.core.plan import WorkItem
+from emberline.engine.gpu.batch import DeviceBatch
+from emberline.engine.gpu.rows import DeviceRows
+from emberline.engine.gpu.shape import ShapeGrid, StepShape
+from emberline.engine.gpu.staging import StagedInputs
+from emberline.kernels import ops
+from emberline.kernels.comm.communicator import Communicator
+from emberline.models.row_exchange import RowExchange
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangedRows:
+    """How a step exchanges rows with the other ranks, and which logits it computes."""
+
+    rows: RowExchange
+    logit_rows: RowExchange
+    chosen: Tensor  # see ForwardBatch.chosen_rows
+
+    def make_batch_fields(self, tokens: Tensor) -> dict[str, Any]:
+        """Queue the exchange of the ranks' tokens, and return the fields of ForwardBatch. `tokens`: of this rank."""
+        fields = {"exchange": self.rows, "logit_exchange": self.logit_rows, "chosen_rows": self.chosen}
+        return {"all_tokens": self.rows.gather(tokens), **fields}
+
+
+@dataclass(frozen=True)
+class HomeWork:
+    """The work of a step whose requests have the same home."""
+
+    singles: list[WorkItem]
+    chunks: list[WorkItem]
+
+    @property
+    def all(self) -> list[WorkItem]:
+        return [*self.singles, *self.chunks]
+
+    @cached_property
+    def single_tokens(self) -> int:
+        return sum(len(w.tokens) for w in self.singles)
+
+    @cached_property
+    def chunk_tokens(self) -> int:
+        return sum(len(w.tokens) for w in self.chunks)
+
+    @cached_property
+    def num_logits(self) -> int:
+        return self.single_tokens + sum(_count_chunk_logits(w) for w in self.chunks)
+
+
+@dataclass(frozen=True)
+class DividedStep:
+    """The work of a step, divided by the homes of its requests."""
+
+    singles: Sequence[WorkItem]
+    chunks: Sequence[WorkItem]
+    homes: Sequence[HomeWork]  # by rank
+
+    @cached_property
+    def num_logits(self) -> int:
+        return sum(home.num_logits for home in self.homes)
+
+    @property
+    def longest_single(self) -> int:
+        """The tokens of the single with the longest draft."""
+        return max((len(w.tokens) for w in self.singles), default=1)
+
+    def find_logits(self, offsets: Sequence[int], single_rows: Sequence[int]) -> np.ndarray:
+        """Return where the logits of all requests are among those of all ranks, in the order in which they are sampled.
+
+        `offsets`: of the logits of each rank. `single_rows`: of these, how many precede those of chunks."""
+        chunk_offsets = np.array(offsets, np.int64) + np.array(single_rows, np.int64)
+        singles = _place_in_order(self.singles, [len(w.tokens) for w in self.singles], np.array(offsets, np.int64))
+        chunks = _place_in_order(self.chunks, [_count_chunk_logits(w) for w in self.chunks], chunk_offsets)
+        return np.concatenate([singles, chunks])
+
+
+class OwnRows:
+    def __init__(self, comm: Communicator, max_logits: int) -> None:
+        """`comm`: of the ranks with requests of their own. `max_logits`: rows of logits of a captured step, at most."""
+        self._comm, self._max_logits = comm, max_logits
+
+    def divide(self, singles: Sequence[WorkItem], chunks: Sequence[WorkItem]) -> DividedStep:
+        homes = [HomeWork([], []) for _ in range(self._comm.size)]
+        for w in singles:
+            homes[w.home].singles.append(w)
+        for w in chunks:
+            homes[w.home].chunks.append(w)
+        return DividedStep(singles, chunks, homes)
+
+    def own_work(self, step: DividedStep) -> HomeWork:
+        return step.homes[self._comm.rank]
+
+    def find_shape(
+        self, step: DividedStep, grid: ShapeGrid, queries: int, planner: ops.AttentionPlanner
+    ) -> StepShape | None:
+        """Return the shape of the captured step with room for the work of each home; None: it must run uncaptured.
+
+        All ranks find the same one. `planner`: of this rank, with the same limits as the others have."""
+        if any(w.prompt_logprobs for w in step.chunks) or step.num_logits > self._max_logits:
+            return None
+        sizes = ([(w.start, len(w.tokens)) for w in home.chunks] for home in step.homes)
+        if not all(map(planner.can_capture_chunks, sizes)):
+            return None
+        homes = step.homes
+        singles, chunks = max(home.single_tokens for home in homes), max(len(home.chunks) for home in homes)
+        return StepShape.for_counts(singles, chunks, max(home.chunk_tokens for home in homes), grid, queries)
+
+    def count_logits(self, shape: StepShape) -> int:
+        """Return the rows of logits that a captured step of this shape computes, with padding."""
+        return min(self._comm.size * shape.rows, self._max_logits)
+
+    def stage(self, step: DividedStep, shape: StepShape | None, staged: StagedInputs) -> ExchangedRows:
+        """Stage the indexes of the step's logits. `shape`: of a captured step; None: it runs uncaptured."""
+        size = self._comm.size
+        if shape is not None:
+            rows, logit_rows = [shape.singles + shape.tokens] * size, [shape.rows] * size
+            single_rows, chosen = [shape.singles] * size, np.zeros(self.count_logits(shape), np.int64)
+        else:
+            rows = [max(1, home.single_tokens + home.chunk_tokens) for home in step.homes]
+            logit_rows = [max(1, home.num_logits) for home in step.homes]
+            single_rows, chosen = [home.single_tokens for home in step.homes], np.zeros(step.num_logits, np.int64)
+        offsets = [sum(logit_rows[:rank]) for rank in range(size)]
+        chosen[: step.num_logits] = step.find_logits(offsets, single_rows)
+        exchange, logit_exchange = (RowExchange(self._comm, tuple(counts)) for counts in (rows, logit_rows))
+        return ExchangedRows(exchange, logit_exchange, staged.put(chosen))
+
+
+def fill_uncaptured(batch: DeviceBatch, rows: DeviceRows) -> DeviceBatch:
+    """Return the batch of an uncaptured step with at least one row, and at least one row of logits."""
+    if not len(batch.tokens):
+        return batch.pad_to(StepShape(1, 0, 0), rows.padding_row, rows.padding_state)
+    return batch if len(batch.logit_rows) else replace(batch, logit_rows=np.zeros(1, np.int64))
+
+
+def _count_chunk_logits(chunk: WorkItem) -> int:
+    return len(chunk.tokens) if chunk.prompt_logprobs else int(chunk.samples)
+
+
+def _place_in_order(work: Sequence[WorkItem], counts: Sequence[int], offsets: np.ndarray) -> np.ndarray:
+    """Return a place for each of the `counts` rows of the work items. A home's rows follow each other from its offset.
+
+    `offsets`: by home."""
+    homes = np.repeat(np.array([w.home for w in work], np.int64), np.array(counts, np.int64))
+    order, sizes = np.argsort(homes, kind="stable"), np.bincount(homes, minlength=len(offsets))
+    places = np.empty(len(homes), np.int64)
+    places[order] = np.arange(len(homes)) + np.repeat(offsets - (np.cumsum(sizes) - sizes), sizes)
+    return places

@@ -1,0 +1,91 @@
+"""Keys that would let every caller in, or that no request can carry, are refused without being shown."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from emberline.cli import gateway
+from emberline.cli.__main__ import main
+from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig, cluster_key_from_environment
+from emberline.core.errors import InvalidRequest
+from emberline.core.gateway_config import GatewayConfig
+from emberline.core.keys import add_key_from_environment
+
+WORKER = WorkerConfig(("http://r",))
+
+
+@pytest.mark.parametrize(
+    ("build", "param"),
+    [
+        (lambda key: RouterConfig(api_keys=(key,)), "api_keys"),
+        (lambda key: ServerConfig(api_keys=("good", key)), "api_keys"),
+        (lambda key: GatewayConfig(api_keys=(key,)), "api_keys"),
+        (lambda key: RouterConfig(cluster_key=key), "cluster_key"),
+        (lambda key: ServerConfig(worker=WORKER, cluster_key=key), "cluster_key"),
+    ],
+)
+def test_unusable_keys_are_refused(build: Callable[[str], object], param: str) -> None:
+    for key, reason in (
+        ("", "is empty"),
+        (" \n", "is empty"),
+        ("secret\n", "begins or ends with"),
+        ("sec\nret", "other than printable ASCII"),
+        ("s\xe9cret", "other than printable ASCII"),
+    ):
+        with pytest.raises(InvalidRequest, match=reason) as caught:
+            build(key)
+        assert caught.value.param == param and "ret" not in str(caught.value)
+    build("a key")
+
+
+def test_cluster_key_of_the_environment_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "")
+    assert cluster_key_from_environment() is None
+    for arguments in (["drain", "w", "--cluster-key", "secret\n"], ["drain", "w"]):
+        monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "secret\n")
+        assert main(arguments) != 0
+        error = capsys.readouterr().err
+        assert "begins or ends with" in error and "secret" not in error
+
+
+@pytest.mark.parametrize(
+    ("command", "variable"),
+    [
+        (["serve"], "EMBERLINE_API_KEY"),
+        (["router"], "EMBERLINE_API_KEY"),
+        (["cluster", "up"], "EMBERLINE_API_KEY"),
+        (["gateway"], "EMBERLINE_ADMIN_KEY"),
+    ],
+)
+def test_api_keys_are_read_from_the_environment(
+    command: list[str],
+    variable: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("EMBERLINE_CACHE", str(tmp_path))
+    monkeypatch.setenv(variable, "secret\n")
+    assert main([*command, "--api-key", "k" * 16]) == 1
+    assert "the key of api_keys begins or ends with" in capsys.readouterr().err
+    monkeypatch.setenv(variable, "first")
+    assert add_key_from_environment(("first", "second"), variable) == ("first", "second")
+    monkeypatch.setenv(variable, "")
+    assert add_key_from_environment(("second",), variable) == ("second",)
+
+
+def test_urls_of_a_gateway_with_passwords_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    gateway.add_arguments(parser)
+    monkeypatch.setenv("EMBERLINE_STORE_URL", "postgresql://u:p@h/d")
+    monkeypatch.setenv("EMBERLINE_REDIS_URL", "redis://:p@h")
+    config = gateway.build_config({"store": "sqlite:x"}, parser.parse_args([]))
+    assert (config.store, config.redis) == ("postgresql://u:p@h/d", "redis://:p@h")
+    config = gateway.build_config({}, parser.parse_args(["--store", "sqlite:y"]))
+    assert config.store == "sqlite:y"
