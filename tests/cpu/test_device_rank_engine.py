@@ -254,7 +254,7 @@ def test_each_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pp": 2, "kv_host_memory": 1 << 20, **NODES}, "kv_host_memory does not work with 2 nodes"),
         ({"pp": 2, "node_rank": 1, **NODES}, "node_rank is 1, but only node 0 has an engine"),
         ({"pp": 2, "speculate": "ngram"}, "speculate does not work"),
-        ({"tp": 2, "kv_mooncake": True}, "kv_mooncake does not work"),
+        ({"tp": 2, "kv_mooncake": True, **NODES}, "kv_mooncake does not work with 2 nodes"),
         ({"tp": 2, "launcher": "ray"}, "launcher does not work"),
         ({"tp": 2, "overlap": False}, "overlap does not work"),
     ],

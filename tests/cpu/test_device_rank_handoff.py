@@ -69,6 +69,17 @@ def test_same_tokens_after_a_handoff_between_layouts(family: str, tmp_path: Path
     assert run(d, ask()) == expected, "the blocks stay in the prefix cache"
 
 
+def test_same_tokens_after_a_handoff_by_mooncake(tmp_path: Path, start_engine: StartEngine) -> None:
+    FAMILIES["llama"](tmp_path)
+    p, d = start_engine("p", kv_mooncake=True, tp=2), start_engine("d", kv_mooncake=True, pp=2)
+    assert run(d, replace(ask(), source=first_ticket(p, ask())), background=p) == run_on_one_rank(tmp_path)
+    assert_all_was_transferred(d)
+    assert d.transfer_endpoint is not None
+    assert d.transfer_endpoint.receiver.connected_transports == {"mooncake": 1}
+    run(p)
+    wait_until_freed(p, d)
+
+
 def test_block_sizes_may_differ(tmp_path: Path) -> None:
     """Regions are compared, because kernels for a CPU turn keys, and those of a GPU do not."""
     FAMILIES["llama"](tmp_path)

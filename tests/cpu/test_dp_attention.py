@@ -219,9 +219,6 @@ class TestRedundantExperts:
     [
         ({"tp": 1}, "dp_attention"),
         ({"tp": 2, "pp": 2}, "dp_attention"),
-        ({"tp": 2, "kv_host_memory": 1 << 20}, "kv_host_memory"),
-        ({"tp": 2, "kv_disk": "blocks", "kv_disk_size": 1 << 30}, "kv_disk"),
-        ({"tp": 2, "kv_store": "redis://127.0.0.1:1"}, "kv_store"),
         ({"tp": 2, "speculate": "mtp"}, "speculate"),
     ],
 )

@@ -355,12 +355,14 @@ def test_settings_configure_the_transfer_endpoint(tmp_path: Path, monkeypatch: p
     p.add(replace(make_submission(), publish=True))
     outputs = [output for _ in range(20) for output in p.step()]
     ticket = outputs[-1].ticket
-    assert ticket is not None and set(ticket["peer"]["endpoints"]) == {"tcp"}
+    assert ticket is not None and set(ticket["peer"]["endpoints"]) == {"tcp", "mooncake"}
     d.add(replace(make_submission(), source=ticket))
     while not d.idle:
         d.step()
     stats = d.stats().transfer
     assert stats is not None and stats.hit_tokens == 32
+    assert d.transfer_endpoint is not None
+    assert d.transfer_endpoint.receiver.connected_transports == {"mooncake": 1}
     for engine in engines:
         engine.close()
     with pytest.raises(InvalidRequest, match="share a GPU"):

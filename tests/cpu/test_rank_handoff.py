@@ -29,10 +29,12 @@ from emberline.core.transfer_config import TransferConfig
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.ranks.group import RankGroup
-from emberline.engine.ranks.settings import check_rank_settings, check_transfer
+from emberline.engine.ranks.settings import check_transfer
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
+from emberline.kv.transfer import staged_pieces
 from emberline.kv.transfer.group_region import GroupRegion
+from emberline.kv.transfer.mooncake import MooncakeEngine
 from emberline.kv.transfer.piece import TransferPiece
 from emberline.models.config import ModelConfig
 
@@ -149,6 +151,54 @@ def test_same_tokens_after_a_handoff_between_layouts(family: str, tmp_path: Path
         assert run(d, ask()) == expected, "the blocks stay in the prefix cache"
 
 
+@pytest.mark.parametrize("family", ["llama", "windowed"])
+def test_same_tokens_after_a_handoff_by_mooncake(family: str, tmp_path: Path, start_engine: StartEngine) -> None:
+    """All engines of this process share one of Mooncake's, which reads their memory by TCP."""
+    FAMILIES[family](tmp_path)
+    expected = run(start_engine(), ask())
+    for sender, receiver in LAYOUTS if family == "llama" else LAYOUTS[2:3]:
+        p = start_engine("p", kv_mooncake=True, **sender)
+        d = start_engine("d", kv_mooncake=True, **receiver)
+        assert run(d, replace(ask(), source=first_ticket(p, ask())), background=p) == expected, (sender, receiver)
+        assert_all_was_transferred(d)
+        assert d.transfer_endpoint is not None
+        assert d.transfer_endpoint.receiver.connected_transports == {"mooncake": 1}
+        run(p)
+        wait_until_freed(p, d)
+        assert p.stats().transfer.ended == {"acknowledged": 1}  # type: ignore[union-attr]
+
+
+def test_aborted_request_gives_back_its_slot(
+    tmp_path: Path, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request is aborted while Mooncake reads its blocks. The next request gets its own blocks."""
+    WRITERS["llama"](tmp_path)
+    expected = run(start_engine(), ask())
+    monkeypatch.setattr(staged_pieces, "NUM_SLOTS", 1)
+    p, d = start_engine("p", kv_mooncake=True, tp=2), start_engine("d", kv_mooncake=True, pp=2)
+    is_reading, may_read, read = threading.Event(), threading.Event(), MooncakeEngine.read_remote_memory
+
+    def read_later(self: MooncakeEngine, *args: Any) -> bool:
+        is_reading.set()
+        assert may_read.wait(30)
+        return read(self, *args)
+
+    monkeypatch.setattr(MooncakeEngine, "read_remote_memory", read_later)
+    d.add(replace(ask(), source=first_ticket(p, ask())))
+    while not is_reading.is_set():
+        d.step()
+    d.abort("r")
+    d.step()
+    run(p)
+    wait_until_freed(d, p)
+    assert p.stats().transfer.ended == {"released": 1}  # type: ignore[union-attr]
+    may_read.set()
+    again = replace(ask("again"), source=first_ticket(p, ask("again")))
+    assert run(d, again, background=p) == expected
+    assert_all_was_transferred(d)
+    run(p)
+
+
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
 def test_requests_with_the_same_id_have_their_own_blocks(
     layout: dict[str, int], tmp_path: Path, start_engine: StartEngine
@@ -259,10 +309,6 @@ def test_what_ranks_cannot_exchange_is_refused(tmp_path: Path, start_engine: Sta
     with pytest.raises(InvalidRequest, match="float8") as caught:
         start_engine("p", tp=2, kv_dtype="float8")
     assert caught.value.param == "kv_dtype"
-    config = make_config(tmp_path, "p", tp=2, kv_mooncake=True)
-    with pytest.raises(InvalidRequest, match="kv_mooncake does not work with 2 ranks") as caught:
-        check_rank_settings(config)
-    assert caught.value.param == "kv_mooncake"
     WRITERS["delta-dense"](tmp_path)
     model = ModelConfig.from_checkpoint(Checkpoint.open(tmp_path))
     plain = ModelConfig.from_hf(tiny.config("llama"))
@@ -276,5 +322,8 @@ def test_what_ranks_cannot_exchange_is_refused(tmp_path: Path, start_engine: Sta
         assert caught.value.param == "transfer"
     optional = make_config(tmp_path, tp=2, transfer=TransferConfig("b", required=False))
     check_transfer(optional, model)
+    with pytest.raises(InvalidRequest, match=r"kv_mooncake is set, but .* if the model has recurrent layers") as caught:
+        check_transfer(make_config(tmp_path, tp=2, kv_mooncake=True, transfer=optional.transfer), model)
+    assert caught.value.param == "kv_mooncake"
     engine = start_engine(transfer=optional.transfer, tp=2)  # a worker with --role both runs without the exchange
     assert engine.transfer_endpoint is None

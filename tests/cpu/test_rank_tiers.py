@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from tiny import write_tensors
 from emberline.core.engine_config import EngineConfig
 from emberline.core.params import SamplingParams
 from emberline.core.plan import BlockCopy
-from emberline.core.request import Submission
+from emberline.core.request import Request, Submission
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.ranks.leader import LeaderRunner
+from emberline.kv.rank_managers import RankKVManagers
 from emberline.kv.tiers.part_copier import PartBlockCopier
 
 SETTINGS: dict[str, Any] = {
@@ -45,8 +47,8 @@ def build_config(directory: Path, name: str, **settings: Any) -> EngineConfig:
     return EngineConfig.build(str(directory), **SETTINGS | settings)
 
 
-def run(engine: Engine, length: int = 45) -> Replies:
-    for submission in submissions(length):
+def run(engine: Engine, length: int = 45, order: Sequence[Submission] = ()) -> Replies:
+    for submission in order or submissions(length):
         engine.add(submission)
     replies: Replies = {}
     while not engine.idle:
@@ -90,6 +92,35 @@ def test_blocks_come_back_from_host_memory(name: str, layout: dict[str, int], tm
     host = engine.stats().tiers["host"]
     engine.close()
     assert host.hit_tokens >= 3 * (length // 8 * 8)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "deepseek_v3", "delta-moe"])
+def test_blocks_of_one_rank_come_back_to_another(name: str, tmp_path: Path) -> None:
+    """With data-parallel attention, requests have other homes after the caches were emptied."""
+    length = 77 if name.startswith("delta") else 45
+    config = build_config(tmp_path, name)
+    expected = run(boot(config).engine, length)
+    config = config.with_settings(kv_host_memory=4 << 20, tp=2, dp_attention=True)
+    with closing(make_thread_engine(config)) as engine:  # also if it fails: its ranks are threads
+        homes: list[dict[str, int]] = []
+        first, second, third = submissions(length)
+        for order in ([first, second, third], [second, third, first]):
+            assert isinstance(engine.kv, RankKVManagers)
+            admit, found = engine.kv.admit, dict[str, int]()
+
+            def note_home(request: Request, reserved_blocks: int, admit: Any = admit, found: Any = found) -> bool:
+                is_admitted = bool(admit(request, reserved_blocks))
+                if is_admitted:
+                    found[request.id] = engine.kv.home_of(request)  # type: ignore[union-attr]
+                return is_admitted
+
+            engine.kv.admit = note_home  # type: ignore[method-assign]
+            assert_same(run(engine, length, order), expected)
+            homes.append(found)
+            engine.reset_kv()
+        host = engine.stats().tiers["host"]
+    assert homes[0].keys() == homes[1].keys() and homes[0] != homes[1]
+    assert host.hit_tokens >= 3 * 40
 
 
 def run_with_disk(config: EngineConfig, disk: Path, **layout: int) -> tuple[Replies, int]:

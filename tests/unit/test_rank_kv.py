@@ -9,6 +9,8 @@ from test_kv import request
 from emberline.core.request import Request
 from emberline.kv.manager import KVManager
 from emberline.kv.rank_managers import RankKVManagers
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.stack import TierStack
 
 
 def make_managers(ranks: int = 2, blocks: int = 8) -> tuple[RankKVManagers, list[KVManager]]:
@@ -88,3 +90,36 @@ def test_counters_continue_those_of_earlier_managers() -> None:
     kv.queried_tokens, kv.hit_tokens = 100, 40
     kv.admit(request("a", [1] * 8))
     assert (kv.queried_tokens, kv.hit_tokens) == (108, 40)
+
+
+def test_a_block_of_two_ranks_is_saved_once_and_loaded_by_any() -> None:
+    tiers = TierStack(HostTier(16, 8 * 4096), threads=False)
+    managers = [KVManager(8, 4, "t", tiers=tiers) for _ in range(2)]
+    kv = RankKVManagers(managers)
+    first, second = request("first", [*range(8), 1]), request("second", [*range(8), 2])
+    for r in (first, second):  # neither finds the other's blocks
+        kv.admit(r)
+        r.num_computed = 8
+    assert (kv.home_of(first), kv.home_of(second)) == (0, 1)
+    for r in (second, first):
+        kv.index_full_blocks(r)
+    assert kv.copies.has_saves
+    saves = kv.copies.take_saves()
+    assert [(each.home, each.block) for each in saves] == [(0, block) for block in kv.block_table(first)[:2]]
+    assert not kv.copies.has_saves
+    kv.copies.finish(saves, [])
+    kv.free_request(first)
+    kv.free_request(second)
+    kv = RankKVManagers([KVManager(8, 4, "t", tiers=tiers) for _ in range(2)])  # with empty caches
+    kv.admit(request("busy", [7] * 4))
+    kv.admit(third := request("third", [*range(8), 3]))
+    assert kv.home_of(third) == 1 and kv.is_loading(third)
+    assert kv.update_loaded_prefix(third) and not kv.is_loading(third) and third.num_cached == 8
+    loads = kv.copies.take_loads()
+    assert [(each.home, each.block) for each in loads] == [(1, block) for block in kv.block_table(third)[:2]]
+    assert [each.digest for each in loads] == [each.digest for each in saves]
+    assert tiers.host.num_pinned == 2
+    kv.copies.finish([], loads)
+    assert tiers.host.num_pinned == 0
+    kv.check_invariants()
+    tiers.host.check_invariants()

@@ -103,12 +103,13 @@ def test_copies_of_blocks() -> None:
     memory = GroupMemory.create(2)
     ours = HostBuffers.allocate(memory, 4096, 5)
     theirs = HostBuffers(memory, ours.area)
-    saves = [BlockCopy(7, b"a", ours.find(4), 2), BlockCopy(1 << 40, b"b", ours.find(0))]
+    saves = [BlockCopy(7, b"a", ours.find(4), 2), BlockCopy(1 << 40, b"b", ours.find(0), home=3)]
     loads = [BlockCopy(3, b"c", ours.find(2), 1)]
     message = encode_copies(saves, loads, ours.number)
     assert is_copies(message) and not is_copies(WorkEncoder().encode([])) and not is_copies(msgpack.encode("prepare"))
     for sent, got in zip((saves, loads), decode_copies(message, theirs.find), strict=True):
-        assert [(each.block, each.group) for each in got] == [(each.block, each.group) for each in sent]
+        places = [[(each.block, each.group, each.home) for each in copies] for copies in (got, sent)]
+        assert places[0] == places[1]
         for one, same in zip(sent, got, strict=True):
             one.buffer[:2] = one.block.to_bytes(8, "little")[:2]
             assert same.buffer == one.buffer and len(same.buffer) == 4096

@@ -22,7 +22,7 @@ from emberline.kv.codec import select_kv_codec
 from emberline.kv.transfer import endpoint
 from emberline.kv.transfer.endpoint import SameHostAccess, TransferEndpoint, TransferOptions
 from emberline.kv.transfer.errors import TransferCorrupted
-from emberline.kv.transfer.mooncake import MooncakeServer
+from emberline.kv.transfer.mooncake_server import MooncakeServer
 from emberline.kv.transfer.region import HostRegion
 from emberline.kv.transfer.shm import SharedSegment
 

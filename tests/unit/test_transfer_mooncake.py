@@ -18,7 +18,8 @@ from emberline.kv.mooncake import MooncakeMissing, check_mooncake_usable
 from emberline.kv.transfer import mooncake
 from emberline.kv.transfer.errors import PeerLost, PeerUnreachable, TransferCancelled, TransferTimeout
 from emberline.kv.transfer.link import LinkOptions
-from emberline.kv.transfer.mooncake import MooncakeEngine, MooncakeTransport, RegisteredBuffers, serve_mooncake
+from emberline.kv.transfer.mooncake import MooncakeEngine, MooncakeTransport, RegisteredBuffers
+from emberline.kv.transfer.mooncake_server import serve_mooncake
 from emberline.kv.transfer.progress import PullProgress
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.sender import Sender

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from staged_mooncake import StagedTransport, serve_staged
 from transfer_helpers import Fault, Proxy, blank, content, fill, small, soon, with_endpoint
 
 from emberline.core.clock import ManualClock
@@ -41,7 +42,8 @@ from emberline.kv.transfer.errors import (
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.lease import LeaseEndReason
 from emberline.kv.transfer.link import LinkOptions
-from emberline.kv.transfer.mooncake import MooncakeEngine, MooncakeTransport, serve_mooncake
+from emberline.kv.transfer.mooncake import MooncakeEngine, MooncakeTransport
+from emberline.kv.transfer.mooncake_server import serve_mooncake
 from emberline.kv.transfer.progress import PullProgress
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.sender import Sender
@@ -51,7 +53,7 @@ from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
 from emberline.kv.transfer.ticket import Ticket
 
 LEASE, IO_TIMEOUT_S = 30.0, 20.0
-KINDS = ["tcp", "shm", "mooncake"]
+KINDS = ["tcp", "shm", "mooncake", "staged"]  # staged: Mooncake, for a cache that it cannot read directly
 SLACK = 16  # bytes by which runs differ in length: messages contain seconds as decimals
 
 
@@ -73,8 +75,8 @@ class Host:
         transport: Transport = (
             TcpTransport(layout, link_options) if kind == "tcp" else ShmTransport(layout, link_options)
         )
-        if kind == "mooncake":
-            transport = MooncakeTransport(layout, mooncake(), link_options)
+        if kind in ("mooncake", "staged"):
+            transport = (StagedTransport if kind == "staged" else MooncakeTransport)(layout, mooncake(), link_options)
         return Receiver(blank(layout, 12), [transport], max_piece_bytes=64)
 
     def check_settled(self) -> None:
@@ -113,8 +115,10 @@ def host() -> Iterator[Host]:
     before = set(threading.enumerate())
     segment = SharedSegment(small(), 12)
     sender = Sender(segment.region, "p")
-    servers = [serve_tcp(sender, io_timeout_s=IO_TIMEOUT_S), serve_shm(sender, segment, io_timeout_s=IO_TIMEOUT_S)]
-    made = Host(sender, [*servers, serve_mooncake(sender, mooncake(), io_timeout_s=IO_TIMEOUT_S)])
+    servers: list[TransferServer] = [serve_tcp(sender, io_timeout_s=IO_TIMEOUT_S)]
+    servers.append(serve_shm(sender, segment, io_timeout_s=IO_TIMEOUT_S))
+    servers += [serve(sender, mooncake(), io_timeout_s=IO_TIMEOUT_S) for serve in (serve_mooncake, serve_staged)]
+    made = Host(sender, servers)
     yield made
     for server in made.servers:
         server.stop()
@@ -453,14 +457,17 @@ def test_two_pulls_of_one_ticket_share_a_link(host: Host) -> None:
 CHILD = """
 import json, sys, time
 sys.path[:0] = json.loads(sys.argv[1])
-from emberline.kv.transfer.mooncake import MooncakeEngine, serve_mooncake
+from emberline.kv.transfer.mooncake import MooncakeEngine
+from emberline.kv.transfer.mooncake_server import serve_mooncake
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.shm import SharedSegment, serve_shm
 from emberline.kv.transfer.tcp import serve_tcp
+from staged_mooncake import serve_staged
 from transfer_helpers import fill, small
 segment = SharedSegment(small(), 12)
 sender = Sender(segment.region, "p")
-servers = [serve_tcp(sender), serve_shm(sender, segment), serve_mooncake(sender, MooncakeEngine())]
+engine = MooncakeEngine()
+servers = [serve_tcp(sender), serve_shm(sender, segment), serve_mooncake(sender, engine), serve_staged(sender, engine)]
 sent = fill(segment.region, [4, 5, 1], 1)
 print(json.dumps([sender.publish([4, 5, 1], 30.0).as_dict(), sent.hex()]), flush=True)
 time.sleep(60)

@@ -1,4 +1,6 @@
-"""A prefill worker on two tensor ranks and a decode worker on one rank, behind a router, reply like a single worker."""
+"""A prefill worker on two tensor ranks and a decode worker on one rank, behind a router, reply like a single worker.
+
+Mooncake transfers the blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from emberline.core.freeport import free_port
 
 PROMPT = "Once upon a time there was a cache of keys and values that two ranks had divided. "
 LAYOUTS = {"p": ("--role", "prefill", "--tp", "2"), "d": ("--role", "decode")}
-SETTINGS = ("--served-name", "tiny", "--embedder", "none", "--threads", "1", "--kv-memory", "16M", "--dtype", "float32")
+SETTINGS = ("--served-name", "tiny", "--embedder", "none", "--threads", "1", "--kv-memory", "16M")
+SETTINGS += ("--dtype", "float32", "--kv-mooncake")
 
 
 class Cluster:
@@ -61,6 +64,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def test_prompts_computed_on_two_ranks_continue_on_one(cluster: Cluster) -> None:
     replies = [cluster.ask(cluster.url, number) for number in range(3)]
     transfer = cluster.stats("d")["transfer"]
+    assert transfer["reached"] == {"mooncake": 1} and not transfer["passed_over"]
     assert transfer["pulls"] == 3 and transfer["hit_tokens"] > 3 * 200 and not transfer["recomputed"]
     assert len(cluster.stats("p")["ranks"]["tiny"]) == 2
     numerics = {name: row["numerics"]["tiny"]["ranks"] for name, row in cluster.rows().items()}

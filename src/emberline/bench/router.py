@@ -31,7 +31,7 @@ from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 from emberline.core.tls import TLSIdentity
 from emberline.core.tls_config import TLSConfig
-from emberline.kv.transfer.receiver import MAX_PIECE_BYTES
+from emberline.kv.transfer.piece import MAX_PIECE_BYTES
 
 READY_TIMEOUT_S = 30.0
 PATH = "/v1/chat/completions"

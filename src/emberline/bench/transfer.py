@@ -37,7 +37,8 @@ from emberline.kv.transfer.base import Transport
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.link import LinkOptions
 from emberline.kv.transfer.local import LocalTransport, advertise_local
-from emberline.kv.transfer.mooncake import MooncakeEngine, MooncakeTransport, serve_mooncake
+from emberline.kv.transfer.mooncake import MooncakeEngine, MooncakeTransport
+from emberline.kv.transfer.mooncake_server import serve_mooncake
 from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.region import HostRegion

@@ -89,6 +89,7 @@ class BlockCopy:
     digest: bytes  # hash of the block's content: tokens/blockhash.py
     buffer: memoryview
     group: int = 0  # of layers, whose keys and values the block has: kv/layer_groups.py
+    home: int = 0  # with data-parallel attention: the rank that has the block; 0 otherwise
 
 
 @dataclass(frozen=True, slots=True)

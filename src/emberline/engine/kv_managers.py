@@ -57,8 +57,8 @@ def make_kv_manager(
 ) -> AnyKVManager:
     """Return a manager of the runner's cache. `max_step_tokens`: new tokens of a request in one step, at most."""
     if isinstance(runner, DataParallelRunner) and runner.num_caches > 1:
-        assert tiers is None and transfer_endpoint is None, "refused when the engine starts"
-        args = runner, config, groups, max_step_tokens, clock
+        assert transfer_endpoint is None, "refused when the engine starts"
+        args = runner, config, groups, max_step_tokens, clock, tiers
         return RankKVManagers([_make_manager(*args) for _ in range(runner.num_caches)])
     return _make_manager(runner, config, groups, max_step_tokens, clock, tiers, transfer_endpoint)
 

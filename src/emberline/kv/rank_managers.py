@@ -1,28 +1,31 @@
 """RankKVManagers: the KV caches of ranks that attend to different requests, behind the interface of one KVManager.
 
 With data-parallel attention, each rank has a cache of its own, with blocks and slots for states that are numbered from
-0 on every rank. A request has all its blocks on one rank, its home, from its admission until it is freed. Tiers and
-transfers between engines do not work with such caches yet.
+0 on every rank. A request has all its blocks on one rank, its home, from its admission until it is freed. All ranks
+share the tiers: a block that one rank has saved can be loaded by the others. Transfers between engines do not work with
+such caches yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from emberline.core.events import BlockSample
+from emberline.core.plan import BlockCopy
 from emberline.core.request import Request
-from emberline.kv.block_copies import PendingCopies
 from emberline.kv.kept_blocks import KeptBlocks
 from emberline.kv.manager import KVManager
 from emberline.kv.prefix import PrefixChanges
 
 
 class RankKVManagers:
-    tiers = pulls = None
+    pulls = None
 
     def __init__(self, managers: Sequence[KVManager]) -> None:
-        """`managers`: that of each rank. They must have no tiers and no pulls."""
-        assert all(manager.tiers is None and manager.pulls is None for manager in managers)
+        """`managers`: that of each rank. They must have the same tiers, and no pulls."""
+        self.tiers = managers[0].tiers
+        assert all(manager.tiers is self.tiers and manager.pulls is None for manager in managers)
         self._managers = tuple(managers)
         self._homes: dict[str, int] = {}  # rank, by request
         self._num_requests = [0] * len(managers)  # by rank
@@ -30,7 +33,7 @@ class RankKVManagers:
         self.block_size = managers[0].block_size
         self.prefix_cache = managers[0].prefix_cache
         self.has_windows = managers[0].has_windows
-        self.copies: PendingCopies = managers[0].copies  # none are made without tiers
+        self.copies = RankCopies(self._managers)
         self.kept: KeptBlocks = managers[0].kept  # none are kept without transfers
         self.residency = RankResidency(self._managers)
 
@@ -86,10 +89,10 @@ class RankKVManagers:
         return self.manager_of(request).num_reclaimable_blocks(request)
 
     def is_loading(self, request: Request) -> bool:
-        return False
+        return self.manager_of(request).is_loading(request)
 
     def update_loaded_prefix(self, request: Request) -> bool:
-        return True
+        return self.manager_of(request).update_loaded_prefix(request)
 
     def keep_source_lease_alive(self, request: Request) -> None:
         """Remove the peer from the request, as no blocks are copied from other engines."""
@@ -167,6 +170,29 @@ class RankKVManagers:
 
 
 AnyKVManager = KVManager | RankKVManagers
+
+
+class RankCopies:
+    """The copies of KV blocks to and from host memory that the next step plan must make, of all ranks."""
+
+    def __init__(self, managers: Sequence[KVManager]) -> None:
+        self._by_rank = [manager.copies for manager in managers]
+
+    @property
+    def has_saves(self) -> bool:
+        return any(copies.has_saves for copies in self._by_rank)
+
+    def take_saves(self) -> list[BlockCopy]:
+        """Return copies to host memory, each with its rank. Of equal blocks of several ranks, one is saved."""
+        return [replace(each, home=rank) for rank, copies in enumerate(self._by_rank) for each in copies.take_saves()]
+
+    def take_loads(self) -> list[BlockCopy]:
+        """Return copies from host buffers into cache blocks, each with its rank."""
+        return [replace(each, home=rank) for rank, copies in enumerate(self._by_rank) for each in copies.take_loads()]
+
+    def finish(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
+        """Release the host buffers of copies that a step plan made. The copies must be complete."""
+        self._by_rank[0].finish(saves, loads)  # all have the same tiers
 
 
 class RankResidency:

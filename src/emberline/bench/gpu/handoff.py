@@ -41,8 +41,8 @@ from emberline.kv.checksum import select_crc
 from emberline.kv.transfer.base import Transport
 from emberline.kv.transfer.endpoint import TransferEndpoint, TransferOptions
 from emberline.kv.transfer.link import LinkOptions
-from emberline.kv.transfer.piece import cut_into_pieces
-from emberline.kv.transfer.receiver import MAX_PIECE_BYTES, Receiver
+from emberline.kv.transfer.piece import MAX_PIECE_BYTES, cut_into_pieces
+from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.tcp import TcpTransport
 from emberline.kv.transfer.ticket import Ticket
 

@@ -16,7 +16,7 @@ COPIES_MARK = b"\xc1"  # MessagePack does not use this byte, so no encoded work 
 
 
 class EncodedCopies(msgspec.Struct, array_like=True):
-    """Copies by columns: blocks, numbers of buffers and groups of layers, as 64-bit integers. Saves come first."""
+    """Copies by columns: blocks, numbers of buffers, groups of layers, homes, as 64-bit integers. Saves come first."""
 
     num_saves: int
     columns: bytes
@@ -39,6 +39,7 @@ def encode_copies(
     columns = array("q", [each.block for each in copies])
     columns.extend(buffer_number(each.buffer) for each in copies)
     columns.extend(each.group for each in copies)
+    columns.extend(each.home for each in copies)
     return COPIES_MARK + _ENCODER.encode(EncodedCopies(len(saves), columns.tobytes()))
 
 
@@ -46,7 +47,7 @@ def decode_copies(message: bytes, find_buffer: Callable[[int], memoryview]) -> t
     """Return saves and loads, without hashes. `find_buffer`: returns the buffer with a number."""
     encoded = _DECODER.decode(message[len(COPIES_MARK) :])
     columns = array("q", encoded.columns).tolist()
-    count = len(columns) // 3
-    rows = zip(columns[:count], columns[count : 2 * count], columns[2 * count :], strict=True)
-    copies = [BlockCopy(block, b"", find_buffer(number), group) for block, number, group in rows]
+    count = len(columns) // 4
+    rows = zip(*(columns[i * count : (i + 1) * count] for i in range(4)), strict=True)
+    copies = [BlockCopy(block, b"", find_buffer(number), group, home) for block, number, group, home in rows]
     return copies[: encoded.num_saves], copies[encoded.num_saves :]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from emberline.core.plan import WorkItem
+from emberline.core.plan import BlockCopy, WorkItem
 from emberline.engine.step_columns import StepColumns
 from emberline.engine.work_executor import ForwardModel, WorkExecutor
 from emberline.kernels.comm.communicator import Communicator
@@ -31,6 +31,11 @@ class OwnWorkExecutor(WorkExecutor):
         """`comm`: of the ranks that have requests of their own. `cache`, `states`: of this rank's requests."""
         super().__init__(model, cache, groups, states, copier)
         self._comm = comm
+
+    def copy(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
+        """Copy the blocks of this rank. `saves`, `loads`: those of all ranks."""
+        own = self._comm.rank
+        super().copy([each for each in saves if each.home == own], [each for each in loads if each.home == own])
 
     def _prepare_batch(self, work: Sequence[WorkItem], columns: StepColumns | None = None) -> ForwardBatch:
         """Return the batch of this rank's requests, with the numbers of rows of the others.

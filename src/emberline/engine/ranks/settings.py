@@ -28,21 +28,10 @@ def check_rank_settings(config: EngineConfig) -> None:
             hint=f"lower --{field}, or set --threads 1 to let ranks share cores",
         )
     if parallel.dp_attention:
-        check_dp_attention(config)
+        check_dp_attention(config, supports_tiers=True)
     if parallel.collectives not in ("auto", "gloo"):
         message = f"collectives is {parallel.collectives}, which connects GPUs, but these ranks compute on CPUs"
         raise InvalidRequest(message, param="collectives", hint="drop --collectives, or use --device cuda")
-    is_remote = parallel.nodes > 1  # ranks on other machines share no memory with the leader
-    unsupported = {
-        "kv_host_memory": is_remote and config.tiers.kv_host_memory > 0,
-        "kv_disk": is_remote and config.tiers.kv_disk is not None,
-        "kv_store": is_remote and config.tiers.kv_store is not None,
-        "kv_mooncake": config.network.kv_mooncake,
-    }
-    for name, is_set in unsupported.items():
-        if is_set:
-            hint, nodes = f"drop --{name.replace('_', '-')} or --{field}", f" on {parallel.nodes} nodes" * is_remote
-            raise InvalidRequest(f"the setting {name} does not work with {ranks}{nodes} yet", param=name, hint=hint)
 
 
 def check_node_settings(config: EngineConfig) -> None:
@@ -55,6 +44,7 @@ def check_node_settings(config: EngineConfig) -> None:
         "kv_host_memory": config.tiers.kv_host_memory > 0,
         "kv_disk": config.tiers.kv_disk is not None,
         "kv_store": config.tiers.kv_store is not None,
+        "kv_mooncake": config.network.kv_mooncake,
         "transfer": config.transfer is not None and config.transfer.required,
     }
     for name, is_set in unsupported.items():
@@ -64,12 +54,15 @@ def check_node_settings(config: EngineConfig) -> None:
             raise InvalidRequest(f"{what} does not work with {parallel.nodes} nodes yet", param=name, hint=hint)
 
 
-def check_dp_attention(config: EngineConfig) -> None:
-    """Raise InvalidRequest for settings that do not work with requests that belong to one rank each."""
+def check_dp_attention(config: EngineConfig, *, supports_tiers: bool = False) -> None:
+    """Raise InvalidRequest for settings that do not work with requests that belong to one rank each.
+
+    `supports_tiers`: whether a rank copies only the blocks of its own requests to and from tiers."""
+    tiers, lacks_tiers = config.tiers, not supports_tiers
     reasons = {
-        "kv_host_memory": (config.tiers.kv_host_memory > 0, "a KV tier"),
-        "kv_disk": (config.tiers.kv_disk is not None, "a KV tier"),
-        "kv_store": (config.tiers.kv_store is not None, "a KV tier"),
+        "kv_host_memory": (lacks_tiers and tiers.kv_host_memory > 0, "a KV tier"),
+        "kv_disk": (lacks_tiers and tiers.kv_disk is not None, "a KV tier"),
+        "kv_store": (lacks_tiers and tiers.kv_store is not None, "a KV tier"),
         "speculate": (config.speculation.uses_draft_model, "a draft model"),
     }
     for name, (is_set, what) in reasons.items():
@@ -80,10 +73,14 @@ def check_dp_attention(config: EngineConfig) -> None:
 
 def check_transfer(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InvalidRequest if the engine must exchange KV blocks with others and its ranks cannot."""
-    if config.transfer is not None and config.transfer.required and (obstacle := transfer_obstacle(config, model)):
+    if not (obstacle := transfer_obstacle(config, model)):
+        return
+    message = f"several ranks cannot exchange KV blocks with other workers yet if {obstacle}"
+    if config.transfer is not None and config.transfer.required:
         hint = "use --role both, which exchanges no KV blocks then, or one rank"
-        message = f"several ranks cannot exchange KV blocks with other workers yet if {obstacle}"
         raise InvalidRequest(message, param="transfer", hint=hint)
+    if config.network.kv_mooncake:
+        raise InvalidRequest(f"kv_mooncake is set, but {message}", param="kv_mooncake", hint="drop --kv-mooncake")
 
 
 def transfer_obstacle(config: EngineConfig, model: ModelConfig) -> str:

@@ -43,6 +43,7 @@ class MessageKind(IntEnum):
     PIECE_END = 10
     ERROR = 11
     CONFIRM_READ = 12
+    STAGE_PIECE = 13
 
 
 class TransferMessage(NamedTuple):

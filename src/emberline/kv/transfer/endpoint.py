@@ -16,7 +16,8 @@ from emberline.kv.mooncake import check_mooncake_usable, detect_fastest_protocol
 from emberline.kv.transfer.base import Transport
 from emberline.kv.transfer.errors import PeerUnreachable
 from emberline.kv.transfer.link import LinkOptions
-from emberline.kv.transfer.mooncake import MooncakeEngine, MooncakeTransport, serve_mooncake
+from emberline.kv.transfer.mooncake import MooncakeEngine, MooncakeTransport
+from emberline.kv.transfer.mooncake_server import serve_mooncake
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.region import HostRegion, Region
 from emberline.kv.transfer.sender import Sender
@@ -87,7 +88,7 @@ class TransferEndpoint:
         transports: list[Transport] = [same_host.transport] if same_host else []
         servers: list[TransferServer] = [same_host.serve(sender)] if same_host else []
         try:
-            if options.mooncake_host and (engine := _start_mooncake(options.mooncake_host, config, region)) is not None:
+            if options.mooncake_host and (engine := _start_mooncake(options.mooncake_host, config)) is not None:
                 servers.append(serve_mooncake(sender, engine, port_at_offset(config.listen_port, LEASE_PORT_OFFSET)))
                 transports.append(MooncakeTransport(layout, engine, LinkOptions(connections=1, crc=options.crc)))
             servers.append(
@@ -123,11 +124,9 @@ def port_at_offset(base_port: int, offset: int) -> int:
     return base_port + offset if base_port else 0
 
 
-def _start_mooncake(host: str, config: TransferConfig, region: Region) -> MooncakeEngine | None:
+def _start_mooncake(host: str, config: TransferConfig) -> MooncakeEngine | None:
     """Return Mooncake's engine, or None if it cannot be used. Blocks are then transferred by the other transports."""
-    reason: str | None = "the KV cache is in GPU memory"
-    if isinstance(region, HostRegion):
-        reason = None if host in _mooncake_engines else check_mooncake_usable(host, detect_fastest_protocol())
+    reason = None if host in _mooncake_engines else check_mooncake_usable(host, detect_fastest_protocol())
     if reason is None:
         try:
             if host not in _mooncake_engines:

@@ -89,6 +89,11 @@ class LeaseTable:
         with self._changed:
             return replace(self._find_active(lease_id))
 
+    def is_active(self, lease_id: str) -> bool:
+        with self._changed:
+            lease = self._live.get(lease_id)
+            return lease is not None and not self._end_if_expired(lease)
+
     def renew(self, lease_id: str) -> None:
         with self._changed:
             self._extend_expiry(self._find_active(lease_id))

@@ -1,48 +1,50 @@
 """The Mooncake transport: the receiver reads the sender's memory by RDMA or TCP.
 
-Messages about leases use a connection of our own. Data counts as received only after the sender has confirmed, after
-the last byte, that the lease is valid and that the blocks were not overwritten.
+The memory is the sender's cache or, if that cannot be read as a whole, slots to which the sender copies pieces
+(`staged_pieces.py`). Messages about leases use a connection of our own. Data counts as received only after the sender
+has confirmed, after the last byte, that the lease is valid and that the blocks were not overwritten.
 
 A read of Mooncake's engine cannot be cancelled, and it waits up to 30 s for a peer that does not answer. So the engine
 never writes to a KV cache. Each read has its own buffer, and a caller that stops waiting leaves the buffer to the
 engine.
 
 The engine authenticates no peer. A process that reaches its ports may read and overwrite the registered memory, which
-is the whole cache. Its listeners are therefore restricted to one address, and tickets contain checksums of the blocks,
-so that a receiver notices a write by a stranger (see docs/cluster.md).
+may be the whole cache. Its listeners are therefore restricted to one address, and tickets contain checksums of the
+blocks, so that a receiver notices a write by a stranger (see docs/cluster.md).
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from emberline.kv.codec import address_of
 from emberline.kv.confine import LOOPBACK, ListenerExposed, restrict_new_listeners
 from emberline.kv.mooncake import MooncakeMissing, new_engine
 from emberline.kv.transfer.base import PieceFetch
-from emberline.kv.transfer.channel import IO_TIMEOUT_S, MessageChannel, MessageKind
+from emberline.kv.transfer.channel import MessageKind
 from emberline.kv.transfer.errors import (
     BadTransfer,
     PeerLost,
     PeerUnreachable,
     TransferCorrupted,
+    TransferError,
     TransferTimeout,
 )
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.link import Connector, LinkOptions, StreamLink
 from emberline.kv.transfer.piece import TransferPiece
-from emberline.kv.transfer.region import BlockIds, HostRegion, contiguous_ranges
-from emberline.kv.transfer.sender import Sender
-from emberline.kv.transfer.server import TransferServer, compute_generations_crc
-from emberline.kv.transfer.tcp import create_tcp_listener, make_tcp_connector
+from emberline.kv.transfer.region import BlockIds, contiguous_ranges
+from emberline.kv.transfer.server import compute_generations_crc
+from emberline.kv.transfer.tcp import make_tcp_connector
 from emberline.kv.transfer.ticket import Peer
 
 log = logging.getLogger("emberline.transfer")
@@ -156,34 +158,6 @@ class MooncakeEngine:
             return False
 
 
-class MooncakeServer(TransferServer):
-    def __init__(self, sender: Sender, engine: MooncakeEngine, listener: socket.socket, io_timeout_s: float) -> None:
-        assert isinstance(sender.region, HostRegion)
-        self._engine, self._region = engine, sender.region
-        for part in self._region.parts:
-            engine.register_memory(part)
-        super().__init__(sender, listener, io_timeout_s=io_timeout_s)
-
-    def stop(self) -> None:
-        super().stop()
-        for part in self._region.parts:
-            self._engine.unregister_memory(part)
-
-    def _share_memory(self, channel: MessageChannel, transfer_id: int) -> None:
-        region = self._region
-        body = {"session": self._engine.session, "bases": [*map(address_of, region.parts)], "blocks": region.blocks}
-        channel.send_json(MessageKind.OKAY, transfer_id, body, time.monotonic() + self._io_timeout_s)
-
-
-def serve_mooncake(
-    sender: Sender, engine: MooncakeEngine, port: int = 0, *, io_timeout_s: float = IO_TIMEOUT_S
-) -> MooncakeServer:
-    """Serve leases over TCP at the engine's host. A receiver also asks this server for the addresses of the memory."""
-    listener = create_tcp_listener(engine.host, port)
-    sender.endpoints["mooncake"] = f"{engine.host}:{listener.getsockname()[1]}"
-    return MooncakeServer(sender, engine, listener, io_timeout_s)
-
-
 class MooncakeLink(StreamLink):
     def __init__(
         self,
@@ -200,52 +174,93 @@ class MooncakeLink(StreamLink):
     def _prepare_first_fetch(self, deadline: float) -> None:
         with self._borrow_channel(deadline) as channel:
             reply = self._send_and_receive(channel, MessageKind.ATTACH, {}, deadline)
-        try:
-            self._session, self._blocks = str(reply["session"]), int(reply["blocks"])
-            self._bases = [int(base) for base in reply["bases"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadTransfer(f"the KV sender's description of its memory is malformed: {error!r}") from error
-        if len(self._bases) != self._peer.layout.parts or self._blocks < 1:
+        with _report_malformed_reply():
+            self._session, self._is_staged = str(reply["session"]), reply.get("staged") is True
+            self._blocks = 0 if self._is_staged else int(reply["blocks"])
+            self._bases = [] if self._is_staged else [int(base) for base in reply["bases"]]
+        if not self._is_staged and (len(self._bases) != self._peer.layout.parts or self._blocks < 1):
             raise BadTransfer("the KV sender's description of its memory does not match its cache layout")
 
     def fetch(self, fetch: PieceFetch) -> None:
-        layout = self._peer.layout
-        reads = [(piece.num_bytes(layout), self._remote_ranges(piece, fetch.blocks)) for piece in fetch.pieces]
-        reader = MooncakePieceReader(self._engine, self._session, reads)
+        read = partial(self._read_staged_piece if self._is_staged else self._read_piece, fetch)
+        reader = MooncakePieceReader(self._engine.buffers, fetch.pieces, read)
         try:
             with fetch.progress.stop_on_cancel(reader.interrupt):
                 for piece in fetch.pieces:
-                    with self._next_buffer(reader, fetch) as buffer:
-                        data = buffer[: piece.num_bytes(layout)]
-                        self._confirm_piece(fetch, piece, data)
+                    with self._next_piece(reader, fetch) as read_piece:
+                        data = read_piece.buffer[: piece.num_bytes(self._peer.layout)]
+                        confirmation = read_piece.confirmation
+                        if confirmation is None:
+                            confirmation = self._confirm_read(fetch, piece)
+                        self._check_piece(fetch, piece, data, confirmation)
                         fetch.scatter(piece, data)
                     fetch.mark_arrived(piece)
         finally:
             reader.close()
 
     @contextmanager
-    def _next_buffer(self, reader: MooncakePieceReader, fetch: PieceFetch) -> Iterator[memoryview]:
+    def _next_piece(self, reader: MooncakePieceReader, fetch: PieceFetch) -> Iterator[ReadPiece]:
         try:
-            buffer = reader.take_piece(min(fetch.deadline - time.monotonic(), self._options.io_timeout_s))
+            piece = reader.take_piece(min(fetch.deadline - time.monotonic(), self._options.io_timeout_s))
         except Empty:
             fetch.progress.raise_if_cancelled()
             if fetch.deadline <= time.monotonic():
                 raise TransferTimeout("the deadline passed before the KV sender's memory was read") from None
             raise PeerLost(f"KV peer {self._peer.name} sent nothing for {self._options.io_timeout_s:g} s") from None
-        if buffer is None:
-            raise PeerLost(f"Mooncake cannot read the memory of KV peer {self._peer.name}")
+        try:
+            yield piece
+        finally:
+            reader.release_buffer(piece.buffer)
+
+    # -- run by the reader's thread --------------------------------------------------------------------------------
+
+    def _read_piece(self, fetch: PieceFetch, piece: TransferPiece) -> ReadPiece:
+        """Read a piece of the sender's cache. `_confirm_read` asks for the confirmation while the next one is read."""
+        ranges = self._remote_ranges(piece, fetch.blocks)
+        with self._take_buffer(piece) as buffer:
+            self._read_ranges(buffer, ranges)
+            return ReadPiece(buffer)
+
+    def _read_staged_piece(self, fetch: PieceFetch, piece: TransferPiece) -> ReadPiece:
+        """Let the sender copy a piece to a slot, read it there, and confirm the read, which frees the slot."""
+        with self._take_buffer(piece) as buffer:
+            request = {"id": fetch.ticket.id, "piece": astuple(piece), "checked": self._options.use_checksums}
+            reply = self._call(MessageKind.STAGE_PIECE, request, fetch.deadline)
+            with _report_malformed_reply():
+                number, address = int(reply["number"]), int(reply["address"])
+            self._read_ranges(buffer, [(address, piece.num_bytes(self._peer.layout))])
+            return ReadPiece(buffer, self._confirm_read(fetch, piece, number=number))
+
+    @contextmanager
+    def _take_buffer(self, piece: TransferPiece) -> Iterator[memoryview]:
+        """Yield a buffer for a piece, which stays in use unless an error is raised."""
+        try:
+            buffer = self._engine.buffers.acquire_buffer(piece.num_bytes(self._peer.layout))
+        except PeerUnreachable as error:
+            raise PeerLost(f"Mooncake cannot read the memory of KV peer {self._peer.name}: {error}") from error
         try:
             yield buffer
-        finally:
-            reader.release_buffer(buffer)
+        except BaseException as error:
+            self._engine.buffers.release_buffer(buffer, reusable=not isinstance(error, ReadFailed))
+            raise
 
-    def _confirm_piece(self, fetch: PieceFetch, piece: TransferPiece, data: memoryview) -> None:
+    def _read_ranges(self, buffer: memoryview, ranges: Sequence[MemoryRange]) -> None:
+        if not self._engine.read_remote_memory(self._session, buffer, ranges):
+            raise ReadFailed(f"Mooncake cannot read the memory of KV peer {self._peer.name}")
+
+    # -- confirmations ---------------------------------------------------------------------------------------------
+
+    def _confirm_read(self, fetch: PieceFetch, piece: TransferPiece, **staged: int) -> dict[str, Any]:
         """Ask the sender, after the read, to confirm that the blocks still have the published content."""
         request = {"id": fetch.ticket.id, "piece": astuple(piece), "checked": self._options.use_checksums}
-        reply = self._call(MessageKind.CONFIRM_READ, request, fetch.deadline)
-        if reply.get("mark") != compute_generations_crc(fetch.generations[piece.first_block : piece.end_block]):
+        return self._call(MessageKind.CONFIRM_READ, request | staged, fetch.deadline)
+
+    def _check_piece(
+        self, fetch: PieceFetch, piece: TransferPiece, data: memoryview, confirmation: dict[str, Any]
+    ) -> None:
+        if confirmation.get("mark") != compute_generations_crc(fetch.generations[piece.first_block : piece.end_block]):
             raise TransferCorrupted(f"the KV blocks of {piece} were overwritten after the ticket was issued")
-        if self._options.use_checksums and reply.get("crc") != self._options.crc(data, 0):
+        if self._options.use_checksums and confirmation.get("crc") != self._options.crc(data, 0):
             raise TransferCorrupted(f"the KV data of {piece} arrived with a wrong checksum")
 
     def _remote_ranges(self, piece: TransferPiece, blocks: BlockIds) -> list[MemoryRange]:
@@ -261,35 +276,62 @@ class MooncakeLink(StreamLink):
         return [(start + size * a, size * (b - a)) for start in starts for a, b in ranges]
 
 
+@contextmanager
+def _report_malformed_reply() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadTransfer(f"the KV sender's description of its memory is malformed: {error!r}") from error
+
+
+class ReadFailed(PeerLost):
+    """Mooncake's engine reported an error, but it may still write to the buffer of the read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPiece:
+    buffer: memoryview
+    confirmation: dict[str, Any] | None = None  # the sender's, if it was asked for already
+
+
 class MooncakePieceReader:
     """A thread that reads the pieces of a fetch in order, at most MAX_READ_AHEAD pieces in advance.
 
     The thread may run longer than the caller waits. Then it releases its buffers itself.
     """
 
-    def __init__(self, engine: MooncakeEngine, session: str, reads: Sequence[tuple[int, list[MemoryRange]]]) -> None:
-        self._engine, self._session = engine, session
-        self._results: SimpleQueue[memoryview | None] = SimpleQueue()
+    def __init__(
+        self,
+        buffers: RegisteredBuffers,
+        pieces: Sequence[TransferPiece],
+        read: Callable[[TransferPiece], ReadPiece],
+    ) -> None:
+        """`read`: reads a piece into one of `buffers`, or raises TransferError."""
+        self._buffers, self._read = buffers, read
+        self._results: SimpleQueue[ReadPiece | TransferError | None] = SimpleQueue()
         self._permits = threading.Semaphore(MAX_READ_AHEAD)
         self._lock = threading.Lock()
         self._closed = False
         self._interrupted = False
-        threading.Thread(target=self._read_pieces, args=(reads,), name="mooncake-read", daemon=True).start()
+        threading.Thread(target=self._read_pieces, args=(pieces,), name="mooncake-read", daemon=True).start()
 
-    def take_piece(self, timeout_s: float) -> memoryview | None:
-        """Return the buffer with the next piece, or None if the read failed.
+    def take_piece(self, timeout_s: float) -> ReadPiece:
+        """Return the next piece, whose buffer the caller must release. Raises the error of the read if it failed.
 
         Raises queue.Empty after the timeout, or if `interrupt` was called.
         """
-        buffer = self._results.get(timeout=max(0.0, timeout_s))
-        if not self._interrupted:
-            return buffer
-        if buffer is not None:
-            self.release_buffer(buffer)
-        raise Empty
+        result = self._results.get(timeout=max(0.0, timeout_s))
+        if self._interrupted:
+            if isinstance(result, ReadPiece):
+                self.release_buffer(result.buffer)
+            raise Empty
+        if isinstance(result, ReadPiece):
+            return result
+        assert result is not None, "only `interrupt` puts None"
+        raise result
 
     def release_buffer(self, buffer: memoryview) -> None:
-        self._engine.buffers.release_buffer(buffer, reusable=True)
+        self._buffers.release_buffer(buffer, reusable=True)
         self._permits.release()
 
     def interrupt(self) -> None:
@@ -302,31 +344,32 @@ class MooncakePieceReader:
         self._permits.release()
         with suppress(Empty):
             while True:
-                if (buffer := self._results.get_nowait()) is not None:
-                    self._engine.buffers.release_buffer(buffer, reusable=True)
+                if isinstance(result := self._results.get_nowait(), ReadPiece):
+                    self._buffers.release_buffer(result.buffer, reusable=True)
 
-    def _read_pieces(self, reads: Sequence[tuple[int, list[MemoryRange]]]) -> None:
-        for size, ranges in reads:
+    def _read_pieces(self, pieces: Sequence[TransferPiece]) -> None:
+        for piece in pieces:
             self._permits.acquire()
-            if self._closed or (buffer := self._read_ranges(size, ranges)) is None:
-                break
+            if self._closed:
+                return
+            result = self._read_one(piece)
             with self._lock:
                 if not self._closed:
-                    self._results.put(buffer)
+                    self._results.put(result)
+                    if isinstance(result, TransferError):
+                        return
                     continue
-            self._engine.buffers.release_buffer(buffer, reusable=True)
-        self._results.put(None)
+            if isinstance(result, ReadPiece):
+                self._buffers.release_buffer(result.buffer, reusable=True)
 
-    def _read_ranges(self, num_bytes: int, ranges: list[MemoryRange]) -> memoryview | None:
+    def _read_one(self, piece: TransferPiece) -> ReadPiece | TransferError:
         try:
-            buffer = self._engine.buffers.acquire_buffer(num_bytes)
-        except PeerUnreachable as error:
-            log.warning("Mooncake read could not be started: reason=%s", error)
-            return None
-        if self._engine.read_remote_memory(self._session, buffer, ranges):
-            return buffer
-        self._engine.buffers.release_buffer(buffer, reusable=False)
-        return None
+            return self._read(piece)
+        except TransferError as error:
+            return error
+        except Exception as error:
+            log.exception("Mooncake read failed unexpectedly")
+            return TransferError(f"a KV piece could not be read: {error!r}")
 
 
 class MooncakeTransport:
@@ -338,5 +381,5 @@ class MooncakeTransport:
         self._options = options or LinkOptions(connections=1)
 
     def connect(self, peer: Peer, deadline: float) -> MooncakeLink:
-        dial = make_tcp_connector(peer.endpoints["mooncake"])
+        dial = make_tcp_connector(peer.endpoints[self.kind])
         return MooncakeLink(peer, self._layout, dial, self._options, self._engine, deadline)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from emberline.kv.transfer.layout import KVLayout
 
+MAX_PIECE_BYTES = 4 << 20  # large enough that fixed costs are small, small enough for the last-level CPU cache
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class TransferPiece:

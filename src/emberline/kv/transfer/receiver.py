@@ -29,14 +29,13 @@ from emberline.kv.transfer.errors import (
     TransferTimeout,
 )
 from emberline.kv.transfer.lease import LeaseEndReason
-from emberline.kv.transfer.piece import TransferPiece, cut_into_pieces
+from emberline.kv.transfer.piece import MAX_PIECE_BYTES, TransferPiece, cut_into_pieces
 from emberline.kv.transfer.progress import PullProgress
 from emberline.kv.transfer.region import BlockIds, Region
 from emberline.kv.transfer.ticket import Peer, Ticket
 
 log = logging.getLogger("emberline.transfer")
 
-MAX_PIECE_BYTES = 4 << 20  # large enough that fixed costs are small, small enough for the last-level CPU cache
 TICKET_POLL_S = 1.0  # longest wait for more blocks of a growing ticket in one call
 
 

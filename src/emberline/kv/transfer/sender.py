@@ -123,6 +123,10 @@ class Sender:
     def renew_lease(self, ticket_id: str) -> None:
         self._leases.renew(ticket_id)
 
+    def is_leased(self, ticket_id: str) -> bool:
+        """Return whether the lease of the ticket is active."""
+        return self._leases.is_active(ticket_id)
+
     def end_lease(self, ticket_id: str, reason: LeaseEndReason) -> None:
         """End the lease on behalf of a receiver.
 
@@ -141,18 +145,15 @@ class Sender:
 
         Raises BlockReused or TicketEnded when the context exits, if the blocks may have changed during the read.
         """
-        yield self._check_readable(ticket_id, piece)
-        self._check_readable(ticket_id, piece)
+        yield self.check_readable(ticket_id, piece)
+        self.check_readable(ticket_id, piece)
         self._leases.renew(ticket_id)
         with self._stats_lock:
             self.stats.pieces += 1
             self.stats.bytes += piece.num_bytes(self.region.layout)
 
-    def record_failure(self, code: str) -> None:
-        with self._stats_lock:
-            self.stats.failures[code] += 1
-
-    def _check_readable(self, ticket_id: str, piece: TransferPiece) -> Lease:
+    def check_readable(self, ticket_id: str, piece: TransferPiece) -> Lease:
+        """Return the lease. Raises an error if it ended, if it lacks the piece, or if a block has new content."""
         lease = self._leases.find(ticket_id)
         if not piece.is_within(self.region.layout.layers, len(lease.blocks)):
             raise BadTransfer(f"{piece} is outside the KV ticket, which has {len(lease.blocks)} blocks")
@@ -160,6 +161,10 @@ class Sender:
         if not self.region.is_unchanged(lease.blocks[part], lease.generations[part]):
             raise BlockReused("a published KV block was overwritten during its lease")
         return lease
+
+    def record_failure(self, code: str) -> None:
+        with self._stats_lock:
+            self.stats.failures[code] += 1
 
     def _describe_blocks(self, blocks: Sequence[int]) -> tuple[BlockIds, Generations, tuple[int, ...]]:
         """Return the block ids, their generation numbers, and their checksums, which are empty if tickets have none."""
