@@ -261,7 +261,7 @@ def test_lost_node_0_is_noticed_while_the_plans_of_a_rank_are_full() -> None:
         node_0 = NodeSocket(server.accept()[0], 1.0)
         run = node_agent.NodeRun(config.with_settings(node_rank=1), own, ())
         run._processes = RankProcesses(2, ())
-        run._silence.limit_s = 0.3
+        run._node_zero_timer.limit_s = 0.3
         for _ in range(6):
             node_0.send(MasterBeat(is_ready=True))
             run._check()

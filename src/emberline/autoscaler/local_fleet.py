@@ -165,6 +165,10 @@ class LocalFleet:
                         yield LocalProcess(int(entry.name), name, role, _read_gpus(entry))
 
     def _send_signal(self, process: LocalProcess, number: signal.Signals) -> None:
+        for child, started in self._children:  # that has not been reaped, so its process id is not reused
+            if started.pid == process.pid:
+                child.send_signal(number)
+                return
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended
             descriptor = os.pidfd_open(process.pid)
             try:

