@@ -126,7 +126,7 @@ def test_recording_of_another_bench_is_refused(tmp_path: Path) -> None:
 
 
 def test_recorded_points_are_simulated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = json.loads((RESULTS / "sim-accuracy-real.json").read_text())
+    recorded = json.loads((RESULTS / "sim-accuracy.json").read_text())
     recorded["config"] |= {"cases": ["smollm2"], "loads": [40]}
     file = tmp_path / "real.json"
     file.write_text(json.dumps(recorded))
@@ -150,3 +150,24 @@ def test_split_arrangement_shortens_inter_token_times() -> None:
     for rate, seconds in ((1.0, 9.0), (64.0, 0.0)):
         with pytest.raises(InvalidRequest):
             split_claim.bench(rate, seconds)
+
+
+@pytest.mark.parametrize(
+    ("stolen", "kept", "attempts"),
+    [([0.0, 0.01], 1, 1), ([0.0, 0.4, 0.4, 0.44], 2, 2), ([0.0, 0.3, 0.3, 0.5, 0.5, 0.9], 2, 3)],
+)
+def test_disturbed_measurements_are_repeated(
+    monkeypatch: pytest.MonkeyPatch, stolen: list[float], kept: int, attempts: int
+) -> None:
+    """`stolen`: stolen seconds before and after each attempt of a second. `kept`: the attempt with the fewest."""
+    results = [LoadResult(float(i), 0.0, 0.0, 0.0, 0.0) for i in range(1, 4)]
+    taken, stolen_seconds, clock = iter(results), iter(stolen), iter(range(10))
+
+    async def measure(client: Any, requests: Any) -> LoadResult:
+        return next(taken)
+
+    monkeypatch.setattr(sim_accuracy, "measure_load", measure)
+    monkeypatch.setattr(sim_accuracy, "total_stolen_seconds", lambda: next(stolen_seconds))
+    monkeypatch.setattr(sim_accuracy.time, "perf_counter", lambda: float(next(clock)))
+    real, _ = asyncio.run(sim_accuracy._measure_undisturbed(None, []))  # type: ignore[arg-type]
+    assert real is results[kept - 1] and len(list(taken)) == 3 - attempts

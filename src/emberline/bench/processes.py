@@ -104,6 +104,13 @@ def total_idle_seconds() -> float:
     return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
 
 
+def total_stolen_seconds() -> float:
+    """Return the time in which the host of this virtual machine gave its cores to others, since the system started."""
+    if not (PROC / "stat").exists():
+        return 0.0
+    return int((PROC / "stat").read_text().splitlines()[0].split()[8]) / os.sysconf("SC_CLK_TCK")
+
+
 def _read_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the process name, which may contain spaces."""
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
