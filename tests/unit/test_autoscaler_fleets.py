@@ -132,6 +132,8 @@ def test_a_worker_that_ends_just_before_its_signal_is_no_error(
         fleet = make_fleet(router_url, tmp_path)
         await fleet.start_workers("both", 1)
         (worker,) = await wait_for_count(fleet, 1)
+        ((child, _),) = fleet._children
+        fleet._children.clear()  # as if an earlier autoscaler had started the worker
         with monkeypatch.context() as patch:
             patch.setattr(signal, "pidfd_send_signal", send_nothing)
             await fleet.stop_worker(worker.name)
@@ -141,6 +143,7 @@ def test_a_worker_that_ends_just_before_its_signal_is_no_error(
                 await fleet._wait_until_ended()
         fleet._kill_at[worker.name] = 0.0
         await fleet.close(stop_workers=True)
+        child.wait(10)
 
     asyncio.run(run())
 
