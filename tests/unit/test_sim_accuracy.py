@@ -13,7 +13,7 @@ import pytest
 
 from emberline.bench import accuracy_h200, sim_accuracy, split_claim
 from emberline.bench.accuracy_load import LoadResult, LoadShape, TimedRequest, measure_load
-from emberline.bench.accuracy_sim import HostOverheads, SimulatedCluster
+from emberline.bench.accuracy_sim import TRIED_CHUNK_S, HostOverheads, SimulatedCluster
 from emberline.bench.client import RequestTrace
 from emberline.bench.report import BenchReport
 from emberline.bench.workload import LogNormal
@@ -57,6 +57,7 @@ def test_host_time_for_each_prompt_is_fitted_to_the_mean_time_between_tokens() -
     assert real == pytest.approx((7 * 0.1 + 3 * 0.01) / 7, rel=0.01)  # the first request decodes beside three prompts
     assert CLUSTER.fit_chunk_overhead(requests, HostOverheads(), [], real) == pytest.approx(0.01, rel=0.01)
     assert CLUSTER.fit_chunk_overhead(requests, HostOverheads(), [], real / 2) == 0.0
+    assert CLUSTER.fit_chunk_overhead(requests, HostOverheads(), [], 2 * real) == max(TRIED_CHUNK_S)
 
 
 @pytest.mark.parametrize(("prompt", "shortest", "longest"), [(32, 0.2, 0.3), (96, 0.2, 0.3)])
@@ -163,11 +164,18 @@ def test_disturbed_measurements_are_repeated(
     results = [LoadResult(float(i), 0.0, 0.0, 0.0, 0.0) for i in range(1, 4)]
     taken, stolen_seconds, clock = iter(results), iter(stolen), iter(range(10))
 
-    async def measure(client: Any, requests: Any) -> LoadResult:
+    prompts = []
+
+    async def measure(client: Any, requests: list[TimedRequest]) -> LoadResult:
+        prompts.append(tuple(requests[0].prompt))
         return next(taken)
 
     monkeypatch.setattr(sim_accuracy, "measure_load", measure)
     monkeypatch.setattr(sim_accuracy, "total_stolen_seconds", lambda: next(stolen_seconds))
     monkeypatch.setattr(sim_accuracy.time, "perf_counter", lambda: float(next(clock)))
-    real, _ = asyncio.run(sim_accuracy._measure_undisturbed(None, []))  # type: ignore[arg-type]
+    shape = sim_accuracy.SHAPES["tiny"]
+    requests = shape.draw_requests([0.0], seed=0)
+    real, _ = asyncio.run(sim_accuracy._measure_undisturbed(None, shape, requests))  # type: ignore[arg-type]
     assert real is results[kept - 1] and len(list(taken)) == 3 - attempts
+    assert len(set(prompts)) == attempts  # otherwise a prefix cache would have them
+    assert len({len(prompt) for prompt in prompts}) == 1

@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -45,6 +45,11 @@ class LoadShape:
         """Return requests that arrive at random times, `rate` of them per second on average."""
         waits = np.random.default_rng(seed).exponential(1 / rate, max(1, round(rate * seconds)))
         return self.draw_requests(np.cumsum(waits).tolist(), seed)
+
+    def draw_other_tokens(self, requests: Sequence[TimedRequest], seed: int) -> list[TimedRequest]:
+        """Return requests with the same times and lengths whose prompts are in no prefix cache."""
+        job = workload.make_job([(len(each.prompt), each.output) for each in requests], self.vocab_size, seed)
+        return [replace(each, prompt=prompt) for each, prompt in zip(requests, job.prompts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from emberline.bench.accuracy_load import LoadResult, LoadShape, TimedRequest
 from emberline.core.config import RouterConfig
 from emberline.core.errors import EmberlineError
@@ -23,7 +25,7 @@ WARM_UP_INTERVAL_S = 100.0  # between two of the requests that run alone first
 FIRST_RATE = 4.0  # requests per second, with which the search for the capacity begins
 CAPACITY_RUN_S = 180.0  # virtual time, of which the first third is a warm-up
 MAX_SERVED_SHARE = 0.75  # of the arrivals. If a larger share is served, the cluster may not be full
-TRIED_CHUNK_S = 2e-3
+TRIED_CHUNK_S = (0.0, 1e-3, 2e-3, 4e-3, 6e-3, 9e-3, 12e-3)
 INSTANT_BYTES_PER_S = 1e15  # the time of copies is part of the measured overhead of a handoff
 
 
@@ -99,12 +101,17 @@ class SimulatedCluster:
     def fit_chunk_overhead(
         self, requests: Sequence[TimedRequest], overheads: HostOverheads, warm_up: Sequence[TimedRequest], real: float
     ) -> float:
-        """Return the `chunk_s` for which the simulated mean inter-token time of `requests` equals `real`."""
-        low, high = (
-            self.simulate(requests, replace(overheads, chunk_s=seconds), warm_up).itl_mean
-            for seconds in (0.0, TRIED_CHUNK_S)
-        )
-        return max(0.0, TRIED_CHUNK_S * (real - low) / (high - low))
+        """Return the `chunk_s` for which the simulated mean inter-token time of `requests` equals `real`.
+
+        A line through several tried values is used, since one of them can delay a prompt by a whole step. The result is
+        within the tried values, because the line says nothing about others."""
+        tried = np.array(TRIED_CHUNK_S)
+        means = [self.simulate(requests, replace(overheads, chunk_s=s), warm_up).itl_mean for s in TRIED_CHUNK_S]
+        slope, start = np.polyfit(tried, np.array(means), 1)
+        if slope <= 0.0:
+            hint = "use more requests"
+            raise EmberlineError("the simulated times do not grow with the time for each prompt", hint=hint)
+        return float(np.clip((real - start) / slope, tried[0], tried[-1]))
 
     def capacity(self, shape: LoadShape, overheads: HostOverheads) -> float:
         """Return the requests per second that the cluster serves while more arrive than it can serve."""

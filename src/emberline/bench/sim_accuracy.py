@@ -55,8 +55,9 @@ SPLIT_TOKENS = {"tiny": 128, "smollm2": 24}
 # Steps take this many times as long as an H200's (tiny) or this machine's (smollm2).
 PACES = {"tiny": 32.0, "smollm2": 4.0}
 LATENCIES = ("ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
-FIT_LOAD, FIT_SEED = 55, 1000  # percent of the capacity; it lasts half as long as the loads that are compared
+FIT_LOAD, FIT_SEED = 65, 1000  # percent of the capacity
 FIT_RUNS = 2
+OTHER_TOKENS_SEED = 2000  # of the prompts when a load is repeated, so that no prefix cache has them
 MAX_STOLEN_CORES, MAX_ATTEMPTS = 0.05, 3  # a measurement with more stolen cores is repeated
 RUN_TIMEOUT_S = 1200.0  # of one cluster
 
@@ -210,16 +211,24 @@ async def _measure_case(
             overheads, alone = await _measure_overheads(client, case, overheads, arrangement)
             simulated = case.make_simulated_cluster(arrangement)
             capacity = simulated.capacity(case.shape, overheads)
-            requests = case.shape.draw_poisson(FIT_LOAD / 100 * capacity, case.seconds / 2, FIT_SEED)
+            requests = case.shape.draw_poisson(FIT_LOAD / 100 * capacity, case.seconds, FIT_SEED)
             # Other programs of the machine can only add time, so the faster of two runs is nearer to the truth.
-            mean = min([(await measure_load(client, requests)).itl_mean for _ in range(FIT_RUNS)])
+            means = []
+            for run in range(FIT_RUNS):
+                others = case.shape.draw_other_tokens(requests, OTHER_TOKENS_SEED + run)
+                means.append((await measure_load(client, others)).itl_mean)
+            mean = min(means)
             overheads = replace(overheads, chunk_s=simulated.fit_chunk_overhead(requests, overheads, alone, mean))
-            report.config[f"{case.name}_{arrangement}"] = {"capacity": capacity, "overheads": asdict(overheads)}
+            report.config[f"{case.name}_{arrangement}"] = {
+                "capacity": capacity,
+                "overheads": asdict(overheads),
+                "fitted_itl_means": means,
+            }
             for load in loads:
                 requests = case.shape.draw_poisson(load / 100 * capacity, case.seconds, seed=load)
                 if held := await cluster.wait_until_idle():
                     raise EmberlineError(f"workers still hold resources while no request is open: {held}")
-                real, stolen_cores = await _measure_undisturbed(client, requests)
+                real, stolen_cores = await _measure_undisturbed(client, case.shape, requests)
                 name, rate = f"{case.name}_{arrangement}_{load}", load / 100 * capacity
                 result = simulated.simulate(requests, overheads, alone)
                 points.append(AccuracyPoint(name, rate, len(requests), real, result, stolen_cores))
@@ -230,11 +239,15 @@ async def _measure_case(
     return points
 
 
-async def _measure_undisturbed(client: CompletionClient, requests: Sequence[TimedRequest]) -> tuple[LoadResult, float]:
+async def _measure_undisturbed(
+    client: CompletionClient, shape: LoadShape, requests: Sequence[TimedRequest]
+) -> tuple[LoadResult, float]:
     """Return the measurement with the fewest stolen cores, and their number. A disturbed one is repeated."""
     attempts: list[tuple[float, LoadResult]] = []
     while len(attempts) < MAX_ATTEMPTS and min((stolen for stolen, _ in attempts), default=1.0) > MAX_STOLEN_CORES:
         began, stolen = time.perf_counter(), total_stolen_seconds()
+        if attempts:
+            requests = shape.draw_other_tokens(requests, OTHER_TOKENS_SEED + len(attempts))
         real = await measure_load(client, requests)
         attempts.append(((total_stolen_seconds() - stolen) / (time.perf_counter() - began), real))
     stolen_cores, real = min(attempts, key=lambda attempt: attempt[0])
