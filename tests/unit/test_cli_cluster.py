@@ -17,6 +17,7 @@ from emberline.core.config import RouterConfig, WorkerConfig, cluster_key_from_e
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.gpus import Gpu, usable_gpus
+from emberline.core.keys import add_key_from_environment
 from emberline.core.transfer_config import TransferConfig
 
 
@@ -44,7 +45,7 @@ def test_worker_options_need_router(option: str) -> None:
     assert serve._worker_config(parser.parse_args(["m", option, "--router", "http://r"])) is not None
 
 
-def test_cluster_key_is_in_no_command_line() -> None:
+def test_keys_are_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     made = build_processes(
         ["--port", "1"],
         {"prefill": 1, "decode": 2},
@@ -52,11 +53,16 @@ def test_cluster_key_is_in_no_command_line() -> None:
         router_url="http://r",
         cluster_key="hush",
         log_dir=Path("/logs"),
+        api_keys=["first key", "second"],
     )
     assert [child.name for child in made] == ["router", "prefill-1", "decode-1", "decode-2"]
     assert made[2].arguments == ["worker", "m", "--role", "decode", "--router", "http://r", "--worker-name", "decode-1"]
-    assert all("hush" not in child.arguments and "hush" not in repr(child) for child in made)
     assert all(child.environment["EMBERLINE_CLUSTER_KEY"] == "hush" for child in made)
+    for key in ("hush", "first key", "second"):
+        assert all(key not in child.arguments and key not in repr(child) for child in made)
+    for child in made:
+        monkeypatch.setenv("EMBERLINE_API_KEY", child.environment["EMBERLINE_API_KEY"])
+        assert add_key_from_environment([]) == ("first key", "second")
 
 
 def test_each_worker_has_its_own_kv_ports() -> None:

@@ -129,9 +129,8 @@ async def _run_cluster(
         identity.check_accepts_itself()
     # A port in use is reported here, instead of restarting the router again and again.
     listener = bind_listener(config.host, port)
-    keys = [word for key in config.api_keys for word in ("--api-key", key)]
     shared_options = [*_trace_options(args), *_tls_options(config)]
-    router = ["--host", config.host, "--port", str(port), *keys, *_listener_options(config), *shared_options]
+    router = ["--host", config.host, "--port", str(port), *_listener_options(config), *shared_options]
     router += ["--kv-events"] if config.kv_events else []
     key = cluster_key_from_environment() or secrets.token_hex(16)
     key_file = _write_key_file(log_dir / "cluster.key", key)
@@ -141,7 +140,7 @@ async def _run_cluster(
         shared_options += ["--response-store", str(log_dir / "responses.sqlite")]  # every worker finds a response
     else:
         gpus, share = [], ray_nodes.worker_options(config, args.options)
-    options = _worker_options(args, sum(worker_counts.values()), [*keys, *shared_options], gpus, share)
+    options = _worker_options(args, sum(worker_counts.values()), shared_options, gpus, share)
     processes = build_processes(
         router,
         worker_counts,
@@ -152,9 +151,10 @@ async def _run_cluster(
         kv_port=args.kv_port or 0,
         listen_fd=listener.fileno(),
         gpus=[gpu.name for gpu in gpus],
+        api_keys=config.api_keys,
     )
     if ray_nodes is not None:
-        ray_nodes.run_workers_on_nodes(processes[1:], key)
+        ray_nodes.run_workers_on_nodes(processes[1:], key, config.api_keys)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP of a closed terminal does not reach children
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

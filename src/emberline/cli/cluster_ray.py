@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from emberline.core.config import RouterConfig
 from emberline.core.errors import InvalidRequest
+from emberline.core.keys import make_key_environment
 from emberline.core.parallel_config import LAUNCHERS
 
 if TYPE_CHECKING:
@@ -75,14 +76,14 @@ class RayNodes:
             share = []
         return ["--host", host, *share]
 
-    def run_workers_on_nodes(self, processes: Sequence[SupervisedProcess], cluster_key: str) -> None:
+    def run_workers_on_nodes(self, processes: Sequence[SupervisedProcess], cluster_key: str, api_keys: Sequence[str]) -> None:
         """Let the supervisor start these worker processes on nodes of the Ray cluster."""
         from emberline.autoscaler.ray_fleet import RayWorkerActor
         from emberline.cluster.ray_process import make_ray_starter
 
         for process in processes:
             command = [*process.program, *process.arguments]
-            environment = {"EMBERLINE_CLUSTER_KEY": cluster_key}
+            environment = {"EMBERLINE_CLUSTER_KEY": cluster_key} | make_key_environment(api_keys)
             resources = {"num_cpus": self.cpus, "num_gpus": self.gpus}
             process.start_elsewhere = make_ray_starter(self.ray, RayWorkerActor, command, environment, resources)
             process.log_file = RAY_LOG_DIRECTORY

@@ -30,5 +30,14 @@ def check_key(key: str, param: str) -> str:
 
 
 def add_key_from_environment(keys: Iterable[str], variable_name: str = API_KEY_VARIABLE) -> tuple[str, ...]:
-    """Return the keys, and the one in the environment variable if it is set and not empty."""
-    return tuple(dict.fromkeys((*keys, *filter(None, [os.environ.get(variable_name)]))))
+    """Return the keys, and those in the environment variable: one key, or one in each of several lines."""
+    value = os.environ.get(variable_name, "")
+    # A single key keeps its line break, which is an error: the clients' key may lack it.
+    found = value.splitlines() if "\n" in value.strip("\n") else [value]
+    return tuple(dict.fromkeys((*keys, *filter(None, found))))
+
+
+def make_key_environment(keys: Iterable[str]) -> dict[str, str]:
+    """Return the environment variable that gives these API keys to a child process; without keys, none."""
+    value = "\n".join(keys)
+    return {API_KEY_VARIABLE: value} if value else {}
