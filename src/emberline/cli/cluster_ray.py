@@ -76,7 +76,9 @@ class RayNodes:
             share = []
         return ["--host", host, *share]
 
-    def run_workers_on_nodes(self, processes: Sequence[SupervisedProcess], cluster_key: str, api_keys: Sequence[str]) -> None:
+    def run_workers_on_nodes(
+        self, processes: Sequence[SupervisedProcess], cluster_key: str, api_keys: Sequence[str]
+    ) -> None:
         """Let the supervisor start these worker processes on nodes of the Ray cluster."""
         from emberline.autoscaler.ray_fleet import RayWorkerActor
         from emberline.cluster.ray_process import make_ray_starter
