@@ -175,10 +175,10 @@ def build_processes(
     """Return the processes of a cluster, the router first.
 
     Each process gets the cluster key and the API keys in its environment, which only processes of the same user can
-    read. `worker_arguments` are added to every worker's command line. `kv_port`: the first port for KV transfers, from which
-    on each worker gets its own range of ports; 0 means any free port. `listen_fd`: a bound socket for the router. The
-    supervisor keeps that socket open while the router restarts, so that new connections wait and are not refused.
-    `gpus`: the names of the GPUs; each worker gets the next one in turn."""
+    read. `worker_arguments` are added to every worker's command line. `kv_port`: the first port for KV transfers,
+    from which on each worker gets its own range of ports; 0 means any free port. `listen_fd`: a bound socket for the
+    router. The supervisor keeps that socket open while the router restarts, so that new connections wait and are not
+    refused. `gpus`: the names of the GPUs; each worker gets the next one in turn."""
     key_environment = environment_with_cluster_key(cluster_key) | make_key_environment(api_keys)
     listen_options = () if listen_fd is None else ("--listen-fd", str(listen_fd))
     processes = [
