@@ -7,7 +7,7 @@ import torch
 from gated_weights import interleaved
 from torch import Tensor
 
-from emberline.kernels.cuda import fp8, fp8_gemm, fp8_weight, fp8_wide, linear
+from emberline.kernels.cuda import fp8, fp8_gemm, fp8_weight, fp8_wide, linear, quantise_rows
 from emberline.kernels.cuda.fp8_weight import FP8Weight
 from emberline.kernels.packed_weight import WeightLayout
 from emberline.kernels.quantise import quantise
@@ -78,3 +78,10 @@ def test_plans_fit_into_shared_memory(n: int, k: int) -> None:
             assert fp8_wide.kernel_name(wide_plan, has_blocks) in fp8_wide.VARIANTS
             gemm_plan = fp8_gemm.choose_plan(m, n, k, has_blocks=has_blocks)
             assert fp8_gemm.kernel_name(gemm_plan, "ADD", has_blocks) in fp8_gemm.VARIANTS
+
+
+@pytest.mark.parametrize("k", [16, 336, 4096, 5120, 8192, 14336, fp8_weight.MAX_K])
+def test_threads_that_quantise_a_row_have_all_its_columns(k: int) -> None:
+    chunks, threads = quantise_rows.choose_chunks(k)
+    assert threads % 32 == 0 and 32 <= threads <= quantise_rows.MAX_THREADS and chunks in quantise_rows.CHUNKS
+    assert k <= chunks * threads * fp8_weight.ORDER_GROUP < k + 32 * chunks * fp8_weight.ORDER_GROUP

@@ -102,6 +102,16 @@ def test_rows_are_quantised_as_by_the_reference(m: int, k: int, blocks: bool) ->
     assert relative_error(values_of(normed), norm.rms_norm(x, weight, 1e-5).double()) < MAX_ERROR_QUANTISED
 
 
+@pytest.mark.parametrize("k", [336, 4096, 5120, 14336])
+def test_a_quantised_row_does_not_depend_on_other_rows(k: int) -> None:
+    x, weight = random(70, k), torch.rand(k, device="cuda")
+    for scale in (None, weight):
+        together = quantise_rows(x, norm=scale, eps=1e-5)
+        for i in (0, 33, 69):
+            alone = quantise_rows(x[i : i + 1], norm=scale, eps=1e-5)
+            assert torch.equal(alone.codes[0], together.codes[i]) and alone.scales[0] == together.scales[i]
+
+
 def test_a_row_of_zeros_is_quantised_to_zeros() -> None:
     rows = quantise_rows(torch.zeros(2, 256, dtype=BF16, device="cuda"), pdl=False)
     assert (rows.codes == 0).all() and rows.scales.isfinite().all()

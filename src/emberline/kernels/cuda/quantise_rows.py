@@ -16,9 +16,9 @@ from emberline.kernels.cuda.driver import CudaKernel, CudaModule
 from emberline.kernels.cuda.fp8_weight import MAX_K, ORDER_GROUP, UNIT_K
 
 FILE = "quantise.cu"
-THREADS = 256  # as in quantise.cu
-CHUNK_K = THREADS * ORDER_GROUP  # columns of which each thread has a group
-CHUNKS = (1, 2, 4, 8)
+MAX_THREADS = 512  # of a CTA, as in quantise.cu
+THREADS_PER_WARP = 32
+CHUNKS = (1, 2, 4)  # groups of ORDER_GROUP columns of a thread
 SCALE_ROW_GRAIN = 128  # rows of scales of blocks are padded to a multiple: a tile reads those of all its columns
 
 
@@ -46,15 +46,18 @@ def quantise_rows(
     codes = torch.empty_like(x, dtype=torch.uint8, memory_format=torch.contiguous_format)
     pitch = -(-m // SCALE_ROW_GRAIN) * SCALE_ROW_GRAIN
     scales = torch.empty((-(-k // UNIT_K), pitch) if blocks else (m,), device=x.device)
-    kernel = _find_kernel(k, norm is not None, blocks)
+    chunks, threads = choose_chunks(k)
     if m:
-        kernel((m, 1, 1), THREADS, (x, x.stride(0), norm, float(eps), codes, scales, pitch, k), pdl=pdl)
+        kernel = _get_kernel(_format_name(chunks, norm is not None, blocks))
+        kernel((m, 1, 1), threads, (x, x.stride(0), norm, float(eps), codes, scales, pitch, k), pdl=pdl)
     return QuantisedRows(codes, scales)
 
 
 @cache
-def _find_kernel(k: int, norm: bool, blocks: bool) -> CudaKernel:
-    return _get_kernel(_format_name(next(chunks for chunks in CHUNKS if chunks * CHUNK_K >= k), norm, blocks))
+def choose_chunks(k: int) -> tuple[int, int]:
+    """Return for a row of k columns how many groups of columns a thread has, and the number of threads."""
+    chunks = next(chunks for chunks in CHUNKS if chunks * MAX_THREADS * ORDER_GROUP >= k)
+    return chunks, -(-k // (chunks * ORDER_GROUP * THREADS_PER_WARP)) * THREADS_PER_WARP
 
 
 def _format_name(chunks: int, norm: bool, blocks: bool) -> str:
