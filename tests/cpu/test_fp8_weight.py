@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from gated_weights import interleaved
@@ -63,10 +65,10 @@ def test_other_matrices_are_left_to_the_default(n: int, k: int, group: tuple[int
 def test_plans_fit_into_shared_memory(n: int, k: int) -> None:
     assert fp8_weight.supports_shape(n, k)
     for m in range(1, fp8.MAX_PLAIN_ROWS + 1):
-        for source in ("Fp8Rows", "Fp8Blocks"):
-            plan = linear.choose_plan(m, n, k, fp8_source=source)
+        for source, gated in product(("Fp8Rows", "Fp8Blocks"), (False, True)):
+            plan = linear.choose_plan(m, n, k, gated=gated, fp8_source=source)
             assert plan.stages > 0 and plan.shared_bytes <= linear.MAX_SHARED_BYTES
-            assert plan.kernel_name("STORE") in linear.VARIANTS
+            assert plan.kernel_name("GATED" if gated else "STORE") in linear.VARIANTS
     for m in range(fp8.MAX_EXACT_ROWS + 1, fp8_wide.MAX_ROWS + 1):
         for has_blocks in (False, True):
             if not fp8_wide.supports(m, n, k, has_blocks=has_blocks):

@@ -49,6 +49,7 @@ MEASURED_FP8 = {  # the same for float8 weights
     (4, 4096, 4096): (2, 1, 2),
     (4, 4096, 14336): (2, 1, 2),
 }
+MEASURED_FP8_GATED = {(1, 28672, 4096): (2, 1, 3)}  # the same for gated float8 weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +200,8 @@ def choose_plan(
     as many CTAs as the tiles need, and as many pipeline stages as fit into shared memory.
     """
     tiles = next(size for size in (1, 2, 4) if 8 * size >= m)
-    measured = MEASURED_FP8 if fp8_source else MEASURED_PACKED if header_stride else {}
-    if not gated and (tiles, n, k) in measured:
+    measured = _select_measured_plans(gated, header_stride, fp8_source)
+    if (tiles, n, k) in measured:
         blocks, ctas_per_sm, stages = measured[tiles, n, k]
         plan = make_plan(
             n,
@@ -216,6 +217,14 @@ def choose_plan(
             # With one CTA per SM, the shared memory that it leaves is for the next kernel.
             return replace(plan, stages=min(plan.stages, stages), max_ctas_per_sm=ctas_per_sm if ctas_per_sm > 1 else 0)
     return _choose_plan_by_rows(n, k, tiles, gated, header_stride, fp8_source)
+
+
+def _select_measured_plans(
+    gated: bool, header_stride: int, fp8_source: str
+) -> dict[tuple[int, int, int], tuple[int, int, int]]:
+    if fp8_source:
+        return MEASURED_FP8_GATED if gated else MEASURED_FP8
+    return MEASURED_PACKED if header_stride and not gated else {}
 
 
 def _choose_plan_by_rows(n: int, k: int, tiles: int, gated: bool, header_stride: int, fp8_source: str) -> SkinnyPlan:
