@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from emberline.bench.rank_faults import FaultCounts, report_runs
+from emberline.bench.rank_faults import (
+    PROMPT_TOKENS,
+    TINY,
+    TINY_TOKENS,
+    FaultCounts,
+    RankFaultSettings,
+    default_tokens,
+    engine_settings,
+    report_runs,
+)
 from emberline.cli.bench_parallel import read_earlier_runs
 from emberline.core.errors import InvalidRequest
 
@@ -32,3 +41,12 @@ def test_append_needs_a_file() -> None:
     assert read_earlier_runs(argparse.Namespace(append=False, json=None)) == []
     with pytest.raises(InvalidRequest, match="--json"):
         read_earlier_runs(argparse.Namespace(append=True, json=None))
+
+
+def test_streams_fit_into_the_context_of_a_gpu() -> None:
+    assert default_tokens(TINY) == TINY_TOKENS > 512 > default_tokens("smollm2")
+    for tokens in (32, TINY_TOKENS):
+        settings = RankFaultSettings("any", device="cuda", tokens=tokens)
+        config = engine_settings(settings)
+        assert config["max_context"] >= PROMPT_TOKENS + tokens
+        assert config["kv_tokens"] >= settings.streams * (PROMPT_TOKENS + tokens)

@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import quantiles
 from tempfile import TemporaryDirectory
@@ -41,7 +41,9 @@ STALL_TIMEOUT_S = 4.0  # of the engine process, which may be stopped too
 RESTART_PAUSE_S = 1.0  # as before the first restart of any engine; otherwise each would be twice as long
 RECOVERY_TOKENS = 16  # of the request that shows that an engine answers again
 TINY = "tiny"  # in the place of a model's name: a random model, whose streams are so long that every fault hits them
-TINY_TOKENS, TOKENIZER_MODEL = 1500, "smollm2"  # of it
+TINY_TOKENS, DEFAULT_TOKENS = 1500, 32  # of each stream of TINY, and of other models
+TOKENIZER_MODEL = "smollm2"  # whose tokenizer TINY has
+PROMPT_TOKENS = 3
 POLL_INTERVAL_S = 0.02
 RESTART_FAULT_SHARE = 0.25  # of the faults, after which a process of the restarting engine is killed too
 MAX_RESTART_DELAY_S = 3.0  # from the restart to that second fault
@@ -59,7 +61,7 @@ class RankFaultSettings:
     pp: int = 1
     faults: int = 20
     streams: int = 4
-    tokens: int = 32  # of each stream
+    tokens: int = DEFAULT_TOKENS  # of each stream
     rank_timeout: float = 2.0
     seed: int = 0
     device: str = "cpu"  # or cuda: all ranks share the first GPU
@@ -81,6 +83,11 @@ class FaultCounts:
     recovery_s: list[float] = field(default_factory=list)  # after faults under load
 
 
+def default_tokens(model: str) -> int:
+    """Return the length of streams of a model, which may be TINY."""
+    return TINY_TOKENS if model == TINY else DEFAULT_TOKENS
+
+
 def bench(
     settings: RankFaultSettings,
     log: Callable[[str], None],
@@ -93,7 +100,6 @@ def bench(
     with ExitStack() as stack:
         model = str(resolve_model(TOKENIZER_MODEL if settings.model == TINY else settings.model))
         if settings.model == TINY:
-            settings = replace(settings, tokens=TINY_TOKENS)
             model = str(write_tiny_checkpoint(Path(stack.enter_context(TemporaryDirectory())), Path(model)))
         if settings.device == "cuda":
             stack.enter_context(breaking_contexts_on_signal())
@@ -161,7 +167,7 @@ def engine_settings(settings: RankFaultSettings) -> dict[str, Any]:
             "device": "cuda",
             "dtype": "float32",
             "kv_tokens": 8192,
-            "max_context": 512,
+            "max_context": max(512, PROMPT_TOKENS + settings.tokens),
             "max_running": 8,
             **parallel,
         }

@@ -29,6 +29,9 @@ def add_parsers(kinds: Any) -> None:
     rank_faults.add_argument(
         "--seconds", type=float, default=3600.0, help="Inject no further fault after this time. (default: 3600)"
     )
+    rank_faults.add_argument(
+        "--tokens", type=int, default=0, help="Tokens of each stream. (default: 1500 for the model `tiny`, else 32)"
+    )
     rank_faults.add_argument("--append", action="store_true", help="Add the faults to those in the file of --json.")
     faults = "Cut the network between two nodes of an engine, kill and stop one of them."
     add_fault_arguments(kinds.add_parser("node-faults", help=faults))
@@ -106,9 +109,10 @@ def run_faults(args: argparse.Namespace) -> int:
         report = bench_nodes(RankFaultSettings(**common), log)
     else:
         from emberline.bench.rank_faults import bench as bench_ranks
+        from emberline.bench.rank_faults import default_tokens
 
         own = {name: getattr(args, name) for name in ("device", "dp_attention", "lanes", "seconds")}
-        settings = RankFaultSettings(**common, **own)
+        settings = RankFaultSettings(**common, **own, tokens=args.tokens or default_tokens(args.model))
         report = bench_ranks(settings, log, read_earlier_runs(args), args.commit)
     report.print_and_save(args.json, args.commit)
     return 1 if any(report.results[name].value for name in ("hung", "wrong", "leaked")) else 0
