@@ -44,6 +44,24 @@ def test_times_follow_the_cost_model() -> None:
 
 
 @pytest.mark.parametrize("detail", ["steps", "runs"])
+def test_heartbeats_do_not_report_a_step_before_it_ends(detail: SimDetail) -> None:
+    """The router would take the prompts of a running step for computed, and send their worker more than others."""
+    cost = CostModel(step=4.0, token=0.0, context=0.0)
+    cluster, _ = make_cluster(replace(CONFIG, workers=1, cost=cost, detail=detail))
+    [worker] = cluster.workers.values()
+    seen: list[tuple[int, float]] = []
+
+    def record_counters() -> None:
+        counters = worker.model.counters()
+        seen.append((counters.prompt_tokens, counters.busy_seconds))
+
+    for second in (2.0, 6.0):
+        cluster.at(second, record_counters)
+    cluster.run([single(0, starts_at=1.0, output=2)])
+    assert seen == [(0, 0.0), (64, 4.0)]
+
+
+@pytest.mark.parametrize("detail", ["steps", "runs"])
 def test_resumed_requests_compute_no_prompt(detail: SimDetail) -> None:
     """Of 101 tokens 91 are known, with their KV blocks: the rest takes 10 steps, even with a prefill worker."""
     cluster, records = make_cluster(replace(CONFIG, prefill_workers=1, detail=detail))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from emberline.core.blockbatch import BlockBatch
 from emberline.core.clock import ManualClock
@@ -38,6 +38,15 @@ class OpenJob:
     last_token_at: float = 0.0
 
 
+class WorkProgress(NamedTuple):
+    """The work that a worker has done since its start. A step counts when it ends, as in the stats of a real engine."""
+
+    num_steps: int = 0
+    busy_seconds: float = 0.0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
 class SimWorker:
     def __init__(
         self,
@@ -66,6 +75,7 @@ class SimWorker:
         self._block_events = BlockEventLog([name])
         self._store_link_free_at = 0.0
         self._run_end = 0.0
+        self._progress = WorkProgress()
         self._outputs: list[Output] = []
         self._gaps: list[tuple[float, int]] = []
 
@@ -109,6 +119,12 @@ class SimWorker:
         return self._run_end  # a run is one step
 
     def finish_run(self) -> list[JobOutput]:
+        self._progress = WorkProgress(
+            self._runner.num_steps,
+            self._runner.busy_seconds,
+            self.engine.scheduler.prompt_tokens,
+            self.engine.scheduler.generated_tokens,
+        )
         outputs, self._outputs = self._outputs, []
         return [made for output in outputs if (made := self._make_output(output)) is not None]
 
@@ -155,16 +171,16 @@ class SimWorker:
         return sum(request.max_len - request.num_computed for request in self.engine.scheduler.requests.values())
 
     def counters(self) -> WorkerCounters:
-        scheduler, kv = self.engine.scheduler, self.engine.kv
+        scheduler, kv, progress = self.engine.scheduler, self.engine.kv, self._progress
         return WorkerCounters(
             len(scheduler.running),
             scheduler.num_waiting,
             scheduler.num_loading,
-            self._runner.num_steps,
+            progress.num_steps,
             1.0 - (kv.num_free_blocks + kv.num_cached_blocks) / kv.num_blocks,
-            self._runner.busy_seconds,
-            scheduler.prompt_tokens,
-            scheduler.generated_tokens,
+            progress.busy_seconds,
+            progress.prompt_tokens,
+            progress.generated_tokens,
         )
 
     def check_invariants(self) -> None:
