@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,22 @@ def test_kubernetes_replaces_a_pod_that_hangs_and_keeps_the_others(kubernetes: F
         assert len(kubernetes.calls) == calls
 
     asyncio.run(run())
+
+
+def test_the_age_of_a_pod_is_that_of_its_youngest_container(kubernetes: FakeKubernetes) -> None:
+    now = datetime.now(UTC)
+    running = [
+        {"state": {"running": {"startedAt": f"{now - timedelta(seconds=age):%Y-%m-%dT%H:%M:%SZ}"}}} for age in (900, 60)
+    ]
+
+    def age_with(statuses: Any) -> float | None:
+        kubernetes.pods["prefill-0"]["status"]["containerStatuses"] = statuses
+        workers = asyncio.run(make_kubernetes_fleet(kubernetes).list_workers())
+        return next(worker.age_s for worker in workers if worker.name == "prefill-0")
+
+    assert age_with(running) == pytest.approx(60, abs=20)
+    assert age_with([running[0], {"state": {"waiting": {"reason": "CrashLoopBackOff"}}}]) == 0.0
+    assert age_with(None) == 0.0
 
 
 def test_kubernetes_errors_are_named(kubernetes: FakeKubernetes, tmp_path: Path) -> None:

@@ -138,6 +138,28 @@ def test_a_worker_that_does_not_end_is_killed(router_url: str, tmp_path: Path, m
     asyncio.run(run())
 
 
+def test_a_worker_that_is_stopped_by_a_signal_is_killed(
+    router_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberline.autoscaler.local_fleet.STOP_TIMEOUT_S", 0.05)
+
+    async def run() -> None:
+        fleet = make_fleet(router_url, tmp_path)
+        await fleet.start_workers("both", 1)
+        ((child, process),) = fleet._children
+        try:
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED)  # from now on, SIGTERM waits until it continues
+            assert not await fleet.replace_worker(process.name)
+            await wait_for_count(fleet, 0)
+            assert child.wait(10) == -signal.SIGKILL
+        finally:
+            child.kill()
+            await fleet.close(stop_workers=False)
+
+    asyncio.run(run())
+
+
 def test_a_worker_that_ends_just_before_its_signal_is_no_error(
     router_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import http.client
 import os
 import ssl
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
@@ -38,8 +39,21 @@ class PodMetadata(msgspec.Struct, rename="camel"):
     deletion_timestamp: str | None = None  # set while the pod ends
 
 
-class PodStatus(msgspec.Struct):
+class RunningState(msgspec.Struct, rename="camel"):
+    started_at: datetime
+
+
+class ContainerState(msgspec.Struct):
+    running: RunningState | None = None
+
+
+class ContainerStatus(msgspec.Struct):
+    state: ContainerState = msgspec.field(default_factory=ContainerState)
+
+
+class PodStatus(msgspec.Struct, rename="camel"):
     phase: str = ""
+    container_statuses: list[ContainerStatus] | None = None
 
 
 class Pod(msgspec.Struct):

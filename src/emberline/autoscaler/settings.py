@@ -101,10 +101,15 @@ class AutoscalerSettings:
     drain_timeout: float = option(
         120.0, "Seconds that a drained worker may take to finish its requests before it is stopped.", unit="s"
     )
+    lost_timeout: float = option(
+        30.0,
+        "Seconds after which a worker that a router has lost is replaced, if it answers no call either.",
+        unit="s",
+    )
     max_gpus: int | None = option(None, "Most GPUs that all pools together may use.", default_text="no limit")
 
     def __post_init__(self) -> None:
-        for name in ("interval", "start_seconds", "drain_timeout"):
+        for name in ("interval", "start_seconds", "drain_timeout", "lost_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
         for name in ("cool_down", "idle_time", "decode_weight", "period"):
