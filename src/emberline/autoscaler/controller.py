@@ -19,7 +19,7 @@ from emberline.autoscaler.observer import StatusObserver, count_open
 from emberline.autoscaler.policy import PolicyState, ScalingDecision, decide
 from emberline.autoscaler.pool_workers import PoolWorkers, StatusRow, group_workers
 from emberline.autoscaler.router_client import RouterUnavailable
-from emberline.autoscaler.router_group import RouterGroup
+from emberline.autoscaler.router_group import ClusterRouters
 from emberline.autoscaler.settings import MAX_POOL_WORKERS, AutoscalerSettings
 from emberline.autoscaler.start_tracker import StartTracker
 from emberline.autoscaler.worker_probe import probe_worker
@@ -36,7 +36,7 @@ class Autoscaler:
     def __init__(
         self,
         settings: AutoscalerSettings,
-        router: RouterGroup,
+        router: ClusterRouters,
         fleet: WorkerFleet,
         clock: Clock,
         models: Collection[str] = (),
