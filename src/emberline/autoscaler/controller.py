@@ -29,7 +29,7 @@ from emberline.core.errors import EmberlineError, WrongClusterKey
 log = logging.getLogger("emberline.autoscaler")
 
 STUCK_TIMEOUT_S = 150.0  # a worker restarts its stuck engine itself after --stall-timeout, by default 120 s
-MIN_ANNOUNCEMENT_S = 60.0  # for which a router expects the models of an autoscaler that is gone
+MIN_ANNOUNCEMENT_S = 60.0  # time for which a router at least expects the models of an autoscaler that is gone
 
 
 class Autoscaler:
@@ -115,7 +115,8 @@ class Autoscaler:
         """Tell the router which models have workers whenever they are needed, so that requests for them wait."""
         for row in status["workers"]:
             if row["name"] in managed:
-                embedders = set(row.get("embedders", ()))  # of other workers too, so they do not identify a pool
+                # Other workers may have them too, so they do not identify a pool.
+                embedders = set(row.get("embedders", ()))
                 self._models |= set(row["models"]) - embedders
                 self._embedders |= embedders
         if names := self._models | self._embedders:

@@ -17,9 +17,9 @@ from emberline.autoscaler.worker_probe import ProbeResult
 
 log = logging.getLogger("emberline.autoscaler")
 
-ALL_LOST_TIMEOUT_S = 600.0  # if the routers get heartbeats of no worker, and have lost more than one
+ALL_LOST_TIMEOUT_S = 600.0  # time if the routers get heartbeats of no worker and have lost several
 
-WorkerProbe = Callable[[str], Awaitable[ProbeResult]]  # from the worker's URL
+WorkerProbe = Callable[[str], Awaitable[ProbeResult]]  # function from a worker's URL to the result of a call
 
 
 class HangDetector:
@@ -28,7 +28,7 @@ class HangDetector:
         self._probe = probe
         self._timeout_s = lost_timeout_s
         self._lost_since: dict[str, float] = {}  # times by worker name
-        self._urls: dict[str, str] = {}  # by name of a worker of the fleet, as it registered last
+        self._urls: dict[str, str] = {}  # URLs by the name of a worker of the fleet, as it registered last
         self._heard: set[str] = set()  # names of the workers from which a router gets heartbeats
 
     def update(self, status: Mapping[str, Any], pools: Mapping[str, PoolWorkers], now: float) -> None:

@@ -159,7 +159,8 @@ class KubernetesAPI:
         is_missing_allowed: bool = False,
     ) -> Any:
         try:
-            async with asyncio.timeout(3 * CALL_TIMEOUT_S):  # to connect, and for the first and last byte of the reply
+            # One limit to connect, one for the first byte of the reply, one for its last.
+            async with asyncio.timeout(3 * CALL_TIMEOUT_S):
                 return await asyncio.to_thread(self._call_blocking, method, path, body, media_type, is_missing_allowed)
         except (OSError, http.client.HTTPException, ValueError, *JSON_DECODE_ERRORS) as e:
             message = f"the Kubernetes API at {self._host}:{self._port} does not answer: {e}"

@@ -31,7 +31,7 @@ class KubernetesFleet:
                 raise InvalidRequest(message, param="pool", hint=hint)
         self._api = api
         self._targets = dict(targets)
-        self._listed_replicas: dict[str, int] = {}  # by role, as of the last list of workers or change
+        self._listed_replicas: dict[str, int] = {}  # replicas by role, as of the last list of workers or change
 
     async def list_workers(self) -> list[FleetWorker]:
         """Return the pods that run or start, and a placeholder for each pod that Kubernetes has not created yet."""

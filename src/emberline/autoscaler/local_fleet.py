@@ -22,12 +22,12 @@ from emberline.autoscaler.fleet import NAME_PREFIX, FleetError, FleetWorker
 from emberline.core.errors import InvalidRequest
 from emberline.core.router_urls import normalise_router_url
 
-STOP_TIMEOUT_S = 30.0  # between SIGTERM and SIGKILL; a worker lets open requests run for 10 s, then moves them
-KILL_TIMEOUT_S = 10.0  # after SIGKILL; a process that waits for a device may not end
+STOP_TIMEOUT_S = 30.0  # seconds from SIGTERM to SIGKILL; a worker lets open requests run for 10 s, then moves them
+KILL_TIMEOUT_S = 10.0  # seconds after SIGKILL; a process that waits for a device may not end
 POLL_INTERVAL_S = 0.05
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
-BuildCommand = Callable[[str, str], Sequence[str]]  # from role and worker name
+BuildCommand = Callable[[str, str], Sequence[str]]  # function from role and worker name to the command line
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,11 @@ class LocalFleet:
         self._log_dir = log_dir
         self._environment = dict(environment)
         self._gpus, self._gpus_by_role = tuple(gpus), dict(gpus_by_role or {})
-        self._children: list[tuple[subprocess.Popen[bytes], LocalProcess]] = []  # that have not been reaped
-        self._kill_at: dict[str, float] = {}  # by name of a worker that was asked to end
+        self._children: list[tuple[subprocess.Popen[bytes], LocalProcess]] = []  # children that have not been reaped
+        self._kill_at: dict[str, float] = {}  # times by the name of a worker that was asked to end
         with contextlib.ExitStack() as locks:
-            for url in sorted(self._router_urls):  # in the same order in all autoscalers, so that one of them wins
+            # All autoscalers take the locks in the same order, so that one of them wins.
+            for url in sorted(self._router_urls):
                 locks.enter_context(_lock_router(url))
             self._locks = locks.pop_all()
 

@@ -29,9 +29,10 @@ class AutoscalerMetrics:
         self.failed_starts = 0
         self.usual_start_s = 0.0
         self.silent_routers = 0
-        self._replaced: Counter[tuple[str, str]] = Counter()  # workers by pool and reason
-        self._changes: Counter[tuple[str, str, str]] = Counter()  # workers by pool, direction and reason
-        self._direction_changes: Counter[str] = Counter()  # by pool
+        self._replaced: Counter[tuple[str, str]] = Counter()  # replaced workers by pool and reason
+        # Started and removed workers by pool, direction and reason.
+        self._changes: Counter[tuple[str, str, str]] = Counter()
+        self._direction_changes: Counter[str] = Counter()  # changes between starting and removing workers, by pool
         self._last_direction: dict[str, str] = {}
         self._desired: Mapping[str, int] = {}
         self._observations: Mapping[str, PoolObservation] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from emberline.autoscaler.fleet import FleetWorker
 
-StatusRow = Mapping[str, Any]  # of one worker in /cluster/status
+StatusRow = Mapping[str, Any]  # the row of one worker in /cluster/status
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class PoolWorkers:
     starting: list[str] = field(default_factory=list)  # names, also those of lost workers
     lost: set[str] = field(default_factory=set)  # names of managed workers that a router knows, without heartbeats
     draining: list[StatusRow] = field(default_factory=list)
-    stuck: list[StatusRow] = field(default_factory=list)  # they have requests, but their engines make no step
+    stuck: list[StatusRow] = field(default_factory=list)  # workers that have requests, but whose engines make no step
     asleep: list[StatusRow] = field(default_factory=list)  # a request wakes them
     managed: dict[str, int] = field(default_factory=dict)  # removal rank of the workers that the fleet can stop
     placeholders: set[str] = field(default_factory=set)  # starting workers that have no name yet

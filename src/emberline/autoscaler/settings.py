@@ -19,10 +19,10 @@ MAX_POOL_WORKERS = 10_000
 class PoolSettings:
     """The limits of one pool: all workers of one role."""
 
-    role: str  # of workers: prefill, decode or both
+    role: str  # what its workers do: prefill, decode or both
     min_workers: int = 1  # 0: the pool may be empty while there are no requests
     max_workers: int = 8
-    gpus: int = 1  # of one worker; they count towards max_gpus
+    gpus: int = 1  # GPUs of one worker; they count towards max_gpus
     capacity: float | None = None  # work per second that a worker serves within the SLO; None: learned
     target: str = ""  # Kubernetes: the object to scale, such as deployment/decode
     sleep: int = 0  # workers that are put to sleep instead of being stopped

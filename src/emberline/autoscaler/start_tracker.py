@@ -11,19 +11,21 @@ from emberline.autoscaler.pool_workers import PoolWorkers
 
 MAX_BACKOFF_S = 60.0
 MIN_TIMEOUT_S = 600.0  # a worker that is not ready after it, or after ten times the usual time, hangs
-LAST_START_WEIGHT = 0.3  # of the last measured start against all earlier ones
+LAST_START_WEIGHT = 0.3  # weight of the last measured start, against all earlier ones, in the usual time of a start
 
 
 class StartTracker:
     def __init__(self, expected_start_s: float) -> None:
         self.usual_start_s = expected_start_s
         self.failed_starts = 0  # workers that ended before they were ready
-        self._since: dict[str, float] = {}  # by name of a worker that is not ready yet
-        self._ready: dict[str, str] = {}  # incarnation by name of a worker that has been ready
-        self._unmeasured: set[str] | None = None  # since when these start is not known; None: there was no update yet
-        self._starting: dict[str, dict[str, bool]] = {}  # by role: starting workers, and which of them are placeholders
-        self._failures_in_a_row: dict[str, int] = {}  # by role
-        self._start_again_at: dict[str, float] = {}  # by role
+        self._since: dict[str, float] = {}  # start times by the name of a worker that is not ready yet
+        self._ready: dict[str, str] = {}  # incarnations by the name of a worker that has been ready
+        # Workers whose starts began at an unknown time; None: there was no update yet.
+        self._unmeasured: set[str] | None = None
+        # Names of starting workers by role, and whether each is a placeholder.
+        self._starting: dict[str, dict[str, bool]] = {}
+        self._failures_in_a_row: dict[str, int] = {}  # failed starts since the last success, by role
+        self._start_again_at: dict[str, float] = {}  # earliest time of the next start, by role
 
     def update(self, pools: Mapping[str, PoolWorkers], now: float) -> None:
         """Record which workers are starting now, and what became of those that were starting before."""

@@ -8,7 +8,7 @@ import errno
 from enum import Enum
 from urllib.parse import urlsplit
 
-PROBE_TIMEOUT_S = 5.0  # as in the probes of the Helm chart; a process on a busy machine may need seconds
+PROBE_TIMEOUT_S = 5.0  # that of the Helm chart's probes; a process on a busy machine may need seconds
 UNREACHABLE_ERRORS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 

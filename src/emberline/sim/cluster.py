@@ -40,11 +40,11 @@ class SimClusterConfig(SimWorkerConfig):
 
     workers: int = 4
     prefill_workers: int = 0  # workers in addition, which compute prompts for the others
-    prefill: SimWorkerConfig | None = None  # their settings; None: those of the other workers
+    prefill: SimWorkerConfig | None = None  # settings of the prefill workers; None: those of the other workers
     link: KVLink = field(default_factory=KVLink)  # over which a worker copies KV blocks of others
     kv_bytes_per_token: float = 131_072.0
     heartbeat_s: float = 1.0
-    sample_s: float = 1.0  # between two samples of the workers' open tokens
+    sample_s: float = 1.0  # seconds between two samples of the workers' open tokens
     detail: SimDetail = "steps"
 
     def config_for(self, role: Role) -> SimWorkerConfig:
