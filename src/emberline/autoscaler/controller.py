@@ -141,6 +141,7 @@ class Autoscaler:
         if missing > 0 and self._starts.may_start(role, now):
             log.info("Starting workers: pool=%s count=%d desired=%d reason=%s", role, missing, desired, reason)
             await self._fleet.start_workers(role, missing)
+            self._starts.record_order(role, missing, now)
             pool.num_ordered += missing
             self.metrics.record_change(role, "up", reason, missing)
         elif missing < 0 and (names := pool.choose_removals(-missing)):
