@@ -9,6 +9,7 @@ from emberline.autoscaler.controller import Autoscaler
 from emberline.autoscaler.fleet import FleetError, FleetWorker
 from emberline.autoscaler.router_client import RouterUnavailable
 from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
+from emberline.autoscaler.worker_probe import ProbeResult
 from emberline.core.clock import ManualClock
 from emberline.core.slo import LatencyTargets
 from emberline.server.metrics import render_exposition
@@ -42,6 +43,8 @@ class ScaledCluster:
         self.waiting_model = "m"
         self.replaces_workers = False  # True: as Kubernetes does
         self.announced: set[str] = set()
+        self.probes: dict[str, ProbeResult] = {}  # by URL
+        self.probed: list[str] = []
 
     async def fetch_status(self) -> dict[str, Any]:
         if self.router_fails:
@@ -60,6 +63,10 @@ class ScaledCluster:
         if name in self.rows:
             self.rows[name]["health"] = "draining" if on else "ready"
         return name in self.rows
+
+    async def probe(self, url: str) -> ProbeResult:
+        self.probed.append(url)
+        return self.probes[url]
 
     async def set_asleep(self, name: str, *, on: bool = True) -> bool:
         self.rows[name]["asleep"] = on and self.can_sleep
@@ -106,7 +113,14 @@ class Loop:
         self.clock = ManualClock(100.0)
         models = changes.pop("models", ())
         self.settings = AutoscalerSettings(LatencyTargets(1.0, 0.05), pools, cool_down=20.0, **changes)
-        self.autoscaler = Autoscaler(self.settings, cluster, cluster, self.clock, models)  # type: ignore[arg-type]
+        self.autoscaler = Autoscaler(
+            self.settings,
+            cluster,
+            cluster,
+            self.clock,
+            models,
+            cluster.probe,  # type: ignore[arg-type]
+        )
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):

@@ -17,11 +17,14 @@ from emberline.bench.gpu.model import LLAMA_8B
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
 from emberline.cli.doctor_gpu import DetectedGPU
+from emberline.engine import memory
 from emberline.engine.memory import kv_token_bytes, plan_memory, weight_bytes
+from emberline.engine.ranks.layout import Layout
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 from emberline.kernels.cuda import nvrtc
 from emberline.kv import mooncake
 from emberline.models.config import ModelConfig
+from emberline.models.shard import Shard
 from emberline.models.weight_dtype import FIRST_MATRIX_NAMES
 
 H200 = DetectedGPU("NVIDIA H200", 150_123_642_880, (9, 0))
@@ -54,8 +57,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     monkeypatch.setattr(mooncake, "check_mooncake_usable", lambda: None)  # starts a process
 
-    def go(*arguments: object, gpu: DetectedGPU | None = None) -> tuple[int, str]:
-        monkeypatch.setattr(doctor, "detect_gpus", lambda: [] if gpu is None else [gpu])
+    def go(*arguments: object, gpu: DetectedGPU | None = None, num_gpus: int = 1) -> tuple[int, str]:
+        monkeypatch.setattr(doctor, "detect_gpus", lambda: [] if gpu is None else [gpu] * num_gpus)
         monkeypatch.setattr(doctor, "_check_kernels", lambda: iter(()))  # builds; not what is tested here
         monkeypatch.setattr(doctor, "_check_software", lambda: iter(()))
         code = main(["doctor", *map(str, arguments)])
@@ -243,10 +246,44 @@ def test_ranks_of_a_layout(run: Run, tmp_path: Path) -> None:
     assert ranks == [("ranks 0 to 3", "layers 0 to 16", heads), ("ranks 4 to 7", "layers 17 to 31", heads)]
     code, output = run("--model", model, "--tp", "3")
     assert code == 1 and re.search(r"^!!    layout +tp is 3, but 32 attention heads", output, re.M)
-    code, output = run("--model", model, "--pp", "2", "--gpu-memory", "141G")
-    assert code == 0 and re.search(r"^--  gpu memory +not planned, because --tp or --pp is set", output, re.M)
     code, output = run("--model", model, "--pp", "2", "--gpus", "2xH200")
     assert code == 1 and "plans for all of these GPUs, so --tp and --pp cannot be set too" in output
+
+
+def test_each_rank_is_planned_with_its_part_of_the_model(run: Run, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    code, output = run("--model", model, "--tp", "2", "--pp", "2", gpu=H200, num_gpus=4)
+    ranks = re.findall(r"^ok    (ranks \d to \d) +(\S+) GiB on each GPU$", output, re.M)
+    assert code == 0 and [name for name, _ in ranks] == ["ranks 0 to 1", "ranks 2 to 3"]
+    weights = [float(size) for size in re.findall(r"^ok      weights +(\S+) GiB$", output, re.M)]
+    config = ModelConfig.from_hf(LLAMA_8B)
+    stages = [Layout(2, 2).stage(rank, config).select_config(Shard(0, 2).shard_config(config)) for rank in (0, 2)]
+    assert weights == pytest.approx([weight_bytes(stage, 2) / 2**30 for stage in stages], abs=0.01)
+    counts = re.findall(r"^ok      kv cache +\S+ GiB: (\d+) tokens", output, re.M)
+    spare = [float(size) for size in re.findall(r"^ok      spare +(\S+) GiB$", output, re.M)]
+    kept_free = (1 - memory.DEFAULT_UTILIZATION) * H200.memory_bytes / 2**30
+    assert min(spare) == pytest.approx(kept_free, abs=0.1) and max(spare) > kept_free + 0.1
+    alone = kv_tokens(run("--model", model, gpu=H200)[1])
+    assert len(set(counts)) == 1 and int(counts[0]) > 4 * alone  # all ranks have the same blocks
+    assert run("--model", model, "--tp", "2", "--pp", "2", "--gpu-memory", H200.memory_bytes)[1].count(counts[0]) == 2
+    code, output = run("--model", model, "--tp", "2", gpu=H200)
+    assert code == 1 and "2 ranks (tp 2, pp 1) need 2 GPUs, and this machine has 1" in output
+    assert re.search(r"^ok    ranks 0 to 1 +\S+ GiB on each GPU$", output, re.M)
+    code, output = run("--model", model, "--tp", "3", gpu=H200, num_gpus=4)
+    assert code == 1 and "gpu memory" not in output  # the model cannot be divided so
+    code, output = run("--model", model, "--pp", "2", "--gpu-memory", "8G")
+    assert code == 1 and re.search(r"^!!  gpu memory +the model does not fit into GPU memory", output, re.M)
+
+
+@pytest.mark.parametrize("weights", ["auto", "fp8"])
+def test_quantised_ranks_need_their_share_of_the_weights(run: Run, tmp_path: Path, weights: str) -> None:
+    write = write_fp8_model if weights == "auto" else write_model
+    model = write(tmp_path / "m")
+    _, output = run("--model", model, "--tp", "2", "--weights", weights, "--gpu-memory", "141G", "--json")
+    findings = {finding["subject"]: finding for finding in json.loads(output)["findings"]}
+    config = ModelConfig.from_hf(LLAMA_8B)
+    plain = weight_bytes(Shard(0, 2).shard_config(config), 2) / 2**30
+    assert 0.5 * plain < float(findings["weights"]["detail"].split()[0]) < 0.75 * plain
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from emberline.bench.certificates import IssuedFiles, LocalCA
 from emberline.core import tls
 from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
+from emberline.core.foreign_config import ForeignWorkerConfig
 from emberline.core.gateway_config import GatewayConfig
 from emberline.core.tls import CHECK_INTERVAL_S, RETRY_INTERVAL_S, TLSIdentity, certificate_names, match_names
 from emberline.core.tls_config import TLSConfig
@@ -126,6 +127,7 @@ def test_certificate_without_an_allowed_name_is_refused_for_a_worker(tmp_path: P
 
 CERT: dict[str, Any] = {"tls_cert": "c", "tls_key": "k"}
 SECURE_WORKER = WorkerConfig(("https://r",))
+TLS_SERVER, PLAIN_SERVER = (ForeignWorkerConfig.parse(f"vllm={scheme}://b:8000") for scheme in ("https", "http"))
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,7 @@ SECURE_WORKER = WorkerConfig(("https://r",))
         (lambda: RouterConfig(**CERT, tls_names=("n",)), "tls_names"),
         (lambda: RouterConfig(**CERT, tls_client_certs="cluster"), "tls_client_certs"),
         (lambda: RouterConfig(**CERT, tls_ca="a", tls_client_certs="some"), "tls_client_certs"),
+        (lambda: RouterConfig(**CERT, tls_ca="a", foreign=(TLS_SERVER, PLAIN_SERVER)), "foreign"),
         (lambda: ServerConfig(**CERT, tls_ca="a", tls_names=("n",)), "tls_names"),
         (lambda: ServerConfig(**CERT, worker=SECURE_WORKER), "tls_ca"),
         (lambda: ServerConfig(**CERT, tls_ca="a", worker=WorkerConfig(("http://r",))), "router"),
@@ -153,6 +156,7 @@ def test_options_that_need_others_are_refused(build: Callable[[], object], param
         build()
     assert caught.value.param == param
     assert ServerConfig(**CERT, tls_ca="a", tls_names=("n",), worker=SECURE_WORKER).scheme == "https"
+    assert RouterConfig(**CERT, tls_ca="a", foreign=(TLS_SERVER,)) and RouterConfig(**CERT, foreign=(PLAIN_SERVER,))
 
 
 # -- rotation ----------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 LOW_PRESSURE = 0.8  # latency as a share of its SLO up to which more load may be tried
 RISE_PER_S = 0.001
 FALL_FACTOR = 0.93
-MISSED_BEFORE_FALL_S = 60.0  # of missed SLOs before a reduction: short peaks say nothing about capacity
+MISSED_BEFORE_FALL_S = 60.0  # seconds of missed SLOs before a reduction: short peaks say nothing about capacity
 MISSED_MEMORY_S = 900.0  # time constant after which missed SLOs are forgotten
-CEILING_SHARE = 0.95  # of the load at which the SLO was missed
+CEILING_SHARE = 0.95  # highest capacity, as a share of the load at which the SLO was missed
 CEILING_RISE_PER_S = 1e-5  # 3.6 % an hour: models and prompts change
 MIN_SHARE_OF_STATED = 0.5
 

@@ -13,31 +13,34 @@ from dataclasses import replace
 from typing import Any
 
 from emberline.autoscaler.fleet import FleetError, WorkerFleet
+from emberline.autoscaler.hang_detector import HangDetector, WorkerProbe
 from emberline.autoscaler.metrics import AutoscalerMetrics
 from emberline.autoscaler.observer import StatusObserver, count_open
 from emberline.autoscaler.policy import PolicyState, ScalingDecision, decide
 from emberline.autoscaler.pool_workers import PoolWorkers, StatusRow, group_workers
 from emberline.autoscaler.router_client import RouterUnavailable
-from emberline.autoscaler.router_group import RouterGroup
+from emberline.autoscaler.router_group import ClusterRouters
 from emberline.autoscaler.settings import MAX_POOL_WORKERS, AutoscalerSettings
 from emberline.autoscaler.start_tracker import StartTracker
+from emberline.autoscaler.worker_probe import probe_worker
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, WrongClusterKey
 
 log = logging.getLogger("emberline.autoscaler")
 
 STUCK_TIMEOUT_S = 150.0  # a worker restarts its stuck engine itself after --stall-timeout, by default 120 s
-MIN_ANNOUNCEMENT_S = 60.0  # for which a router expects the models of an autoscaler that is gone
+MIN_ANNOUNCEMENT_S = 60.0  # time for which a router at least expects the models of an autoscaler that is gone
 
 
 class Autoscaler:
     def __init__(
         self,
         settings: AutoscalerSettings,
-        router: RouterGroup,
+        router: ClusterRouters,
         fleet: WorkerFleet,
         clock: Clock,
         models: Collection[str] = (),
+        probe: WorkerProbe = probe_worker,
     ) -> None:
         """`models`: those of the pools. Models of workers that the fleet has started are added to them."""
         self._settings = settings
@@ -48,6 +51,7 @@ class Autoscaler:
         self._observer = StatusObserver()
         self._state = PolicyState()
         self._starts = StartTracker(settings.start_seconds)
+        self._hangs = HangDetector(settings.lost_timeout, probe)
         self._draining_since: dict[str, float] = {}
         self._stuck_since: dict[str, float] = {}
         self._logged_problem = ""
@@ -71,6 +75,7 @@ class Autoscaler:
             pools = group_workers(status, workers, [pool.role for pool in self._settings.pools], self._models)
             now = self._clock.now()
             self._starts.update(pools, now)
+            self._hangs.update(status, pools, now)
             names = {worker.name for worker in workers}
             self._draining_since = {name: since for name, since in self._draining_since.items() if name in names}
             stuck = {row["name"] for pool in pools.values() for row in pool.stuck}
@@ -89,6 +94,8 @@ class Autoscaler:
             problems.append(self._describe_unreachable_slo(decision))
         except (RouterUnavailable, WrongClusterKey, FleetError) as e:
             problems.append(self._count_error(e))
+            if not isinstance(e, FleetError):
+                self._hangs.forget_losses()
         self.metrics.silent_routers = self._router.silent_count
         self._log_problem_once("; ".join(filter(None, problems)))
 
@@ -100,14 +107,16 @@ class Autoscaler:
         self, role: str, pools: Mapping[str, PoolWorkers], decision: ScalingDecision, now: float
     ) -> None:
         await self._stop_finished_workers(pools[role], self._settings.pool(role).sleep, now)
-        await self._replace_hanging_workers(pools[role], now)
+        await self._replace_hanging_workers(role, pools[role], now)
+        await self._replace_stuck_workers(role, pools[role], now)
         await self._reconcile(role, pools, decision, now)
 
     async def _announce_models(self, status: Mapping[str, Any], managed: Collection[str]) -> None:
         """Tell the router which models have workers whenever they are needed, so that requests for them wait."""
         for row in status["workers"]:
             if row["name"] in managed:
-                embedders = set(row.get("embedders", ()))  # of other workers too, so they do not identify a pool
+                # Other workers may have them too, so they do not identify a pool.
+                embedders = set(row.get("embedders", ()))
                 self._models |= set(row["models"]) - embedders
                 self._embedders |= embedders
         if names := self._models | self._embedders:
@@ -118,9 +127,10 @@ class Autoscaler:
     ) -> None:
         """Start or drain workers until the pool has the desired number of them.
 
-        Workers that are stuck serve no requests, but still have their places and GPUs."""
+        Workers that are stuck serve no requests, but still have their places and GPUs; so have those that end."""
         pool = pools[role]
-        reason, limit = decision.reasons[role], self._settings.pool(role).max_workers - len(pool.stuck)
+        limit = self._settings.pool(role).max_workers - len(pool.stuck) - len(pool.stopping)
+        reason = decision.reasons[role]
         desired = min(decision.desired[role], max(limit, pool.serving_count))
         missing = desired - pool.serving_count
         if missing > 0:
@@ -131,6 +141,7 @@ class Autoscaler:
         if missing > 0 and self._starts.may_start(role, now):
             log.info("Starting workers: pool=%s count=%d desired=%d reason=%s", role, missing, desired, reason)
             await self._fleet.start_workers(role, missing)
+            self._starts.record_order(role, missing, now)
             pool.num_ordered += missing
             self.metrics.record_change(role, "up", reason, missing)
         elif missing < 0 and (names := pool.choose_removals(-missing)):
@@ -203,19 +214,28 @@ class Autoscaler:
                 await self._fleet.stop_worker(name)
                 pool.stopping.add(name)
 
-    async def _replace_hanging_workers(self, pool: PoolWorkers, now: float) -> None:
-        """Replace the workers that do not become ready, and those whose engines have been stuck for long."""
-        for name in [name for name in pool.starting if name in pool.managed and self._starts.is_hanging(name, now)]:
-            log.warning("Replacing a worker that does not become ready: worker=%s", name)
+    async def _replace_hanging_workers(self, role: str, pool: PoolWorkers, now: float) -> None:
+        """Replace the workers that do not become ready, and those that are lost and do not answer."""
+        overdue = [name for name in pool.starting if name in pool.managed and self._starts.is_hanging(name, now)]
+        hanging = await self._hangs.find_hanging(pool, overdue, now)
+        for name in hanging:
+            reason = "lost" if name in pool.lost else "start"
+            log.warning("Replacing a worker that hangs: worker=%s reason=%s", name, reason)
             if not await self._fleet.replace_worker(name):
                 pool.starting.remove(name)
+                pool.stopping.add(name)  # it has its place and GPUs until it is gone
+            self.metrics.record_replacement(role, reason)
+        for name in {*hanging, *overdue}:  # one that answers gets as much time again
             self._starts.forget(name)
+
+    async def _replace_stuck_workers(self, role: str, pool: PoolWorkers, now: float) -> None:
+        """Replace the workers whose engines have been stuck for long."""
         for row in list(pool.stuck):
             name = row["name"]
             if name in pool.managed and now - self._stuck_since.setdefault(name, now) > STUCK_TIMEOUT_S:
                 log.warning("Replacing a worker whose engine is stuck: worker=%s", name)
-                if await self._fleet.replace_worker(name):
-                    pool.starting.append(name)
+                (pool.starting.append if await self._fleet.replace_worker(name) else pool.stopping.add)(name)
+                self.metrics.record_replacement(role, "stuck")
                 del self._stuck_since[name]
                 pool.stuck.remove(row)
 

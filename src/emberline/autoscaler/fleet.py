@@ -8,7 +8,7 @@ from typing import Protocol
 
 from emberline.core.errors import EmberlineError
 
-NAME_PREFIX = "auto"  # of the workers that an autoscaler started
+NAME_PREFIX = "auto"  # start of the names of workers that an autoscaler started
 
 
 class FleetError(EmberlineError):
@@ -22,11 +22,12 @@ class FleetError(EmberlineError):
 class FleetWorker:
     """A worker that the fleet has started and that has not ended."""
 
-    name: str  # under which it registers with the router
+    name: str  # name under which it registers with the router
     role: str
     is_stopping: bool = False
     removal_rank: int = 0  # the fleet can remove the workers with the highest rank only
     is_placeholder: bool = False  # stands for a worker that was ordered and has no name yet
+    age_s: float | None = None  # seconds since its process started; None: no later process gets its name
 
 
 class WorkerFleet(Protocol):

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 
 FAST_S, USUAL_S, SLOW_S = 20.0, 90.0, 300.0  # time constants
 FIRST_NOISE = 0.15  # standard deviation of one observation, as a share of the demand, before it was measured
-CHANGE_DEVIATIONS = 3.0  # of the fast value from the usual one, above which the load has changed
-RISE_DEVIATIONS = 2.0  # of the lag of the fast value, above which the load rises fast
+# Standard deviations between the fast value and the usual one, above which the load has changed.
+CHANGE_DEVIATIONS = 3.0
+RISE_DEVIATIONS = 2.0  # standard deviations of lag of the fast value, above which the load rises fast
 MIN_CHANGE_RATIO = 0.05  # smaller changes are left to the usual value, however small the noise is
 MAX_TREND_RATIO = 2.0  # a trend may double the demand, and not more
 BUCKETS_PER_PERIOD = 288  # five minutes of a day
-NEW_PERIOD_WEIGHT = 0.5  # of the last period against all earlier ones
+NEW_PERIOD_WEIGHT = 0.5  # weight of the last period, against all earlier ones
 MAX_PERIODIC_RATIO = 10.0
 
 
@@ -31,12 +32,12 @@ class DemandForecast:
     fast_again: float = 0.0  # `fast`, smoothed a second time
     usual: float = 0.0
     slow: float = 0.0
-    variance: float = 0.0  # of single observations
+    variance: float = 0.0  # variance of single observations of the demand
     deviation: float = 0.0  # standard deviation of `fast`
     updated_at: float | None = None
     buckets: tuple[float, ...] = ()  # mean demand by time of the period; negative: not known yet
-    bucket_index: int = -1  # of the bucket that is being filled
-    bucket_sum: float = 0.0  # of demand times seconds
+    bucket_index: int = -1  # number of the bucket that is being filled; -1: none
+    bucket_sum: float = 0.0  # sum of demand times seconds in this bucket
     bucket_seconds: float = 0.0
 
     @property
@@ -57,7 +58,7 @@ class DemandForecast:
         largest = 9 * max(self.variance, (FIRST_NOISE * self.usual) ** 2)
         surprise = min((demand - self.usual) ** 2, largest)  # a burst is no noise
         variance = _smooth(self.variance, surprise, seconds, SLOW_S)
-        deviation = math.sqrt(variance * seconds / (2 * FAST_S))  # of the fast value
+        deviation = math.sqrt(variance * seconds / (2 * FAST_S))  # standard deviation of the fast value
         if abs(fast - usual) > max(CHANGE_DEVIATIONS * deviation, MIN_CHANGE_RATIO * usual):
             variance *= (fast / usual) if usual else 1.0  # more requests have more noise
             usual = slow = fast

@@ -7,6 +7,7 @@ import http.client
 import os
 import ssl
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
@@ -38,8 +39,21 @@ class PodMetadata(msgspec.Struct, rename="camel"):
     deletion_timestamp: str | None = None  # set while the pod ends
 
 
-class PodStatus(msgspec.Struct):
+class RunningState(msgspec.Struct, rename="camel"):
+    started_at: datetime
+
+
+class ContainerState(msgspec.Struct):
+    running: RunningState | None = None
+
+
+class ContainerStatus(msgspec.Struct):
+    state: ContainerState = msgspec.field(default_factory=ContainerState)
+
+
+class PodStatus(msgspec.Struct, rename="camel"):
     phase: str = ""
+    container_statuses: list[ContainerStatus] | None = None
 
 
 class Pod(msgspec.Struct):
@@ -145,7 +159,8 @@ class KubernetesAPI:
         is_missing_allowed: bool = False,
     ) -> Any:
         try:
-            async with asyncio.timeout(3 * CALL_TIMEOUT_S):  # to connect, and for the first and last byte of the reply
+            # One limit to connect, one for the first byte of the reply, one for its last.
+            async with asyncio.timeout(3 * CALL_TIMEOUT_S):
                 return await asyncio.to_thread(self._call_blocking, method, path, body, media_type, is_missing_allowed)
         except (OSError, http.client.HTTPException, ValueError, *JSON_DECODE_ERRORS) as e:
             message = f"the Kubernetes API at {self._host}:{self._port} does not answer: {e}"

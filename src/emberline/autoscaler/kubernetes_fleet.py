@@ -9,6 +9,7 @@ router must be the name of its pod."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 
 from emberline.autoscaler.fleet import FleetWorker
 from emberline.autoscaler.kubernetes_api import API_BY_KIND, KubernetesAPI, KubernetesConflict, Pod, Scale
@@ -30,7 +31,7 @@ class KubernetesFleet:
                 raise InvalidRequest(message, param="pool", hint=hint)
         self._api = api
         self._targets = dict(targets)
-        self._listed_replicas: dict[str, int] = {}  # by role, as of the last list of workers or change
+        self._listed_replicas: dict[str, int] = {}  # replicas by role, as of the last list of workers or change
 
     async def list_workers(self) -> list[FleetWorker]:
         """Return the pods that run or start, and a placeholder for each pod that Kubernetes has not created yet."""
@@ -47,7 +48,7 @@ class KubernetesFleet:
 
     def _describe(self, role: str, pod: Pod) -> FleetWorker:
         rank = 0 if self._targets[role].startswith("deployment/") else _ordinal(pod.metadata.name)
-        return FleetWorker(pod.metadata.name, role, not _is_live(pod), rank)
+        return FleetWorker(pod.metadata.name, role, not _is_live(pod), rank, age_s=_age_s(pod))
 
     async def start_workers(self, role: str, count: int) -> None:
         """Raise the number of replicas, unless another client has changed it since the workers were listed."""
@@ -103,6 +104,15 @@ class KubernetesFleet:
 
 def _is_live(pod: Pod) -> bool:
     return pod.metadata.deletion_timestamp is None
+
+
+def _age_s(pod: Pod) -> float:
+    """Return for how long all containers of a pod run; 0 if one does not."""
+    states = [each.state.running for each in pod.status.container_statuses or ()]
+    starts = [state.started_at for state in states if state is not None]
+    if not starts or len(starts) < len(states):
+        return 0.0
+    return max((datetime.now(UTC) - max(starts)).total_seconds(), 0.0)
 
 
 def _deletion_cost(pod: Pod) -> int:

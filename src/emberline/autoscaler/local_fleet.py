@@ -20,13 +20,14 @@ from pathlib import Path
 
 from emberline.autoscaler.fleet import NAME_PREFIX, FleetError, FleetWorker
 from emberline.core.errors import InvalidRequest
+from emberline.core.router_urls import normalise_router_url
 
-STOP_TIMEOUT_S = 30.0  # between SIGTERM and SIGKILL; a worker lets open requests run for 10 s, then moves them
-KILL_TIMEOUT_S = 10.0  # after SIGKILL; a process that waits for a device may not end
+STOP_TIMEOUT_S = 30.0  # seconds from SIGTERM to SIGKILL; a worker lets open requests run for 10 s, then moves them
+KILL_TIMEOUT_S = 10.0  # seconds after SIGKILL; a process that waits for a device may not end
 POLL_INTERVAL_S = 0.05
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
-BuildCommand = Callable[[str, str], Sequence[str]]  # from role and worker name
+BuildCommand = Callable[[str, str], Sequence[str]]  # function from role and worker name to the command line
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class LocalFleet:
     ) -> None:
         """`build_command`: the command of a worker; it must contain its name and `router_urls` as whole arguments.
 
+        All spellings of a router's URL are equal, and so are all orders of `router_urls`.
         `gpus`: the GPUs of this machine, of which each worker gets as many as its role needs. Raises InvalidRequest if
         another autoscaler on this machine manages workers of the same router, or if the machine has no /proc."""
         if not Path("/proc/self/cmdline").exists():
@@ -61,14 +63,15 @@ class LocalFleet:
             )
         self._build_command = build_command
         self._roles = roles
-        self._router_urls = set(router_urls)
+        self._router_urls = {normalise_router_url(url) for url in router_urls}
         self._log_dir = log_dir
         self._environment = dict(environment)
         self._gpus, self._gpus_by_role = tuple(gpus), dict(gpus_by_role or {})
-        self._children: list[tuple[subprocess.Popen[bytes], LocalProcess]] = []  # that have not been reaped
-        self._kill_at: dict[str, float] = {}  # by name of a worker that was asked to end
+        self._children: list[tuple[subprocess.Popen[bytes], LocalProcess]] = []  # children that have not been reaped
+        self._kill_at: dict[str, float] = {}  # times by the name of a worker that was asked to end
         with contextlib.ExitStack() as locks:
-            for url in router_urls:
+            # All autoscalers take the locks in the same order, so that one of them wins.
+            for url in sorted(self._router_urls):
                 locks.enter_context(_lock_router(url))
             self._locks = locks.pop_all()
 
@@ -155,7 +158,7 @@ class LocalFleet:
                 continue
             with contextlib.suppress(OSError):  # it ended, or belongs to another user
                 arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                if self._router_urls.isdisjoint(arguments) or entry.stat().st_uid != os.getuid():
+                if entry.stat().st_uid != os.getuid() or not self._names_router(arguments):
                     continue
                 if os.getsid(int(entry.name)) != int(entry.name):  # a child that the worker forked
                     continue
@@ -163,6 +166,15 @@ class LocalFleet:
                     prefix = f"{NAME_PREFIX}-{role}-"
                     if name := next((each for each in arguments if each.startswith(prefix)), ""):
                         yield LocalProcess(int(entry.name), name, role, _read_gpus(entry))
+
+    def _names_router(self, arguments: Sequence[str]) -> bool:
+        """Whether one of the arguments is the URL of a router of this fleet, however it is spelled."""
+        for argument in arguments:
+            if argument.startswith(("http://", "https://")):
+                with contextlib.suppress(InvalidRequest):  # a URL of something else
+                    if normalise_router_url(argument) in self._router_urls:
+                        return True
+        return False
 
     def _send_signal(self, process: LocalProcess, number: signal.Signals) -> None:
         for child, started in self._children:  # that has not been reaped, so its process id is not reused
@@ -190,7 +202,9 @@ def _read_gpus(process_directory: Path) -> tuple[str, ...]:
 
 
 def _lock_router(router_url: str) -> socket.socket:
-    """Return a socket that no second autoscaler of this machine can bind for the same router, until it is closed."""
+    """Return a socket that no second autoscaler of this machine can bind for the same router, until it is closed.
+
+    `router_url`: normalised."""
     lock = socket.socket(socket.AF_UNIX)
     try:
         lock.bind(f"\0emberline-autoscaler-{os.getuid()}-{blake2b(router_url.encode(), digest_size=8).hexdigest()}")

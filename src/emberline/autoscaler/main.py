@@ -24,7 +24,7 @@ from emberline.server.route_table import reply_error
 
 log = logging.getLogger("emberline.autoscaler")
 
-ROUTER_WAIT_S = 30.0  # for the router at the start; later, the autoscaler tries again without a limit
+ROUTER_WAIT_S = 30.0  # longest wait for a router at the start; later, the autoscaler tries again without a limit
 ROUTER_RETRY_INTERVAL_S = 0.5
 
 

@@ -29,8 +29,10 @@ class AutoscalerMetrics:
         self.failed_starts = 0
         self.usual_start_s = 0.0
         self.silent_routers = 0
-        self._changes: Counter[tuple[str, str, str]] = Counter()  # workers by pool, direction and reason
-        self._direction_changes: Counter[str] = Counter()  # by pool
+        self._replaced: Counter[tuple[str, str]] = Counter()  # replaced workers by pool and reason
+        # Started and removed workers by pool, direction and reason.
+        self._changes: Counter[tuple[str, str, str]] = Counter()
+        self._direction_changes: Counter[str] = Counter()  # changes between starting and removing workers, by pool
         self._last_direction: dict[str, str] = {}
         self._desired: Mapping[str, int] = {}
         self._observations: Mapping[str, PoolObservation] = {}
@@ -48,6 +50,10 @@ class AutoscalerMetrics:
         self._direction_changes[role] += self._last_direction.get(role, direction) != direction
         self._last_direction[role] = direction
 
+    def record_replacement(self, role: str, reason: str) -> None:
+        """Record that a worker that hangs is replaced. `reason`: start, lost or stuck."""
+        self._replaced[role, reason] += 1
+
     def metric_families(self) -> Iterator[MetricFamily]:
         samples = [
             (f'pool="{role}",direction="{direction}",reason="{reason}"', count)
@@ -55,6 +61,10 @@ class AutoscalerMetrics:
         ]
         yield MetricFamily.from_samples(
             f"{PREFIX}_workers_changed_total", "Workers started and removed, by reason.", "counter", samples
+        )
+        replaced = [(f'pool="{role}",reason="{reason}"', count) for (role, reason), count in self._replaced.items()]
+        yield MetricFamily.from_samples(
+            f"{PREFIX}_workers_replaced_total", "Workers that hung and were replaced, by reason.", "counter", replaced
         )
         errors = [(f'code="{code}"', count) for code, count in sorted(self.errors.items())]
         yield MetricFamily.from_samples(

@@ -20,7 +20,7 @@ class StatusObserver:
     def __init__(self) -> None:
         self._latencies: deque[tuple[float, Mapping[str, Sequence[int]]]] = deque()
         self._growth = CounterGrowth()
-        self._in_flight: dict[str, tuple[float, float]] = {}  # prompt and output tokens by role
+        self._in_flight: dict[str, tuple[float, float]] = {}  # prompt and output tokens in flight, by role
         self._refused = 0
         self._observed_at: float | None = None
 
@@ -101,7 +101,7 @@ class StatusObserver:
 
 def _count_unassigned(status: Mapping[str, Any], models: Collection[str]) -> int:
     """Return the requests at the router that wait for a worker of one of the models, or name no model."""
-    if not models or "waiting_by_model" not in status:  # of a router of an earlier release
+    if not models or "waiting_by_model" not in status:  # the router is of an earlier release
         return int(status["waiting_requests"])
     return sum(count for name, count in status["waiting_by_model"].items() if not name or name in models)
 

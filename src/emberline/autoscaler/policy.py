@@ -23,9 +23,10 @@ MAX_KV_USAGE = 0.85  # above it, requests are preempted soon
 MAX_SLOT_USAGE = 0.9
 HIGH_PRESSURE = 0.85  # latency as a share of its SLO above which a fully loaded pool gets more workers
 LATENCY_GROWTH = 0.1  # share of workers added because of latencies
-LATENCY_DELAY_S = 15.0  # until more workers show in the latencies
-START_MARGIN = 0.1  # of a worker: a need of 3.1 is met by 3
-REMOVAL_MARGIN = 0.3  # of a worker: a need of 2.8 keeps 4 of 4, since 3 would soon be too few
+LATENCY_DELAY_S = 15.0  # seconds until more workers show in the latencies
+START_MARGIN = 0.1  # share of a worker by which the need may exceed the workers: a need of 3.1 is met by 3
+# Reserve in workers before one is removed: a need of 2.8 keeps 4 of 4, since 3 would soon be too few.
+REMOVAL_MARGIN = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,14 @@ class PoolState:
 @dataclass(frozen=True, slots=True)
 class PolicyState:
     pools: Mapping[str, PoolState] = field(default_factory=dict)
-    started_at: float | None = None  # of the policy: nothing is removed before a cool-down has passed
+    started_at: float | None = None  # time of the first decision: nothing is removed before a cool-down has passed
 
 
 @dataclass(frozen=True, slots=True)
 class PoolNeed:
     """How many workers a pool needs, before limits, and for which reason."""
 
-    amount: float  # in workers
+    amount: float  # number of workers, with a fraction
     reason: str  # load, forecast, backlog, kv, slots, latency, waiting, idle
 
     @property

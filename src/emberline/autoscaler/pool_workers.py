@@ -8,15 +8,16 @@ from typing import Any
 
 from emberline.autoscaler.fleet import FleetWorker
 
-StatusRow = Mapping[str, Any]  # of one worker in /cluster/status
+StatusRow = Mapping[str, Any]  # the row of one worker in /cluster/status
 
 
 @dataclass(slots=True)
 class PoolWorkers:
     ready: list[StatusRow] = field(default_factory=list)
-    starting: list[str] = field(default_factory=list)
+    starting: list[str] = field(default_factory=list)  # names, also those of lost workers
+    lost: set[str] = field(default_factory=set)  # names of managed workers that a router knows, without heartbeats
     draining: list[StatusRow] = field(default_factory=list)
-    stuck: list[StatusRow] = field(default_factory=list)  # they have requests, but their engines make no step
+    stuck: list[StatusRow] = field(default_factory=list)  # workers that have requests, but whose engines make no step
     asleep: list[StatusRow] = field(default_factory=list)  # a request wakes them
     managed: dict[str, int] = field(default_factory=dict)  # removal rank of the workers that the fleet can stop
     placeholders: set[str] = field(default_factory=set)  # starting workers that have no name yet
@@ -50,9 +51,10 @@ def group_workers(
 ) -> dict[str, PoolWorkers]:
     """Return the workers of each pool.
 
-    A worker of the fleet that the router does not know, or counts as starting, is starting. Workers that the router has
-    lost are in no list: a lost process may be dead or hang. `models`: the models of the pools; other workers of the
-    router that serve none of them are left out. Empty: the models are not known, and all workers count."""
+    A worker of the fleet that the router does not know, or counts as starting, is starting. So is one that the router
+    has lost, until it is replaced or back. Other lost workers are in no list: they may be dead. `models`: the models of
+    the pools; other workers of the router that serve none of them are left out. Empty: the models are not known, and
+    all workers count."""
     pools = {role: PoolWorkers() for role in roles}
     managed = {worker.name for worker in fleet_workers}
     rows = {
@@ -71,6 +73,8 @@ def group_workers(
             pool.stopping.add(worker.name)
         elif row is None or row["health"] == "lost":
             pool.starting.append(worker.name)
+            if row is not None and not _is_of_earlier_process(row, worker):
+                pool.lost.add(worker.name)
     for name, row in rows.items():
         if (pool := pools.get(row["role"])) is None or name in pool.stopping:
             continue
@@ -85,3 +89,10 @@ def group_workers(
             case "stuck":
                 pool.stuck.append(row)
     return pools
+
+
+def _is_of_earlier_process(row: StatusRow, worker: FleetWorker) -> bool:
+    """Whether the fleet's process has started after the last heartbeat in the row.
+
+    A pod of a StatefulSet has the name of its predecessor, and a container that was restarted that of its pod."""
+    return worker.age_s is not None and worker.age_s < row["seconds_since_beat"]

@@ -21,10 +21,10 @@ from emberline.autoscaler.fleet import NAME_PREFIX, FleetError, FleetWorker
 from emberline.core.environment import supervised_environment
 
 NAMESPACE = "emberline"
-CALL_TIMEOUT_S = 20.0  # for a call of Ray; actors are started in the background
-EXIT_DELAY_S = 0.2  # for calls that return the exit status
-STOP_TIMEOUT_S = 30.0  # between SIGTERM and SIGKILL of the worker process
-KILL_TIMEOUT_S = STOP_TIMEOUT_S + 10.0  # until an actor is killed that has not stopped its worker, or never began
+CALL_TIMEOUT_S = 20.0  # limit of one call of Ray; actors are started in the background
+EXIT_DELAY_S = 0.2  # time left for calls that return the exit status, before the actor ends
+STOP_TIMEOUT_S = 30.0  # seconds from SIGTERM to SIGKILL of the worker process
+KILL_TIMEOUT_S = STOP_TIMEOUT_S + 10.0  # seconds until an actor that has not ended is killed
 
 Result = TypeVar("Result")
 
@@ -70,7 +70,7 @@ class RayFleet:
         self._roles = roles
         self._environment = dict(environment)
         self._resources = resources_by_role
-        self._kill_at: dict[str, float] = {}  # by name of an actor that was asked to end
+        self._kill_at: dict[str, float] = {}  # times by the name of an actor that was asked to end
 
     async def list_workers(self) -> list[FleetWorker]:
         rows = await self._call(lambda: self._ray.util.list_named_actors(all_namespaces=True))

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
 from emberline.autoscaler.status_merger import StatusMerger
@@ -16,6 +16,31 @@ from emberline.autoscaler.status_merger import StatusMerger
 log = logging.getLogger("emberline.autoscaler")
 
 Result = TypeVar("Result")
+
+
+class ClusterRouters(Protocol):
+    """What the autoscaler asks of a cluster's routers. All methods raise RouterUnavailable or WrongClusterKey."""
+
+    @property
+    def silent_count(self) -> int:
+        """The number of routers that did not answer the last request for the status."""
+        ...
+
+    async def fetch_status(self) -> dict[str, Any]:
+        """Return the merged status of the routers that answer."""
+        ...
+
+    async def drain(self, name: str, *, on: bool = True) -> bool:
+        """Start or end the draining of a worker, and return whether a router knows it."""
+        ...
+
+    async def set_asleep(self, name: str, *, on: bool = True) -> bool:
+        """Let a worker sleep, or wake it. Return whether it can sleep."""
+        ...
+
+    async def announce_models(self, names: Collection[str], seconds: float) -> None:
+        """Let requests for these models wait while they have no worker."""
+        ...
 
 
 class RouterGroup:

@@ -19,10 +19,10 @@ MAX_POOL_WORKERS = 10_000
 class PoolSettings:
     """The limits of one pool: all workers of one role."""
 
-    role: str  # of workers: prefill, decode or both
+    role: str  # what its workers do: prefill, decode or both
     min_workers: int = 1  # 0: the pool may be empty while there are no requests
     max_workers: int = 8
-    gpus: int = 1  # of one worker; they count towards max_gpus
+    gpus: int = 1  # GPUs of one worker; they count towards max_gpus
     capacity: float | None = None  # work per second that a worker serves within the SLO; None: learned
     target: str = ""  # Kubernetes: the object to scale, such as deployment/decode
     sleep: int = 0  # workers that are put to sleep instead of being stopped
@@ -101,10 +101,15 @@ class AutoscalerSettings:
     drain_timeout: float = option(
         120.0, "Seconds that a drained worker may take to finish its requests before it is stopped.", unit="s"
     )
+    lost_timeout: float = option(
+        30.0,
+        "Seconds after which a worker that a router has lost is replaced, if it answers no call either.",
+        unit="s",
+    )
     max_gpus: int | None = option(None, "Most GPUs that all pools together may use.", default_text="no limit")
 
     def __post_init__(self) -> None:
-        for name in ("interval", "start_seconds", "drain_timeout"):
+        for name in ("interval", "start_seconds", "drain_timeout", "lost_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
         for name in ("cool_down", "idle_time", "decode_weight", "period"):

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Status = Mapping[str, Any]  # of /cluster/status
-Row = Mapping[str, Any]  # of one worker in it
+Status = Mapping[str, Any]  # the document of /cluster/status
+Row = Mapping[str, Any]  # the row of one worker in it
 
 HEALTH_ORDER = ("draining", "ready", "starting", "stuck", "lost")  # the first one that a router reports counts
-SUMMED_COUNTERS = ("open", "prefill_tokens", "decode_tokens")  # of a row: each router reports its own requests
+# Counters of a worker's row that each router reports for its own requests.
+SUMMED_COUNTERS = ("open", "prefill_tokens", "decode_tokens")
 HISTOGRAMS = ("first_token", "inter_token")
 
 
 class StatusMerger:
     def __init__(self) -> None:
-        self.missing_drains: dict[str, list[str]] = {}  # by router: workers that drain at another router only
+        self.missing_drains: dict[str, list[str]] = {}  # workers that drain at another router only, by router
         self._last: dict[str, dict[str, list[float]]] = {}  # counters by router that answered the last time
         self._totals: dict[str, list[float]] = {}  # sums of the growth of each counter
 
@@ -58,7 +59,7 @@ class StatusMerger:
             **latest,
             **sums,
             "health": min((row["health"] for row in rows), key=HEALTH_ORDER.index),
-            "open_by_other_routers": max(everywhere - sums["open"], 0),  # of routers that do not answer
+            "open_by_other_routers": max(everywhere - sums["open"], 0),  # requests of routers that do not answer
             "answered": self._totals[f"answered {latest['name']}"][0],
         }
 

@@ -25,6 +25,7 @@ from emberline.sim.autoscaled import AutoscaledCluster
 from emberline.sim.cluster import SimCluster, SimClusterConfig
 from emberline.sim.costmodel import CostModel
 from emberline.sim.minute_log import MINUTE_S, MinuteLog
+from emberline.sim.sim_fleet import SimStart
 from emberline.sim.workloads.arrivals import ArrivalRate, ConstantRate
 from emberline.sim.workloads.requests import RequestWorkload
 
@@ -100,7 +101,7 @@ def run_autoscaler(plan: AutoscalerBenchPlan, trace: LoadTrace, capacity: float 
     cluster = SimCluster(replace(plan.cluster, workers=max(first, settings.pools[0].min_workers)))
     log = MinuteLog(settings.slo)
     log.watch(cluster)
-    scaled = AutoscaledCluster(cluster, settings, plan.start_s)
+    scaled = AutoscaledCluster(cluster, settings, lambda: SimStart(plan.start_s))
     result = scaled.run(plan.workload(trace.arrivals, trace.seconds).sessions(plan.seed), trace.seconds)
     changes = scaled.trace.count_direction_changes()
     missed = log.find_missed(trace.seconds)

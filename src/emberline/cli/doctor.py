@@ -9,11 +9,12 @@ import json
 import platform
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline import __version__
+from emberline.cli.doctor_finding import DoctorFinding
 from emberline.cli.doctor_gpu import DetectedGPU, detect_gpus
 from emberline.cli.options import add_options, given_options, parse_size
 from emberline.core.config import DEFAULT_MODEL, cache_dir, core_count
@@ -47,14 +48,6 @@ PLAN_SETTINGS = (
     *("dtype", "weights", "gpu_memory_utilization", "kv_dtype", "kv_memory", "block_size"),
     *("max_context", "max_batch_tokens", "max_running", "tp", "pp", "ep"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class DoctorFinding:
-    subject: str
-    detail: str
-    is_ok: bool | None = True  # None: information, no problem
-    hint: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         *_check_gpus(gpus),
         *_check_kernels(),
         *_check_transports(gpu),
-        *_check_model(args, gpu),
+        *_check_model(args, gpus),
     ]
     if args.json:
         print(json.dumps({"findings": [asdict(f) | {"subject": f.subject.strip()} for f in findings]}))
@@ -242,10 +235,11 @@ def _check_gpu_transport(gpu: DetectedGPU | None) -> DoctorFinding:
     return DoctorFinding("transport cuda", "built in, for GPU workers on this machine that see each other's GPU")
 
 
-def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
+def _check_model(args: argparse.Namespace, gpus: list[DetectedGPU]) -> Iterator[DoctorFinding]:
     if importlib.util.find_spec("numpy") is None:
         yield DoctorFinding("model", "not checked, because numpy is missing", None)
         return
+    from emberline.cli.doctor_memory import check_gpu_memory, check_gpus_of_ranks
     from emberline.hub.checkpoint import Checkpoint
     from emberline.hub.source import ModelNotPulled, resolve_model
     from emberline.models.config import ModelConfig
@@ -265,10 +259,15 @@ def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[
     yield from _check_ranks(args, config)
     if head := _describe_mtp_head(checkpoint, config):
         yield DoctorFinding("  mtp head", head, None)
-    total = args.gpu_memory or (None if gpu is None else gpu.memory_bytes)
+    usable = [gpu for gpu in gpus if gpu.kernels.is_usable]
+    total = args.gpu_memory
     try:
+        settings = _plan_settings(args)
+        if total is None and usable:
+            total = min(gpu.memory_bytes for gpu in usable[: settings.parallel.num_ranks])
+            yield from check_gpus_of_ranks(settings, usable)
         yield from _check_quantised_weights(args, checkpoint, config, on_gpu=total is not None)
-        yield from _check_gpu_memory(args, checkpoint, config, total)
+        yield from check_gpu_memory(checkpoint, config, settings, total)
     except EmberlineError as e:
         yield DoctorFinding("  engine" if total is None else "gpu memory", e.message, False, e.hint or "")
 
@@ -333,65 +332,3 @@ def _plan_settings(args: argparse.Namespace) -> EngineConfig:
         kv_host_memory=1 if args.tiers else None,
         transfer=TransferConfig("doctor") if args.transfer else None,
     )
-
-
-def _check_gpu_memory(
-    args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig, gpu_bytes: int | None
-) -> Iterator[DoctorFinding]:
-    """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses."""
-    from emberline.engine import memory
-    from emberline.engine.group_choice import choose_groups
-    from emberline.engine.narrow_estimate import describe_narrow_sizes, estimate_narrow_sizes
-    from emberline.models.config_outline import outline_of
-    from emberline.models.kv_groups import group_layers
-    from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_dtype
-    from emberline.models.weight_form import check_requested_weights
-
-    settings = (given := _plan_settings(args)).with_gpu_defaults()
-    dtype = choose_weight_dtype(checkpoint, settings.dtype, on_gpu=gpu_bytes is not None)
-    kv_dtype, context = memory.kv_dtype(settings, dtype), memory.choose_max_context(config, settings)
-    width = memory.DTYPE_BYTES[kv_dtype]
-    token_bytes = memory.kv_token_bytes(config, width)
-    state_layers = config.parts.attention.state_layers
-    size = (given if gpu_bytes is None else settings).scheduler.block_size
-    groups = choose_groups(config.windows, context, state_layers)
-    context_bytes, in_groups = token_bytes * context, ""
-    if len(groups.windows) > 1:  # layers with a window keep only the newest blocks
-        block_bytes = size * memory.kv_token_bytes(config, width, groups.block_layers)
-        context_bytes = groups.num_held_blocks(context, size) * block_bytes
-        in_groups = f" in {len(groups.windows)} groups of layers"
-    per_context = f"{context_bytes / 1e6:.0f} MB per context of {context} tokens{in_groups}"
-    yield DoctorFinding("  kv cache", f"{token_bytes / 1e3:.1f} kB per token, {per_context} ({kv_dtype})")
-    if state_bytes := sum(g.bytes_per_sequence for g in group_layers(outline_of(config), "float32", size)):
-        each = f"{state_bytes / 1e6:.2f} MB for each running request and each snapshot of a prefix"
-        yield DoctorFinding("  states", f"{each}, at most half of the KV cache's memory (float32)")
-    check_requested_weights(settings.gpu.weights, on_gpu=gpu_bytes is not None)
-    if gpu_bytes is None:
-        return
-    if settings.parallel.num_ranks > 1:
-        hint = "plan for several GPUs with --gpus NxNAME"
-        yield DoctorFinding("gpu memory", "not planned, because --tp or --pp is set", None, hint)
-        return
-    packed = memory.uses_packed_weights(checkpoint, settings, dtype, config)
-    narrow = estimate_narrow_sizes(checkpoint, config, settings, dtype)
-    plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, packed=packed, narrow=narrow)
-    form = "packed" if packed else "both plain and packed" if settings.gpu.weights == "both" else "plain"
-    form += describe_narrow_sizes(checkpoint, settings, narrow)
-    rounded = " (rounded from float16)" * (dtype == "bfloat16" and stored_weight_dtype(checkpoint) == "float16")
-    batch = f"{settings.scheduler.max_running} requests and {settings.scheduler.max_batch_tokens} tokens per step"
-    yield DoctorFinding(
-        "gpu memory",
-        f"{_format_gib(gpu_bytes)}: {dtype}{rounded} {form}, KV cache {kv_dtype}, {batch}, context {context}",
-    )
-    for name, part in plan.named_sizes():
-        tokens = f": {plan.describe_kv_tokens()}" if name == "kv cache" else ""
-        yield DoctorFinding(f"  {name}", f"{_format_gib(part):>10}{tokens}")
-    if plan.max_request_tokens < context:
-        hint = "raise --kv-memory" if args.kv_memory else "lower --max-batch-tokens or --max-running"
-        hint += ", or --kv-dtype float8"
-        limit = f"limited to {plan.max_request_tokens} tokens by the size of the KV cache"
-        yield DoctorFinding("  context", limit, None, hint)
-
-
-def _format_gib(byte_count: int) -> str:
-    return f"{byte_count / 2**30:.2f} GiB"

@@ -41,7 +41,7 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-FAKE_PATH = "/v1/chat/completions"  # of all requests that it understands
+FAKE_PATH = "/v1/chat/completions"  # path of all requests that it understands
 RESUME_PATH, PREFILL_PATH, SLEEP_PATH = "/cluster/resume", "/cluster/prefill", "/cluster/sleep"
 JSON_HEADERS = [(b"content-type", b"application/json")]
 NDJSON_HEADERS = [(b"content-type", b"application/x-ndjson")]

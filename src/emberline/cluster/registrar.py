@@ -25,10 +25,10 @@ log = logging.getLogger("emberline.worker")
 REQUEST_TIMEOUT_S = 1.5  # so short that one missed reply does not make the worker lost
 REGISTER_INTERVAL_S = 1.0
 RECONNECT_INTERVAL_S = 0.25  # the router may be restarting
-IDLE_TIMEOUT_S = 4.0  # of a connection between two heartbeats; the router closes idle connections after 5 s
-NOT_READY_INTERVAL_S = 0.1  # between heartbeats of a worker that is not ready yet
+IDLE_TIMEOUT_S = 4.0  # seconds that a connection is kept between two heartbeats; the router closes idle ones after 5 s
+NOT_READY_INTERVAL_S = 0.1  # seconds between heartbeats of a worker that is not ready yet
 
-PeersByModel = dict[str, list[dict[str, Any]]]  # as in RegistrationReply
+PeersByModel = dict[str, list[dict[str, Any]]]  # the engines to pair with, as in RegistrationReply
 
 
 class Registrar:
@@ -39,7 +39,7 @@ class Registrar:
         registration: Callable[[], WorkerRegistration],
         heartbeat: Callable[[], Heartbeat],
         on_peers: Callable[[PeersByModel], None] = lambda peers: None,  # called with the peers of every reply
-        tls: ssl.SSLContext | None = None,  # for an https router; None: the system's CAs
+        tls: ssl.SSLContext | None = None,  # context for an https router; None: one with the system's CAs
         on_report: Callable[[RouterReport], None] = lambda report: None,  # called with the report of every reply
     ) -> None:
         self.router_url = router_url.rstrip("/")

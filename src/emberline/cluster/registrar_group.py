@@ -16,7 +16,7 @@ import msgspec
 from emberline.cluster.registrar import PeersByModel, Registrar
 from emberline.cluster.registration import Heartbeat, RouterReport, WorkerRegistration
 
-MAX_UNSENT_PROMPTS = 1024  # for each router; the oldest are dropped
+MAX_UNSENT_PROMPTS = 1024  # prompts that wait to be sent to each router; the oldest are dropped
 
 
 class RegistrarGroup:
@@ -32,9 +32,9 @@ class RegistrarGroup:
         """`on_peers` is called with the peers of all routers after each reply of a router. `tls`: as in Registrar."""
         self._heartbeat = heartbeat
         self._on_peers = on_peers
-        self._peers: list[PeersByModel] = [{} for _ in router_urls]  # as each router listed them last
+        self._peers: list[PeersByModel] = [{} for _ in router_urls]  # the last list of each router
         self._reports: list[RouterReport | None] = [None for _ in router_urls]
-        # By receiver and reporting router: prompts that were not sent to the receiver yet.
+        # Prompts that were not sent to the receiver yet, by receiver and by reporting router.
         self._unsent_prompts = [
             [deque[tuple[str, int]](maxlen=MAX_UNSENT_PROMPTS) for _ in router_urls] for _ in router_urls
         ]

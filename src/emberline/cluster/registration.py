@@ -27,7 +27,7 @@ class WorkerRegistration(msgspec.Struct, frozen=True):
     url: str
     models: tuple[ModelRegistration, ...]
     role: Role = "both"
-    dialect: DialectName = "native"  # which kind of server it is
+    dialect: DialectName = "native"  # kind of server
 
     def __post_init__(self) -> None:
         # They are sent in headers.
@@ -46,7 +46,7 @@ class WorkerRegistration(msgspec.Struct, frozen=True):
 
 class ModelRegistration(msgspec.Struct, frozen=True):
     name: str
-    layout: str = ""  # of its KV blocks: only workers with equal layouts exchange blocks
+    layout: str = ""  # layout of its KV blocks: only workers with equal layouts exchange blocks
     max_context: int = 0
     max_running: int = 0  # requests in one batch; 0: an embedder
     kv_tokens: int = 0
@@ -107,5 +107,5 @@ class RegistrationReply(msgspec.Struct, frozen=True):
     """The router's reply to a registration or a heartbeat."""
 
     beat_seconds: float  # interval between heartbeats
-    peers: dict[str, list[dict[str, Any]]] = {}  # by model: all engines to pair with
+    peers: dict[str, list[dict[str, Any]]] = {}  # all engines to pair with, by model
     report: RouterReport | None = None  # None: the worker has no other router, or the router has an earlier release

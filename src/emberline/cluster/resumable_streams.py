@@ -22,9 +22,9 @@ import msgspec
 from emberline.core.errors import InvalidRequest, StreamNotResumable
 from emberline.core.handoff import NO_DRAFTS, DraftCounts, Handoff, TokenGroup
 
-RESUME_WINDOW_S = 60.0  # after the end of a stream or the loss of its router
+RESUME_WINDOW_S = 60.0  # seconds after the end of a stream, or after the loss of its router
 MAX_ENDED_STREAMS = 4096
-MAX_ENDED_BYTES = 64 << 20  # of the tokens of ended streams; the oldest are forgotten first
+MAX_ENDED_BYTES = 64 << 20  # bytes of the tokens of ended streams; the oldest are forgotten first
 RECLAIM_PATH = "/cluster/reclaim"
 
 _ID_PATTERN = re.compile(r"([!-~]{1,128})\.([0-9a-f]{16})\.(\d{1,9})\.(\d{1,9})")
@@ -33,7 +33,7 @@ _ID_PATTERN = re.compile(r"([!-~]{1,128})\.([0-9a-f]{16})\.(\d{1,9})\.(\d{1,9})"
 class EventPosition(NamedTuple):
     """The position of an event: its stream, the stream's worker, and how much of the stream comes before."""
 
-    incarnation: str  # of the worker's process
+    incarnation: str  # id of the run of the worker's process
     stream: str
     group: int  # number of complete groups up to the event
     event: int  # number of events of the following group up to the event
@@ -63,7 +63,7 @@ class ReclaimedStream(msgspec.Struct):
 
     handoff: dict[str, Any]
     seed: int | None
-    id: str  # of the reply
+    id: str  # id of the reply
     created: int
     is_complete: bool = False  # the client has received the whole stream
 
@@ -76,7 +76,7 @@ class ResumableStream:
     reply_id: str
     created: int
     seed: int | None
-    resends_last_group: bool = False  # as in Handoff, until the first group is sent
+    resends_last_group: bool = False  # the field of Handoff, until the first group is sent
     skip_events: int = 0
     group_count: int = 0
     # As in Handoff, each with the number of the group from which on it is true.
@@ -85,7 +85,7 @@ class ResumableStream:
     last_group_events: int | None = None  # events of the group that ends the stream; None before that
     is_taken_over: bool = False  # another router continues it
     ended_at: float = 0.0
-    comments: bytearray = field(default_factory=bytearray)  # of the groups, a line each
+    comments: bytearray = field(default_factory=bytearray)  # comment lines, one for each group
 
     def write_group(self, events: bytes, group: TokenGroup | None, replayed_events: bytes = b"") -> bytes:
         """Record a group, and return its events with ids, without those that the client already has.

@@ -26,7 +26,7 @@ MAX_RESTART_PAUSE_S = 30.0
 FIRST_RESTART_PAUSE_S = 0.5
 STABLE_AFTER_S = 60.0  # a process that ran this long gets immediate restarts again
 IMMEDIATE_RESTARTS = 3  # clients retry for about one second in all
-STOP_TIMEOUT_S = 20.0  # between SIGTERM and SIGKILL
+STOP_TIMEOUT_S = 20.0  # seconds from SIGTERM to SIGKILL
 
 
 class RunningProcess(Protocol):
@@ -57,7 +57,7 @@ class SupervisedProcess:
     process: RunningProcess | None = None
     restarts: int = 0
     immediate_restarts_left: int = IMMEDIATE_RESTARTS
-    restart_pause_s: float = FIRST_RESTART_PAUSE_S  # before the restart after the immediate ones
+    restart_pause_s: float = FIRST_RESTART_PAUSE_S  # seconds before the first restart that is not immediate
     watch_task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 

@@ -275,6 +275,13 @@ class RouterConfig(InferenceServiceConfig):
         if self.lost_after <= self.beat_seconds:
             message = f"lost_after is {self.lost_after} s; it must be longer than beat_seconds, {self.beat_seconds} s"
             raise InvalidRequest(message, param="lost_after")
+        plain = next((each.url for each in self.foreign if not each.url.startswith("https://")), None)
+        if self.tls_ca is not None and plain is not None:  # the client's API key and prompt would be in clear text
+            raise InvalidRequest(
+                f"foreign worker {plain} has an http URL; with tls_ca it must be an https URL",
+                param="foreign",
+                hint="serve it with TLS (vLLM: --ssl-certfile, --ssl-keyfile), or put a proxy with TLS in front",
+            )
 
 
 @dataclass(frozen=True, slots=True)

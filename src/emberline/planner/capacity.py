@@ -14,11 +14,12 @@ from emberline.planner.traffic import Traffic
 from emberline.planner.worker_kind import WorkerKind
 
 MAX_WORKERS = 4096
-MAX_UTILISATION = 0.97  # of prompt computation
-MAX_KV_SHARE = 0.95  # of the KV cache that running requests may hold
+MAX_UTILISATION = 0.97  # highest share of its time in which a worker computes prompts
+MAX_KV_SHARE = 0.95  # highest share of the KV cache that running requests may hold
 P90_DEVIATIONS = 1.28  # standard deviations from the mean to the 90th percentile
-MAX_MIXED_STEPS = 0.1  # of all steps; with fewer, the 90th percentile of step times is that of a step without prompts
-MAX_ROUNDS, CONVERGED_SHARE = 400, 1e-4  # of the iteration to the steady state
+# Share of steps with prompts up to which the 90th percentile of step times is one without prompts.
+MAX_MIXED_STEPS = 0.1
+MAX_ROUNDS, CONVERGED_SHARE = 400, 1e-4  # limits of the iteration to the steady state
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ def p90_wait(utilisation: float, servers: int, service_s: float, variation: floa
     `variation`: squared coefficient of variation of the service times."""
     power = utilisation ** (math.sqrt(2 * (servers + 1)) - 1)
     mean = (1 + variation) / 2 * power / (servers * (1 - utilisation)) * service_s
-    probability = min(1.0, power)  # of waiting at all, about
+    probability = min(1.0, power)  # probability that a request has to wait at all, about
     return 0.0 if probability <= 0.1 else mean / probability * math.log(probability / 0.1)
 
 

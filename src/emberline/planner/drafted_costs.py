@@ -26,7 +26,7 @@ class DraftedCosts:
         self, decode_rows: int, decode_context: float, prompt_tokens: int = 0, prompt_pairs: float = 0.0
     ) -> float:
         whole = self.base.step_seconds(decode_rows, decode_context, prompt_tokens, prompt_pairs)
-        if not 0 < decode_rows <= self.step_ms[-1][0]:  # with larger batches, drafts were not measured
+        if not 0 < decode_rows <= self.step_ms[-1][0]:  # drafts were not measured with larger batches
             return whole
         alone = self.base.step_seconds(decode_rows, decode_context)
         return whole - alone * (1.0 - self._time_share(decode_rows))

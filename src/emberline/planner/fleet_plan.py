@@ -25,9 +25,10 @@ class PlanSettings:
     model: str
     gpu: GPUSpeed
     weights: tuple[str, ...] = ()  # formats to consider; empty: all
-    tokens_per_step: float | None = None  # with speculative decoding; None: without
-    gpu_price: float | None = None  # of one GPU for an hour
-    start_seconds: float | None = None  # of a worker; None: as measured with Llama-3.1-8B
+    # Tokens that a request gets in a step with speculative decoding; None: without it.
+    tokens_per_step: float | None = None
+    gpu_price: float | None = None  # price of one GPU for an hour
+    start_seconds: float | None = None  # seconds until a started worker is ready; None: as measured with Llama-3.1-8B
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -46,7 +47,7 @@ class FleetPlan:
     settings: PlanSettings
     task: PlanningTask
     candidates: tuple[Candidate, ...]  # the best first
-    sensitivity: Sensitivity  # of the best
+    sensitivity: Sensitivity  # what other traffic would do to the best candidate
     rejected: Mapping[str, str]  # kinds of workers that do not fit, and why
     accuracy: SimulationError
 

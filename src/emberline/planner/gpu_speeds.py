@@ -20,8 +20,8 @@ class GPUSpeed:
         return GPUSet(self.name, count, self.memory_bytes)
 
 
-# By name: bytes/s of a reduction over 4 GiB, FLOP/s of an 8192^3 product in bf16, and in fp8. The H100's bandwidth is
-# the H200's times the ratio of both data sheets (3.35 and 4.8 TB/s); both have the same multiprocessors.
+# Speeds by GPU name: bytes/s of a reduction over 4 GiB, FLOP/s of an 8192^3 product in bf16, and in fp8. The H100's
+# bandwidth is the H200's times the ratio of both data sheets (3.35 and 4.8 TB/s); both have the same multiprocessors.
 _SPEEDS = {"H200": (4.39e12, 758e12, 1530e12), "H100": (4.39e12 * 3.35 / 4.8, 758e12, 1530e12)}
 
 

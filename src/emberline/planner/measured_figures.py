@@ -38,7 +38,7 @@ HANDOFF_FILE = "h200-handoff.json"
 HANDOFF_GB_S = {"tcp": 7.3517, "cuda": 203.03}
 
 START_FILE = "h200-engine.json"
-START_S = 7.7271  # from the start of the process to the first token, Llama-3.1-8B from a disk
+START_S = 7.7271  # seconds from the start of the process to the first token, Llama-3.1-8B from a disk
 
 RANK_SHAPE = "llama-3.3-70b"
 # Milliseconds of a decode step of one rank, without its collectives, by weights, ranks and batch.

@@ -20,7 +20,7 @@ from emberline.planner.step_work import StepWork
 from emberline.sim.costs import list_cost_tables
 
 SHAPES_FILE = "shapes.json"  # package data: config.json of each shape that was measured
-MEASURED_GPU = "H200"  # whose measured steps correct projections
+MEASURED_GPU = "H200"  # GPU whose measured steps correct projections
 ERROR_QUANTILE = 0.9
 RANK_CONTEXT = 640  # mean tokens of a request in the measured steps of a rank: 512 to 768
 UNCORRECTED_TOKENS = 2048
@@ -30,7 +30,7 @@ UNCORRECTED_TOKENS = 2048
 class ProjectionError:
     """How far projections without a correction are from the measured steps of all shapes, as shares."""
 
-    steps: int  # that were compared
+    steps: int  # number of compared steps
     median: float
     p90: float
     expert_prompts: float  # the largest for prompts of models with experts

@@ -12,8 +12,8 @@ from emberline.planner.verification import SimulatedLoad, simulate_topology
 from emberline.planner.worker_kind import WorkerKind
 
 MAX_SIMULATED_TOPOLOGIES = 4
-MAX_SIMULATIONS = 4  # of one topology, with different numbers of workers
-RATE_ROUNDS = 20  # of the search for a rate that the budget allows
+MAX_SIMULATIONS = 4  # simulations of one topology, with different numbers of workers
+RATE_ROUNDS = 20  # steps of the search for a rate that the budget allows
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ START_SECONDS = (10.0, 60.0, 300.0)  # besides the given one
 class TrafficChange:
     factor: float
     rate: float
-    load: SimulatedLoad  # of the candidate, unchanged
+    load: SimulatedLoad  # latencies of the candidate, unchanged, at this rate
     meets_targets: bool
     gpus: int | None  # estimated for this rate, with workers of the same kinds; None: they cannot meet the targets
 

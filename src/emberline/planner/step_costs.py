@@ -17,9 +17,9 @@ from emberline.planner.step_work import StepWork
 # Fitted to the measured steps of sim/cost_tables.json: shares of the GPU's speed, and fixed times.
 DENSE_READ_SHARE, EXPERT_READ_SHARE, KV_READ_SHARE = 0.98, 0.85, 0.96
 PRODUCT_SHARE, FP8_PRODUCT_SHARE = 0.85, 0.7
-ATTENTION_SHARE, LATENT_ATTENTION_SHARE = 0.88, 0.55  # of prompts
-LAYER_S = 14e-6  # of a layer, besides what is read and computed
-STAGE_HOP_S = 20e-6  # between two pipeline stages
+ATTENTION_SHARE, LATENT_ATTENTION_SHARE = 0.88, 0.55  # attention of prompts
+LAYER_S = 14e-6  # seconds of a layer besides what is read and computed
+STAGE_HOP_S = 20e-6  # seconds from one pipeline stage to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ NO_CORRECTION = CostCorrection()
 @dataclass(frozen=True, slots=True)
 class ProjectedCosts:
     gpu: GPUSpeed
-    work: StepWork  # of one GPU
+    work: StepWork  # work of one GPU in a step
     hidden: int
     ranks: int = 1  # GPUs that divide each layer
-    stages: int = 1  # of a pipeline; a step passes all of them
+    stages: int = 1  # stages of the pipeline; a step passes all of them
     correction: CostCorrection = NO_CORRECTION
     plans_ahead: bool = True  # step n + 1 is planned while step n runs
 

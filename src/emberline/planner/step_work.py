@@ -8,9 +8,9 @@ from emberline.engine.gpu_plan import GPUPlan, WeightShare
 from emberline.models.kv_groups import KVGroup
 from emberline.models.outline import ModelOutline
 
-PACKED_BITS = 12  # of a weight
+PACKED_BITS = 12  # bits of a packed weight
 NOT_MULTIPLIED = ("embedding", "norms")  # kinds of weights that are looked up, or too small to count
-VALUE_BYTES = 2  # of a number between two layers
+VALUE_BYTES = 2  # bytes of a number that one layer passes to the next
 # How often the inputs of a routed expert's rows and their outputs are written and read: rows are sorted by expert,
 # multiplied, and added to the residual. What is between the two products is written and read once.
 HIDDEN_COPIES, INNER_COPIES = 4, 2
@@ -23,16 +23,16 @@ class StepWork:
 
     layers: int
     dense_bytes: int  # weights that every step reads
-    dense_weights: int  # of the layers, multiplied with every token
-    head_weights: int  # multiplied with the rows that are sampled
+    dense_weights: int  # weights of the layers that are multiplied with every token
+    head_weights: int  # weights that are multiplied with the rows that are sampled
     head_bytes: int
-    expert_bytes: int  # of all routed experts
-    expert_weights: int  # of the experts that one token selects
-    experts: int  # of a layer; 0: none
+    expert_bytes: int  # bytes of all routed experts
+    expert_weights: int  # weights of the experts that one token selects
+    experts: int  # routed experts of a layer; 0: none
     chosen_experts: int
     expert_row_bytes: int  # bytes besides weights that the routed experts of one token read and write, in all layers
-    weight_format: str  # of most weights
-    pair_flops: int  # of one query with one key and its value, in all layers with attention
+    weight_format: str  # format of most weights
+    pair_flops: int  # operations for one query with one key and its value, in all layers with attention
     has_latents: bool  # whether keys and values of prompts are computed from latents
     groups: tuple[KVGroup, ...]
 
@@ -98,7 +98,7 @@ class StepWork:
         Rows of an expert are multiplied in tiles, of which half a tile is empty on average, and of few rows a third."""
         if not self.experts:
             return float(self.dense_weights * tokens)
-        rows = tokens * self.chosen_experts / (self.experts * self._selected_share(tokens))  # of a selected expert
+        rows = tokens * self.chosen_experts / (self.experts * self._selected_share(tokens))  # rows of a selected expert
         padding = min(EXPERT_TILE_ROWS, rows) / 2
         return (self.dense_weights + self.expert_weights * (1.0 + padding / rows)) * tokens
 

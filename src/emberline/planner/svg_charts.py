@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH = 860
-LABEL_WIDTH, VALUE_WIDTH = 330, 90  # of bars
+LABEL_WIDTH, VALUE_WIDTH = 330, 90  # widths of the texts beside a bar
 BAR_HEIGHT, BAR_GAP, TOP = 18, 8, 26
 LINE_HEIGHT, MARGIN_LEFT, MARGIN_RIGHT, MARGIN_BOTTOM = 260, 56, 16, 44
 LEGEND_LINE_HEIGHT = 18

@@ -25,7 +25,7 @@ from emberline.planner.traffic import Traffic
 from emberline.planner.worker_kind import Basis, WorkerKind
 
 ITL_TARGET_SHARE = 0.97
-MAX_LINK_UTILISATION = 0.8  # of the link of a decode worker
+MAX_LINK_UTILISATION = 0.8  # highest share of its time in which the link of a decode worker copies
 # Engines of one pool for each engine of the other. Beyond it one of the two kinds of work is so small that colocated
 # workers serve it as well, and a simulation, which must have all of these engines, takes minutes.
 MAX_POOL_RATIO = 100
@@ -118,7 +118,8 @@ def list_topologies(kinds: Sequence[WorkerKind], task: PlanningTask) -> list[Top
     decode = [pool for kind in kinds if (pool := _plan_decode(kind, task)) is not None]
     for first in prefill:
         for second in decode:
-            is_compatible = first.kind.weights == second.kind.weights and not first.kind.drafts  # of KV blocks
+            # Whether they can exchange KV blocks.
+            is_compatible = first.kind.weights == second.kind.weights and not first.kind.drafts
             if is_compatible and _pool_ratio(first, second) <= MAX_POOL_RATIO:
                 found.append(Topology((first, second), estimate_pools((first, second), task)))
     return sorted(found, key=_sort_key)

@@ -33,7 +33,7 @@ _FIELDS = {
 class Traffic:
     rate: float  # requests per second
     lengths: tuple[tuple[int, int], ...]  # tokens of prompt and reply, of sampled requests
-    prefix_share: float = 0.0  # of the prompt tokens: in a prefix that an earlier request had too
+    prefix_share: float = 0.0  # share of the prompt tokens that are in a prefix that an earlier request had too
     description: str = ""
     replayed: tuple[TraceRequest, ...] = ()  # requests of a trace in the order of time; empty: arrivals are random
 

@@ -18,15 +18,16 @@ from emberline.sim.sessions import SingleRequest
 from emberline.sim.worker_config import SimWorkerConfig
 from emberline.sim.workloads.requests import make_single_request
 
-MAX_SIMULATED_ENGINES = 16  # of all pools together; more only if the pools need them to keep their proportion
-# Of the loads of an engine in two pools, compared with the whole topology. Queues near their limit are sensitive.
+MAX_SIMULATED_ENGINES = 16  # engines of all pools together; more only if the pools need them to keep their proportion
+# Highest ratio of the loads of an engine in two pools to those in the whole topology. Queues near their limit are
+# sensitive.
 MAX_LOAD_MISMATCH = 1.02
 # Tokens of outputs and of prompts for which the simulated part and its duration are chosen: about 2 s of computation.
 SIMULATED_TOKENS, SIMULATED_PROMPT_TOKENS = 60_000, 400_000
 MIN_SIMULATED_REQUESTS, MAX_SIMULATED_REQUESTS = 100, 400
-SHARED_PREFIXES = 8  # different ones, if prompts share prefixes
+SHARED_PREFIXES = 8  # number of different prefixes, if prompts share prefixes
 SETTLING_LIFETIMES = 0.25  # mean durations of a request, before latencies are measured
-RAMP_INTERVAL_S = 2e-3  # between the requests of an engine with which a simulation starts: more than a copy takes
+RAMP_INTERVAL_S = 2e-3  # seconds between the requests with which an engine starts: more than a copy takes
 BLOCK_SIZE = 64
 
 
@@ -38,11 +39,11 @@ class SimulatedLoad:
     ttft_p90: float
     itl_p50: float
     itl_p90: float
-    requests: int  # that got a first token
-    unanswered: int  # that got none: refused, failed, or still waiting at the end, for longer than the target
-    engines: int  # that were simulated
-    traffic_share: float  # of the traffic that was simulated
-    seconds: float  # of virtual time
+    requests: int  # requests that got a first token
+    unanswered: int  # requests that got none: refused, failed, or still waiting at the end, for longer than the target
+    engines: int  # number of simulated engines
+    traffic_share: float  # share of the traffic that was simulated
+    seconds: float  # simulated time
     cached_share: float
 
     def meets(self, task: PlanningTask) -> bool:
@@ -56,7 +57,7 @@ def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> Simu
     """Simulate a part of the topology that is large enough, with its part of the traffic.
 
     Workers that cannot keep up are not simulated: their latencies grow as long as the traffic lasts."""
-    topology = topology.with_counts(topology.counts, task)  # with the estimate for this traffic
+    topology = topology.with_counts(topology.counts, task)  # the counts stay, the estimate is that for this traffic
     if not topology.estimate.is_stable:
         return OVERLOAD
     engines = [pool.engines for pool in topology.pools]

@@ -30,7 +30,7 @@ from emberline.sim.costmodel import StepCosts
 
 Basis = Literal["measured", "projected"]
 WEIGHTS = ("plain", "packed", "both", "fp8")
-STORED_WEIGHTS = ("auto",)  # of files with quantised weights: as they are
+STORED_WEIGHTS = ("auto",)  # the only value for files with quantised weights, which are kept as they are
 TENSOR_RANKS = (1, *ALL_REDUCE_US)
 STAGES = (1, 2)
 MAX_RUNNING = 512  # the workers' setting: more than the default of 256, so that memory is the limit for most models
@@ -42,8 +42,8 @@ class WorkerKind:
     tp: int
     pp: int
     costs: StepCosts
-    kv_tokens: int  # that the KV caches of all its GPUs hold
-    kv_bytes_per_token: int  # of all GPUs
+    kv_tokens: int  # tokens that the KV caches of all its GPUs hold
+    kv_bytes_per_token: int  # bytes of KV cache for a token, on all its GPUs together
     max_running: int
     max_batch_tokens: int
     basis: Basis
@@ -76,7 +76,7 @@ class WorkerOptions:
     weights: tuple[str, ...] = ()  # empty: all
     max_gpus: int | None = None
     longest_request: int = 1
-    tokens_per_step: float | None = None  # with drafts; None: no drafts
+    tokens_per_step: float | None = None  # tokens that a request gets in a step with drafts; None: no drafts
 
 
 def list_worker_kinds(
@@ -202,7 +202,8 @@ def _find_costs(
         sources = [f"the share of the GPU's speed in measured steps ({', '.join(known.sources)})"]
         correction = make_correction(known)
     if tp > 1:
-        rank_weights = "packed" if weights == "both" else weights  # in the small batches that were measured
+        # These steps were measured with small batches, which read packed weights.
+        rank_weights = "packed" if weights == "both" else weights
         if (rank_weights, tp) in RANK_STEPS_MS:
             correction = correction.combine(make_rank_correction(rank_weights, tp))
             sources.append(f"steps of one rank ({rank_file(rank_weights, tp)})")

@@ -40,11 +40,11 @@ class SimClusterConfig(SimWorkerConfig):
 
     workers: int = 4
     prefill_workers: int = 0  # workers in addition, which compute prompts for the others
-    prefill: SimWorkerConfig | None = None  # their settings; None: those of the other workers
+    prefill: SimWorkerConfig | None = None  # settings of the prefill workers; None: those of the other workers
     link: KVLink = field(default_factory=KVLink)  # over which a worker copies KV blocks of others
     kv_bytes_per_token: float = 131_072.0
     heartbeat_s: float = 1.0
-    sample_s: float = 1.0  # between two samples of the workers' open tokens
+    sample_s: float = 1.0  # seconds between two samples of the workers' open tokens
     detail: SimDetail = "steps"
 
     def config_for(self, role: Role) -> SimWorkerConfig:
@@ -159,7 +159,7 @@ class SimCluster:
         config = config or self.config.config_for(role)
         model = self._make_model(name, config)
         worker = self.workers[name] = SimWorkerStatus(name, role, config, model, self.now)
-        if start_seconds > 0:
+        if start_seconds > 0:  # infinite: it never becomes ready
             self.at(self.now + start_seconds, partial(self._register, worker))
         else:
             self._register(worker)
@@ -187,6 +187,16 @@ class SimCluster:
         if move:
             self._turns.move_from(name, "moved", with_blocks=True)
         self._events.at(self.now, partial(self._remove_if_drained, worker))
+
+    def resume_worker(self, name: str) -> None:
+        """Let a worker that drains get new requests again.
+
+        Raises NotFound if there is no such worker."""
+        worker = self._find_worker(name)
+        if worker.state == "draining":
+            worker.state = "ready"
+            self.dispatch.set_draining(name, False)
+            self._turns.retry_waiting()
 
     def kill_worker(self, name: str) -> None:
         """End a worker without warning. Its requests start again or continue at other workers.

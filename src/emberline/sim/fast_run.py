@@ -25,7 +25,7 @@ class FastJob:
     ready_at: float | None = None  # time at which the copy of its blocks ends; None: no blocks are copied
     joined_step: int | None = None  # number of steps when it sampled its first token; None: it has not
     last_step: int = 0  # number of steps when it samples its last token
-    last_token_at: float | None = None  # before its last preemption
+    last_token_at: float | None = None  # time of the last token before its last preemption
     is_removed: bool = False
 
     def context(self, num_steps: int) -> int:
@@ -43,7 +43,7 @@ class FastRun:
     end: float = 0.0
     chunks: list[tuple[FastJob, int]] = field(default_factory=list)
     num_left_rows: int = 0  # decoding jobs that were removed during the run
-    # Of decode steps: seconds of the first, and by how much each lasts longer than the one before it.
+    # Seconds of the first decode step, and by how much each lasts longer than the one before it.
     first_s: float = 0.0
     growth_s: float = 0.0
 
@@ -59,7 +59,7 @@ class FastRun:
         else:
             steps = math.ceil((math.sqrt(linear * linear + 4 * square * max(0.0, seconds)) - linear) / (2 * square))
         steps = max(1, steps)
-        if steps > 1 and self.seconds(steps - 1) >= seconds:  # by rounding
+        if steps > 1 and self.seconds(steps - 1) >= seconds:  # rounding made it one too many
             steps -= 1
         while self.seconds(steps) < seconds:
             steps += 1

@@ -30,9 +30,9 @@ class WorkerJob:
 class JobOutput(NamedTuple):
     job_id: str
     num_tokens: int
-    cached_tokens: int = 0  # of the prompt; with the first output only
+    cached_tokens: int = 0  # prompt tokens that were cached; with the first output only
     is_last: bool = False
-    prefill_s: float = 0.0  # from admission to the first token; with the first output only
+    prefill_s: float = 0.0  # seconds from admission to the first token; with the first output only
 
 
 class WorkerCounters(NamedTuple):

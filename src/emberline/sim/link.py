@@ -25,7 +25,7 @@ class KVSource:
     """Blocks that another worker has computed for a request."""
 
     tokens: int  # leading tokens of the request whose keys and values are copied
-    overlapped_tokens: int  # of `tokens`: copied while the other worker still computed the prompt
+    overlapped_tokens: int  # part of `tokens` that is copied while the other worker still computes the prompt
     is_prefill: bool = False  # the other worker is a prefill worker, which also samples the first token
     cached_tokens: int = 0  # prompt tokens that the other worker found in its cache
     # Time at which the other worker had computed the tokens, if it announced them earlier: the copy then overlaps with
@@ -76,7 +76,8 @@ class SimPulls:
         self._kv_bytes_per_token = kv_bytes_per_token
         self._block_size = block_size
         self._link_free_at = 0.0
-        self._sources: dict[str, tuple[KVSource, int]] = {}  # by request, with the first token of its output
+        # Sources by request id, each with the first token of the request's output.
+        self._sources: dict[str, tuple[KVSource, int]] = {}
         self._open_pulls: list[SimPull] = []
 
     @property

@@ -18,7 +18,7 @@ class CachedPart:
         self.digest = digest
         self.parent = parent
         self.start = start  # position of its first token in the prompt
-        self.num_tokens = num_tokens  # in the cache; the rest was evicted
+        self.num_tokens = num_tokens  # tokens that are in the cache; the rest was evicted
         self.num_children = 0
         self.num_holders = 0  # running requests that end in this part, or are about to continue it
         self.last_used = 0.0

@@ -14,7 +14,7 @@ from emberline.router.request_summary import MAX_PREFIXES_PER_PROMPT, MIN_PREFIX
 
 MODEL_NAME = "sim"
 VOCAB_SIZE = 100_000
-BYTES_PER_TOKEN = 4  # in a request's body
+BYTES_PER_TOKEN = 4  # bytes of a token in a request's body
 
 
 class PromptPart(NamedTuple):
@@ -37,7 +37,7 @@ def chain_digest(previous: bytes, part: PromptPart) -> bytes:
 class SimRequest:
     id: str
     parts: tuple[PromptPart, ...]
-    digests: tuple[bytes, ...]  # of the prompt up to the end of each part
+    digests: tuple[bytes, ...]  # digests of the prompt up to the end of each part
     num_prompt_tokens: int
     reply: PromptPart
     summary: RequestSummary  # what the router knows about it

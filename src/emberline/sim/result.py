@@ -60,9 +60,9 @@ class RequestRecord:
     finished_at: float
     prompt_tokens: int
     cached_tokens: int
-    output_tokens: int  # that the client received
-    worker: str  # that answered last; "": none
-    prefill_worker: str  # that computed the prompt for it; "": none
+    output_tokens: int  # tokens that the client received
+    worker: str  # worker that answered last; "": none
+    prefill_worker: str  # worker that computed the prompt for it; "": none
     # refused: all workers were full; failed: no worker could serve or continue it; too_long: for the KV cache
     outcome: SimOutcome
     moves: int  # times that another worker continued it
@@ -94,8 +94,8 @@ class SimResult:
     inter_token_seconds: Distribution = field(default_factory=Distribution)
     load_imbalance: Distribution = field(default_factory=Distribution)  # maximum over mean of the workers' open tokens
     conversations_by_worker: Counter[str] = field(default_factory=Counter)  # conversations that started at each worker
-    worker_seconds: float = 0.0  # from a worker's start to its end, start-up included
-    busy_seconds: float = 0.0  # of all workers' steps
+    worker_seconds: float = 0.0  # time of all workers together, each from its start to its end, start-up included
+    busy_seconds: float = 0.0  # time of all steps of all workers
     seconds: float = 0.0
 
     @property

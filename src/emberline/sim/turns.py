@@ -78,14 +78,14 @@ class OpenTurn:
     request: SimRequest
     arrived_at: float
     answer: OpenAttempt | None = None  # None: it waits for a worker
-    prefill: OpenAttempt | None = None  # while a prefill worker computes the prompt
-    prefill_worker: str = ""  # that has computed the prompt
+    prefill: OpenAttempt | None = None  # attempt at a prefill worker that computes the prompt; None: there is none
+    prefill_worker: str = ""  # name of the worker that has computed the prompt; "": none
     num_generated: int = 0  # tokens that the client has, without those of the current job
     cached_tokens: int = 0
     first_token_at: float | None = None
     paused_since: float | None = None  # time of its last token, if it has moved since
     moves: int = 0
-    source: KVSource | None = None  # for the next worker
+    source: KVSource | None = None  # KV blocks that the next worker copies; None: it computes them
     excluded: set[str] = field(default_factory=set)  # ids of workers that failed
     waits_until: float = 0.0
 

@@ -34,7 +34,7 @@ MAX_STAGED_BLOCKS = 512  # blocks between the cache and the store
 class OpenJob:
     job: WorkerJob
     reply: list[int]  # all tokens of the reply
-    num_generated: int = 0  # at this worker
+    num_generated: int = 0  # tokens that this worker has generated
     last_token_at: float = 0.0
 
 
@@ -64,7 +64,7 @@ class SimWorker:
         if store is not None:
             host = HostTier(BLOCK_BUFFER_BYTES, MAX_STAGED_BLOCKS * 4096, "lru")
             self._tiers = TierStack(host, [store.tier], clock=self.clock, threads=False)
-        self._jobs: dict[str, OpenJob] = {}  # by id of the engine's request
+        self._jobs: dict[str, OpenJob] = {}  # jobs by the id of the engine's request
         num_blocks = config.kv_tokens // config.block_size
         self._runner = make_sim_runner(num_blocks, config.cost, self.clock, self._token_at)
         self.engine = Engine(config.scheduler_config(), self._runner, self.clock, self._tiers)

@@ -15,7 +15,7 @@ class SimWorkerConfig:
     kv_tokens: int = 131_072  # KV cache of each worker
     max_running: int = 64
     batch_tokens: int = 2048
-    itl_target_ms: float | None = None  # as the engine's option
+    itl_target_ms: float | None = None  # the engine's option of this name
     cost: StepCosts = field(default_factory=CostModel)
     block_size: int = 16
 

@@ -23,7 +23,7 @@ class SimWorkerStatus:
     model: WorkerModel
     started_at: float
     state: WorkerState = "starting"
-    run_number: int = 0  # of its current or last run; an event for an earlier run is out of date
+    run_number: int = 0  # number of its current or last run; an event for an earlier run is out of date
     run_end: float | None = None  # None: it is idle
 
     def heartbeat(self, paired: tuple[str, ...] = ()) -> Heartbeat:

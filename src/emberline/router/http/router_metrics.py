@@ -153,6 +153,7 @@ def _build_status_row(
     return {
         "name": worker.name,
         "incarnation": member.registration.incarnation,
+        "url": member.registration.url,
         "role": member.registration.role,
         "models": sorted(worker.models),
         "embedders": sorted(model.name for model in member.registration.models if not model.max_running),

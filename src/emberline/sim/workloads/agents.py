@@ -68,7 +68,7 @@ class AgentSession:
     workload: AgentWorkload
     system: PromptPart
     _prompt: SimPromptBuilder = field(default_factory=SimPromptBuilder)
-    _reply: PromptPart | None = None  # to the last request
+    _reply: PromptPart | None = None  # reply to the last request
 
     def next_request(self) -> SimRequest:
         """Add a user message to the conversation, and return the request for the next reply."""

@@ -51,9 +51,9 @@ class ConstantRate:
 class BurstRate:
     """A constant rate that is `factor` times as high during bursts."""
 
-    rate: float  # between the bursts
+    rate: float  # requests per second between the bursts
     factor: float = 5.0
-    every_s: float = 300.0  # from the start of one burst to that of the next; the first starts after this time
+    every_s: float = 300.0  # seconds from the start of one burst to that of the next; the first starts after this time
     burst_s: float = 30.0
 
     def __post_init__(self) -> None:

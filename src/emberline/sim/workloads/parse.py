@@ -96,7 +96,7 @@ def _build_agents(settings: Settings) -> AgentWorkload:
     )
 
 
-# By name: the settings with their defaults, and what builds the workload of them.
+# The settings with their defaults, and the function that builds the workload, by name.
 KINDS: dict[str, tuple[Mapping[str, float], Callable[[Settings], Workload]]] = {
     "poisson": ({"rate": 1.0, **_REQUESTS}, lambda s: _build_requests(ConstantRate(s["rate"]), s)),
     "bursts": (

@@ -12,14 +12,14 @@ from emberline.core.errors import InvalidRequest
 @dataclass(frozen=True, slots=True)
 class Burst:
     start_s: float
-    seconds: float  # with both ramps
+    seconds: float  # length, both ramps included
     factor: float  # rate at its height over the rate without bursts
 
 
 @dataclass(frozen=True, slots=True)
 class RampedBurstRate:
-    rate: float  # between the bursts
-    seconds: float  # of the whole trace
+    rate: float  # requests per second between the bursts
+    seconds: float  # length of the whole trace
     bursts: int = 8
     factors: tuple[float, float] = (1.5, 3.0)
     lengths_s: tuple[float, float] = (600.0, 1800.0)

@@ -24,7 +24,7 @@ class Workload(Protocol):
 @dataclass(frozen=True, slots=True)
 class RequestWorkload:
     arrivals: ArrivalRate
-    seconds: float  # in which requests arrive
+    seconds: float  # time in which requests arrive
     prompt_tokens: float = 1000.0  # median
     output_tokens: float = 200.0  # median
     spread: float = 0.0  # sigma of both, which are log-normal; 0: all are equal

@@ -26,7 +26,7 @@ from emberline.sim.sessions import SingleRequest
 from emberline.sim.workloads.requests import make_single_request, reply_key, request_id
 
 MOONCAKE_BLOCK_TOKENS = 512
-MAX_TRACE_TOKENS = 1 << 31  # of one prompt or reply
+MAX_TRACE_TOKENS = 1 << 31  # highest number of tokens of one prompt or reply
 MAX_TRACE_S = 366 * 86_400.0  # a simulation has events in every second; a longer trace has times in another unit
 
 
@@ -41,13 +41,13 @@ class TraceRequest:
     time: float  # seconds since the first request
     parts: tuple[PromptPart, ...]
     output_tokens: int
-    session: str = ""  # whose prompts continue one another; "": unknown
+    session: str = ""  # conversation whose prompts continue one another; "": unknown
 
 
 @dataclass(frozen=True, slots=True)
 class TraceWorkload:
-    requests: tuple[TraceRequest, ...]  # in the order of time
-    speed: float = 1.0  # of time: 2 sends the same requests twice as fast
+    requests: tuple[TraceRequest, ...]  # requests in the order of their times
+    speed: float = 1.0  # factor of time: 2 sends the same requests twice as fast
 
     def __post_init__(self) -> None:
         if not (self.speed > 0 and math.isfinite(self.speed)):
@@ -210,7 +210,7 @@ def _make_plain_reader(read_time: Callable[[TraceRow], float], prompt: str, outp
     return read
 
 
-# By name: a field by which the format is recognised, and what reads its rows.
+# A field by which the format is recognised, and the function that reads its rows, by name.
 TRACE_FORMATS: dict[str, tuple[str, ReadRow]] = {
     "gateway": ("tokens_in", _read_gateway_row),
     "mooncake": ("input_length", _read_mooncake_row),

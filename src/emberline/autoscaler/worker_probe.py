@@ -1,0 +1,41 @@
+"""probe_worker: calls a worker directly, to tell a process that hangs from one that a router only fails to reach."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from enum import Enum
+from urllib.parse import urlsplit
+
+PROBE_TIMEOUT_S = 5.0  # that of the Helm chart's probes; a process on a busy machine may need seconds
+UNREACHABLE_ERRORS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+
+
+class ProbeResult(Enum):
+    ANSWERED = "answered"  # the process works: it replied, or closed the connection
+    REFUSED = "refused"  # no process listens at the URL, or its host has no address: one may be starting
+    SILENT = "silent"  # the kernel may have accepted the connection, but no process reacts
+
+
+async def probe_worker(url: str, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeResult:
+    """Call a worker at its URL, and return how it reacts within `timeout_s`.
+
+    The call has no key, and no TLS at an https URL either: a process that works then closes the connection, or sends
+    an alert, so no certificate is needed."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(parts.hostname, port)
+            try:
+                with contextlib.suppress(ConnectionError):  # closed at once
+                    writer.write(f"GET /health/live HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
+                    await reader.read(1)
+            finally:
+                writer.close()
+    except TimeoutError:
+        return ProbeResult.SILENT
+    except OSError as e:
+        return ProbeResult.SILENT if e.errno in UNREACHABLE_ERRORS else ProbeResult.REFUSED
+    return ProbeResult.ANSWERED

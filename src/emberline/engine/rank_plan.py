@@ -1,0 +1,76 @@
+"""plan_ranks: how the ranks of an engine would use the memory of a GPU each, before anything is loaded.
+
+Each rank's part is planned by the functions that the rank itself uses. This module needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import InvalidRequest
+from emberline.engine import memory
+from emberline.engine.group_choice import choose_groups
+from emberline.engine.memory_plan import MemoryPlan
+from emberline.engine.narrow_estimate import estimate_rank_narrow_sizes
+from emberline.engine.ranks.layout import Layout
+from emberline.hub.checkpoint import Checkpoint
+from emberline.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """The memory plan of ranks with equal plans."""
+
+    ranks: tuple[int, ...]
+    plan: MemoryPlan  # of one of these ranks
+
+    def describe_ranks(self) -> str:
+        """Return the ranks' numbers, such as `ranks 0 to 3`."""
+        first, last = self.ranks[0], self.ranks[-1]
+        if first == last:
+            return f"rank {first}"
+        is_range = last - first + 1 == len(self.ranks)
+        return f"ranks {first} to {last}" if is_range else f"ranks {', '.join(map(str, self.ranks))}"
+
+
+def plan_ranks(
+    checkpoint: Checkpoint, config: ModelConfig, settings: EngineConfig, gpu_bytes: int, dtype: str
+) -> list[RankPlan]:
+    """Return the plans of the ranks of --tp, --pp and --ep, each on a GPU with `gpu_bytes`.
+
+    All ranks have as many KV blocks as fit on the one with the least room. Raises InvalidRequest if the model cannot
+    be divided so, and ModelError if a rank's part does not fit."""
+    layout = Layout.of_gpus(settings.parallel)
+    plans = [_plan_rank(checkpoint, config, settings, gpu_bytes, dtype, layout, r) for r in range(layout.num_ranks)]
+    tokens = min(plan.kv_tokens for plan in plans)
+    by_plan: dict[MemoryPlan, list[int]] = {}
+    for rank, plan in enumerate(plans):
+        kv_bytes = plan.kv_bytes // plan.kv_tokens * tokens
+        by_plan.setdefault(replace(plan, kv_tokens=tokens, kv_bytes=kv_bytes), []).append(rank)
+    return [RankPlan(tuple(ranks), plan) for plan, ranks in by_plan.items()]
+
+
+def _plan_rank(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    settings: EngineConfig,
+    gpu_bytes: int,
+    dtype: str,
+    layout: Layout,
+    rank: int,
+) -> MemoryPlan:
+    stage, context = layout.stage(rank, config), memory.choose_max_context(config, settings)
+    own = stage.select_config(layout.shard(rank).shard_config(config))
+    groups = choose_groups(config.windows, context, config.parts.attention.state_layers).of_layers(stage.layers)
+    if not groups.block_layers:
+        message = f"stage {stage.index} of {stage.count} has only recurrent layers, and on a GPU it needs another"
+        raise InvalidRequest(message, param="pp", hint="lower --pp")
+    return memory.plan_engine_memory(
+        own,
+        settings.with_settings(max_context=context),
+        gpu_bytes,
+        dtype,
+        packed=memory.uses_packed_weights(checkpoint, settings, dtype, config),
+        narrow=estimate_rank_narrow_sizes(checkpoint, config, own, settings, dtype),
+        groups=groups,
+    )
