@@ -2,6 +2,9 @@
 
 The rank has random weights of its part of the model, in the formats of config.json. Its memory is compared with the
 plan, and its decode steps are timed without collectives, which are counted: bench/projection.py adds their times.
+
+With --memory-gib, torch may use no more memory than a GPU of this size has. Drawing quantised experts fragments it, so
+set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if they nearly fill it.
 """
 
 from __future__ import annotations
@@ -135,6 +138,7 @@ def measure(
     weights = RankWeights("cuda", shard, formats.get("routed experts"), packed=form == "packed", online=online)
     own = shard.shard_config(whole)
     booted = boot_gpu(own, weights, context=memory.choose_max_context(own, engine_config), settings=engine_config)
+    torch.cuda.empty_cache()  # what drawing the weights took, which reading them from files does not
     planned = memory.weight_bytes(own, 2, packed=weights.packed, narrow=weights.narrow_sizes)
     report.add("weights_planned_gib", planned / GIB, "GiB")
     report.add("weights_gib", weights.loaded_bytes / GIB, "GiB")
@@ -178,7 +182,7 @@ def main() -> None:
     parser.add_argument("config", type=Path, help="config.json of the model")
     parser.add_argument("--ranks", type=int, required=True, help="ranks that divide the model")
     parser.add_argument("--ep", type=int, default=1, help="parts of the ranks that divide whole experts")
-    parser.add_argument("--memory-gib", type=float, default=0.0, help="memory to plan for (default: all of this GPU)")
+    parser.add_argument("--memory-gib", type=float, default=0.0, help="memory of the GPU to stand for (default: this one)")
     parser.add_argument("--max-context", type=int, default=8192)
     parser.add_argument("--weights", default="auto", choices=("auto", "packed", "fp8", "int4"))
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 64])
@@ -188,6 +192,7 @@ def main() -> None:
     if args.memory_gib:
         total = torch.cuda.mem_get_info()[1] / GIB
         settings["gpu_memory_utilization"] = memory.DEFAULT_UTILIZATION * args.memory_gib / total
+        torch.cuda.set_per_process_memory_fraction(args.memory_gib / total)  # as on a GPU of this size
     described = {"config": args.config.name, "ranks": args.ranks, "expert_parts": args.ep, "settings": settings}
     report = reports.BenchReport("rank", described)
     measure(report, read_object(args.config), Shard(0, args.ranks, args.ep), settings, args.batches)
