@@ -103,14 +103,15 @@ def test_latents_and_experts(tmp_path: Path) -> None:
 
 
 def test_float8_cache(tmp_path: Path) -> None:
-    """Stages compute the bits of one rank, so they round keys and values to the same numbers."""
+    """Stages compute the bits of one rank in steps of equal rows, so they round keys and values to the same numbers.
+
+    Requests run one at a time, since requests that share a step do so in other steps with stages."""
     directory = write_checkpoint(tmp_path)
     settings = {"dtype": "bfloat16", "kv_dtype": "float8"}
     one = boot(EngineConfig.build(str(directory), **SETTINGS | settings)).engine
-    expected = run_engine(one, make_plain_submissions())
     engine = boot_ranks(directory, pp=2, **settings).engine
-    for _ in range(2):
-        assert run_engine(engine, make_plain_submissions()) == expected
+    for submission in make_plain_submissions() * 2:  # the second time with cached prefixes
+        assert run_engine(engine, [submission]) == run_engine(one, [submission])
     engine.close()
 
 
@@ -125,12 +126,14 @@ def test_preemption(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=["tp2", "tp2-pp2"])
 def test_tiers(layout: dict[str, int], tmp_path: Path) -> None:
-    """Blocks come back from host memory, and from disk after a restart. Every rank copies its part."""
+    """Blocks come back from host memory, and from disk after a restart. Every rank copies its part.
+
+    The cache has 13 blocks; all requests together fill 16."""
     directory = tmp_path / "model"
     directory.mkdir()
     write_checkpoint(directory)
     expected = run_engine(boot(EngineConfig.build(str(directory), **SETTINGS)).engine, make_plain_submissions())
-    settings = layout | {"kv_tokens": 256, "kv_disk": str(tmp_path / "disk"), "kv_disk_size": 1 << 28}
+    settings = layout | {"kv_tokens": 208, "kv_disk": str(tmp_path / "disk"), "kv_disk_size": 1 << 28}
     for is_restart in (False, True):
         engine = boot_ranks(directory, **settings, kv_host_memory=1 << 26).engine
         for _ in range(3):
