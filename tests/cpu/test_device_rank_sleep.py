@@ -4,6 +4,7 @@ ranks are threads, and the CPU is their device; see also tests/gpu/test_rank_sle
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def memory_that_can_be_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SleepingThreadRanks:
-    """An engine on threads that can sleep, as SwappedRankEngine."""
+    """An engine on threads that can sleep, as SwappedRankEngine. As a context manager, it is closed at the end."""
 
     nbytes = 1
 
@@ -45,6 +46,12 @@ class SleepingThreadRanks:
         self.ranks = DeviceThreadRanks(config)
         self._engine = self.ranks.make_engine(config)
         self._is_loaded = False
+
+    def __enter__(self) -> SleepingThreadRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
 
     @property
     def leader(self) -> DeviceLeaderRunner:
@@ -92,21 +99,20 @@ def test_same_tokens_after_sleep(name: str, layout: dict[str, Any], tmp_path: Pa
     config = build_config(tmp_path, name).with_settings(graphs=name != "delta-moe")
     with keeping_arithmetic():
         expected = select_tokens(run_on_one_rank(config, submissions()))
-    model = SleepingThreadRanks(config.with_settings(**layout))
-    model.wake()
-    memory = [list_memory(runner) for runner in model.runners()]
-    weights = [count_bytes(iter_instances(torch.Tensor, runner.model)) for runner in model.runners()]
-    for turn in range(3):
+    with SleepingThreadRanks(config.with_settings(**layout)) as model:
+        model.wake()
+        memory = [list_memory(runner) for runner in model.runners()]
+        weights = [count_bytes(iter_instances(torch.Tensor, runner.model)) for runner in model.runners()]
+        for turn in range(3):
+            assert select_tokens(collect(model.engine, submissions())) == expected
+            assert any(runner.cache.keys.any() for runner in model.runners())
+            assert model.sleep() == (0 if turn else sum(weights)), "the weights never change, so they are copied once"
+            assert all(not tensor.untyped_storage().nbytes() for tensors in memory for tensor in tensors)
+            assert not any(runner._graphs.captured for runner in model.runners())
+            assert model.wake() == sum(weights)
+            assert not any(runner.cache.keys.any() for runner in model.runners())
+            assert model.engine.kv.num_cached_blocks == 0
         assert select_tokens(collect(model.engine, submissions())) == expected
-        assert any(runner.cache.keys.any() for runner in model.runners())
-        assert model.sleep() == (0 if turn else sum(weights)), "the weights never change, so they are copied once"
-        assert all(not tensor.untyped_storage().nbytes() for tensors in memory for tensor in tensors)
-        assert not any(runner._graphs.captured for runner in model.runners())
-        assert model.wake() == sum(weights)
-        assert not any(runner.cache.keys.any() for runner in model.runners())
-        assert model.engine.kv.num_cached_blocks == 0
-    assert select_tokens(collect(model.engine, submissions())) == expected
-    model.engine.close()
 
 
 def select_tokens(found: dict[tuple[str, int], list[Any]]) -> dict[tuple[str, int], list[int]]:
@@ -117,16 +123,15 @@ def select_tokens(found: dict[tuple[str, int], list[Any]]) -> dict[tuple[str, in
 @pytest.mark.parametrize("layout", LAYOUTS[:2])
 def test_host_tier_keeps_its_blocks(layout: dict[str, Any], tmp_path: Path) -> None:
     config = build_config(tmp_path, "llama").with_settings(kv_host_memory=1 << 20, **layout)
-    model = SleepingThreadRanks(config)
-    model.wake()
-    expected = collect(model.engine, submissions())
-    for _ in range(2):
-        model.sleep()
+    with SleepingThreadRanks(config) as model:
         model.wake()
-        loaded = model.engine.stats().tiers["host"].loaded_blocks
-        assert collect(model.engine, submissions()) == expected
-        assert model.engine.stats().tiers["host"].loaded_blocks > loaded
-    model.engine.close()
+        expected = collect(model.engine, submissions())
+        for _ in range(2):
+            model.sleep()
+            model.wake()
+            loaded = model.engine.stats().tiers["host"].loaded_blocks
+            assert collect(model.engine, submissions()) == expected
+            assert model.engine.stats().tiers["host"].loaded_blocks > loaded
 
 
 def name_models(model: str) -> list[Submission]:
@@ -141,19 +146,24 @@ def test_models_take_turns(layout: dict[str, Any], tmp_path: Path) -> None:
         configs[name] = build_config(tmp_path / name, kind)
     expected: dict[str, list[int]] = {}
     for name, config in configs.items():
-        model = SleepingThreadRanks(config.with_settings(**layout))
-        expected |= run_engine(model.engine, name_models(name))
-        model.engine.close()
-    members = {name: SleepingThreadRanks(config.with_settings(**layout)) for name, config in configs.items()}
+        with SleepingThreadRanks(config.with_settings(**layout)) as model:
+            expected |= run_engine(model.engine, name_models(name))
+    with ExitStack() as stack:
+        members = {
+            name: stack.enter_context(SleepingThreadRanks(config.with_settings(**layout)))
+            for name, config in configs.items()
+        }
+        check_turns(members, expected)
+
+
+def check_turns(members: dict[str, SleepingThreadRanks], expected: dict[str, list[int]]) -> None:
     group = EngineGroup(members, 1, TimeSharingConfig(model_turn=0.01))
     assert group.is_awake("a") and not group.is_awake("b")
-    mixed = [each for pair in zip(*map(name_models, configs), strict=True) for each in pair]
+    mixed = [each for pair in zip(*map(name_models, members), strict=True) for each in pair]
     assert run_group(group, mixed) == expected
-    for name in configs:
+    for name in members:
         group.engines[name].kv.check_invariants()
         assert group.sleep_stats(name).sleeps > 0 and group.sleep_stats(name).sleep_bytes > 0
-    for member in members.values():
-        member.engine.close()
 
 
 def test_error_of_the_leader_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,10 +183,9 @@ def test_ranks_get_kernels_that_another_model_measured(tmp_path: Path, monkeypat
     """Ranks of a group must multiply with the same kernels."""
     chosen = [(32, 64, 128, "store", 3)]
     config = build_config(tmp_path, "llama").with_settings(tp=2)
-    model = SleepingThreadRanks(config)
     used: list[Any] = []
     monkeypatch.setattr(tuning, "list_choices", lambda: chosen)
     monkeypatch.setattr(tuning, "use_choices", used.append)
-    model.leader.share_products()
-    model.engine.close()
+    with SleepingThreadRanks(config) as model:
+        model.leader.share_products()
     assert used == [chosen]
