@@ -138,8 +138,8 @@ def name_models(model: str) -> list[Submission]:
     return [replace(each, id=f"{model}-{each.id}", model=model) for each in submissions() if each.params.n == 1]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:2])
-def test_models_take_turns(layout: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "at_once"), [({"tp": 2}, 1), ({"tp": 2}, 2), ({"pp": 2}, 1)])
+def test_models_take_turns(layout: dict[str, Any], at_once: int, tmp_path: Path) -> None:
     configs = {}
     for name, kind in (("a", "llama"), ("b", "cohere2")):
         (tmp_path / name).mkdir()
@@ -153,17 +153,17 @@ def test_models_take_turns(layout: dict[str, Any], tmp_path: Path) -> None:
             name: stack.enter_context(SleepingThreadRanks(config.with_settings(**layout)))
             for name, config in configs.items()
         }
-        check_turns(members, expected)
+        check_turns(members, expected, at_once)
 
 
-def check_turns(members: dict[str, SleepingThreadRanks], expected: dict[str, list[int]]) -> None:
-    group = EngineGroup(members, 1, TimeSharingConfig(model_turn=0.01))
-    assert group.is_awake("a") and not group.is_awake("b")
+def check_turns(members: dict[str, SleepingThreadRanks], expected: dict[str, list[int]], at_once: int) -> None:
+    group = EngineGroup(members, at_once, TimeSharingConfig(model_turn=0.01))
+    assert group.is_awake("a") and group.is_awake("b") == (at_once == 2)
     mixed = [each for pair in zip(*map(name_models, members), strict=True) for each in pair]
     assert run_group(group, mixed) == expected
     for name in members:
         group.engines[name].kv.check_invariants()
-        assert group.sleep_stats(name).sleeps > 0 and group.sleep_stats(name).sleep_bytes > 0
+        assert (group.sleep_stats(name).sleeps > 0) == (group.sleep_stats(name).sleep_bytes > 0) == (at_once == 1)
 
 
 def test_error_of_the_leader_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

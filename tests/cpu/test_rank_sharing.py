@@ -15,6 +15,7 @@ from emberline.core.errors import InvalidRequest, ModelError
 from emberline.core.transfer_config import TransferConfig
 from emberline.engine.engine_group_boot import boot_engine_group
 from emberline.engine.memory import DEFAULT_UTILIZATION, RESERVE_BYTES
+from emberline.engine.ranks import rank_group_boot
 from emberline.engine.ranks.control import DeviceMeasured
 from emberline.engine.ranks.device_boot import DeviceDivision, plan_device_caches
 from emberline.engine.ranks.rank_sharing import PlannedDivision, RankSharingPlan, plan_rank_sharing
@@ -103,6 +104,27 @@ def test_a_model_that_can_sleep_needs_main_memory(homes: dict[str, Path]) -> Non
     plan_rank_sharing(divisions, [DeviceMeasured(40 * GIB, 0)], 0)
     with pytest.raises(ModelError, match="main memory must hold while they sleep"):
         plan_rank_sharing(divisions, [DeviceMeasured(40 * GIB, 0)], 0, can_sleep=True)
+
+
+def test_processes_end_if_the_models_do_not_fit(homes: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[StartedGroup] = []
+
+    class StartedGroup:
+        is_closed = False
+
+        def __init__(self, *_: object) -> None:
+            groups.append(self)
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    monkeypatch.setattr(rank_group_boot, "RankGroup", StartedGroup)
+    monkeypatch.setattr(rank_group_boot, "wait_for_start", lambda group, config: None)
+    monkeypatch.setattr(rank_group_boot, "measure_gpus", lambda division, group: [DeviceMeasured(GIB, 0)])
+    configs = {name: EngineConfig.build(str(home), **SETTINGS, tp=2) for name, home in homes.items()}
+    with pytest.raises(ModelError, match="does not fit into GPU memory"):
+        boot_engine_group(configs, TimeSharingConfig())
+    assert [group.is_closed for group in groups] == [True, True]
 
 
 @pytest.mark.parametrize(

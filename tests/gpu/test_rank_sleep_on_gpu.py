@@ -103,6 +103,26 @@ def test_models_take_turns(settings: dict[str, Any], homes: dict[str, Path], exp
         assert find_runner(group, awake)._graphs.captured, "steps are captured again after waking"
 
 
+def test_models_that_fit_stay_awake(homes: dict[str, Path], expected: dict[str, list[int]]) -> None:
+    """Ranks of two models exchange tensors at the same time. One model sleeps while the other computes."""
+    with booted(homes, tp=2, kv_memory=64 << 20) as (group, _):
+        assert all(map(group.is_awake, homes))
+        mixed = [each for pair in zip(*map(make_submissions, homes), strict=True) for each in pair]
+        assert run_group(group, mixed) == expected
+        assert all(group.sleep_stats(name).sleeps == 0 for name in homes)
+        of_a = {name: tokens for name, tokens in expected.items() if name.startswith("a")}
+        for each in make_submissions("a"):
+            group.add(each)
+        group.step()
+        group.set_asleep(True)
+        assert group.is_awake("a") and not group.is_awake("b"), "a model with open requests stays awake"
+        group.set_asleep(False)
+        assert group.is_awake("b")
+        while not group.idle:
+            assert all(o.error is None for outputs in group.step().outputs.values() for o in outputs)
+        assert run_group(group, make_submissions("a")) == of_a
+
+
 def free_bytes() -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
