@@ -11,6 +11,7 @@ from typing import Any
 from rank_engines import ThreadRanks
 
 from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import EngineFailed
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.planned_model import PlannedModel
@@ -35,14 +36,20 @@ from emberline.models.weights import Weights
 DEVICE_BYTES = 16 << 30  # memory of a simulated GPU
 
 
-def load_host_part(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> DevicePart:
+def load_host_part(
+    config: EngineConfig,
+    layout: Layout,
+    rank: int,
+    connect: ConnectRanksFunction,
+    device_memory: tuple[int, int] = (DEVICE_BYTES, 0),
+) -> DevicePart:
     """Return a rank's part of a model on the CPU. Its weights are loaded, unlike those of DevicePart.load."""
     connections = DeviceConnections.connect(layout, rank, connect)
     checkpoint = Checkpoint.open(Path(config.model))
     stage, shard = layout.stage(rank, ModelConfig.from_checkpoint(checkpoint)), layout.shard(rank)
     shards: Any = connections.shards
     model = load_checkpoint(checkpoint, config.dtype, config.requested_context, None, stage, shard, shards)
-    planned = PlannedModel.of(model, Weights(checkpoint), config, HostDevice(), (DEVICE_BYTES, 0), stage=stage)
+    planned = PlannedModel.of(model, Weights(checkpoint), config, HostDevice(), device_memory, stage=stage)
     return DevicePart(planned, None, stage, connections, model.fingerprint)
 
 
@@ -70,6 +77,7 @@ class DeviceThreadRanks(ThreadRanks):
         message = describe_caches(num_blocks, num_slots, self.device_host, self.slots)
         allocate_leader(config, layout.leader, self.device_leader, num_blocks, num_slots, self.device_host)
         self._num_copied, self._num_finished = dict.fromkeys(layout.followers, 0), 0
+        self._reports: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in layout.followers}
         self._runs: list[Future[None]] = [
             self._pool.submit(self._follow, rank, message, allocate_part(parts[rank], message, rank, self.memory))
             for rank in layout.followers
@@ -81,17 +89,26 @@ class DeviceThreadRanks(ThreadRanks):
 
         part, queue = self.parts[rank], self._queues[rank]
         transfers = make_part_transfers(part, sizes, rank, self.layout.num_ranks, self.memory, self._abort)
-        follower = DeviceFollower(part.runner, self.layout.pp, buffers, count_copies, transfers)
+        report = self._reports[rank].put
+        follower = DeviceFollower(part.runner, self.layout.pp, buffers, count_copies, transfers, report)
         try:
             while (message := queue.get()) is not None:
                 if (finish := follower.handle(message)) is not None:
                     finish()
         except BaseException as error:
+            self._reports[rank].put(error)
             self._abort(error)
             raise
         finally:
             if transfers is not None:
                 transfers.close()
+
+    def wait_for(self, kind: type[Any], timeout_s: float) -> dict[int, Any]:
+        reports = {rank: inbox.get(timeout=timeout_s) for rank, inbox in self._reports.items()}
+        for rank, report in reports.items():
+            if not isinstance(report, kind):
+                raise EngineFailed(f"{self.layout.describe(rank)}: {report}")
+        return reports
 
     def _abort(self, error: BaseException) -> None:
         for group in self._groups.values():

@@ -116,6 +116,9 @@ class ThreadRanks:
             assert not any(run.done() for run in self._runs), "a rank has ended"
             time.sleep(0.0001)
 
+    def wait_for(self, kind: type[Any], timeout_s: float) -> dict[int, Any]:
+        raise AssertionError(f"these ranks send no {kind.__name__}")
+
     def finish_step(self) -> None:
         """Nothing measures the time of a step."""
 
@@ -124,7 +127,7 @@ class ThreadRanks:
 
     def explain(self, reason: BaseException) -> EmberlineError:
         self.close()
-        return EngineFailed(f"a step failed: {reason!r}")
+        return reason if isinstance(reason, EngineFailed) else EngineFailed(f"a step failed: {reason!r}")
 
     def progress_count(self) -> int:
         return 0

@@ -210,8 +210,8 @@ def test_a_cpu_model_frees_its_cache_while_it_sleeps(configs: dict[str, EngineCo
     assert loaded["a"].engine.stats().prefix_hits <= 2 * hits  # of the prefix that these requests share, as at first
 
 
-def test_models_that_can_sleep_need_host_memory_and_one_rank(configs: dict[str, EngineConfig]) -> None:
-    with pytest.raises(InvalidRequest, match=r"can_sleep is set, but the model has 2 ranks.*--tp"):
+def test_models_that_can_sleep_need_host_memory_and_one_rank_on_a_cpu(configs: dict[str, EngineConfig]) -> None:
+    with pytest.raises(InvalidRequest, match=r"can_sleep is set, but the model has 2 ranks on CPUs.*--tp"):
         boot_engine_group({"a": configs["a"].with_settings(tp=2)}, TimeSharingConfig(models_can_sleep=True))
     on_gpu = with_gpu({"a": configs["a"]})
     plan_time_sharing(on_gpu, 40 * GIB, 0, fail_to_load)

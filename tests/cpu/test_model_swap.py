@@ -266,8 +266,8 @@ def test_sleeping_engine_has_no_memory_and_cannot_run(tmp_path: Path) -> None:
 
 
 def fail_during_wake(model: SwappedEngine) -> None:
-    assert model._sleeping_memory is not None
-    one = model._sleeping_memory._slept[3]
+    assert model._memory is not None and model._memory._sleeping_memory is not None
+    one = model._memory._sleeping_memory._slept[3]
     storage = one.storage
 
     class Full:
@@ -322,5 +322,5 @@ def test_states_are_not_subtracted_from_the_share_that_holds_them() -> None:
         max_context=64, state_slots=2_500_000,
     )  # fmt: skip
     assert plan.states > 20 << 30  # as it would have alone
-    share = equal_kv_share([plan, plan], usable_model_bytes(80 << 30))
+    share = equal_kv_share([[plan], [plan]], usable_model_bytes(80 << 30))
     assert share is not None and 2 * share > 70 << 30

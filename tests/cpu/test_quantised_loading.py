@@ -14,12 +14,16 @@ import torch
 from paged_model import Cache, prompts
 from publisher_packers import FORMATS, PublishedFormat
 from safetensors.torch import load_file
+from test_rank_formats import write_published
 from torch import Tensor
 
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.engine.gpu.zero_weights import make_zero_weight_model
+from emberline.engine.narrow_estimate import estimate_narrow_part
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
+from emberline.kernels.comm.lone_rank import LoneRank
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise, dequantise_to_bf16
 from emberline.models.config import ModelConfig
@@ -30,8 +34,10 @@ from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.loader import load_decoder
 from emberline.models.quantisation_config import read_quantisation
 from emberline.models.quantised_tensors import list_quantised_sizes
+from emberline.models.shard import Shard
 from emberline.models.sleep import iter_instances
 from emberline.models.stacked_experts import load_stacked_experts
+from emberline.models.stage import Stage
 from emberline.models.tensor_names import load_model
 from emberline.models.weight_formats import list_online_sizes
 from emberline.models.weights import Weights
@@ -421,3 +427,19 @@ def test_codes_of_another_kind_are_named(tmp_path: Path) -> None:
         UnsupportedModel, match=r"'x.weight_packed' has int4 codes, but quantization_config describes fp8"
     ):
         Weights(Checkpoint.open(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["int4 zeros", "fp8 block", "mxfp4"])
+def test_sizes_that_ranks_will_load(name: str, tmp_path: Path, keeping: list[QuantisedMatrix]) -> None:
+    """They are known before anything is loaded."""
+    checkpoint = Checkpoint.open(write_published(tmp_path, name, layers=2))
+    model = ModelConfig.from_checkpoint(checkpoint)
+    settings = EngineConfig.build(str(tmp_path)).with_gpu_defaults()
+    for shard, stage in ((Shard(1, 2), Stage.of(model)), (Shard(), Stage.of(model, 1, 2))):
+        comm = None if shard.is_whole else LoneRank(shard.rank, shard.world_size)
+        weights = DeviceWeights(checkpoint, device="cpu", shard=shard, comm=comm)
+        load_model(shard.shard_config(model), weights, 64, stage)
+        found = estimate_narrow_part(checkpoint, model, settings, "bfloat16", shard, stage)
+        counts = (sum(s.rows * s.columns * s.num_matrices for s in sizes) for sizes in (weights.narrow_sizes, found))
+        loaded, estimated = counts
+        assert loaded == estimated > 0 and all(size.num_bytes > 0 for size in found) and not keeping

@@ -40,9 +40,9 @@ SHAPES |= {"mlp.up_proj": (128, 64), "mlp.down_proj": (64, 128)}
 ORDERED = ("int4 order", "gptq order")
 
 
-def write_published(directory: Path, name: str) -> Path:
+def write_published(directory: Path, name: str, layers: int = 1) -> Path:
     """Write a checkpoint whose matrices of layers have a format of FORMATS."""
-    tensors = tiny.tensors(config := tiny.config("llama", **SIZES))
+    tensors = tiny.tensors(config := tiny.config("llama", **SIZES | {"num_hidden_layers": layers}))
     for matrix in [name for name in tensors if "_proj.weight" in name]:
         packed, _ = FORMATS[name].pack(tensors.pop(matrix))
         tensors |= {f"{matrix.removesuffix('.weight')}.{part}": tensor for part, tensor in packed.items()}

@@ -9,7 +9,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,7 @@ from emberline.models.shard import Shard
 from emberline.models.weight_dtype import FIRST_MATRIX_NAMES
 
 H200 = DetectedGPU("NVIDIA H200", 150_123_642_880, (9, 0))
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 Run = Callable[..., tuple[int, str]]
 
 
@@ -43,11 +46,45 @@ def write_model(directory: Path, dtype: str = "BF16") -> Path:
 def write_fp8_model(directory: Path) -> Path:
     """Like the other one, with its matrices in fp8."""
     write_model(directory)
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (directory / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": fp8}))
+    (directory / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": FP8}))
     name, file = FIRST_MATRIX_NAMES[0], directory / "model.safetensors"
     file.unlink()
     write_tensors(file, {f"{name}_scale_inv": ("F32", (1, 1)), name: ("F8_E4M3", (2, 3))}, [bytes(10)])
+    return directory
+
+
+def write_whole_model(directory: Path, is_fp8: bool) -> Path:
+    """All tensors of an 8B model, with their real shapes, in a sparse file without data."""
+    config = LLAMA_8B | ({"quantization_config": FP8} if is_fp8 else {})
+    hidden, width, kv = config["hidden_size"], config["intermediate_size"], config["num_key_value_heads"] * 128
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
+    shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (config["vocab_size"], hidden))
+    matrices = {"self_attn.q_proj": (hidden, hidden), "self_attn.o_proj": (hidden, hidden)}
+    matrices |= {"self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden)}
+    matrices |= {"mlp.gate_proj": (width, hidden), "mlp.up_proj": (width, hidden), "mlp.down_proj": (hidden, width)}
+    header: dict[str, Any] = {}
+    end = 0
+
+    def add(name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        nonlocal end
+        begin, end = end, end + prod(shape) * {"BF16": 2, "F32": 4, "F8_E4M3": 1}[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+    for layer in range(config["num_hidden_layers"]):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"model.layers.{layer}.{name}.weight"] = (hidden,)
+        for name, (rows, columns) in matrices.items():
+            add(f"model.layers.{layer}.{name}.weight", "F8_E4M3" if is_fp8 else "BF16", (rows, columns))
+            if is_fp8:
+                add(f"model.layers.{layer}.{name}.weight_scale_inv", "F32", (rows // 128, columns // 128))
+    for name, shape in shapes.items():
+        add(name, "BF16", shape)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    text = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
     return directory
 
 
@@ -277,8 +314,7 @@ def test_each_rank_is_planned_with_its_part_of_the_model(run: Run, tmp_path: Pat
 
 @pytest.mark.parametrize("weights", ["auto", "fp8"])
 def test_quantised_ranks_need_their_share_of_the_weights(run: Run, tmp_path: Path, weights: str) -> None:
-    write = write_fp8_model if weights == "auto" else write_model
-    model = write(tmp_path / "m")
+    model = write_whole_model(tmp_path / "m", is_fp8=weights == "auto")
     _, output = run("--model", model, "--tp", "2", "--weights", weights, "--gpu-memory", "141G", "--json")
     findings = {finding["subject"]: finding for finding in json.loads(output)["findings"]}
     config = ModelConfig.from_hf(LLAMA_8B)

@@ -12,7 +12,14 @@ from fake_sleep import FakeSleeper
 
 from emberline.core.clock import ManualClock
 from emberline.core.engine_config import SchedulerConfig, TimeSharingConfig
-from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineUnavailable, ModelNotFound, Overloaded
+from emberline.core.errors import (
+    DeadlineExceeded,
+    EmberlineError,
+    EngineFailed,
+    EngineUnavailable,
+    ModelNotFound,
+    Overloaded,
+)
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.plan import StepPlan, StepResult
@@ -499,3 +506,24 @@ def test_idle_models_sleep_when_told_and_a_request_wakes_its_model() -> None:
     harness.models["a"].fails = RuntimeError("out of memory")
     harness.group.set_asleep(False)
     assert harness.awake == ["b"]  # a model that does not wake leaves the others usable
+
+
+def test_a_lost_rank_ends_the_engine_while_its_model_wakes() -> None:
+    """Unlike an error of a device, after which other models continue."""
+    harness = two_models()
+    harness.models["b"].fails = EngineFailed("rank 1 of 2 was killed by signal 9")
+    harness.submit_one("b")
+    with pytest.raises(EngineFailed, match="rank 1 of 2"):
+        harness.step()
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_lost_rank_ends_the_engine_also_if_its_model_sleeps(name: str) -> None:
+    class LostRanks:
+        def check_ranks(self) -> None:
+            raise EngineFailed("rank 1 of 2 was killed by signal 9")
+
+    harness = two_models()
+    harness.models[name].engine.group_runner = LostRanks()  # type: ignore[assignment]
+    with pytest.raises(EngineFailed, match="rank 1 of 2"):
+        harness.step()

@@ -357,7 +357,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class TimeSharingConfig:
-    """Settings of models that take turns on one GPU because they do not fit into its memory together."""
+    """Settings of models that take turns on their GPUs because they do not fit into the memory together."""
 
     model_turn: float = option(
         5.0, "Seconds that a model accepts requests while another model's requests wait.", unit="s"

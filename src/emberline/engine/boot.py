@@ -14,7 +14,6 @@ import torch
 
 from emberline.core.config import core_count
 from emberline.core.engine_config import EngineConfig
-from emberline.core.errors import InvalidRequest
 from emberline.core.freememory import free_memory
 from emberline.engine.boot_checks import check_cpu_settings, check_host_memory
 from emberline.engine.boot_parts import (
@@ -95,19 +94,12 @@ def runs_on_gpu(config: EngineConfig) -> bool:
     return config.device == "cuda" or (config.device == "auto" and can_use_gpu(config.gpu.kernels))
 
 
-def _check_one_rank(config: EngineConfig) -> None:
-    if config.parallel.num_ranks > 1:
-        name = "tp" if config.parallel.tp > 1 else "pp"
-        message = f"{name} is {getattr(config.parallel, name)}, but models that share a GPU can have only one rank each"
-        raise InvalidRequest(message, param=name, hint=f"drop --{name}, or serve the model alone")
-
-
 def boot_on_gpu(config: EngineConfig, reader: FileReader | None) -> BootedGPUEngine:
-    """Load the model on a GPU. `config`: the result of `EngineConfig.with_gpu_defaults`."""
+    """Load the model on one GPU. `config`: the result of `EngineConfig.with_gpu_defaults`."""
     from emberline.engine.gpu import ipc
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
-    _check_one_rank(config)
+    assert config.parallel.num_ranks == 1
     check_requested_dtype(config.dtype, on_gpu=True)
     check_requested_weights(config.gpu.weights, on_gpu=True)
     check_host_memory(config)

@@ -22,6 +22,7 @@ from emberline.core.engine_config import SchedulerConfig, TimeSharingConfig
 from emberline.core.errors import (
     DeadlineExceeded,
     EmberlineError,
+    EngineFailed,
     EngineUnavailable,
     InvalidRequest,
     ModelNotFound,
@@ -172,7 +173,11 @@ class EngineGroup:
     def step(self) -> StepReport:
         """Run a step of each engine that is awake, then put models to sleep and wake others where needed.
 
-        Models are switched last, so that all outputs of a model are returned before it sleeps."""
+        Models are switched last, so that all outputs of a model are returned before it sleeps. Raises EngineFailed if a
+        rank was lost, also of a model that sleeps."""
+        for engine in self.engines.values():
+            if engine.group_runner is not None:
+                engine.group_runner.check_ranks()
         outputs, self._pending_outputs = self._pending_outputs, {}
         for name in self._sleep_manager.awake_models:
             engine = self.engines[name]
@@ -224,9 +229,11 @@ class EngineGroup:
                     engine.abort_completion(submission_id, index)
 
     def _try_to_wake(self, name: str) -> bool:
-        """Wake a model if it sleeps, and return whether it is awake. Raises an error if the device has failed."""
+        """Wake a model if it sleeps, and return whether it is awake. Raises an error if the device or a rank failed."""
         try:
             self._sleep_manager.ensure_awake(name)
+        except EngineFailed:  # a rank was lost, so this process must be restarted
+            raise
         except Exception:  # of a driver or a device: other models continue if they can
             log.exception("Waking the model failed: model=%s", name)
             check_device()

@@ -1,6 +1,6 @@
 """boot_engine_group: loads the models of a server as one EngineGroup.
 
-On a CPU all models stay awake. On a GPU they stay awake if they fit into its memory together; otherwise they take
+On a CPU all models stay awake. On GPUs they stay awake if they fit into its memory together; otherwise they take
 turns. With `models_can_sleep`, a message can put them to sleep on both. Whether they fit is computed before anything is
 loaded."""
 
@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
-from emberline.core.errors import InvalidRequest, ModelError
+from emberline.core.errors import InvalidRequest
 from emberline.core.freememory import free_memory
 from emberline.engine import memory
 from emberline.engine.boot import boot, boot_on_gpu, runs_on_gpu, to_loaded_engine
 from emberline.engine.engine import Engine
 from emberline.engine.engine_group import EngineGroup
 from emberline.engine.gpu.swap import SwappedEngine, equal_kv_share, reset_prefix_cache, usable_model_bytes
+from emberline.engine.host_memory import check_sleeping_models, out_of_main_memory_error
 from emberline.engine.loaded_engine import LoadedEngine
 from emberline.engine.memory_plan import MemoryPlan, format_gib
 from emberline.engine.narrow_estimate import estimate_narrow_sizes
@@ -113,9 +114,21 @@ def boot_engine_group(
     readers = {list(configs)[-1]: reader}
     loaded: dict[str, LoadedEngine] = {}
     on_gpu = runs_on_gpu(next(iter(configs.values())))
-    if time_sharing.models_can_sleep:
-        configs = {name: _check_can_sleep(_without_transfer(config)) for name, config in configs.items()}
-    if not on_gpu or (len(configs) == 1 and not time_sharing.models_can_sleep):
+    is_alone = len(configs) == 1 and not time_sharing.models_can_sleep
+    if time_sharing.models_can_sleep or (on_gpu and not is_alone):
+        configs = {name: _without_transfer(config) for name, config in configs.items()}
+    has_ranks = any(config.parallel.num_ranks > 1 for config in configs.values())
+    if on_gpu and has_ranks and not is_alone:
+        if reader is not None:
+            reader.close()  # it reads whole files, and each rank reads only its part
+        from emberline.engine.ranks.rank_group_boot import boot_rank_engine_group  # imported if needed
+
+        settings = {name: config.with_gpu_defaults() for name, config in configs.items()}
+        return boot_rank_engine_group(settings, time_sharing)
+    if not on_gpu and time_sharing.models_can_sleep:
+        for config in configs.values():
+            _check_can_sleep_on_cpu(config)
+    if not on_gpu or is_alone:
         kv_room = None if len(configs) == 1 else kv_bytes_per_model(configs, free_memory())
 
         def load(name: str) -> LoadedEngine:
@@ -125,8 +138,6 @@ def boot_engine_group(
         engine_class = SleepingCPUEngine if time_sharing.models_can_sleep else AlwaysAwakeEngine
         return EngineGroup({name: engine_class(partial(load, name)) for name in configs}, 0, time_sharing), loaded
     from emberline.engine.gpu.device import CudaDevice, measure_memory
-
-    configs = {name: _without_transfer(config) for name, config in configs.items()}
 
     def load_on_gpu(name: str, settings: EngineConfig) -> BootedGPUEngine:
         booted = boot_on_gpu(settings, readers.get(name))
@@ -156,7 +167,7 @@ def kv_bytes_per_model(configs: Mapping[str, EngineConfig], free_bytes: int) -> 
     )
     left = free_bytes - sum(weights.values()) - configured
     if left < 0:
-        raise _out_of_memory_error(
+        raise out_of_main_memory_error(
             weights, f" and {format_gib(configured)} GiB of KV blocks" if configured else "", free_bytes
         )
     return int(left * KV_MEMORY_FRACTION) // len(configs)
@@ -202,7 +213,7 @@ def plan_time_sharing(
     utilization = min(s.gpu.gpu_memory_utilization for s in settings.values())
     space = usable_model_bytes(device_bytes, utilization, other_bytes)
     if all(s.kv_cache.kv_memory is None for s in settings.values()):
-        part = equal_kv_share(planned.values(), space)
+        part = equal_kv_share([[plan] for plan in planned.values()], space)
         if part is not None:
             for name, plan in planned.items():
                 block = plan.kv_bytes // plan.kv_blocks
@@ -212,10 +223,7 @@ def plan_time_sharing(
     weights = {name: w.weight_bytes for name, w in weighed.items()}
     kv_bytes = sum(config.tiers.kv_host_memory for config in configs.values())
     sleeps = can_sleep or sum(member.nbytes for member in members.values()) > space
-    if sleeps * sum(weights.values()) + kv_bytes > free_host_bytes:
-        besides = f" and {format_gib(kv_bytes)} GiB of KV blocks" if kv_bytes else ""
-        reason = ", which main memory must hold while they sleep" if sleeps else ""
-        raise _out_of_memory_error(weights, reason + besides, free_host_bytes)
+    check_sleeping_models(weights, kv_bytes, free_host_bytes, sleeps=sleeps)
     return members, space
 
 
@@ -230,19 +238,8 @@ def _without_transfer(config: EngineConfig) -> EngineConfig:
     return replace(config, transfer=None)
 
 
-def _check_can_sleep(config: EngineConfig) -> EngineConfig:
-    """Return the settings. Raises InvalidRequest if a model with these settings cannot sleep."""
+def _check_can_sleep_on_cpu(config: EngineConfig) -> None:
+    """Raise InvalidRequest if a model with these settings cannot sleep."""
     if config.parallel.num_ranks > 1:
-        message = f"can_sleep is set, but the model has {config.parallel.num_ranks} ranks; it must have one"
-        raise InvalidRequest(message, param="can_sleep", hint="drop --can-sleep, or --tp and --pp")
-    return config
-
-
-def _out_of_memory_error(weight_bytes_by_model: Mapping[str, int], other_needs: str, free_bytes: int) -> ModelError:
-    parts = ", ".join(f"{name} {format_gib(size)}" for name, size in weight_bytes_by_model.items())
-    total = sum(weight_bytes_by_model.values())
-    return ModelError(
-        f"the models do not fit into main memory: they have {format_gib(total)} GiB of weights "
-        f"({parts}){other_needs}; {format_gib(free_bytes)} GiB are free",
-        hint="serve fewer or smaller models",
-    )
+        message = f"can_sleep is set, but the model has {config.parallel.num_ranks} ranks on CPUs; it must have one"
+        raise InvalidRequest(message, param="can_sleep", hint="drop --can-sleep, or --tp and --pp, or use GPUs")

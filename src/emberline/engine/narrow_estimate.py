@@ -4,15 +4,20 @@ This module needs no torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from emberline.core.engine_config import EngineConfig
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
-from emberline.models.config_outline import outline_of, select_planned_text
-from emberline.models.quantised_tensors import list_quantised_sizes
+from emberline.models.config_outline import outline_of
+from emberline.models.quantised_tensors import list_narrow_tensors, list_quantised_sizes, select_model_tensors
+from emberline.models.shard import Shard
+from emberline.models.stage import Stage
+from emberline.models.tensor_cuts import cut_checkpoint
 from emberline.models.weight_dtype import stored_weight_format
-from emberline.models.weight_formats import NarrowSize, list_online_sizes, list_stored_sizes, read_weight_formats
+from emberline.models.weight_formats import NarrowSize, list_online_sizes
 
 
 def estimate_narrow_sizes(
@@ -29,18 +34,19 @@ def estimate_narrow_sizes(
     return list_online_sizes(outline, settings.gpu.online_format) if settings.gpu.online_format else []
 
 
-def estimate_rank_narrow_sizes(
-    checkpoint: Checkpoint, model: ModelConfig, own: ModelConfig, settings: EngineConfig, dtype: str
+def estimate_narrow_part(
+    checkpoint: Checkpoint, model: ModelConfig, settings: EngineConfig, dtype: str, shard: Shard, stage: Stage
 ) -> list[NarrowSize]:
-    """Return the same sizes for one rank. `own`: the config of the rank's part of `model`.
-
-    The formats are those in config.json, for each kind of weights. Raises UnsupportedModel if only some matrices of a
-    kind have one."""
-    if dtype != "bfloat16" or settings.gpu.exact or settings.gpu.weights == "plain":
-        return []
-    outline = outline_of(own)
-    if formats := read_weight_formats(select_planned_text(checkpoint.config), outline_of(model)):
-        return list_stored_sizes(outline, formats)
+    """Return these sizes for the part of one rank. `model`: the whole one."""
+    if not (whole := estimate_narrow_sizes(checkpoint, model, settings, dtype)):
+        return whole
+    outline = outline_of(stage.select_config(shard.shard_config(model)))
+    tensors = cut_checkpoint(select_model_tensors(checkpoint), shard)
+    if foreign := stage.foreign_tensors(model):
+        names = [name for name in tensors.tensors if not re.fullmatch(foreign, name)]
+        tensors = replace(tensors, tensors={name: tensors.tensors[name] for name in names})
+    if stored := list_narrow_tensors(tensors, has_query_gate=outline.has_query_gate):
+        return stored
     return list_online_sizes(outline, settings.gpu.online_format) if settings.gpu.online_format else []
 
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from emberline.core.engine_config import EngineConfig
-from emberline.core.errors import InvalidRequest
 from emberline.engine import memory
-from emberline.engine.group_choice import choose_groups
 from emberline.engine.memory_plan import MemoryPlan
-from emberline.engine.narrow_estimate import estimate_rank_narrow_sizes
+from emberline.engine.narrow_estimate import estimate_narrow_part
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.stage_memory import plan_stage_memory
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 
@@ -59,18 +58,10 @@ def _plan_rank(
     layout: Layout,
     rank: int,
 ) -> MemoryPlan:
-    stage, context = layout.stage(rank, config), memory.choose_max_context(config, settings)
-    own = stage.select_config(layout.shard(rank).shard_config(config))
-    groups = choose_groups(config.windows, context, config.parts.attention.state_layers).of_layers(stage.layers)
-    if not groups.block_layers:
-        message = f"stage {stage.index} of {stage.count} has only recurrent layers, and on a GPU it needs another"
-        raise InvalidRequest(message, param="pp", hint="lower --pp")
-    return memory.plan_engine_memory(
-        own,
-        settings.with_settings(max_context=context),
-        gpu_bytes,
-        dtype,
+    shard, stage = layout.shard(rank), layout.stage(rank, config)
+    context = memory.choose_max_context(config, settings)
+    return plan_stage_memory(
+        *(shard.shard_config(config), stage, settings, context, (gpu_bytes, 0), dtype),
         packed=memory.uses_packed_weights(checkpoint, settings, dtype, config),
-        narrow=estimate_rank_narrow_sizes(checkpoint, config, own, settings, dtype),
-        groups=groups,
-    )
+        narrow=estimate_narrow_part(checkpoint, config, settings, dtype, shard, stage),
+    )[0]

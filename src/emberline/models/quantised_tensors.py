@@ -34,8 +34,13 @@ def read_loaded_quantisation(config: Mapping[str, Any]) -> QuantisationConfig | 
 
 def list_quantised_sizes(checkpoint: Checkpoint, *, has_query_gate: bool = False) -> list[NarrowSize]:
     """Return the sizes of the matrices that a GPU keeps quantised, from the headers of the files."""
+    return list_narrow_tensors(select_model_tensors(checkpoint), has_query_gate=has_query_gate)
+
+
+def list_narrow_tensors(selected: Checkpoint, *, has_query_gate: bool = False) -> list[NarrowSize]:
+    """Do the same for a checkpoint with the tensors that `select_model_tensors` returns, or a rank's parts of them."""
     sizes = []
-    for name, info in select_model_tensors(checkpoint).tensors.items():
+    for name, info in selected.tensors.items():
         is_dequantised = DEQUANTISED_TENSORS.search(name) or (has_query_gate and GATED_QUERY_TENSORS.search(name))
         if isinstance(info, QuantisedTensorInfo) and not is_dequantised:
             rows, columns = info.shape[-2:][:: -1 if info.is_transposed else 1]

@@ -5,7 +5,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,20 +67,9 @@ def choose_online_format(name: str, columns: int) -> WeightFormat | None:
 
 def list_online_sizes(outline: ModelOutline, name: str) -> list[NarrowSize]:
     """Return the sizes of the matrices that `--weights` quantises at load."""
-    return _list_kept_sizes(outline, lambda part: choose_online_format(name, part.columns))
-
-
-def list_stored_sizes(outline: ModelOutline, formats: Mapping[WeightKind, WeightFormat]) -> list[NarrowSize]:
-    """Return the sizes of the matrices that a GPU keeps in these formats, those of the files."""
-    return _list_kept_sizes(outline, lambda part: formats.get(part.kind))
-
-
-def _list_kept_sizes(
-    outline: ModelOutline, choose_format: Callable[[WeightPart], WeightFormat | None]
-) -> list[NarrowSize]:
     sizes = []
     for part in list_weight_parts(outline):
-        found = choose_format(part) if is_quantisable(part) else None
+        found = choose_online_format(name, part.columns) if is_quantisable(part) else None
         if found is not None:
             num_bytes = part.num_matrices * found.kept_bytes(part.rows, part.columns)
             sizes.append(NarrowSize(part.rows, part.columns, part.num_matrices, num_bytes))

@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("config", type=Path, help="config.json of the model")
     parser.add_argument("--ranks", type=int, required=True, help="ranks that divide the model")
     parser.add_argument("--ep", type=int, default=1, help="parts of the ranks that divide whole experts")
-    parser.add_argument("--memory-gib", type=float, default=0.0, help="memory of the GPU to stand for (default: this one)")
+    parser.add_argument("--memory-gib", type=float, default=0.0, help="memory of the GPU to stand for (default: all)")
     parser.add_argument("--max-context", type=int, default=8192)
     parser.add_argument("--weights", default="auto", choices=("auto", "packed", "fp8", "int4"))
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 64])

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from emberline.core.engine_config import EngineConfig
-from emberline.core.errors import InvalidRequest
 from emberline.engine import kv_shape, memory
 from emberline.engine.gpu.attention_log import log_portable_attention
 from emberline.engine.gpu.device import Device
@@ -19,6 +18,7 @@ from emberline.engine.gpu.shape import captured_token_counts
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.sampler import SamplingStateFactory
+from emberline.engine.stage_memory import plan_stage_memory
 from emberline.engine.state_memory import allocate_device_states
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
@@ -58,25 +58,13 @@ class PlannedModel:
         if the stage cannot be computed.
 
         `device_memory`: bytes of the GPU's memory, and of these, what others use. `stage`: of a pipeline."""
-        attention = model.config.parts.attention
-        groups = choose_groups(model.config.windows, model.context, attention.state_layers)
-        config, own_groups = model.config, groups
-        if stage is not None:
-            config, own_groups = stage.select_config(model.config), groups.of_layers(stage.layers)
-        if stage is not None and not own_groups.block_layers:
-            message = f"stage {stage.index} of {stage.count} has only recurrent layers, and on a GPU it needs another"
-            raise InvalidRequest(message, param="pp", hint="lower --pp")
-        plan = memory.plan_engine_memory(
-            config,
-            settings.with_settings(max_context=model.context),
-            device_memory[0],
-            str(model.dtype).removeprefix("torch."),
+        plan, config = plan_stage_memory(
+            *(model.config, stage, settings, model.context, device_memory, str(model.dtype).removeprefix("torch.")),
             packed=weights.packed,
             narrow=weights.narrow_sizes,
             draft=measure_draft_model(draft),
-            other_bytes=device_memory[1],
-            groups=own_groups,
         )
+        groups = choose_groups(model.config.windows, model.context, model.config.parts.attention.state_layers)
         return PlannedModel(model, draft, settings, device, plan, config, groups)
 
     @property

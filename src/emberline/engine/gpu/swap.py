@@ -149,7 +149,7 @@ class SwappedEngine:
         self.nbytes = plan.fixed_bytes - plan.reserve + plan.kv_bytes
         self._boot = boot
         self._gpu_engine: BootedGPUEngine | None = None
-        self._sleeping_memory: SleepingMemory | None = None  # keeps the weights on the host, also while awake
+        self._memory: RunnerMemory | None = None
         self._is_awake = False
 
     @property
@@ -167,32 +167,58 @@ class SwappedEngine:
 
     def wake(self) -> int:
         assert not self._is_awake
-        _free_cached_memory()  # memory that other models freed can then be allocated in any size
-        if self._gpu_engine is None:
+        if self._memory is None:
+            free_cached_memory()
             self._gpu_engine = _boot_or_clean_up(self._boot)
             plan = self._gpu_engine.plan
             assert plan.fixed_bytes - plan.reserve + plan.kv_bytes <= self.nbytes, "the engine has another memory plan"
+            self._memory = RunnerMemory(self._gpu_engine.runner)
             copied = self._gpu_engine.runner.model.weight_bytes
         else:
-            assert self._sleeping_memory is not None
-            wake_runner(self._sleeping_memory)
-            copied = self._sleeping_memory.copied_bytes
+            copied = self._memory.restore()
         self._is_awake = True
         return copied
 
     def sleep(self) -> int:
-        assert self._gpu_engine is not None and self._is_awake and self.idle
-        first = self._sleeping_memory is None
-        self._sleeping_memory = sleep_runner(self._gpu_engine.runner, self._sleeping_memory)
+        assert self._gpu_engine is not None and self._memory is not None and self._is_awake and self.idle
+        copied = self._memory.free()
         reset_prefix_cache(self._gpu_engine.engine)
         self._is_awake = False
-        return self._sleeping_memory.copied_bytes if first else 0
+        return copied
 
     def close(self) -> None:
         """Free the model's weights in host memory. The model cannot be used again."""
+        if self._memory is not None:
+            self._memory.close()
+        self._gpu_engine, self._memory, self._is_awake = None, None, False
+
+
+class RunnerMemory:
+    """The device memory of a runner, which is freed while its model sleeps."""
+
+    def __init__(self, runner: GPURunner) -> None:
+        self._runner = runner
+        self._sleeping_memory: SleepingMemory | None = None  # keeps the weights on the host, also while awake
+
+    def free(self) -> int:
+        """Free the memory, after all results of the engine were read, and return the bytes copied to the host."""
+        check_device()  # other ranks may be faster: this one may still compute
+        first = self._sleeping_memory is None
+        self._sleeping_memory = sleep_runner(self._runner, self._sleeping_memory)
+        return self._sleeping_memory.copied_bytes if first else 0
+
+    def restore(self) -> int:
+        """Allocate the memory again, as `wake_runner` does, and return the bytes copied from the host."""
+        assert self._sleeping_memory is not None, "the memory was never freed"
+        free_cached_memory()
+        wake_runner(self._sleeping_memory)
+        return self._sleeping_memory.copied_bytes
+
+    def close(self) -> None:
+        """Free the copy of the weights on the host."""
         if self._sleeping_memory is not None:
             self._sleeping_memory.close()
-        self._gpu_engine, self._sleeping_memory, self._is_awake = None, None, False
+        self._sleeping_memory = None
 
 
 def usable_model_bytes(device_bytes: int, utilization: float = DEFAULT_UTILIZATION, other_bytes: int = 0) -> int:
@@ -203,13 +229,15 @@ def usable_model_bytes(device_bytes: int, utilization: float = DEFAULT_UTILIZATI
     return usable_bytes(device_bytes, utilization, other_bytes) - RESERVE_BYTES
 
 
-def equal_kv_share(plans: Collection[MemoryPlan], available_bytes: int) -> int | None:
-    """Return the bytes of each model's KV cache if all stay awake and share the free memory equally.
+def equal_kv_share(models: Collection[Collection[MemoryPlan]], available_bytes: int) -> int | None:
+    """Return the bytes of each model's KV cache on a GPU if all stay awake and share the free memory equally.
 
-    Return None if some model's share could not hold one full context; then models should take turns instead."""
-    part = (available_bytes - sum(plan.fixed_bytes - plan.reserve - plan.states for plan in plans)) // len(plans)
+    `models`: for each model, the plans of its ranks, or of its only one. Return None if some model's share could not
+    hold one full context; then models should take turns instead."""
+    fixed = sum(max(plan.fixed_bytes - plan.reserve - plan.states for plan in plans) for plans in models)
+    part = (available_bytes - fixed) // len(models)
     # Recurrent states are part of the share, and get up to half of it.
-    fits = all(part >= (2 if plan.state_slots else 1) * plan.context_kv_bytes for plan in plans)
+    fits = all(part >= (2 if plan.state_slots else 1) * plan.context_kv_bytes for plans in models for plan in plans)
     return part if fits else None
 
 
@@ -250,7 +278,7 @@ def _boot_or_clean_up(boot: Callable[[], BootedGPUEngine]) -> BootedGPUEngine:
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # the frames refer to what was loaded so far
         gc.collect()
-        _free_cached_memory()
+        free_cached_memory()
         raise
 
 
@@ -262,7 +290,8 @@ def check_device() -> None:
         torch.cuda.synchronize()
 
 
-def _free_cached_memory() -> None:
+def free_cached_memory() -> None:
+    """Return memory that models freed to the device. It can then be allocated in any size."""
     import torch
 
     if torch.cuda.is_available():

@@ -31,6 +31,7 @@ from emberline.engine.ranks.control import (
     RankLoaded,
     RankReady,
     RankStarted,
+    SharedMemory,
     digest_settings,
 )
 from emberline.engine.ranks.group import RankGroup
@@ -148,12 +149,14 @@ def wait_for_start(group: RankGroup, config: EngineConfig) -> None:
     check_started(group.wait_for(RankStarted), digest_settings(config, layout), layout)
 
 
-def load_parts(group: RankGroup, load: Callable[[], PartT]) -> tuple[PartT, dict[int, RankLoaded]]:
+def load_parts(
+    group: RankGroup, load: Callable[[], PartT], memory: SharedMemory | None = None
+) -> tuple[PartT, dict[int, RankLoaded]]:
     """Let all ranks load their parts of the model; return the leader's, and the reports of all by rank.
 
-    `load`: loads the leader's part."""
+    `load`: loads the leader's part. `memory`: of each GPU, if other models use it too."""
     layout = group.layout
-    group.send(ConnectRanks())
+    group.send(ConnectRanks(memory))
     try:
         part = load()
     except RankLost as error:

@@ -1,4 +1,6 @@
-"""Messages between the leader of a group and a rank's process while they start: 4 bytes of length, then MessagePack."""
+"""Messages between the leader of a group and a rank's process: 4 bytes of length, then MessagePack.
+
+They are sent while the processes start, and when a rank has put its part of the model to sleep or woken it."""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from emberline.core.engine_config import EngineConfig
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.buffer_parts import BufferParts
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.rank_commands import ProductChoices
 from emberline.kernels.comm.rendezvous import Rendezvous
 
 DEFAULT_SETTING = "default"  # of a setting that gets the default of the device or the model
@@ -31,8 +34,29 @@ class RankStarted(msgspec.Struct, tag=True):
     settings: str  # digest_settings of its config and layout
 
 
+class MeasureDevice(msgspec.Struct, tag=True):
+    """Asks a rank how much memory its GPU has. All ranks have started, and nothing is loaded."""
+
+
+class DeviceMeasured(msgspec.Struct, tag=True):
+    """Reports the memory of a rank's GPU, or of its share of a GPU that several ranks of the model use."""
+
+    total_bytes: int
+    other_bytes: int  # of these, what other processes use
+
+
+class SharedMemory(msgspec.Struct, frozen=True):
+    """The memory of a GPU that a rank plans with, because other models use the GPU too."""
+
+    total_bytes: int
+    other_bytes: int  # of these, what the rank may not use
+    kv_memory: int | None = None  # bytes of its KV cache; None: as the settings say
+
+
 class ConnectRanks(msgspec.Struct, tag=True):
     """Asks a rank to connect to the others and to load its part of the model. All ranks have started."""
+
+    memory: SharedMemory | None = None  # None: the rank measures the memory of its GPU
 
 
 class RankLoaded(msgspec.Struct, tag=True):
@@ -46,6 +70,7 @@ class RankLoaded(msgspec.Struct, tag=True):
     draft_bytes: int = 0  # of recurrent layers, for the drafted tokens of a running request
     max_blocks: int = 0  # that fit on this rank's GPU, and slots; 0 on a CPU
     max_slots: int = 0
+    fixed_bytes: int = 0  # on its GPU, of all that is freed when the model sleeps, but KV blocks
     device_name: str = "cpu"
 
 
@@ -66,7 +91,7 @@ class AllocateCaches(msgspec.Struct, tag=True):
     num_slots: int
     # On GPUs: kernels of matrix products that the leader has measured. All ranks must choose the same ones, because
     # other kernels round differently: ranks must not choose different experts for a token.
-    products: list[tuple[int, int, int, str, int]] = []
+    products: ProductChoices = []
     cache_offsets: dict[int, int] = {}  # by rank: the place of its KV cache in the group's memory; empty: in its own
     host_buffers: BufferArea | None = None  # None: there are no KV tiers
     transfer_slots: BufferArea | None = None  # on GPUs: of DeviceGroupRegion; None: no blocks are exchanged
@@ -79,7 +104,31 @@ class RankReady(msgspec.Struct, tag=True):
     weight_bytes: int = 0  # of the weights on its GPU
 
 
-RankMessage = StartRank | RankStarted | ConnectRanks | RankLoaded | AllocateCaches | RankReady | Rejection
+class RankAsleep(msgspec.Struct, tag=True):
+    """Reports that a rank has freed the memory of its GPU."""
+
+    copied_bytes: int  # to main memory
+
+
+class RankAwake(msgspec.Struct, tag=True):
+    """Reports that a rank has its memory on the GPU again."""
+
+    copied_bytes: int  # from main memory
+
+
+RankMessage = (
+    StartRank
+    | RankStarted
+    | MeasureDevice
+    | DeviceMeasured
+    | ConnectRanks
+    | RankLoaded
+    | AllocateCaches
+    | RankReady
+    | RankAsleep
+    | RankAwake
+    | Rejection
+)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(RankMessage)
 

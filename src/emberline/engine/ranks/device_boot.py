@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.loaded_engine import LoadedEngine, dtype_name, full_context, numerics_of
 from emberline.engine.rank_summary import RankSummary
 from emberline.engine.ranks.boot import closing_on_error, load_parts, wait_for_start
-from emberline.engine.ranks.control import RankLoaded, RankReady
+from emberline.engine.ranks.control import RankLoaded, RankReady, SharedMemory
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner, PipelineDeviceLeaderRunner
 from emberline.engine.ranks.device_part import DevicePart
 from emberline.engine.ranks.device_region import allocate_transfer_slots, make_group_region
@@ -57,31 +57,67 @@ def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None
 
     `config`: the result of `EngineConfig.with_gpu_defaults`. `launcher`: what has started the other nodes; it is closed
     with the engine."""
-    config = config.with_settings(device="cuda")  # not auto: all ranks compute on the same kind of device
-    check_device_settings(config, torch.cuda.device_count())
-    check_requested_dtype(config.dtype, on_gpu=True)
-    check_requested_weights(config.gpu.weights, on_gpu=True)
-    check_host_memory(config)
     began = time.perf_counter()
-    layout = Layout.of_gpus(config.parallel)
-    model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
-    check_device_drafts(config, model)
-    check_transfer(config, model)
-    if transfer_obstacle(config, model):
-        config = replace(config, transfer=None)  # it is not required
-    check_divisible(layout, model)
-    group = RankGroup(config, layout, launcher=launcher)
-
-    def load() -> DevicePart:
-        part = DevicePart.load(config, layout, layout.leader, group.connect)
-        for each in part.connections.all:
-            group.watch(each.group)
-        return part
-
+    division = DeviceDivision.of(config)
+    group = RankGroup(division.config, division.layout, launcher=launcher)
     with closing_on_error(group):
-        wait_for_start(group, config)
+        wait_for_start(group, division.config)
         started = time.perf_counter()
-        part, parts = load_parts(group, load)
+        loaded = division.load(group).engine
+    return replace(loaded, seconds={"ranks": started - began, **loaded.seconds})
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDeviceRanks:
+    engine: LoadedEngine
+    nbytes: int  # that the model takes on the GPU where it takes the most, if it does not sleep
+
+    @property
+    def leader(self) -> DeviceLeaderRunner:
+        runner = self.engine.engine.runner
+        assert isinstance(runner, DeviceLeaderRunner)
+        return runner
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDivision:
+    """A model that ranks with GPUs will divide, with settings that work for them."""
+
+    config: EngineConfig
+    layout: Layout
+    model: ModelConfig  # the whole one
+
+    @staticmethod
+    def of(config: EngineConfig) -> DeviceDivision:
+        """Raises EmberlineError if settings or model are not usable. `config`: see `boot_device_ranks`."""
+        config = config.with_settings(device="cuda")  # not auto: all ranks compute on the same kind of device
+        check_device_settings(config, torch.cuda.device_count())
+        check_requested_dtype(config.dtype, on_gpu=True)
+        check_requested_weights(config.gpu.weights, on_gpu=True)
+        check_host_memory(config)
+        layout = Layout.of_gpus(config.parallel)
+        model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
+        check_device_drafts(config, model)
+        check_transfer(config, model)
+        if transfer_obstacle(config, model):
+            config = replace(config, transfer=None)  # it is not required
+        check_divisible(layout, model)
+        return DeviceDivision(config, layout, model)
+
+    def load(self, group: RankGroup, memory: SharedMemory | None = None) -> LoadedDeviceRanks:
+        """Load the model on the ranks of a group, which have started with these settings.
+
+        `memory`: of each GPU, if other models use it too. If this raises, the caller must close the group."""
+        config, layout, model = self.config, self.layout, self.model
+        began = time.perf_counter()
+
+        def load_own() -> DevicePart:
+            part = DevicePart.load(config, layout, layout.leader, group.connect, memory)
+            for each in part.connections.all:
+                group.watch(each.group)
+            return part
+
+        part, parts = load_parts(group, load_own, memory)
         check_same_devices(parts, layout)
         planned = time.perf_counter()
         num_blocks, num_slots = plan_device_caches(parts.values())
@@ -96,12 +132,13 @@ def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None
         loaded = time.perf_counter()
         engine = make_device_engine(config, group, part, model, host, slots)
         seconds["capture"] = capture_first_shapes(part.runner, config.scheduler.for_model(part.runner.model.context))
-    gc.freeze()  # as on one GPU: objects of the start are permanent
-    seconds = {"ranks": started - began, "plan": planned - started, "load": loaded - planned, **seconds}
-    weights = {rank: report.weight_bytes for rank, report in ready.items()}
-    weights[layout.leader] = part.runner.model.weight_bytes
-    ranks = tuple(_summarise_rank(layout, rank, parts[rank], weights[rank], part.runner) for rank in sorted(parts))
-    return _describe_engine(config, engine, part, ranks, seconds)
+        gc.freeze()  # as on one GPU: objects of the start are permanent
+        seconds = {"plan": planned - began, "load": loaded - planned, **seconds}
+        weights = {rank: report.weight_bytes for rank, report in ready.items()}
+        weights[layout.leader] = part.runner.model.weight_bytes
+        ranks = tuple(_summarise_rank(layout, rank, parts[rank], weights[rank], part.runner) for rank in sorted(parts))
+        nbytes = max(each.fixed_bytes + num_blocks * each.block_bytes for each in parts.values())
+        return LoadedDeviceRanks(_describe_engine(config, engine, part, ranks, seconds), nbytes)
 
 
 def check_same_devices(parts: dict[int, RankLoaded], layout: Layout) -> None:

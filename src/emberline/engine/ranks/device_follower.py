@@ -10,13 +10,15 @@ from queue import SimpleQueue
 from emberline.core.params import SamplingParams
 from emberline.core.plan import Admission, StepPlan, WorkItem
 from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.gpu.swap import RunnerMemory
+from emberline.engine.ranks.control import RankAsleep, RankAwake
 from emberline.engine.ranks.copy_codec import decode_copies, is_copies
-from emberline.engine.ranks.device_leader import PREPARE_NEXT, RUN_UNCAPTURED
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.part_transfers import PartTransfers
 from emberline.engine.ranks.piece_codec import is_piece_request
+from emberline.engine.ranks.rank_commands import PREPARE_NEXT, RUN_UNCAPTURED, SLEEP, WAKE, decode_products
 from emberline.engine.ranks.work_codec import WorkDecoder
-from emberline.kernels import ops
+from emberline.kernels import ops, tuning
 
 PLAIN_PARAMS = SamplingParams()
 FinishStep = Callable[[], object]
@@ -30,21 +32,19 @@ class DeviceFollower:
         buffers: HostBuffers | None = None,
         on_copied: Callable[[], None] = lambda: None,
         transfers: PartTransfers | None = None,
+        report: Callable[[RankAsleep | RankAwake], None] = lambda message: None,
     ) -> None:
         """`num_plans`: the number of steps over which the leader remembers requests.
 
         `buffers`: for copies of KV blocks. `on_copied`: called when the copies of a message are complete.
-        `transfers`: copies parts of blocks that are exchanged with other engines; None: none are."""
-        self._runner, self._plans = runner, FollowerPlans(num_plans)
-        self._buffers, self._on_copied, self._transfers = buffers, on_copied, transfers
+        `transfers`: copies parts of blocks that are exchanged with other engines; None: none are. `report`: called when
+        the device memory was freed or restored."""
+        self._runner, self._plans, self._memory = runner, FollowerPlans(num_plans), RunnerMemory(runner)
+        self._buffers, self._on_copied, self._transfers, self._report = buffers, on_copied, transfers, report
 
     def handle(self, message: bytes) -> FinishStep | None:
         """Do what a message of the leader asks for; return a function that waits for the step or the copies, if any."""
-        if message == PREPARE_NEXT:
-            self._runner.prepare_next()
-            return None
-        if message == RUN_UNCAPTURED:
-            self._runner.run_uncaptured_once()
+        if self._run_command(message):
             return None
         if is_piece_request(message):
             assert self._transfers is not None
@@ -53,6 +53,22 @@ class DeviceFollower:
         if is_copies(message):
             return self._launch_copies(message)
         return self._runner.launch(self._plans.decode(message))
+
+    def _run_command(self, message: bytes) -> bool:
+        """Run a command; return False if the message is none."""
+        if message == PREPARE_NEXT:
+            self._runner.prepare_next()
+        elif message == RUN_UNCAPTURED:
+            self._runner.run_uncaptured_once()
+        elif message == SLEEP:
+            self._report(RankAsleep(self._memory.free()))
+        elif message == WAKE:
+            self._report(RankAwake(self._memory.restore()))
+        elif (products := decode_products(message)) is not None:
+            tuning.use_choices(products)
+        else:
+            return False
+        return True
 
     def _launch_copies(self, message: bytes) -> FinishStep:
         assert self._buffers is not None

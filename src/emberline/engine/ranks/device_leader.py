@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from emberline.core.errors import EngineFailed
 from emberline.core.plan import StepPlan, StepResult, WorkItem
 from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.gpu.swap import RunnerMemory
+from emberline.engine.ranks.control import RankAsleep, RankAwake
 from emberline.engine.ranks.copy_codec import encode_copies
 from emberline.engine.ranks.device_part import DevicePart
 from emberline.engine.ranks.device_tiers import DeviceHostTier
 from emberline.engine.ranks.leader import FollowerGroup, ending_group
+from emberline.engine.ranks.rank_commands import PREPARE_NEXT, RUN_UNCAPTURED, SLEEP, WAKE, encode_products
 from emberline.engine.ranks.work_codec import WorkEncoder
-from emberline.kernels import ops
+from emberline.kernels import ops, tuning
 
-# Messages to the other ranks beside the work of steps, which is a MessagePack array: these are strings.
-PREPARE_NEXT, RUN_UNCAPTURED = b"\xa7prepare", b"\xaauncaptured"
-
+# For all ranks to put their parts of a model to sleep, or to wake them. It is less than an engine may go without
+# progress, so that the error names a rank.
+SLEEP_TIMEOUT_S = 100.0
 
 Result = TypeVar("Result")
 
@@ -38,6 +42,7 @@ class DeviceLeaderRunner(GPURunner):
         self.num_caches = group.layout.num_caches
         self._encoder, self._num_published = WorkEncoder(group.layout.pp), 0
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
+        self._memory = RunnerMemory(self)
 
     @property
     def layout(self) -> str:
@@ -111,6 +116,42 @@ class DeviceLeaderRunner(GPURunner):
         group.finish_step()
         return result
 
+    # -- while other models use the GPUs ------------------------------------------------------------------------------
+
+    def sleep(self) -> int:
+        """Free the device memory of all ranks, after all results were read; return the bytes copied to main memory.
+
+        Raises EngineFailed, after which the group cannot be used any more."""
+        return self._change_memory(SLEEP, self._memory.free, RankAsleep, "put its part of the model to sleep")
+
+    def wake(self) -> int:
+        """Restore the device memory of all ranks; return the bytes copied from main memory. Raises as `sleep`."""
+        return self._change_memory(WAKE, self._memory.restore, RankAwake, "wake its part of the model")
+
+    def _change_memory(
+        self, message: bytes, change_own: Callable[[], int], report: type[RankAsleep] | type[RankAwake], what: str
+    ) -> int:
+        group = self._group
+        assert group is not None
+        group.check()
+        with ending_group(group):
+            group.publish_beside_steps(message)
+            try:
+                copied = change_own()
+            except Exception as error:
+                name = group.layout.describe(group.layout.leader)
+                raise EngineFailed(f"{name} could not {what}: {type(error).__name__}: {error}") from error
+            reports = group.wait_for(report, SLEEP_TIMEOUT_S)
+        return copied + sum(each.copied_bytes for each in reports.values())
+
+    def share_products(self) -> None:
+        """Let the other ranks use the kernels of matrix products that this process uses now.
+
+        Another model in this process may have measured more of them since this one was loaded."""
+        assert self._group is not None
+        with ending_group(self._group):
+            self._group.publish_beside_steps(encode_products(tuning.list_choices()))
+
     # -- for the engine (GroupRunner) ---------------------------------------------------------------------------------
 
     def check_ranks(self) -> None:
@@ -127,6 +168,7 @@ class DeviceLeaderRunner(GPURunner):
         if self._group is not None:
             self._group.close()
             self._part.close()
+            self._memory.close()
 
 
 class PipelineDeviceLeaderRunner(DeviceLeaderRunner):

@@ -22,7 +22,7 @@ from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_shapes, max_step_tokens
 from emberline.engine.gpu.weight_format import open_device_weights
 from emberline.engine.ranks.buffer_parts import BufferParts
-from emberline.engine.ranks.control import RankLoaded
+from emberline.engine.ranks.control import DeviceMeasured, RankLoaded, SharedMemory
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.rank_part import ConnectRanksFunction
@@ -93,10 +93,17 @@ class DevicePart:
         self._weights, self._fingerprint = weights, fingerprint
 
     @staticmethod
-    def load(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> DevicePart:
+    def load(
+        config: EngineConfig,
+        layout: Layout,
+        rank: int,
+        connect: ConnectRanksFunction,
+        shared: SharedMemory | None = None,
+    ) -> DevicePart:
         """Connect to the other ranks and plan the memory of this rank's part of the model, on this process's GPU.
 
-        Raises RankLost if a rank does not connect, EmberlineError if settings or model are not usable."""
+        `shared`: the memory to plan with; None: all that other processes leave. Raises RankLost if a rank does not
+        connect, EmberlineError if settings or model are not usable."""
         checkpoint = Checkpoint.open(Path(config.model))
         model_config = ModelConfig.from_checkpoint(checkpoint)
         expert_limits.reject_unsupported_experts(model_config, config)
@@ -122,7 +129,11 @@ class DevicePart:
         )
         weights.reads_ranges = True  # also if the rank has whole tensors of some layers
         model = load_model(own_config, weights, context, stage)
-        sizes = share_device_memory(device, config.parallel.ranks_per_gpu, connections)
+        sizes = measure_share(device, config.parallel.ranks_per_gpu)
+        if shared is None:
+            sizes = sizes[0], sizes[1] + sum(each.group.nbytes for each in connections.all)
+        else:
+            sizes, config = (shared.total_bytes, shared.other_bytes), config.with_settings(kv_memory=shared.kv_memory)
         planned = PlannedModel.of(model, weights, config, device, sizes, stage=stage)
         fingerprint = compute_fingerprint(checkpoint, model_config, dtype, context)
         return DevicePart(planned, weights, stage, connections, fingerprint)
@@ -137,6 +148,7 @@ class DevicePart:
             slot_bytes=state_slot_bytes(self.planned.own_config),
             max_blocks=plan.kv_blocks,
             max_slots=plan.state_slots,
+            fixed_bytes=plan.fixed_bytes - plan.reserve,
             device_name=describe_device(self.planned.device),
         )
 
@@ -162,6 +174,7 @@ class DevicePart:
         if self._weights is not None:
             args = self._weights, self.runner, self.planned.settings, self.planned.plan
             self.weight_format, seconds = fill_and_identify(*args, lambda: self._fingerprint)
+            self._weights = None
         for each in self.connections.all:
             each.open()
         return seconds
@@ -216,12 +229,15 @@ def max_message_bytes(config: ModelConfig, settings: EngineConfig, dtype_bytes: 
     return max_step_tokens(shapes, grid, limits) * config.hidden * dtype_bytes
 
 
-def share_device_memory(device: Device, ranks_per_gpu: int, connections: DeviceConnections) -> tuple[int, int]:
-    """Return the bytes of a GPU's memory that a rank may plan with, and how many of these are in use already."""
+def measure_share(device: Device, ranks_per_gpu: int) -> tuple[int, int]:
+    """Return the bytes of a rank's share of a GPU, and how many of these other processes use."""
     total, others = measure_memory(device)
-    if ranks_per_gpu > 1:  # which use it at the same time
-        total, others = total // ranks_per_gpu, 0
-    return total, others + sum(each.group.nbytes for each in connections.all)
+    return (total // ranks_per_gpu, 0) if ranks_per_gpu > 1 else (total, others)
+
+
+def measure_device(config: EngineConfig) -> DeviceMeasured:
+    """Return the memory of this process's GPU, or of one rank's share of it."""
+    return DeviceMeasured(*measure_share(CudaDevice(config.gpu.kernels), config.parallel.ranks_per_gpu))
 
 
 def describe_device(device: Device) -> str:

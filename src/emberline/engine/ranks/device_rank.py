@@ -14,9 +14,16 @@ from emberline.core.environment import visible_gpus
 from emberline.core.errors import EmberlineError, EngineFailed
 from emberline.engine.gpu.boot import make_region
 from emberline.engine.messages import Rejection
-from emberline.engine.ranks.control import AllocateCaches, ControlSocket, RankReady, StartRank
+from emberline.engine.ranks.control import (
+    AllocateCaches,
+    ConnectRanks,
+    ControlSocket,
+    MeasureDevice,
+    RankReady,
+    StartRank,
+)
 from emberline.engine.ranks.device_follower import DeviceFollower, StepWaiter
-from emberline.engine.ranks.device_part import DevicePart
+from emberline.engine.ranks.device_part import DevicePart, measure_device
 from emberline.engine.ranks.device_settings import check_gpu_count, order_visible_gpus
 from emberline.engine.ranks.group_memory import NUM_COPIED, GroupMemory
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
@@ -32,15 +39,21 @@ from emberline.kernels.comm.communicator import RankLost
 def run_device_rank(
     start: StartRank, leader: ControlSocket, connect: ConnectRanksFunction, reader: PlanReader, memory: GroupMemory
 ) -> int:
-    """Take part in the group until it ends, and return the exit status of the process. All ranks have started.
+    """Take part in the group until it ends, and return the exit status of the process.
 
     Raises RankLost, or EmberlineError if the rank cannot go on."""
+    message = leader.receive()  # when all ranks have started
     if start.layout.node_of(start.rank):  # node 0 has counted only its own
         check_gpu_count(start.config.parallel, torch.cuda.device_count())
     gpus = order_visible_gpus(start.layout, start.rank, start.config.parallel.ranks_per_gpu)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # CUDA reads it at its first use, which comes now
     with naming_gpu():
-        part = DevicePart.load(start.config, start.layout, start.rank, connect)
+        if isinstance(message, MeasureDevice):
+            leader.send(measure_device(start.config))
+            message = leader.receive()
+        if not isinstance(message, ConnectRanks):
+            return 1
+        part = DevicePart.load(start.config, start.layout, start.rank, connect, message.memory)
         leader.send(part.describe())
         if not isinstance(sizes := leader.receive(), AllocateCaches):
             return 1
@@ -57,10 +70,10 @@ def run_device_rank(
             _end_process(leader, error)
 
         transfers = make_part_transfers(part, sizes, start.rank, start.layout.num_ranks, memory, end_process)
-        follower = DeviceFollower(part.runner, start.layout.pp, buffers, count_copies, transfers)
+        follower = DeviceFollower(part.runner, start.layout.pp, buffers, count_copies, transfers, leader.send)
         waiter = StepWaiter(part.check_connections, end_process)
-        while (message := reader.receive()) is not None:
-            if (finish := follower.handle(message)) is not None:
+        while (plan := reader.receive()) is not None:
+            if (finish := follower.handle(plan)) is not None:
                 waiter.add(finish)
     return 0
 

@@ -185,6 +185,8 @@ class RankGroup:
     def explain(self, reason: BaseException) -> EmberlineError:
         """Return the error with which the group ends, because a step of the leader failed for this reason."""
         self._is_lost.wait(EXPLAIN_TIMEOUT_S)  # the watching thread may find the rank that caused it
+        if isinstance(reason, EngineFailed):
+            self._fail_with(reason)
         self._fail(f"a step failed: {type(reason).__name__}: {reason}")
         assert self._failure is not None
         return self._failure

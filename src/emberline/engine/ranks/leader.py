@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from emberline.core.errors import EmberlineError
 from emberline.core.events import ExpertStats
 from emberline.core.plan import BlockCopy, StepPlan, StepResult, WorkItem
+from emberline.engine.ranks.control import RankMessage
 from emberline.engine.ranks.copy_codec import encode_copies
 from emberline.engine.ranks.expert_moves import ExpertMoves, encode_moves
 from emberline.engine.ranks.host_buffers import HostBuffers
@@ -27,6 +28,8 @@ from emberline.models.forward import HiddenCapture
 
 if TYPE_CHECKING:
     from emberline.engine.grammar import GrammarCompiler
+
+MessageT = TypeVar("MessageT", bound=RankMessage)
 
 
 class FollowerGroup(Protocol):
@@ -52,6 +55,10 @@ class FollowerGroup(Protocol):
 
     def publish_beside_steps(self, message: bytes) -> None:
         """Send a message that is no step to all of them. Any thread may call this. Raises RankLost."""
+        ...
+
+    def wait_for(self, kind: type[MessageT], timeout_s: float) -> dict[int, MessageT]:
+        """Return the next message of each of them, by rank. Raises EngineFailed if one is lost or too slow."""
         ...
 
     def check(self) -> None:

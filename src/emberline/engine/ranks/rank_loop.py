@@ -45,13 +45,13 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
         if start.layout.node_of(start.rank):
             heartbeat.end_with_supervisor(start.layout.leader, start.config.parallel.rank_timeout)
         leader.send(RankStarted(__version__, digest_settings(start.config, start.layout)))
-        if not isinstance(leader.receive(), ConnectRanks):
-            return 1
         connect, reader = partial(connect_processes, start.rendezvous), PlanReader(memory, start.rank, notice_fd)
         if start.config.device == "cuda":
             from emberline.engine.ranks.device_rank import run_device_rank  # imported if needed, to start sooner
 
             return run_device_rank(start, leader, connect, reader, memory)
+        if not isinstance(leader.receive(), ConnectRanks):
+            return 1
         part = RankPart.load(start.config, start.layout, start.rank, connect)
         leader.send(part.describe())
         if not isinstance(sizes := leader.receive(), AllocateCaches):

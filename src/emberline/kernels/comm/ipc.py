@@ -38,6 +38,16 @@ REASONS = {
 }
 
 
+def count_buffer_bytes(message_bytes: int = 0, num_senders: int = 0, slot_bytes: int = SLOT_BYTES) -> int:
+    """Return the bytes of a rank's buffer. Arguments: see IpcGroup."""
+    inboxes = 2 * num_senders * _round_up(message_bytes)
+    return collectives.HEADER_BYTES + 2 * (slot_bytes // ALIGNMENT * ALIGNMENT) + inboxes
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 class IpcGroup(Communicator):
     can_capture = True
 
@@ -64,14 +74,14 @@ class IpcGroup(Communicator):
         self.fuses_norm = collectives.has_norm_order(device)
         self.prefers_two_shot = prefers_two_shot  # from bytes and ranks; the same on all ranks
         self._timeout_s, self._slot_bytes = timeout_s, slot_bytes // ALIGNMENT * ALIGNMENT
-        self._message_bytes = -(-message_bytes // ALIGNMENT) * ALIGNMENT
+        self._message_bytes = _round_up(message_bytes)
         self._memory: ipc.AllocatedMemory | None = None
         self._opened: list[ipc.OpenedMemory] = []
         self._pinned_report = torch.zeros(collectives.REPORT_WORDS, dtype=torch.int64, pin_memory=True)
         self._report = self._pinned_report.numpy()
-        first_inbox = collectives.HEADER_BYTES + 2 * self._slot_bytes
+        first_inbox = count_buffer_bytes(slot_bytes=slot_bytes)
         self._inboxes = {rank: first_inbox + 2 * self._message_bytes * i for i, rank in enumerate(senders)}
-        self._nbytes = first_inbox + 2 * self._message_bytes * len(senders)
+        self._nbytes = count_buffer_bytes(message_bytes, len(senders), slot_bytes)
         try:
             self._connect(host)
         except BaseException:

@@ -1,0 +1,28 @@
+"""Commands of the leader in the ring of plans, which are no work of steps. This module does not import torch.
+
+The work of a step is a MessagePack array; these messages begin with bytes that no array begins with."""
+
+from __future__ import annotations
+
+import msgspec
+
+# Kernels of matrix products: rows, columns, depth, kind, choice. See kernels/tuning.py.
+ProductChoices = list[tuple[int, int, int, str, int]]
+
+# MessagePack strings.
+PREPARE_NEXT, RUN_UNCAPTURED = b"\xa7prepare", b"\xaauncaptured"
+SLEEP, WAKE = b"\xa5sleep", b"\xa4wake"
+PRODUCTS_MARK = b"\xc2"
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(ProductChoices)
+
+
+def encode_products(products: ProductChoices) -> bytes:
+    """Return a message that lets ranks use these kernels of matrix products, and no others."""
+    return PRODUCTS_MARK + _ENCODER.encode(products)
+
+
+def decode_products(message: bytes) -> ProductChoices | None:
+    """Return the kernels of a message; None: it has none."""
+    return _DECODER.decode(message[len(PRODUCTS_MARK) :]) if message.startswith(PRODUCTS_MARK) else None

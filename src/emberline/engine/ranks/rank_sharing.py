@@ -1,0 +1,152 @@
+"""plan_rank_sharing: how models whose ranks share GPUs divide the memory, before anything is loaded.
+
+Each GPU has a rank of every model. All are planned with the memory of the GPU that has the least, and a model counts as
+large as its largest rank. So what fits by this plan fits on every GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from emberline.core.engine_config import EngineConfig
+from emberline.core.errors import InvalidRequest
+from emberline.engine import memory
+from emberline.engine.gpu.swap import equal_kv_share, usable_model_bytes
+from emberline.engine.host_memory import check_sleeping_models
+from emberline.engine.memory_plan import MemoryPlan
+from emberline.engine.narrow_estimate import estimate_narrow_part
+from emberline.engine.ranks.control import DeviceMeasured, SharedMemory
+from emberline.engine.ranks.device_boot import DeviceDivision
+from emberline.engine.ranks.device_part import max_message_bytes
+from emberline.engine.stage_memory import plan_stage_memory
+from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels.comm.ipc import count_buffer_bytes
+from emberline.models.weight_dtype import DTYPE_BYTES, choose_weight_dtype
+from emberline.models.weight_formats import NarrowSize
+
+
+@dataclass(frozen=True, slots=True)
+class RankSharingPlan:
+    model_bytes: Mapping[str, int]  # by model: what it takes on the GPU where it takes the most, while it is awake
+    memory: Mapping[str, SharedMemory]  # by model: what its ranks plan with
+    usable_bytes: int  # of each GPU, that all models that are awake may use together
+
+
+def check_shareable(configs: Mapping[str, EngineConfig]) -> None:
+    """Raise InvalidRequest if these models cannot share GPUs, or one of them cannot sleep."""
+    first, of_first = next(iter(configs.items()))
+    for name, config in configs.items():
+        parallel = config.parallel
+        for setting, value, default in (("nodes", parallel.nodes, 1), ("launcher", parallel.launcher, "processes")):
+            if value != default:
+                message = f"{setting} is {value}, but the ranks of models that sleep are processes of one node"
+                raise InvalidRequest(
+                    message, param=setting, hint=f"drop --{setting}, or serve one model that stays awake"
+                )
+        for setting in ("num_ranks", "ranks_per_gpu"):
+            ours, theirs = getattr(of_first.parallel, setting), getattr(parallel, setting)
+            if ours != theirs:
+                message = f"the models {first!r} and {name!r} have {setting} {ours} and {theirs}"
+                hint = "set --tp and --pp so that all models use the same GPUs"
+                raise InvalidRequest(f"{message}, but models that share GPUs need equal ones", param="tp", hint=hint)
+
+
+def plan_rank_sharing(
+    divisions: Mapping[str, DeviceDivision],
+    gpus: Sequence[DeviceMeasured],
+    free_host_bytes: int,
+    *,
+    can_sleep: bool = False,
+) -> RankSharingPlan:
+    """Plan the memory of models that share these GPUs, on a host with `free_host_bytes`.
+
+    `can_sleep`: models may have to sleep although they fit. Raises ModelError if the models do not fit."""
+    models = {name: PlannedDivision(division) for name, division in divisions.items()}
+    utilization = min(division.config.gpu.gpu_memory_utilization for division in divisions.values())
+    buffers = sum(each.buffer_bytes for each in models.values())
+    gpu = find_smallest_gpu(gpus, utilization, buffers + (len(models) - 1) * memory.RESERVE_BYTES)
+    shared = dict.fromkeys(models, gpu)
+    plans = {name: each.plan_stages(gpu) for name, each in models.items()}
+    usable = usable_model_bytes(gpu.total_bytes, utilization, gpu.other_bytes)
+    if all(division.config.kv_cache.kv_memory is None for division in divisions.values()):
+        part = equal_kv_share(plans.values(), usable)
+        if part is not None:
+            shared = {
+                name: SharedMemory(gpu.total_bytes, gpu.other_bytes, round_kv_share(part, plans[name]))
+                for name in models
+            }
+            plans = {name: each.plan_stages(shared[name]) for name, each in models.items()}
+    sizes = {name: count_model_bytes(stages) for name, stages in plans.items()}
+    weights = {name: divisions[name].layout.tp * sum(plan.weights for plan in stages) for name, stages in plans.items()}
+    kv_host_bytes = sum(division.config.tiers.kv_host_memory for division in divisions.values())
+    sleeps = can_sleep or sum(sizes.values()) > usable
+    check_sleeping_models(weights, kv_host_bytes, free_host_bytes, sleeps=sleeps)
+    return RankSharingPlan(sizes, shared, usable)
+
+
+def find_smallest_gpu(gpus: Sequence[DeviceMeasured], utilization: float, kept_bytes: int) -> SharedMemory:
+    """Return the memory of the GPU with the least room. `kept_bytes`: what models keep there while they sleep."""
+    usable, total = min(
+        (memory.usable_bytes(gpu.total_bytes, utilization, gpu.other_bytes), gpu.total_bytes) for gpu in gpus
+    )
+    return SharedMemory(total, total - usable + kept_bytes)
+
+
+def round_kv_share(share: int, plans: Sequence[MemoryPlan]) -> int:
+    """Return the setting kv_memory with which the KV cache of no rank is larger than `share`."""
+    blocks = {plan.kv_bytes // plan.kv_blocks for plan in plans}
+    is_exact = len(blocks) == 1 and not any(plan.state_slots for plan in plans)
+    return share // max(blocks) * max(blocks) if is_exact else share - max(blocks)
+
+
+def count_model_bytes(plans: Sequence[MemoryPlan]) -> int:
+    """Return what the rank of a model that takes the most takes. All ranks have as many KV blocks as fit on each."""
+    num_blocks = min(plan.kv_blocks for plan in plans)
+    return max(plan.fixed_bytes - plan.reserve + num_blocks * (plan.kv_bytes // plan.kv_blocks) for plan in plans)
+
+
+class PlannedDivision:
+    """What is known about the ranks of a model before it is loaded: here of the first rank of each stage.
+
+    No other rank of the stage has more, because the first ranks have the larger parts of the vocabulary."""
+
+    def __init__(self, division: DeviceDivision) -> None:
+        self._division, settings = division, division.config
+        self._checkpoint = Checkpoint.open(Path(settings.model))
+        self._dtype = choose_weight_dtype(self._checkpoint, settings.dtype, on_gpu=True)
+        self._packed = memory.uses_packed_weights(self._checkpoint, settings, self._dtype, division.model)
+        self._context = memory.choose_max_context(division.model, settings)
+        layout, model = division.layout, division.model
+        self._shard = layout.shard(0)
+        self._own_config = self._shard.shard_config(model)
+        self._stages = [layout.stage(rank, model) for rank in range(0, layout.num_ranks, layout.tp)]
+
+    @cached_property
+    def _narrow(self) -> list[list[NarrowSize]]:
+        args = self._checkpoint, self._division.model, self._division.config, self._dtype, self._shard
+        return [estimate_narrow_part(*args, stage) for stage in self._stages]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The memory of a GPU through which ranks exchange tensors, also while the model sleeps."""
+        layout, settings = self._division.layout, self._division.config
+        shards = count_buffer_bytes() if layout.tp > 1 else 0
+        if layout.pp == 1:
+            return shards
+        message = max_message_bytes(self._own_config, settings, DTYPE_BYTES[self._dtype])
+        return shards + count_buffer_bytes(message, num_senders=1)
+
+    def plan_stages(self, shared: SharedMemory) -> list[MemoryPlan]:
+        """Return the plan of a rank of each stage. Raises ModelError if it does not fit."""
+        settings = self._division.config.with_settings(kv_memory=shared.kv_memory)
+        device_memory = shared.total_bytes, shared.other_bytes
+        return [
+            plan_stage_memory(
+                *(self._own_config, stage, settings, self._context, device_memory, self._dtype),
+                packed=self._packed,
+                narrow=narrow,
+            )[0]
+            for stage, narrow in zip(self._stages, self._narrow, strict=True)
+        ]
