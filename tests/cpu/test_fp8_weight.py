@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
 from gated_weights import interleaved
 from torch import Tensor
 
+from emberline.kernels.arguments import LinearLayer, LinearOutput
 from emberline.kernels.cuda import fp8, fp8_gemm, fp8_weight, fp8_wide, linear, quantise_rows
 from emberline.kernels.cuda.fp8_weight import FP8Weight
-from emberline.kernels.packed_weight import WeightLayout
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.quantise import quantise
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
 
@@ -87,3 +89,31 @@ def test_threads_that_quantise_a_row_have_all_its_columns(k: int) -> None:
     chunks, threads = quantise_rows.choose_chunks(k)
     assert threads % 32 == 0 and 32 <= threads <= quantise_rows.MAX_THREADS and chunks in quantise_rows.CHUNKS
     assert k <= chunks * threads * fp8_weight.ORDER_GROUP < k + 32 * chunks * fp8_weight.ORDER_GROUP
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_more_rows_than_a_launch_computes_are_divided(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    m, k, n = fp8_gemm.MAX_ROWS + 700, 128, 128
+    codes, scales = torch.zeros(m, k, dtype=torch.uint8), torch.arange(float(m)).expand(k // 128 if blocks else 1, m)
+    rows = quantise_rows.QuantisedRows(codes, scales if blocks else scales[0])
+    x, out = torch.zeros(m, k, dtype=torch.bfloat16), torch.zeros(m, n, dtype=torch.bfloat16)
+    weight = WeightStub(n, k, blocks)
+    calls: list[tuple[int, float, float]] = []
+
+    def record(part: quantise_rows.QuantisedRows, w: object, *, out: Tensor, residual: Tensor, gated: bool) -> None:
+        assert len(part.codes) == len(out) == len(residual) <= fp8_gemm.MAX_ROWS and w is weight and not gated
+        found = part.scales.reshape(-1, len(out))[0]
+        calls.append((len(out), found[0].item(), found[-1].item()))
+
+    monkeypatch.setattr(fp8, "_weight_of", lambda layer: weight)
+    monkeypatch.setattr(fp8, "quantise_rows", lambda *args, **options: rows)
+    monkeypatch.setattr(fp8_gemm, "linear", record)
+    packed = PackedWeight(codes, n, k, torch.bfloat16, WeightLayout.QUANTISED, False, 0, weight)
+    fp8.linear(x, LinearLayer(packed, torch.ones(k)), LinearOutput(add_to=out))
+    assert calls == [(fp8_gemm.MAX_ROWS, 0.0, fp8_gemm.MAX_ROWS - 1.0), (700, float(fp8_gemm.MAX_ROWS), m - 1.0)]
+
+
+class WeightStub(NamedTuple):
+    n: int
+    k: int
+    has_blocks: bool

@@ -77,8 +77,18 @@ def _multiply(
         return fp8_wide.linear(rows, w, out=out, bias=bias, residual=residual, gated=gated)
     if out.dtype is torch.float32:
         return _multiply_in_parts(rows, w, out, bias)
-    fp8_gemm.linear(rows, w, out=out, residual=residual, gated=gated)
+    if m <= fp8_gemm.MAX_ROWS:  # slices would take the host time, which limits prompts
+        fp8_gemm.linear(rows, w, out=out, residual=residual, gated=gated)
+    else:
+        _multiply_many_rows(rows, w, out, residual, gated)
     return out if bias is None else out.add_(bias)
+
+
+def _multiply_many_rows(rows: QuantisedRows, w: FP8Weight, out: Tensor, residual: Tensor | None, gated: bool) -> None:
+    for first in range(0, len(out), fp8_gemm.MAX_ROWS):
+        end = min(len(out), first + fp8_gemm.MAX_ROWS)
+        own_residual = None if residual is None else residual[first:end]
+        fp8_gemm.linear(rows.slice_rows(first, end), w, out=out[first:end], residual=own_residual, gated=gated)
 
 
 def _max_exact_rows(layer: LinearLayer) -> int:
