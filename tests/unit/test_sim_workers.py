@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from emberline.core.config import RouterConfig
 from emberline.core.errors import NotFound
 from emberline.sim.cluster import SimCluster, SimClusterConfig, SimDetail
 from emberline.sim.costmodel import CostModel
-from emberline.sim.link import KVLink, count_overlapped_tokens
-from emberline.sim.prompt import PromptPart, SimPromptBuilder
+from emberline.sim.job import JobOutput
+from emberline.sim.link import KVLink, KVSource, count_overlapped_tokens
+from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
 from emberline.sim.result import RequestRecord
 from emberline.sim.sessions import SingleRequest
 
@@ -151,6 +153,26 @@ def test_prefill_workers_hand_prompts_over() -> None:
     assert long.first_token_at is not None
     assert long.first_token_at == pytest.approx(prefill_s + 0.05 + (512 - 51) * 1000 / 1e6, abs=2 * STEP_S)
     assert long.finished_at - long.first_token_at == pytest.approx(100 * STEP_S, rel=0.02)
+
+
+@pytest.mark.parametrize("detail", ["steps", "runs"])
+def test_prompts_that_a_full_step_divides_are_announced_before_they_end(
+    detail: SimDetail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps have 256 tokens: the first prompt has one, the others share the next, which ends in the third one."""
+    config = replace(CONFIG, workers=1, prefill_workers=1, detail=detail)
+    cluster = SimCluster(config, router=RouterConfig(split_tokens=100))
+    is_early: dict[str, bool] = {}
+    describe_copy = cluster.describe_copy
+
+    def record(worker_name: str, request: SimRequest, output: JobOutput) -> KVSource:
+        source = describe_copy(worker_name, request, output)
+        is_early[request.id] = source.ready_at is not None
+        return source
+
+    monkeypatch.setattr(cluster, "describe_copy", record)
+    cluster.run([single(number, prompt=150, output=2) for number in range(3)])
+    assert is_early == {"request-0": False, "request-1": False, "request-2": True}
 
 
 def test_killed_prefill_worker_leaves_the_prompt_to_the_answering_worker() -> None:

@@ -298,7 +298,7 @@ class SimCluster:
         link, token_bytes = self.config.link, self.config.kv_bytes_per_token
         overlapped = count_overlapped_tokens(num_tokens, num_cached, chunk, output.prefill_s, link, token_bytes)
         # The prefill worker announces blocks with its first chunk, or at once if some are cached.
-        is_announced_early = num_tokens - num_cached > chunk or num_cached > 0
+        is_announced_early = output.was_chunked or num_cached > 0
         ready_at = self.now if is_announced_early else None
         return KVSource(num_tokens, overlapped, is_prefill=True, cached_tokens=num_cached, ready_at=ready_at)
 

@@ -22,6 +22,7 @@ class FastJob:
     num_private: int = 0  # tokens in the cache that no other request shares
     held: CachedPart | None = None
     admitted_at: float = 0.0
+    was_chunked: bool = False  # whether an earlier step has computed a part of the prompt
     ready_at: float | None = None  # time at which the copy of its blocks ends; None: no blocks are copied
     joined_step: int | None = None  # number of steps when it sampled its first token; None: it has not
     last_step: int = 0  # number of steps when it samples its last token

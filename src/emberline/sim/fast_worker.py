@@ -203,6 +203,7 @@ class FastWorker:
                 self._stop_decoding(state)
                 self._finish_job(state, run.end)
         for state, count in run.chunks:
+            state.was_chunked = state.num_computed > state.num_cached
             state.num_computed += count
             self._prompt_tokens += count
             self._share_prompt(state, run.end)
@@ -275,7 +276,8 @@ class FastWorker:
         if state.last_token_at is not None:
             self._gaps.append((now - state.last_token_at, 1))
         is_last = state.num_left == 1
-        self._outputs.append(JobOutput(state.job.id, 1, state.num_cached, is_last, now - state.admitted_at))
+        prefill_s = now - state.admitted_at
+        self._outputs.append(JobOutput(state.job.id, 1, state.num_cached, is_last, prefill_s, state.was_chunked))
         state.joined_step, state.last_step = self._num_steps, self._num_steps + state.num_left - 1
         if is_last:
             self._end_job(state, now)

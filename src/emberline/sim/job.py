@@ -33,6 +33,7 @@ class JobOutput(NamedTuple):
     cached_tokens: int = 0  # prompt tokens that were cached; with the first output only
     is_last: bool = False
     prefill_s: float = 0.0  # seconds from admission to the first token; with the first output only
+    was_chunked: bool = False  # whether several steps computed the prompt; with the first output only
 
 
 class WorkerCounters(NamedTuple):

@@ -31,6 +31,7 @@ class SimRunner:
         self._costs = costs
         self._clock = clock
         self._token_at = token_at
+        self.last_chunk_starts: dict[str, int] = {}  # by request: first token of the step that sampled its first one
 
     def run(self, plan: StepPlan) -> StepResult:
         result = self._compute(plan)
@@ -41,6 +42,9 @@ class SimRunner:
         seconds = self._costs.estimate_step_seconds(plan) if plan.work else 0.0
         self.num_steps += 1
         self.busy_seconds += seconds
+        for work in plan.work:
+            if work.samples:
+                self.last_chunk_starts.setdefault(work.id, work.start)
         ends = [(work.id, work.start + len(work.tokens)) for work in plan.work if work.samples]
         return StepResult(
             plan.step, {name: SampledToken(self._token_at(name, end)) for name, end in ends}, seconds=seconds

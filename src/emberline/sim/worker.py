@@ -100,6 +100,7 @@ class SimWorker:
 
     def remove(self, job_id: str, now: float) -> int:
         self.engine.abort(job_id)
+        self._runner.last_chunk_starts.pop(f"{job_id}#0", None)
         return self._jobs.pop(f"{job_id}#0").num_generated
 
     def start_run(self, now: float) -> float:
@@ -138,12 +139,13 @@ class SimWorker:
                 self._gaps.append((self._run_end - open_job.last_token_at, 1))
             open_job.num_generated += len(output.tokens)
             open_job.last_token_at = self._run_end
+        was_chunked = self._runner.last_chunk_starts.get(request_id, 0) > output.cached_tokens
         if output.finish is not None:
             del self._jobs[request_id]
+            self._runner.last_chunk_starts.pop(request_id, None)
         timing = output.timing.prefill if output.timing is not None else None
-        return JobOutput(
-            output.id, len(output.tokens), output.cached_tokens, output.finish is not None, prefill_s=timing or 0.0
-        )
+        is_last = output.finish is not None
+        return JobOutput(output.id, len(output.tokens), output.cached_tokens, is_last, timing or 0.0, was_chunked)
 
     def take_gaps(self) -> list[tuple[float, int]]:
         gaps, self._gaps = self._gaps, []
