@@ -131,10 +131,16 @@ def test_processes_end_if_the_models_do_not_fit(homes: dict[str, Path], monkeypa
     ("settings", "message"),
     [
         ({"speculate": "draft:other"}, "speculate does not work with 2 ranks"),
-        ({"nodes": 2, "master": "10.0.0.1:29500"}, "nodes is 2, but the ranks of models that sleep are processes of"),
-        ({"launcher": "ray"}, "launcher is ray, but the ranks of models that sleep are processes of one node"),
-        ({"tp": 4}, "the models 'a' and 'b' have num_ranks 2 and 4, but models that share GPUs need equal ones"),
-        ({"tp": 1}, "the models 'a' and 'b' have num_ranks 2 and 1"),
+        (
+            {"nodes": 2, "master": "10.0.0.1:29500"},
+            "nodes is 2, but models that share GPUs or sleep must have all ranks on one",
+        ),
+        (
+            {"launcher": "ray"},
+            "launcher is ray, but models that share GPUs or sleep must have all ranks on one machine",
+        ),
+        ({"tp": 4}, r"model 'a' has 2 ranks \(tp x pp\) and model 'b' has 4; models that share GPUs must have as many"),
+        ({"tp": 1}, "model 'a' has 2 ranks .* and model 'b' has 1"),
         ({"transfer": TransferConfig("p")}, "share a GPU cannot exchange KV blocks"),
         ({"tp": 3}, "tp is 3, but"),
     ],

@@ -110,6 +110,7 @@ def test_the_age_of_a_pod_is_that_of_its_youngest_container(kubernetes: FakeKube
 
     assert age_with(running) == pytest.approx(60, abs=20)
     assert age_with([running[0], {"state": {"waiting": {"reason": "CrashLoopBackOff"}}}]) == 0.0
+    assert age_with([{"state": {"running": {"startedAt": None}}}]) == 0.0
     assert age_with(None) == 0.0
 
 

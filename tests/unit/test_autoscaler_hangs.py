@@ -12,6 +12,7 @@ from emberline.autoscaler.fleet import FleetWorker
 from emberline.autoscaler.pool_workers import group_workers
 from emberline.autoscaler.settings import PoolSettings
 from emberline.autoscaler.worker_probe import ProbeResult, probe_worker
+from emberline.core.errors import InvalidRequest
 
 NAMES = ("auto-both-a", "auto-both-b", "auto-both-c")
 
@@ -82,7 +83,7 @@ def test_a_router_that_does_not_answer_or_was_restarted_kills_no_worker() -> Non
     assert cluster.stopped == ["auto-both-b"]
 
 
-def test_a_router_that_loses_all_workers_at_once_is_not_believed_for_ten_minutes() -> None:
+def test_a_router_that_loses_all_workers_at_once_is_not_believed_for_nine_minutes() -> None:
     cluster = make_cluster(*NAMES)
     loop = Loop(cluster, min_workers=3)
     loop.step(100)
@@ -90,6 +91,20 @@ def test_a_router_that_loses_all_workers_at_once_is_not_believed_for_ten_minutes
     cluster.rows["hand"] = make_row("hand")  # it gets heartbeats again
     loop.step()
     assert sorted(cluster.stopped) == sorted(NAMES)
+    cluster = make_cluster(*NAMES)
+    Loop(cluster, min_workers=3).step(112)  # 560 s; a router forgets the workers after 600 s
+    assert sorted(cluster.stopped) == sorted(NAMES)
+    with pytest.raises(InvalidRequest, match="at most 540"):
+        Loop(cluster, lost_timeout=541.0)
+
+
+def test_a_pod_that_kubernetes_does_not_create_is_not_replaced() -> None:
+    cluster = make_cluster()
+    cluster.starting = [FleetWorker("deployment/both/pending-0", "both", is_placeholder=True)]
+    cluster.becomes_ready = False
+    loop = Loop(cluster, min_workers=4)
+    loop.step(150)
+    assert not cluster.stopped and metric(loop, "workers_replaced_total{") == 0
 
 
 def test_a_single_lost_worker_is_replaced() -> None:
@@ -142,6 +157,7 @@ def test_a_probe_tells_a_process_that_hangs_from_one_that_answers() -> None:
             async with await asyncio.start_server(handler, "127.0.0.1", 0) as server:
                 port = server.sockets[0].getsockname()[1]
                 assert await probe_worker(f"https://127.0.0.1:{port}") is ProbeResult.ANSWERED
+                assert await probe_worker(f"http://localhost:{port}") is ProbeResult.ANSWERED  # also if it is ::1 first
         assert await probe_worker(f"http://127.0.0.1:{port}") is ProbeResult.REFUSED
         with socket.create_server(("127.0.0.1", 0)) as hanging:  # the kernel accepts, the process does not
             port = hanging.getsockname()[1]

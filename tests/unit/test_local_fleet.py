@@ -108,7 +108,7 @@ def test_one_autoscaler_for_a_router_however_its_url_is_written(router_url: str,
     groups = [(url, []) for url in (router_url, *same)] + [(second, same[:1]), (second, [])]
 
     async def run() -> None:
-        fleet = make_fleet(same[0], tmp_path, other_routers=[second])
+        fleet = make_fleet(same[0].replace("http", "HTTP"), tmp_path, other_routers=[second])
         await fleet.start_workers("both", 1)
         await wait_for_count(fleet, 1)
         for url, others in groups:

@@ -216,7 +216,8 @@ class Autoscaler:
 
     async def _replace_hanging_workers(self, role: str, pool: PoolWorkers, now: float) -> None:
         """Replace the workers that do not become ready, and those that are lost and do not answer."""
-        overdue = [name for name in pool.starting if name in pool.managed and self._starts.is_hanging(name, now)]
+        processes = [name for name in pool.starting if name in pool.managed and name not in pool.placeholders]
+        overdue = [name for name in processes if self._starts.is_hanging(name, now)]
         hanging = await self._hangs.find_hanging(pool, overdue, now)
         for name in hanging:
             reason = "lost" if name in pool.lost else "start"

@@ -1,9 +1,9 @@
 """HangDetector: finds workers that no router gets heartbeats from and that answer no call, so that they are replaced.
 
 A router that does not get heartbeats is no proof: the network between them may be broken, or the router. So a worker
-is only replaced after a time in which every status of the routers counted it as lost, and if it does not answer the
-autoscaler either. If the routers have lost all workers at once, the fault is probably theirs, and the time is longer;
-Kubernetes evicts no pods either when all nodes of a cluster are unreachable."""
+is only replaced after a time in which every router that answered and knows it counted it as lost, and if it does not
+answer the autoscaler either. If the routers have lost all workers at once, the fault is probably theirs, and the time
+is longer; Kubernetes evicts no pods either when all nodes of a cluster are unreachable."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from emberline.autoscaler.pool_workers import PoolWorkers
+from emberline.autoscaler.settings import MAX_LOST_TIMEOUT_S
 from emberline.autoscaler.worker_probe import ProbeResult
 
 log = logging.getLogger("emberline.autoscaler")
-
-ALL_LOST_TIMEOUT_S = 600.0  # time if the routers get heartbeats of no worker and have lost several
 
 WorkerProbe = Callable[[str], Awaitable[ProbeResult]]  # function from a worker's URL to the result of a call
 
 
 class HangDetector:
+    """Decides which workers of the fleet hang, from the routers' status and from calls to the workers."""
+
     def __init__(self, lost_timeout_s: float, probe: WorkerProbe) -> None:
         self._lost_timeout_s = lost_timeout_s
         self._probe = probe
         self._timeout_s = lost_timeout_s
         self._lost_since: dict[str, float] = {}  # times by worker name
         self._urls: dict[str, str] = {}  # URLs by the name of a worker of the fleet, as it registered last
-        self._heard: set[str] = set()  # names of the workers from which a router gets heartbeats
+        self._reporting: set[str] = set()  # names of the workers whose heartbeats a router gets
 
     def update(self, status: Mapping[str, Any], pools: Mapping[str, PoolWorkers], now: float) -> None:
         """Record which workers of the fleet the routers have lost."""
@@ -37,24 +38,25 @@ class HangDetector:
         self._urls = {name: url for name, url in self._urls.items() if name in managed}
         # A router of an earlier release does not report URLs.
         self._urls |= {row["name"]: row["url"] for row in status["workers"] if row["name"] in managed and "url" in row}
-        self._heard = {row["name"] for row in status["workers"] if row["health"] != "lost"}
+        self._reporting = {row["name"] for row in status["workers"] if row["health"] != "lost"}
         lost = {name for pool in pools.values() for name in pool.lost}
         self._lost_since = {name: self._lost_since.get(name, now) for name in lost}
-        are_all_lost = not self._heard and len(lost) > 1
-        self._timeout_s = max(self._lost_timeout_s, ALL_LOST_TIMEOUT_S) if are_all_lost else self._lost_timeout_s
+        are_all_lost = not self._reporting and len(lost) > 1
+        self._timeout_s = MAX_LOST_TIMEOUT_S if are_all_lost else self._lost_timeout_s
 
     def forget_losses(self) -> None:
         """Measure from the next status on how long workers are lost: no router answered now."""
         self._lost_since.clear()
 
     async def find_hanging(self, pool: PoolWorkers, overdue: Iterable[str], now: float) -> list[str]:
-        """Return the workers of the pool to replace: those that are lost for too long, and those of `overdue`.
+        """Return the workers of the pool to replace.
 
-        `overdue`: workers that have taken too long to become ready. One that answers is not among the result, unless a
-        router gets its heartbeats and so knows that it is not ready."""
+        A lost worker is among them if its time is over and it does not react to a call, an overdue one unless it
+        answers a call while no router gets its heartbeats. `overdue`: workers that have taken too long to become
+        ready."""
         lost = [name for name in pool.lost if now - self._lost_since.get(name, now) > self._timeout_s]
         names = list(dict.fromkeys((*overdue, *lost)))
-        results = await asyncio.gather(*map(self._probe_unheard, names))
+        results = await asyncio.gather(*map(self._probe_if_silent, names))
         hanging = []
         for name, result in zip(names, results, strict=True):
             if result is ProbeResult.ANSWERED:
@@ -64,7 +66,7 @@ class HangDetector:
                 hanging.append(name)
         return hanging
 
-    async def _probe_unheard(self, name: str) -> ProbeResult | None:
-        """Probe a worker of which no router gets heartbeats; None: its URL is not known, or its heartbeats arrive."""
+    async def _probe_if_silent(self, name: str) -> ProbeResult | None:
+        """Probe a worker. Return None if its URL is not known, or if a router gets its heartbeats."""
         url = self._urls.get(name)
-        return None if url is None or name in self._heard else await self._probe(url)
+        return None if url is None or name in self._reporting else await self._probe(url)

@@ -40,7 +40,7 @@ class PodMetadata(msgspec.Struct, rename="camel"):
 
 
 class RunningState(msgspec.Struct, rename="camel"):
-    started_at: datetime
+    started_at: datetime | None = None
 
 
 class ContainerState(msgspec.Struct):

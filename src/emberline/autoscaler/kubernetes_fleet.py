@@ -109,7 +109,7 @@ def _is_live(pod: Pod) -> bool:
 def _age_s(pod: Pod) -> float:
     """Return for how long all containers of a pod run; 0 if one does not."""
     states = [each.state.running for each in pod.status.container_statuses or ()]
-    starts = [state.started_at for state in states if state is not None]
+    starts = [state.started_at for state in states if state is not None and state.started_at is not None]
     if not starts or len(starts) < len(states):
         return 0.0
     return max((datetime.now(UTC) - max(starts)).total_seconds(), 0.0)

@@ -170,7 +170,7 @@ class LocalFleet:
     def _names_router(self, arguments: Sequence[str]) -> bool:
         """Whether one of the arguments is the URL of a router of this fleet, however it is spelled."""
         for argument in arguments:
-            if argument.startswith(("http://", "https://")):
+            if argument.lower().startswith(("http://", "https://")):
                 with contextlib.suppress(InvalidRequest):  # a URL of something else
                     if normalise_router_url(argument) in self._router_urls:
                         return True

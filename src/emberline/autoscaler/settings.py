@@ -13,6 +13,8 @@ from emberline.core.slo import LatencyTargets
 POOL_HINT = "write for example --pool decode:min=1,max=8"
 POOL_KEYS = ("min", "max", "gpus", "capacity", "target", "sleep")
 MAX_POOL_WORKERS = 10_000
+# Routers forget a worker 600 s after its last heartbeat, and count it as lost some seconds after that heartbeat.
+MAX_LOST_TIMEOUT_S = 540.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,9 @@ class AutoscalerSettings:
         for name in ("interval", "start_seconds", "drain_timeout", "lost_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
+        if self.lost_timeout > MAX_LOST_TIMEOUT_S:
+            message = f"lost_timeout is {self.lost_timeout}; it must be at most {MAX_LOST_TIMEOUT_S}"
+            raise InvalidRequest(message, param="lost_timeout", hint="routers forget a lost worker after 600 s")
         for name in ("cool_down", "idle_time", "decode_weight", "period"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least 0", param=name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import socket
 from enum import Enum
 from urllib.parse import urlsplit
 
@@ -14,7 +15,7 @@ UNREACHABLE_ERRORS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 class ProbeResult(Enum):
     ANSWERED = "answered"  # the process works: it replied, or closed the connection
-    REFUSED = "refused"  # no process listens at the URL, or its host has no address: one may be starting
+    REFUSED = "refused"  # no process listens at the URL, or the host name has no address; the process may be starting
     SILENT = "silent"  # the kernel may have accepted the connection, but no process reacts
 
 
@@ -25,17 +26,33 @@ async def probe_worker(url: str, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeRes
     an alert, so no certificate is needed."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
+    request = f"GET /health/live HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
+    results = []
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(parts.hostname, port)
-            try:
-                with contextlib.suppress(ConnectionError):  # closed at once
-                    writer.write(f"GET /health/live HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
-                    await reader.read(1)
-            finally:
-                writer.close()
+            found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+            for address in dict.fromkeys(str(each[4][0]) for each in found):
+                results.append(await _call(address, port, request))
+                if results[-1] is ProbeResult.ANSWERED:
+                    return ProbeResult.ANSWERED
     except TimeoutError:
+        return ProbeResult.SILENT
+    except OSError:  # the name has no address
+        return ProbeResult.REFUSED
+    return ProbeResult.REFUSED if ProbeResult.REFUSED in results else ProbeResult.SILENT
+
+
+async def _call(address: str, port: int, request: bytes) -> ProbeResult:
+    try:
+        reader, writer = await asyncio.open_connection(address, port)
+    except TimeoutError:  # of the kernel; asyncio's own cancels this call
         return ProbeResult.SILENT
     except OSError as e:
         return ProbeResult.SILENT if e.errno in UNREACHABLE_ERRORS else ProbeResult.REFUSED
+    try:
+        with contextlib.suppress(ConnectionError):  # closed at once
+            writer.write(request)
+            await reader.read(1)
+    finally:
+        writer.close()
     return ProbeResult.ANSWERED

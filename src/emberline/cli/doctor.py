@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpus.add_argument(
         "--gpu-memory",
         type=parse_size,
-        help="Plan for a GPU with this much memory in bytes, such as 141G. (default: the GPU of this machine)",
+        help="Plan for GPUs with this much memory each, in bytes, such as 141G. (default: that of this machine's GPUs)",
     )
     add_options(parser, EngineConfig.build("").with_gpu_defaults(), PLAN_SETTINGS, parse_int=parse_positive_int)
     parser.add_argument(

@@ -1,6 +1,6 @@
 """boot_engine_group: loads the models of a server as one EngineGroup.
 
-On a CPU all models stay awake. On GPUs they stay awake if they fit into its memory together; otherwise they take
+On a CPU all models stay awake. On GPUs they stay awake if they fit into the memory together; otherwise they take
 turns. With `models_can_sleep`, a message can put them to sleep on both. Whether they fit is computed before anything is
 loaded."""
 

@@ -37,15 +37,17 @@ def plan_ranks(
 ) -> list[RankPlan]:
     """Return the plans of the ranks of --tp, --pp and --ep, each on a GPU with `gpu_bytes`.
 
-    All ranks have as many KV blocks as fit on the one with the least room. Raises InvalidRequest if the model cannot
-    be divided so, and ModelError if a rank's part does not fit."""
+    All ranks have as many KV blocks, and slots for recurrent states, as fit on the one with the least room. Raises
+    InvalidRequest if the model cannot be divided so, and ModelError if a rank's part does not fit."""
     layout = Layout.of_gpus(settings.parallel)
     plans = [_plan_rank(checkpoint, config, settings, gpu_bytes, dtype, layout, r) for r in range(layout.num_ranks)]
     tokens = min(plan.kv_tokens for plan in plans)
+    slots = min((plan.state_slots for plan in plans if plan.state_slots), default=0)
     by_plan: dict[MemoryPlan, list[int]] = {}
     for rank, plan in enumerate(plans):
-        kv_bytes = plan.kv_bytes // plan.kv_tokens * tokens
-        by_plan.setdefault(replace(plan, kv_tokens=tokens, kv_bytes=kv_bytes), []).append(rank)
+        kv_bytes, own_slots = plan.kv_bytes // plan.kv_tokens * tokens, min(plan.state_slots, slots)
+        equal = replace(plan, kv_tokens=tokens, kv_bytes=kv_bytes, state_slots=own_slots)
+        by_plan.setdefault(equal, []).append(rank)
     return [RankPlan(tuple(ranks), plan) for plan, ranks in by_plan.items()]
 
 

@@ -10,10 +10,16 @@ from collections.abc import Callable, Iterable
 
 from emberline.autoscaler.controller import Autoscaler
 from emberline.autoscaler.settings import AutoscalerSettings
+from emberline.autoscaler.worker_probe import ProbeResult
 from emberline.sim.cluster import SimCluster
 from emberline.sim.result import SimResult
 from emberline.sim.sessions import SimSession
 from emberline.sim.sim_fleet import ScalingTrace, SimFleet, SimRouters, SimStart
+
+
+async def _refuse_call(url: str) -> ProbeResult:
+    """Stand for a call to a simulated worker, which listens nowhere."""
+    return ProbeResult.REFUSED
 
 
 class AutoscaledCluster:
@@ -22,7 +28,7 @@ class AutoscaledCluster:
         self._cluster = cluster
         self.trace = ScalingTrace()
         fleet, routers = SimFleet(cluster, choose_start, self.trace), SimRouters(cluster, self.trace)
-        self.autoscaler = Autoscaler(settings, routers, fleet, cluster.clock)
+        self.autoscaler = Autoscaler(settings, routers, fleet, cluster.clock, probe=_refuse_call)
         cluster.every(settings.interval, self._step)
 
     def run(self, sessions: Iterable[SimSession], until: float) -> SimResult:

@@ -31,7 +31,7 @@ class SimRunner:
         self._costs = costs
         self._clock = clock
         self._token_at = token_at
-        self.last_chunk_starts: dict[str, int] = {}  # by request: first token of the step that sampled its first one
+        self.last_chunk_starts: dict[str, int] = {}  # by request: first token of its last prompt chunk
 
     def run(self, plan: StepPlan) -> StepResult:
         result = self._compute(plan)

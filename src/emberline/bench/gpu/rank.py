@@ -138,7 +138,7 @@ def measure(
     weights = RankWeights("cuda", shard, formats.get("routed experts"), packed=form == "packed", online=online)
     own = shard.shard_config(whole)
     booted = boot_gpu(own, weights, context=memory.choose_max_context(own, engine_config), settings=engine_config)
-    torch.cuda.empty_cache()  # what drawing the weights took, which reading them from files does not
+    torch.cuda.empty_cache()  # frees memory that drawing random weights used; loading from files does not use it
     planned = memory.weight_bytes(own, 2, packed=weights.packed, narrow=weights.narrow_sizes)
     report.add("weights_planned_gib", planned / GIB, "GiB")
     report.add("weights_gib", weights.loaded_bytes / GIB, "GiB")

@@ -28,10 +28,10 @@ from emberline.engine.rank_summary import RankSummary
 from emberline.engine.ranks.control import (
     AllocateCaches,
     ConnectRanks,
+    GPUMemoryBudget,
     RankLoaded,
     RankReady,
     RankStarted,
-    SharedMemory,
     digest_settings,
 )
 from emberline.engine.ranks.group import RankGroup
@@ -150,7 +150,7 @@ def wait_for_start(group: RankGroup, config: EngineConfig) -> None:
 
 
 def load_parts(
-    group: RankGroup, load: Callable[[], PartT], memory: SharedMemory | None = None
+    group: RankGroup, load: Callable[[], PartT], memory: GPUMemoryBudget | None = None
 ) -> tuple[PartT, dict[int, RankLoaded]]:
     """Let all ranks load their parts of the model; return the leader's, and the reports of all by rank.
 

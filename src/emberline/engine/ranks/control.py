@@ -45,8 +45,8 @@ class DeviceMeasured(msgspec.Struct, tag=True):
     other_bytes: int  # of these, what other processes use
 
 
-class SharedMemory(msgspec.Struct, frozen=True):
-    """The memory of a GPU that a rank plans with, because other models use the GPU too."""
+class GPUMemoryBudget(msgspec.Struct, frozen=True):
+    """The memory of a GPU that a rank may plan with, because other models use the GPU too."""
 
     total_bytes: int
     other_bytes: int  # of these, what the rank may not use
@@ -56,7 +56,7 @@ class SharedMemory(msgspec.Struct, frozen=True):
 class ConnectRanks(msgspec.Struct, tag=True):
     """Asks a rank to connect to the others and to load its part of the model. All ranks have started."""
 
-    memory: SharedMemory | None = None  # None: the rank measures the memory of its GPU
+    memory: GPUMemoryBudget | None = None  # None: the rank measures the memory of its GPU
 
 
 class RankLoaded(msgspec.Struct, tag=True):
@@ -70,7 +70,7 @@ class RankLoaded(msgspec.Struct, tag=True):
     draft_bytes: int = 0  # of recurrent layers, for the drafted tokens of a running request
     max_blocks: int = 0  # that fit on this rank's GPU, and slots; 0 on a CPU
     max_slots: int = 0
-    fixed_bytes: int = 0  # on its GPU, of all that is freed when the model sleeps, but KV blocks
+    fixed_bytes: int = 0  # of its GPU that are freed when the model sleeps, without KV blocks
     device_name: str = "cpu"
 
 

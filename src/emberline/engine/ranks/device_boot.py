@@ -21,7 +21,7 @@ from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.loaded_engine import LoadedEngine, dtype_name, full_context, numerics_of
 from emberline.engine.rank_summary import RankSummary
 from emberline.engine.ranks.boot import closing_on_error, load_parts, wait_for_start
-from emberline.engine.ranks.control import RankLoaded, RankReady, SharedMemory
+from emberline.engine.ranks.control import GPUMemoryBudget, RankLoaded, RankReady
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner, PipelineDeviceLeaderRunner
 from emberline.engine.ranks.device_part import DevicePart
 from emberline.engine.ranks.device_region import allocate_transfer_slots, make_group_region
@@ -104,7 +104,7 @@ class DeviceDivision:
         check_divisible(layout, model)
         return DeviceDivision(config, layout, model)
 
-    def load(self, group: RankGroup, memory: SharedMemory | None = None) -> LoadedDeviceRanks:
+    def load(self, group: RankGroup, memory: GPUMemoryBudget | None = None) -> LoadedDeviceRanks:
         """Load the model on the ranks of a group, which have started with these settings.
 
         `memory`: of each GPU, if other models use it too. If this raises, the caller must close the group."""

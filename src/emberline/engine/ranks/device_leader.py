@@ -18,8 +18,8 @@ from emberline.engine.ranks.rank_commands import PREPARE_NEXT, RUN_UNCAPTURED, S
 from emberline.engine.ranks.work_codec import WorkEncoder
 from emberline.kernels import ops, tuning
 
-# For all ranks to put their parts of a model to sleep, or to wake them. It is less than an engine may go without
-# progress, so that the error names a rank.
+# Limit for the other ranks to put their parts of one model to sleep, or to wake them, after the leader has done so.
+# Shorter than the default of --stall-timeout (120 s), so that the error usually names the late rank.
 SLEEP_TIMEOUT_S = 100.0
 
 Result = TypeVar("Result")

@@ -22,7 +22,7 @@ from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_shapes, max_step_tokens
 from emberline.engine.gpu.weight_format import open_device_weights
 from emberline.engine.ranks.buffer_parts import BufferParts
-from emberline.engine.ranks.control import DeviceMeasured, RankLoaded, SharedMemory
+from emberline.engine.ranks.control import DeviceMeasured, GPUMemoryBudget, RankLoaded
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.rank_part import ConnectRanksFunction
@@ -98,7 +98,7 @@ class DevicePart:
         layout: Layout,
         rank: int,
         connect: ConnectRanksFunction,
-        shared: SharedMemory | None = None,
+        shared: GPUMemoryBudget | None = None,
     ) -> DevicePart:
         """Connect to the other ranks and plan the memory of this rank's part of the model, on this process's GPU.
 

@@ -17,7 +17,7 @@ from emberline.engine.gpu.swap import equal_kv_share, usable_model_bytes
 from emberline.engine.host_memory import check_sleeping_models
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.narrow_estimate import estimate_narrow_part
-from emberline.engine.ranks.control import DeviceMeasured, SharedMemory
+from emberline.engine.ranks.control import DeviceMeasured, GPUMemoryBudget
 from emberline.engine.ranks.device_boot import DeviceDivision
 from emberline.engine.ranks.device_part import max_message_bytes
 from emberline.engine.stage_memory import plan_stage_memory
@@ -30,7 +30,7 @@ from emberline.models.weight_formats import NarrowSize
 @dataclass(frozen=True, slots=True)
 class RankSharingPlan:
     model_bytes: Mapping[str, int]  # by model: what it takes on the GPU where it takes the most, while it is awake
-    memory: Mapping[str, SharedMemory]  # by model: what its ranks plan with
+    memory: Mapping[str, GPUMemoryBudget]  # by model: what its ranks plan with
     usable_bytes: int  # of each GPU, that all models that are awake may use together
 
 
@@ -41,16 +41,18 @@ def check_shareable(configs: Mapping[str, EngineConfig]) -> None:
         parallel = config.parallel
         for setting, value, default in (("nodes", parallel.nodes, 1), ("launcher", parallel.launcher, "processes")):
             if value != default:
-                message = f"{setting} is {value}, but the ranks of models that sleep are processes of one node"
+                message = (
+                    f"{setting} is {value}, but models that share GPUs or sleep must have all ranks on one machine"
+                )
                 raise InvalidRequest(
                     message, param=setting, hint=f"drop --{setting}, or serve one model that stays awake"
                 )
-        for setting in ("num_ranks", "ranks_per_gpu"):
+        for setting, noun in (("num_ranks", "ranks (tp x pp)"), ("ranks_per_gpu", "ranks on each GPU")):
             ours, theirs = getattr(of_first.parallel, setting), getattr(parallel, setting)
             if ours != theirs:
-                message = f"the models {first!r} and {name!r} have {setting} {ours} and {theirs}"
-                hint = "set --tp and --pp so that all models use the same GPUs"
-                raise InvalidRequest(f"{message}, but models that share GPUs need equal ones", param="tp", hint=hint)
+                message = f"model {first!r} has {ours} {noun} and model {name!r} has {theirs}"
+                hint = "set --tp and --pp so that their product is the same for all models"
+                raise InvalidRequest(f"{message}; models that share GPUs must have as many", param="tp", hint=hint)
 
 
 def plan_rank_sharing(
@@ -74,7 +76,7 @@ def plan_rank_sharing(
         part = equal_kv_share(plans.values(), usable)
         if part is not None:
             shared = {
-                name: SharedMemory(gpu.total_bytes, gpu.other_bytes, round_kv_share(part, plans[name]))
+                name: GPUMemoryBudget(gpu.total_bytes, gpu.other_bytes, round_kv_share(part, plans[name]))
                 for name in models
             }
             plans = {name: each.plan_stages(shared[name]) for name, each in models.items()}
@@ -86,12 +88,12 @@ def plan_rank_sharing(
     return RankSharingPlan(sizes, shared, usable)
 
 
-def find_smallest_gpu(gpus: Sequence[DeviceMeasured], utilization: float, kept_bytes: int) -> SharedMemory:
+def find_smallest_gpu(gpus: Sequence[DeviceMeasured], utilization: float, kept_bytes: int) -> GPUMemoryBudget:
     """Return the memory of the GPU with the least room. `kept_bytes`: what models keep there while they sleep."""
     usable, total = min(
         (memory.usable_bytes(gpu.total_bytes, utilization, gpu.other_bytes), gpu.total_bytes) for gpu in gpus
     )
-    return SharedMemory(total, total - usable + kept_bytes)
+    return GPUMemoryBudget(total, total - usable + kept_bytes)
 
 
 def round_kv_share(share: int, plans: Sequence[MemoryPlan]) -> int:
@@ -108,9 +110,10 @@ def count_model_bytes(plans: Sequence[MemoryPlan]) -> int:
 
 
 class PlannedDivision:
-    """What is known about the ranks of a model before it is loaded: here of the first rank of each stage.
+    """Plans the memory of a model's ranks before it is loaded.
 
-    No other rank of the stage has more, because the first ranks have the larger parts of the vocabulary."""
+    Only the first rank of each stage is planned. It has the largest part of the vocabulary, so no other rank of the
+    stage needs more memory."""
 
     def __init__(self, division: DeviceDivision) -> None:
         self._division, settings = division, division.config
@@ -138,7 +141,7 @@ class PlannedDivision:
         message = max_message_bytes(self._own_config, settings, DTYPE_BYTES[self._dtype])
         return shards + count_buffer_bytes(message, num_senders=1)
 
-    def plan_stages(self, shared: SharedMemory) -> list[MemoryPlan]:
+    def plan_stages(self, shared: GPUMemoryBudget) -> list[MemoryPlan]:
         """Return the plan of a rank of each stage. Raises ModelError if it does not fit."""
         settings = self._division.config.with_settings(kv_memory=shared.kv_memory)
         device_memory = shared.total_bytes, shared.other_bytes

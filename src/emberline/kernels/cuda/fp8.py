@@ -77,7 +77,7 @@ def _multiply(
         return fp8_wide.linear(rows, w, out=out, bias=bias, residual=residual, gated=gated)
     if out.dtype is torch.float32:
         return _multiply_in_parts(rows, w, out, bias)
-    if m <= fp8_gemm.MAX_ROWS:  # slices would take the host time, which limits prompts
+    if m <= fp8_gemm.MAX_ROWS:  # slicing costs host time, which limits the speed of prompts
         fp8_gemm.linear(rows, w, out=out, residual=residual, gated=gated)
     else:
         _multiply_many_rows(rows, w, out, residual, gated)
