@@ -27,7 +27,7 @@ class FleetWorker:
     is_stopping: bool = False
     removal_rank: int = 0  # the fleet can remove the workers with the highest rank only
     is_placeholder: bool = False  # stands for a worker that was ordered and has no name yet
-    age_s: float | None = None  # seconds since its process started; None: no later process gets its name
+    age_s: float | None = None  # seconds since its process started; None if names are not used again
 
 
 class WorkerFleet(Protocol):

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class ClusterRouters(Protocol):
-    """What the autoscaler asks of a cluster's routers. All methods raise RouterUnavailable or WrongClusterKey."""
+    """The calls that the autoscaler makes to routers. Each may raise RouterUnavailable or WrongClusterKey."""
 
     @property
     def silent_count(self) -> int:

@@ -9,7 +9,7 @@ import socket
 from enum import Enum
 from urllib.parse import urlsplit
 
-PROBE_TIMEOUT_S = 5.0  # that of the Helm chart's probes; a process on a busy machine may need seconds
+PROBE_TIMEOUT_S = 5.0  # as in the Helm chart's probes; a process on a busy machine may need several
 UNREACHABLE_ERRORS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 

@@ -11,7 +11,7 @@ from emberline.engine.memory_plan import format_gib
 def check_sleeping_models(
     weight_bytes_by_model: Mapping[str, int], kv_host_bytes: int, free_bytes: int, *, sleeps: bool
 ) -> None:
-    """Raise ModelError if main memory cannot hold KV blocks, and the weights of models while they sleep.
+    """Raise ModelError if main memory cannot hold the KV blocks kept there and the weights of sleeping models.
 
     `sleeps`: whether any model may sleep."""
     if sleeps * sum(weight_bytes_by_model.values()) + kv_host_bytes > free_bytes:

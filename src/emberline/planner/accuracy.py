@@ -11,7 +11,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.jsonfile import read_object
 
 ACCURACY_FILE = "sim-accuracy.json"
-# The directory of a checkout; an installed package has none.
+# The file of a source checkout; an installed package has none.
 DEFAULT_ACCURACY_PATH = Path(__file__).parents[3] / "benchmarks" / "results" / ACCURACY_FILE
 LATENCIES = ("ttft_p90", "itl_p90")
 

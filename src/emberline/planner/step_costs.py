@@ -17,7 +17,7 @@ from emberline.planner.step_work import StepWork
 # Fitted to the measured steps of sim/cost_tables.json: shares of the GPU's speed, and fixed times.
 DENSE_READ_SHARE, EXPERT_READ_SHARE, KV_READ_SHARE = 0.98, 0.85, 0.96
 PRODUCT_SHARE, FP8_PRODUCT_SHARE = 0.85, 0.7
-ATTENTION_SHARE, LATENT_ATTENTION_SHARE = 0.88, 0.55  # attention of prompts
+ATTENTION_SHARE, LATENT_ATTENTION_SHARE = 0.88, 0.55  # share of a GPU's peak speed that attention of prompts attains
 LAYER_S = 14e-6  # seconds of a layer besides what is read and computed
 STAGE_HOP_S = 20e-6  # seconds from one pipeline stage to the next
 

@@ -55,7 +55,7 @@ class DeviceFollower:
         return self._runner.launch(self._plans.decode(message))
 
     def _run_command(self, message: bytes) -> bool:
-        """Run a command; return False if the message is none."""
+        """Run the message if it is a command, and return whether it was one."""
         if message == PREPARE_NEXT:
             self._runner.prepare_next()
         elif message == RUN_UNCAPTURED:

@@ -12,14 +12,14 @@ ProductChoices = list[tuple[int, int, int, str, int]]
 # MessagePack strings.
 PREPARE_NEXT, RUN_UNCAPTURED = b"\xa7prepare", b"\xaauncaptured"
 SLEEP, WAKE = b"\xa5sleep", b"\xa4wake"
-PRODUCTS_MARK = b"\xc2"
+PRODUCTS_MARK = b"\xc2"  # MessagePack's false, with which no other message begins
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(ProductChoices)
 
 
 def encode_products(products: ProductChoices) -> bytes:
-    """Return a message that lets ranks use these kernels of matrix products, and no others."""
+    """Return a message after which ranks use exactly these kernels for matrix products."""
     return PRODUCTS_MARK + _ENCODER.encode(products)
 
 

@@ -16,7 +16,7 @@ from emberline.kernels.cuda.driver import CudaKernel, CudaModule
 from emberline.kernels.cuda.fp8_weight import MAX_K, ORDER_GROUP, UNIT_K
 
 FILE = "quantise.cu"
-MAX_THREADS = 512  # of a CTA, as in quantise.cu
+MAX_THREADS = 512  # most threads of a CTA, as in quantise.cu
 THREADS_PER_WARP = 32
 CHUNKS = (1, 2, 4)  # groups of ORDER_GROUP columns of a thread
 SCALE_ROW_GRAIN = 128  # rows of scales of blocks are padded to a multiple: a tile reads those of all its columns
