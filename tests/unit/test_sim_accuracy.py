@@ -60,6 +60,13 @@ def test_host_time_for_each_prompt_is_fitted_to_the_mean_time_between_tokens() -
     assert CLUSTER.fit_chunk_overhead(requests, HostOverheads(), [], 2 * real) == max(TRIED_CHUNK_S)
 
 
+def test_host_time_for_prompts_of_prefill_workers_is_fitted_to_first_tokens() -> None:
+    split, requests = replace(CLUSTER, prefill_workers=1), [TimedRequest(10.0 * i, [1] * 32, 2) for i in range(3)]
+    real = split.simulate(requests, HostOverheads(prefill_chunk_s=0.01), requests).ttft_mean
+    assert real > split.simulate(requests, HostOverheads(chunk_s=0.01), requests).ttft_mean
+    assert split.fit_prefill_overhead(requests, HostOverheads(), requests, real) == pytest.approx(0.01, rel=0.05)
+
+
 @pytest.mark.parametrize(("prompt", "shortest", "longest"), [(32, 0.2, 0.3), (96, 0.2, 0.3)])
 def test_blocks_of_several_chunks_are_copied_while_the_answering_worker_computes(
     prompt: int, shortest: float, longest: float

@@ -62,6 +62,7 @@ class LoadResult:
     itl_p90: float
     output_rate: float
     itl_mean: float = math.nan
+    ttft_mean: float = math.nan
 
     @staticmethod
     def from_times(due_times: Sequence[float], token_times: Sequence[Sequence[float]]) -> LoadResult:
@@ -71,7 +72,8 @@ class LoadResult:
         tokens = sum(map(len, token_times))
         rate = tokens / (max(times[-1] for times in token_times) - min(due_times))
         (ttft_p50, ttft_p90), (itl_p50, itl_p90) = (np.percentile(values, (50, 90)).tolist() for values in (ttft, gaps))
-        return LoadResult(ttft_p50, ttft_p90, itl_p50, itl_p90, rate, sum(gaps) / len(gaps) if gaps else math.nan)
+        itl_mean = sum(gaps) / len(gaps) if gaps else math.nan
+        return LoadResult(ttft_p50, ttft_p90, itl_p50, itl_p90, rate, itl_mean, sum(ttft) / len(ttft))
 
 
 async def measure_load(client: CompletionClient, requests: Sequence[TimedRequest]) -> LoadResult:

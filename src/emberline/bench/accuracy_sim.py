@@ -36,7 +36,7 @@ class HostOverheads:
     step_s: float = 0.0  # to every step: planning, sampling, messages
     row_s: float = 0.0  # to a step for each request that decodes in it
     chunk_s: float = 0.0  # to a step for each prompt of which it computes a part: admission, copies of blocks
-    prefill_chunk_s: float = 0.0  # the same at prefill workers, which copy no blocks of other workers
+    prefill_chunk_s: float = 0.0  # the same at prefill workers, which copy no blocks of others but send theirs
     request_s: float = 0.0  # to the first token: HTTP, router, tokenizer, messages between processes
     handoff_s: float = 0.0  # to the first token, if another worker has computed the prompt
 
@@ -96,22 +96,21 @@ class SimulatedCluster:
         first, last = min(r.arrived_at for r in records), max(r.finished_at for r in records)
         rate = sum(record.output_tokens for record in records) / (last - first + overheads.request_s)
         (ttft_p50, ttft_p90), (itl_p50, itl_p90) = ((v.quantile(0.5), v.quantile(0.9)) for v in (ttft, itl))
-        return LoadResult(ttft_p50, ttft_p90, itl_p50, itl_p90, rate, itl.mean)
+        return LoadResult(ttft_p50, ttft_p90, itl_p50, itl_p90, rate, itl.mean, ttft.mean)
 
     def fit_chunk_overhead(
         self, requests: Sequence[TimedRequest], overheads: HostOverheads, warm_up: Sequence[TimedRequest], real: float
     ) -> float:
-        """Return the `chunk_s` for which the simulated mean inter-token time of `requests` equals `real`.
-
-        A line through several tried values is used, since one of them can delay a prompt by a whole step. The result is
-        within the tried values, because the line says nothing about others."""
-        tried = np.array(TRIED_CHUNK_S)
+        """Return the `chunk_s` for which the simulated mean inter-token time of `requests` equals `real`."""
         means = [self.simulate(requests, replace(overheads, chunk_s=s), warm_up).itl_mean for s in TRIED_CHUNK_S]
-        slope, start = np.polyfit(tried, np.array(means), 1)
-        if slope <= 0.0:
-            hint = "use more requests"
-            raise EmberlineError("the simulated times do not grow with the time for each prompt", hint=hint)
-        return float(np.clip((real - start) / slope, tried[0], tried[-1]))
+        return _fit_to_line(means, real)
+
+    def fit_prefill_overhead(
+        self, requests: Sequence[TimedRequest], overheads: HostOverheads, warm_up: Sequence[TimedRequest], real: float
+    ) -> float:
+        """Return the `prefill_chunk_s` for which the simulated mean time to the first token equals `real`."""
+        tried = [replace(overheads, prefill_chunk_s=seconds) for seconds in TRIED_CHUNK_S]
+        return _fit_to_line([self.simulate(requests, each, warm_up).ttft_mean for each in tried], real)
 
     def capacity(self, shape: LoadShape, overheads: HostOverheads) -> float:
         """Return the requests per second that the cluster serves while more arrive than it can serve."""
@@ -149,6 +148,19 @@ class SimulatedCluster:
             kv_bytes_per_token=1.0,
         )
         return SimCluster(config, choose_worker_by_policy, router=RouterConfig(split_tokens=self.split_tokens))
+
+
+def _fit_to_line(means: Sequence[float], real: float) -> float:
+    """Return the time for a prompt at which the line through the `means` of all TRIED_CHUNK_S is `real`.
+
+    A line is used, since one of them can delay a prompt by a whole step. The result is within the tried values, because
+    the line says nothing about others."""
+    tried = np.array(TRIED_CHUNK_S)
+    slope, start = np.polyfit(tried, np.array(means), 1)
+    if slope <= 0.0:
+        hint = "use more requests"
+        raise EmberlineError("the simulated times do not grow with the time for each prompt", hint=hint)
+    return float(np.clip((real - start) / slope, tried[0], tried[-1]))
 
 
 def _make_sessions(requests: Sequence[TimedRequest]) -> list[SingleRequest]:

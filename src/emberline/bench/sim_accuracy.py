@@ -213,16 +213,20 @@ async def _measure_case(
             capacity = simulated.capacity(case.shape, overheads)
             requests = case.shape.draw_poisson(FIT_LOAD / 100 * capacity, case.seconds, FIT_SEED)
             # Other programs of the machine can only add time, so the faster of two runs is nearer to the truth.
-            means = []
+            fits = []
             for run in range(FIT_RUNS):
                 others = case.shape.draw_other_tokens(requests, OTHER_TOKENS_SEED + run)
-                means.append((await measure_load(client, others)).itl_mean)
-            mean = min(means)
-            overheads = replace(overheads, chunk_s=simulated.fit_chunk_overhead(requests, overheads, alone, mean))
+                fits.append(await measure_load(client, others))
+            means, first_means = [fit.itl_mean for fit in fits], [fit.ttft_mean for fit in fits]
+            overheads = replace(overheads, chunk_s=simulated.fit_chunk_overhead(requests, overheads, alone, min(means)))
+            if simulated.prefill_workers:
+                fitted_s = simulated.fit_prefill_overhead(requests, overheads, alone, min(first_means))
+                overheads = replace(overheads, prefill_chunk_s=fitted_s)
             report.config[f"{case.name}_{arrangement}"] = {
                 "capacity": capacity,
                 "overheads": asdict(overheads),
                 "fitted_itl_means": means,
+                "fitted_ttft_means": first_means,
             }
             for load in loads:
                 requests = case.shape.draw_poisson(load / 100 * capacity, case.seconds, seed=load)
