@@ -172,6 +172,23 @@ def test_request_wakes_its_model_and_least_recently_used_ones_sleep(is_pipelined
     assert (harness.group.sleep_stats("a").sleeps, harness.group.sleep_stats("c").wakes) == (1, 2)
 
 
+def test_each_sleep_and_each_wake_counts_as_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may have to wait until several others sleep, which together may take longer than the stall timeout."""
+    harness = GroupHarness(20, {"a": 10, "b": 10, "c": 20})
+    harness.step()
+    counts, change_state = [harness.group.progress_count()], FakeModel.change_state
+
+    def count(model: FakeModel, change: str, awake: bool) -> None:
+        change_state(model, change, awake)
+        counts.append(harness.group.progress_count())
+
+    monkeypatch.setattr(FakeModel, "change_state", count)
+    harness.submit_one("c")
+    harness.finish()
+    assert harness.log == ["sleep b", "sleep a", "wake c"]
+    assert [each - counts[0] for each in counts] == [0, 0, 1, 2]  # counted when a change is complete
+
+
 def test_tokens_equal_those_of_a_model_alone() -> None:
     harness = two_models()
     names = [harness.submit_one(model, tokens=4) for model in "abab"]

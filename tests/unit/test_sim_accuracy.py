@@ -161,15 +161,15 @@ def test_split_arrangement_shortens_inter_token_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stolen", "kept", "attempts"),
+    ("foreign", "kept", "attempts"),
     [([0.0, 0.01], 1, 1), ([0.0, 0.4, 0.4, 0.44], 2, 2), ([0.0, 0.3, 0.3, 0.5, 0.5, 0.9], 2, 3)],
 )
 def test_disturbed_measurements_are_repeated(
-    monkeypatch: pytest.MonkeyPatch, stolen: list[float], kept: int, attempts: int
+    monkeypatch: pytest.MonkeyPatch, foreign: list[float], kept: int, attempts: int
 ) -> None:
-    """`stolen`: stolen seconds before and after each attempt of a second. `kept`: the attempt with the fewest."""
+    """`foreign`: foreign seconds before and after each attempt of a second. `kept`: the attempt with the fewest."""
     results = [LoadResult(float(i), 0.0, 0.0, 0.0, 0.0) for i in range(1, 4)]
-    taken, stolen_seconds, clock = iter(results), iter(stolen), iter(range(10))
+    taken, foreign_seconds, clock = iter(results), iter(foreign), iter(range(10))
 
     prompts = []
 
@@ -178,11 +178,11 @@ def test_disturbed_measurements_are_repeated(
         return next(taken)
 
     monkeypatch.setattr(sim_accuracy, "measure_load", measure)
-    monkeypatch.setattr(sim_accuracy, "total_stolen_seconds", lambda: next(stolen_seconds))
+    monkeypatch.setattr(sim_accuracy, "total_foreign_seconds", lambda: next(foreign_seconds))
     monkeypatch.setattr(sim_accuracy.time, "perf_counter", lambda: float(next(clock)))
     shape = sim_accuracy.SHAPES["tiny"]
     requests = shape.draw_requests([0.0], seed=0)
-    real, _ = asyncio.run(sim_accuracy._measure_undisturbed(None, shape, requests))  # type: ignore[arg-type]
+    real, _ = asyncio.run(sim_accuracy._measure_undisturbed(None, shape, requests, iter((1, 2))))  # type: ignore[arg-type]
     assert real is results[kept - 1] and len(list(taken)) == 3 - attempts
     assert len(set(prompts)) == attempts  # otherwise a prefix cache would have them
     assert len({len(prompt) for prompt in prompts}) == 1

@@ -11,15 +11,15 @@ each prompt is fitted.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from emberline.bench import accuracy_h200, workload
@@ -27,7 +27,7 @@ from emberline.bench.accuracy_load import LoadResult, LoadShape, TimedRequest, m
 from emberline.bench.accuracy_sim import HostOverheads, SimulatedCluster
 from emberline.bench.client import CompletionClient, RequestTrace
 from emberline.bench.cluster import LocalCluster
-from emberline.bench.processes import total_stolen_seconds
+from emberline.bench.processes import total_foreign_seconds
 from emberline.bench.report import BenchReport
 from emberline.bench.step_costs import StepCostPlan, measure_step_costs
 from emberline.bench.tiny_checkpoint import VOCAB, write_tiny_checkpoint
@@ -55,10 +55,10 @@ SPLIT_TOKENS = {"tiny": 128, "smollm2": 24}
 # Steps take this many times as long as an H200's (tiny) or this machine's (smollm2).
 PACES = {"tiny": 32.0, "smollm2": 4.0}
 LATENCIES = ("ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
-FIT_LOAD, FIT_SEED = 65, 1000  # percent of the capacity
+FIT_LOAD, FIT_SEED = 80, 1000  # percent of the capacity: queues make small errors of a step's time visible
 FIT_RUNS = 2
 OTHER_TOKENS_SEED = 2000  # of the prompts when a load is repeated, so that no prefix cache has them
-MAX_STOLEN_CORES, MAX_ATTEMPTS = 0.05, 3  # a measurement with more stolen cores is repeated
+MAX_FOREIGN_CORES, MAX_ATTEMPTS = 0.05, 3  # a measurement in which others used more cores is repeated
 RUN_TIMEOUT_S = 1200.0  # of one cluster
 
 
@@ -93,7 +93,7 @@ class AccuracyPoint:
     requests: int
     real: LoadResult
     simulated: LoadResult
-    stolen_cores: float = 0.0  # that the host of a virtual machine gave to others, on average
+    foreign_cores: float = 0.0  # that other programs and the host's other virtual machines used, on average
 
     def errors(self) -> dict[str, float]:
         """Return the simulator's errors, as fractions of the measured values."""
@@ -141,7 +141,7 @@ def compare_recorded(recording: Path, results_dir: Path) -> BenchReport:
     points = []
     for name in old["cases"]:
         case = recorded_case(name, old)
-        for arrangement, load in product(ARRANGEMENTS, old["loads"]):
+        for arrangement, load in itertools.product(ARRANGEMENTS, old["loads"]):
             facts = old[f"{name}_{arrangement}"]
             point = f"{name}_{arrangement}_{load}"
             overheads, rate = HostOverheads(**facts["overheads"]), load / 100 * facts["capacity"]
@@ -212,15 +212,15 @@ async def _measure_case(
             simulated = case.make_simulated_cluster(arrangement)
             capacity = simulated.capacity(case.shape, overheads)
             requests = case.shape.draw_poisson(FIT_LOAD / 100 * capacity, case.seconds, FIT_SEED)
-            # Other programs of the machine can only add time, so the faster of two runs is nearer to the truth.
-            fits = []
-            for run in range(FIT_RUNS):
-                others = case.shape.draw_other_tokens(requests, OTHER_TOKENS_SEED + run)
-                fits.append(await measure_load(client, others))
+            seeds, fits = itertools.count(OTHER_TOKENS_SEED), []
+            for _ in range(FIT_RUNS):
+                others = case.shape.draw_other_tokens(requests, next(seeds))
+                fits.append((await _measure_undisturbed(client, case.shape, others, seeds))[0])
             means, first_means = [fit.itl_mean for fit in fits], [fit.ttft_mean for fit in fits]
-            overheads = replace(overheads, chunk_s=simulated.fit_chunk_overhead(requests, overheads, alone, min(means)))
+            fitted_s = simulated.fit_chunk_overhead(requests, overheads, alone, fmean(means))
+            overheads = replace(overheads, chunk_s=fitted_s)
             if simulated.prefill_workers:
-                fitted_s = simulated.fit_prefill_overhead(requests, overheads, alone, min(first_means))
+                fitted_s = simulated.fit_prefill_overhead(requests, overheads, alone, fmean(first_means))
                 overheads = replace(overheads, prefill_chunk_s=fitted_s)
             report.config[f"{case.name}_{arrangement}"] = {
                 "capacity": capacity,
@@ -232,10 +232,10 @@ async def _measure_case(
                 requests = case.shape.draw_poisson(load / 100 * capacity, case.seconds, seed=load)
                 if held := await cluster.wait_until_idle():
                     raise EmberlineError(f"workers still hold resources while no request is open: {held}")
-                real, stolen_cores = await _measure_undisturbed(client, case.shape, requests)
+                real, foreign_cores = await _measure_undisturbed(client, case.shape, requests, seeds)
                 name, rate = f"{case.name}_{arrangement}_{load}", load / 100 * capacity
                 result = simulated.simulate(requests, overheads, alone)
-                points.append(AccuracyPoint(name, rate, len(requests), real, result, stolen_cores))
+                points.append(AccuracyPoint(name, rate, len(requests), real, result, foreign_cores))
                 print(f"{name}: {len(requests)} requests", flush=True)
             handoffs = (await cluster.fetch_router_status() or {}).get("prefills", {})
             report.config[f"{case.name}_{arrangement}"]["handoffs"] = handoffs
@@ -244,18 +244,20 @@ async def _measure_case(
 
 
 async def _measure_undisturbed(
-    client: CompletionClient, shape: LoadShape, requests: Sequence[TimedRequest]
+    client: CompletionClient, shape: LoadShape, requests: Sequence[TimedRequest], seeds: Iterator[int]
 ) -> tuple[LoadResult, float]:
-    """Return the measurement with the fewest stolen cores, and their number. A disturbed one is repeated."""
+    """Return the measurement in which others used the fewest cores, and their number. A disturbed one is repeated.
+
+    `seeds`: of the prompts of repetitions, which no other measurement has used."""
     attempts: list[tuple[float, LoadResult]] = []
-    while len(attempts) < MAX_ATTEMPTS and min((stolen for stolen, _ in attempts), default=1.0) > MAX_STOLEN_CORES:
-        began, stolen = time.perf_counter(), total_stolen_seconds()
+    while len(attempts) < MAX_ATTEMPTS and min((used for used, _ in attempts), default=1.0) > MAX_FOREIGN_CORES:
+        began, used = time.perf_counter(), total_foreign_seconds()
         if attempts:
-            requests = shape.draw_other_tokens(requests, OTHER_TOKENS_SEED + len(attempts))
+            requests = shape.draw_other_tokens(requests, next(seeds))
         real = await measure_load(client, requests)
-        attempts.append(((total_stolen_seconds() - stolen) / (time.perf_counter() - began), real))
-    stolen_cores, real = min(attempts, key=lambda attempt: attempt[0])
-    return real, stolen_cores
+        attempts.append(((total_foreign_seconds() - used) / (time.perf_counter() - began), real))
+    foreign_cores, real = min(attempts, key=lambda attempt: attempt[0])
+    return real, max(0.0, foreign_cores)  # the time of a process that nobody waited for is lost
 
 
 async def _measure_overheads(
@@ -309,7 +311,7 @@ def add_points(report: BenchReport, points: Sequence[AccuracyPoint], prefix: str
         report.config["points"][point.name] = {
             "rate": point.rate,
             "requests": point.requests,
-            "stolen_cores": point.stolen_cores,
+            "foreign_cores": point.foreign_cores,
             "real": _without_nan(asdict(point.real)),
             "simulated": _without_nan(asdict(point.simulated)),
             "errors": point.errors(),

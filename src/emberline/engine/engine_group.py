@@ -162,6 +162,14 @@ class EngineGroup:
     def sleep_stats(self, name: str) -> SleepStats:
         return self._sleep_manager.stats[name]
 
+    def progress_count(self) -> int:
+        """Return a number that grows with the work of ranks, and with each model that fell asleep or woke.
+
+        Another thread may call this while a step runs."""
+        runners = (engine.group_runner for engine in self.engines.values())
+        ranks = sum(runner.progress_count() for runner in runners if runner is not None)
+        return ranks + sum(stats.sleeps + stats.wakes for stats in self._sleep_manager.stats.values())
+
     def stats(self, name: str) -> Stats:
         stats = self.engines[name].stats()
         if (queue := self._queues.get(name)) is None:

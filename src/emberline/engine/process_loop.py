@@ -96,8 +96,7 @@ def run_engine_process(connection_fd: int) -> int:
             timer.start()
 
         def count_progress() -> int:
-            runners = (engine.group_runner for engine in group.engines.values())
-            return ops.progress_count() + sum(runner.progress_count() for runner in runners if runner is not None)
+            return ops.progress_count() + group.progress_count()
 
         threading.Thread(target=report_progress, args=(client, count_progress), daemon=True).start()
         try:
@@ -125,7 +124,8 @@ class ClientSocket(socket.socket):
 def report_progress(
     client: socket.socket, progress_counter: Callable[[], int], interval: float = PROGRESS_REPORT_INTERVAL_S
 ) -> None:
-    """Send progress reports while kernels compute, so that a long step is not mistaken for a hang.
+    """Send progress reports while kernels compute or models sleep and wake, so that a long step is not mistaken for a
+    hang.
 
     Returns when the server process has disconnected."""
     last = progress_counter()
