@@ -55,7 +55,7 @@ SPLIT_TOKENS = {"tiny": 128, "smollm2": 24}
 # Steps take this many times as long as an H200's (tiny) or this machine's (smollm2).
 PACES = {"tiny": 32.0, "smollm2": 4.0}
 LATENCIES = ("ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
-FIT_LOAD, FIT_SEED = 80, 1000  # percent of the capacity: queues make small errors of a step's time visible
+FIT_LOAD, FIT_SEED = 85, 1000  # percent of the capacity: queues make small errors of a step's time visible
 FIT_RUNS = 2
 OTHER_TOKENS_SEED = 2000  # of the prompts when a load is repeated, so that no prefix cache has them
 MAX_FOREIGN_CORES, MAX_ATTEMPTS = 0.05, 3  # a measurement in which others used more cores is repeated
