@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,3 +21,13 @@ needs_hopper_kernels = pytest.mark.skipif(
 def gpu_config(**settings: Any) -> EngineConfig:
     """Return the settings with a GPU's defaults, by the names of EngineConfig.build."""
     return EngineConfig.build("", **settings).with_gpu_defaults()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_starts() -> Iterator[None]:
+    """Capture only a few shapes when an engine starts: the others are captured at their first use.
+
+    Modules of tests import this fixture. Otherwise each engine would spend up to four seconds on captures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("emberline.engine.gpu.boot.CAPTURE_BUDGET_S", 0.2)
+        yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from expert_cases import ROUTINGS, _activate, _apply
 from torch import Tensor
 from triton_cases import BF16, F32, assert_close, poisoned, random
 
-from emberline.kernels.mixture import ClampedSwiGLU
+from emberline.kernels.mixture import ClampedSwiGLU, Routing
 from emberline.kernels.quantise import quantise
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise
 from emberline.kernels.triton import narrow
-from emberline.kernels.triton.routing import route_rows
+from emberline.kernels.triton.experts import RouteRows
+from emberline.kernels.triton.routing import SortedRows, route_rows
 
 F64 = torch.float64
 # Kind, rows and columns of a group, and more: "zeros", "f16" (scales), "order" (of columns).
@@ -54,20 +55,39 @@ def make_matrix(name: str, *shape: int, device: str) -> QuantisedMatrix:
 
 def check_multiply(device: str, name: str, rows: int, n: int, k: int, multiply: Callable[..., Tensor]) -> None:
     """Check a product and its epilogues. `multiply` has the arguments of `triton.narrow.multiply`."""
-    matrix, x = make_matrix(name, n, k, device=device), random(rows, k, device=device, dtype=BF16)
-    values, bias, residual = dequantise(matrix), random(n, device=device), random(rows, n, device=device, dtype=BF16)
+    case = DenseCase.make(device, name, rows, n, k)
+    x, values, bias, residual = case.x, dequantise(case.matrix), case.bias, case.residual
+    wide, total, inner = case.multiply(multiply)
     exact = F.linear(x.to(F64), values.to(F64), bias.to(F64))
     near = F.linear(x.float(), values, bias)
-    wide = multiply(x, matrix, poisoned(rows, n, device=device), bias=bias)
     assert_near(wide, near, exact, name)
-    total = residual.clone()
-    assert multiply(x, matrix, total, bias=bias, residual=total) is total
     assert_near(total, (near + residual.float()).to(BF16), exact + residual.to(F64), name)
     gate, up = F.linear(x.to(F64), values.to(F64)).chunk(2, dim=1)
-    inner = poisoned(rows, n // 2, device=device, dtype=BF16)
-    multiply(x, matrix, inner, gated=True)
     exact = F.silu(gate) * up
     assert_near(inner, exact.to(BF16), exact, name)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseCase:
+    matrix: QuantisedMatrix
+    x: Tensor
+    bias: Tensor
+    residual: Tensor
+
+    @staticmethod
+    def make(device: str, name: str, rows: int, n: int, k: int) -> DenseCase:
+        matrix, x = make_matrix(name, n, k, device=device), random(rows, k, device=device, dtype=BF16)
+        return DenseCase(matrix, x, random(n, device=device), random(rows, n, device=device, dtype=BF16))
+
+    def multiply(self, multiply: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the product with the bias in float32, the same added to the residual, and the activated one."""
+        (rows, n), device = self.residual.shape, str(self.x.device)
+        wide = multiply(self.x, self.matrix, poisoned(rows, n, device=device), bias=self.bias)
+        total = self.residual.clone()
+        assert multiply(self.x, self.matrix, total, bias=self.bias, residual=total) is total
+        inner = poisoned(rows, n // 2, device=device, dtype=BF16)
+        multiply(self.x, self.matrix, inner, gated=True)
+        return wide, total, inner
 
 
 def check_dequantised(device: str, name: str, n: int, k: int, *, pdl: bool = False) -> None:
@@ -86,6 +106,53 @@ def assert_near(ours: Tensor, expected: Tensor, exact: Tensor, name: str) -> Non
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertCase:
+    """Random rows that are sorted by their experts, and the matrices of these."""
+
+    routing: Routing
+    rows: SortedRows
+    x: Tensor
+    gate_up: QuantisedMatrix
+    down: QuantisedMatrix
+    biases: tuple[Tensor | None, Tensor | None]
+    clamp: ClampedSwiGLU | None
+    pdl: bool
+
+    @staticmethod
+    def make(
+        device: str,
+        name: str,
+        routing_name: str,
+        rows: int,
+        sizes: tuple[int, int],
+        tile_rows: int,
+        *,
+        clamp: ClampedSwiGLU | None = None,
+        pdl: bool = False,
+        route: RouteRows = route_rows,
+    ) -> ExpertCase:
+        """`sizes`: of the hidden state and the inner width. With `clamp`, there are biases too."""
+        hidden, width = sizes
+        case = ROUTINGS[routing_name]
+        routing, count = case.make(device), case.experts
+        found = route(random(rows, count, device=device), routing, tile_rows, pdl=pdl)
+        x = random(rows, hidden, device=device, dtype=BF16)
+        gate_up = make_matrix(name, count, 2 * width, hidden, device=device)
+        down = make_matrix(name, count, hidden, width, device=device)
+        first, second = (None if clamp is None else random(count, n, device=device) for n in (2 * width, hidden))
+        return ExpertCase(routing, found, x, gate_up, down, (first, second), clamp, pdl)
+
+    def multiply_gate_up(self, multiply: Callable[..., Tensor]) -> Tensor:
+        scaled = self.routing.scales_inputs
+        bias, options = self.biases[0], {"clamp": self.clamp, "scaled": scaled, "pdl": self.pdl}
+        return multiply(self.x, self.gate_up, self.rows, bias=bias, **options)
+
+    def multiply_down(self, inner: Tensor, multiply: Callable[..., Tensor]) -> Tensor:
+        scaled = not self.routing.scales_inputs
+        return multiply(inner, self.down, self.rows, bias=self.biases[1], scaled=scaled, pdl=self.pdl)
+
+
 def check_expert_products(
     device: str,
     name: str,
@@ -95,30 +162,21 @@ def check_expert_products(
     tile_rows: int,
     multiply_gate_up: Callable[..., Tensor],
     multiply_down: Callable[..., Tensor],
-    *,
-    clamp: ClampedSwiGLU | None = None,
-    pdl: bool = False,
+    **options: Any,
 ) -> None:
-    """Check both products of experts; with `clamp` also biases. `sizes`: of the hidden state and the inner width.
+    """Check both products of experts. `options`: of ExpertCase.make.
 
     The functions have the arguments of those in `triton.narrow`, but the tile.
     """
-    hidden, width = sizes
-    case = ROUTINGS[routing_name]
-    routing, count = case.make(device), case.experts
-    found = route_rows(random(rows, count, device=device), routing, tile_rows, pdl=pdl)
-    x = random(rows, hidden, device=device, dtype=BF16)
-    gate_up = make_matrix(name, count, 2 * width, hidden, device=device)
-    down = make_matrix(name, count, hidden, width, device=device)
-    biases = [None if clamp is None else random(count, n, device=device) for n in (2 * width, hidden)]
-    scaled = routing.scales_inputs
-    inner = multiply_gate_up(x, gate_up, found, bias=biases[0], clamp=clamp, scaled=scaled, pdl=pdl)
+    case = ExpertCase.make(device, name, routing_name, rows, sizes, tile_rows, **options)
+    found, scaled = case.rows, case.routing.scales_inputs
+    inner = case.multiply_gate_up(multiply_gate_up)
     experts, weights = found.chosen.long(), found.weights[:, None]
-    each = x.repeat_interleave(routing.experts_per_row, 0).to(F64) * (weights.to(F64) if scaled else 1)
-    exact = _activate(each, dequantise(gate_up)[experts].to(F64), biases[0], experts, clamp)
+    each = case.x.repeat_interleave(case.routing.experts_per_row, 0).to(F64) * (weights.to(F64) if scaled else 1)
+    exact = _activate(each, dequantise(case.gate_up).to(F64), case.biases[0], experts, case.clamp)
     assert_near(inner, exact.to(BF16), exact, name)
-    outputs = multiply_down(inner, down, found, bias=biases[1], scaled=not scaled, pdl=pdl)
-    exact = _apply(inner.to(F64), dequantise(down)[experts].to(F64), biases[1], experts)
+    outputs = case.multiply_down(inner, multiply_down)
+    exact = _apply(inner.to(F64), dequantise(case.down).to(F64), case.biases[1], experts)
     exact = exact * (1 if scaled else weights.to(F64))
     assert_near(outputs, exact.to(BF16), exact, name)
 

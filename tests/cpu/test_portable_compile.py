@@ -17,6 +17,7 @@ triton = pytest.importorskip("triton")
 
 import triton_cases  # noqa: E402
 from latent_cases import LITE, LatentCase  # noqa: E402
+from parallel_compilation import compiling_only  # noqa: E402
 from test_triton import attention_inputs, compiled  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver, jit  # noqa: E402
@@ -145,6 +146,21 @@ def test_products_are_compiled_in_parallel_and_not_launched(monkeypatch: pytest.
     assert all(future.kernel.asm["cubin"][:4] == b"\x7fELF" for future in made)
     with pytest.raises(AttributeError):  # outside the block a launch needs a real driver
         multiply_few_rows(16)
+
+
+@compiled
+def test_kernels_of_a_module_are_only_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU tests compile so what they launch later, also kernels that are launched in `compile_in_parallel`."""
+    monkeypatch.setattr(driver, "_active", fake_driver(90))
+    matrix, out = quantise(torch.ones(64, 256), "nvfp4"), torch.full((16, 64), 7.0)
+    with compiling_only(narrow):
+        for x in (zeros(16, 256), zeros(16, 256), zeros(3, 256)):
+            narrow.multiply(x, matrix, out[: len(x)], pdl=True)
+    made = narrow._multiply_narrow.device_caches[90][0].values()
+    assert len(made) >= 1 and all(kernel.asm["cubin"][:4] == b"\x7fELF" for kernel in made)
+    assert (out == 7).all()
+    with pytest.raises(AttributeError):  # outside the block a launch needs a real driver
+        narrow.multiply(zeros(16, 256), matrix, out, pdl=True)
 
 
 @compiled

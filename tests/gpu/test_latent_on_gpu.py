@@ -10,7 +10,7 @@ import pytest
 import torch
 from draft_oracle import DraftOracle
 from engine_runs import run_engine
-from gpu_settings import gpu_config
+from gpu_settings import gpu_config, short_starts
 from latent_cases import FP8, LITE, TINY, LatentCase, Sizes
 from tiny_deepseek import DEEPSEEK, LITE_SIZES, write_deepseek
 from torch import Tensor
@@ -22,6 +22,7 @@ from emberline.engine.speculation.drafter import Drafter
 from emberline.kernels import ops, work_limits
 from emberline.models.loader import load_decoder
 
+__all__ = ["short_starts"]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 BF16, F32 = torch.bfloat16, torch.float32
 SMALL_LITE = LITE_SIZES | {"hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16}

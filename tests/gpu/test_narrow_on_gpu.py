@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import narrow_cases
@@ -10,12 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from narrow_cases import BF16, make_matrix
+from parallel_compilation import compile_cuda_kernels, compiling_only, is_alone
 from torch import Tensor
 
 from emberline.kernels import ops
 from emberline.kernels.arguments import LinearLayer, LinearOutput
 from emberline.kernels.cuda import narrow as packed_narrow
-from emberline.kernels.cuda import narrow_wide
+from emberline.kernels.cuda import narrow_wide, routing
 from emberline.kernels.cuda.hopper_backend import HopperBackend
 from emberline.kernels.cuda.narrow_layout import pack
 from emberline.kernels.mixture import ClampedSwiGLU, Mixture, Routing, StackedExperts
@@ -27,6 +29,14 @@ from emberline.kernels.triton.routing import SortedRows
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 GPU = "cuda"
 PACKED = [name for name in narrow_cases.FORMATS if not name.startswith("fp8")]
+TRITON_SIZES = [(1, 512, 1024), (20, 96, 256), (50, 576, 2944), (200, 256, 512)]
+TRITON_EXPERTS = ["int4-32", "int4-64-zeros", "mxfp4", "nvfp4", "fp8-block"]
+TRITON_EXPERT_SIZES = [(1, (256, 128)), (40, (384, 256)), (300, (256, 640))]
+# Routings of experts, and clamps. The engine's faster routing kernels sort the rows: Triton's take long to compile.
+EXPERT_OPTIONS: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"clamp": ClampedSwiGLU(1.7, 1.0), "route": routing.route_rows},
+    "llama4": {"route": routing.route_rows},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -34,21 +44,56 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def cuda_kernels() -> None:
+    """Compile the kernels of the tests that use this fixture in parallel."""
+    if is_alone():
+        compile_cuda_kernels("narrow", "narrow_wide", "routing")
+
+
+@pytest.fixture(scope="module")
+def triton_kernels() -> None:
+    """Compile the kernels of the tests that use this fixture in parallel."""
+    if not is_alone():
+        return
+    with compiling_only(narrow):
+        for name, (rows, n, k) in product(narrow_cases.FORMATS, TRITON_SIZES):
+            case = narrow_cases.DenseCase.make(GPU, name, rows, n, k)
+            case.multiply(partial(narrow.multiply, pdl=True))
+            narrow.dequantise_rows(case.matrix, torch.empty(n, k, dtype=BF16, device=GPU), pdl=True)
+        for name, (rows, sizes), (kind, options) in product(
+            TRITON_EXPERTS, TRITON_EXPERT_SIZES, EXPERT_OPTIONS.items()
+        ):
+            tile_rows, gate_up, down = choose_products(rows)
+            case_of_experts = narrow_cases.ExpertCase.make(GPU, name, kind, rows, sizes, tile_rows, pdl=True, **options)
+            case_of_experts.multiply_down(case_of_experts.multiply_gate_up(gate_up), down)
+
+
+def choose_products(rows: int) -> tuple[int, Any, Any]:
+    """Return the rows of a tile, and the products of experts."""
+    tiles = experts.choose_tiles(4 * rows, 6, BF16)
+    gate_up, down = narrow.multiply_gate_up, narrow.multiply_down
+    return tiles.rows, partial(gate_up, tile=tiles.gate_up), partial(down, tile=tiles.down)
+
+
+@pytest.mark.usefixtures("triton_kernels")
 @pytest.mark.parametrize("name", narrow_cases.FORMATS)
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 512, 1024), (20, 96, 256), (50, 576, 2944), (200, 256, 512)])
+@pytest.mark.parametrize(("rows", "n", "k"), TRITON_SIZES)
 def test_triton_products(name: str, rows: int, n: int, k: int) -> None:
     narrow_cases.check_multiply(GPU, name, rows, n, k, partial(narrow.multiply, pdl=True))
     narrow_cases.check_dequantised(GPU, name, n, k, pdl=True)
 
 
-@pytest.mark.parametrize("name", ["int4-32", "int4-64-zeros", "mxfp4", "nvfp4", "fp8-block"])
-@pytest.mark.parametrize(("rows", "sizes"), [(1, (256, 128)), (40, (384, 256)), (300, (256, 640))])
+def check_experts(name: str, rows: int, sizes: tuple[int, int], tile_rows: int, *products: Any, pdl: bool) -> None:
+    for kind, options in EXPERT_OPTIONS.items():
+        narrow_cases.check_expert_products(GPU, name, kind, rows, sizes, tile_rows, *products, pdl=pdl, **options)
+
+
+@pytest.mark.usefixtures("triton_kernels")
+@pytest.mark.parametrize("name", TRITON_EXPERTS)
+@pytest.mark.parametrize(("rows", "sizes"), TRITON_EXPERT_SIZES)
 def test_triton_experts(name: str, rows: int, sizes: tuple[int, int]) -> None:
-    tiles = experts.choose_tiles(4 * rows, 6, BF16)
-    products = partial(narrow.multiply_gate_up, tile=tiles.gate_up), partial(narrow.multiply_down, tile=tiles.down)
-    clamp = ClampedSwiGLU(1.7, 1.0)
-    narrow_cases.check_expert_products(GPU, name, "gpt-oss", rows, sizes, tiles.rows, *products, clamp=clamp, pdl=True)
-    narrow_cases.check_expert_products(GPU, name, "llama4", rows, sizes, tiles.rows, *products, pdl=True)
+    check_experts(name, rows, sizes, *choose_products(rows), pdl=True)
 
 
 def pack_matrix(matrix: QuantisedMatrix, *, gated: bool = False) -> Any:
@@ -68,6 +113,7 @@ def multiply_packed(x: Tensor, matrix: QuantisedMatrix, out: Tensor, **options: 
     return result
 
 
+@pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize(("rows", "n", "k"), [
     (1, 512, 1024), (8, 96, 2944), (9, 6144, 512), (20, 160, 256), (32, 2880, 2944), (50, 576, 128), (100, 96, 4096),
@@ -76,12 +122,14 @@ def test_products(name: str, rows: int, n: int, k: int) -> None:
     narrow_cases.check_multiply(GPU, name, rows, n, k, multiply_packed)
 
 
+@pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("name", ["int4-32", "mxfp4", "nvfp4"])
 def test_depth_that_fills_no_unit(name: str) -> None:
     for rows, k in ((3, 2880), (17, 96), (9, 416)):
         narrow_cases.check_multiply(GPU, name, rows, 128, k, multiply_packed)
 
 
+@pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("size", packed_narrow.TILE_SIZES, ids=str)
 def test_plans(size: tuple[int, int, int]) -> None:
     """All plans give the same results, whatever the stages, buffers and warps that share k."""
@@ -102,6 +150,7 @@ def multiply_wide(x: Tensor, matrix: QuantisedMatrix, out: Tensor, **options: An
     return narrow_wide.linear(x, pack_matrix(matrix, gated=options.get("gated", False)), out=out, **options)
 
 
+@pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize(
     ("rows", "n", "k"),
@@ -111,6 +160,7 @@ def test_products_of_many_rows(name: str, rows: int, n: int, k: int) -> None:
     narrow_cases.check_multiply(GPU, name, rows, n, k, multiply_wide)
 
 
+@pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("columns", narrow_wide.COLUMNS)
 def test_wide_plans(columns: int) -> None:
     matrix, rows = make_matrix("int4-32", 672, 1344, device=GPU), columns - 3
@@ -123,6 +173,7 @@ def test_wide_plans(columns: int) -> None:
             assert float((out.double() - exact).norm() / exact.norm()) < 1e-5
 
 
+@pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("name", PACKED)
 def test_unpack(name: str) -> None:
     for n, k in ((96, 2944), (672, 256)):
@@ -144,16 +195,15 @@ def multiply_packed_down(x: Tensor, matrices: QuantisedMatrix, *args: Any, **opt
     return packed_narrow.multiply_down(x, pack_matrix(matrices), *args, **options)
 
 
+@pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("name", [name for name in PACKED if "order" not in name])
 @pytest.mark.parametrize("tile_rows", [8, 16, 32])
 @pytest.mark.parametrize(("rows", "sizes"), [(1, (256, 128)), (40, (384, 256)), (300, (256, 640))])
 def test_experts(name: str, tile_rows: int, rows: int, sizes: tuple[int, int]) -> None:
-    products = multiply_packed_gate_up, multiply_packed_down
-    clamp = ClampedSwiGLU(1.7, 1.0)
-    narrow_cases.check_expert_products(GPU, name, "gpt-oss", rows, sizes, tile_rows, *products, clamp=clamp, pdl=True)
-    narrow_cases.check_expert_products(GPU, name, "llama4", rows, sizes, tile_rows, *products, pdl=True)
+    check_experts(name, rows, sizes, tile_rows, multiply_packed_gate_up, multiply_packed_down, pdl=True)
 
 
+@pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("name", ["int4-32", "int4-64-zeros", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("tile_rows", narrow_wide.COLUMNS)
 @pytest.mark.parametrize(("rows", "sizes"), [(1, (256, 128)), (40, (384, 256)), (300, (256, 704))])
@@ -169,10 +219,7 @@ def test_experts_of_many_rows(name: str, tile_rows: int, rows: int, sizes: tuple
         placed[find_places(sorted_rows)] = inner
         return narrow_wide.multiply_down(placed, pack_matrix(matrices), sorted_rows, **options)
 
-    products = multiply_gate_up, multiply_down
-    clamp = ClampedSwiGLU(1.7, 1.0)
-    narrow_cases.check_expert_products(GPU, name, "gpt-oss", rows, sizes, tile_rows, *products, clamp=clamp)
-    narrow_cases.check_expert_products(GPU, name, "llama4", rows, sizes, tile_rows, *products)
+    check_experts(name, rows, sizes, tile_rows, multiply_gate_up, multiply_down, pdl=False)
 
 
 def find_places(rows: SortedRows) -> Tensor:

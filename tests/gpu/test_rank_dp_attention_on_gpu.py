@@ -15,6 +15,7 @@ import tiny_deepseek
 import tiny_delta
 import torch
 from engine_runs import run_engine
+from gpu_settings import short_starts
 from mixed_sampling import make_submissions, write_checkpoint
 from test_rank_engine_on_gpu import MLA, SETTINGS, boot_ranks, check_same_tokens, make_plain_submissions
 
@@ -26,6 +27,7 @@ from emberline.engine.engine import Engine
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
 from emberline.kv.rank_managers import RankKVManagers
 
+__all__ = ["short_starts"]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 DP2: dict[str, Any] = {"tp": 2, "dp_attention": True}

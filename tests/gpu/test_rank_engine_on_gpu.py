@@ -23,6 +23,7 @@ import tiny_delta
 import torch
 from engine_runs import run_engine
 from gpu_rank_process import COMMAND, FAILURE_FILE
+from gpu_settings import short_starts
 from mixed_sampling import make_submissions, write_checkpoint
 
 from emberline.core.engine_config import EngineConfig
@@ -38,6 +39,7 @@ from emberline.engine.ranks.device_leader import DeviceLeaderRunner
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.node_agent import run_node
 
+__all__ = ["short_starts"]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cuda", "kv_tokens": 4096, "max_context": 512}
@@ -105,10 +107,12 @@ def test_latents_and_experts(tmp_path: Path) -> None:
 def test_float8_cache(tmp_path: Path) -> None:
     """Stages compute the bits of one rank in steps of equal rows, so they round keys and values to the same numbers.
 
-    Requests run one at a time, since requests that share a step do so in other steps with stages."""
+    Requests run one at a time, since requests that share a step do so in other steps with stages. Both engines compute
+    prompts in the same chunks, which are short with stages."""
     directory = write_checkpoint(tmp_path)
     settings = {"dtype": "bfloat16", "kv_dtype": "float8"}
     one = boot(EngineConfig.build(str(directory), **SETTINGS | settings)).engine
+    one.scheduler.plan_share = 2
     engine = boot_ranks(directory, pp=2, **settings).engine
     for submission in make_plain_submissions() * 2:  # the second time with cached prefixes
         assert run_engine(engine, [submission]) == run_engine(one, [submission])

@@ -16,6 +16,7 @@ import pytest
 import tiny
 import torch
 from engine_runs import run_engine, run_group
+from gpu_settings import short_starts
 from test_rank_engine_on_gpu import SETTINGS, is_running, make_plain_submissions
 
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
@@ -30,6 +31,7 @@ from emberline.engine.memory import RESERVE_BYTES
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
 from emberline.engine.ranks.group import RankGroup
 
+__all__ = ["short_starts"]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 NUM_RANKS = 2

@@ -46,6 +46,17 @@ def test_last_result_of_each_file_is_kept(tmp_path: Path) -> None:
     assert results["test_empty.py"]["failed"] == 1
 
 
+def test_processes_share_the_tests_of_a_file(tmp_path: Path) -> None:
+    file, kept = tmp_path / "test_mixed.py", tmp_path / "kept.json"
+    file.write_text(MIXED)
+    command = [sys.executable, str(SCRIPT), "--commit", "new", "--json", str(kept), "--processes", "3", str(file)]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    assert subprocess.run(command, capture_output=True, timeout=120, env=environment).returncode == 1
+    mixed = json.loads(kept.read_text())["results"]["test_mixed.py"]
+    assert (mixed["passed"], mixed["skipped"], mixed["failed"]) == (1, 1, 2)
+    assert sorted(mixed["failures"]) == ["test_bad", "test_without_its_fixture"]
+
+
 @pytest.mark.parametrize(
     ("name", "file"),
     [("test_engine.py", "h200-tests.json"), ("test_rank_engine_on_gpu.py", "h200-ranks.json")],

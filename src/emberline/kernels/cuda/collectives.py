@@ -208,3 +208,9 @@ def _get_kernel(name: str, rank_limit: int) -> CudaKernel:
 def _get_module(function: str, rank_limit: int) -> CudaModule:
     """Return the module of all variants of a function for groups of so many ranks."""
     return CudaModule(FILE, [name for name in _list_variants([rank_limit]) if name.partition("<")[0] == function])
+
+
+def list_modules() -> list[CudaModule]:
+    """Return the modules that groups of any size load."""
+    functions = {name.partition("<")[0] for name in VARIANTS}
+    return [_get_module(function, limit) for limit in RANK_LIMITS for function in sorted(functions)]

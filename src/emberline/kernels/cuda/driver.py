@@ -143,7 +143,7 @@ class CudaModule:
     """
 
     def __init__(self, file: str, kernels: Sequence[str]) -> None:
-        self._file, self._kernels = file, kernels
+        self.file, self.kernels = file, tuple(kernels)
         self._binary: nvrtc.KernelBinary | None = None
         self._handle: ctypes.c_void_p | None = None
 
@@ -154,7 +154,7 @@ class CudaModule:
     def compile(self) -> nvrtc.KernelBinary:
         """Compile the kernels, or read them from disk. No GPU is needed, and any thread may call this."""
         if self._binary is None:
-            self._binary = nvrtc.compile_cached(self._file, self._kernels, device_options())
+            self._binary = nvrtc.compile_cached(self.file, self.kernels, device_options())
         return self._binary
 
     def load_function(self, name: str, shared_bytes: int) -> ctypes.c_void_p:

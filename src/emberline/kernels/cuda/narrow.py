@@ -84,6 +84,10 @@ def _name_kernel(size: tuple[int, int, int], format_name: str) -> str:
     return NarrowPlan(*size, 1, 1, 1, 1).kernel_name(format_name)
 
 
+KERNELS = (  # all that may be launched
+    *(_name_kernel(size, name) for size in TILE_SIZES for name in FORMATS),
+    *(f"unpack<{name}>" for name in FORMATS),
+)
 VARIANTS = (  # all formats and all tile sizes, but not all pairs of them: those would take long to compile
     *(_name_kernel((4, 1, FEW_WARPS), name) for name in FORMATS),
     *(_name_kernel(size, FORMATS[0]) for size in TILE_SIZES if size != (4, 1, FEW_WARPS)),

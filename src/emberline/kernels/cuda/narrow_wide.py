@@ -72,6 +72,12 @@ class WideNarrowPlan:
         return 1024 + max(self.stages * (self.slot_bytes(unit_bytes) + 16), sums)
 
 
+KERNELS = tuple(  # all that may be launched
+    WideNarrowPlan(groups, columns, 1, 1).kernel_name(name)
+    for columns, counts in GROUPS.items()
+    for groups in counts
+    for name in FORMATS
+)
 VARIANTS = (  # all formats and all tile sizes, but not all pairs of them: those would take long to compile
     *(WideNarrowPlan(1, 32, 1, 1).kernel_name(name) for name in FORMATS),
     *(

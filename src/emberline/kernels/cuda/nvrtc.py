@@ -45,8 +45,7 @@ def compile_kernels(file: str, kernels: Sequence[str], options: Sequence[str]) -
 
 def compile_cached(file: str, kernels: Sequence[str], options: Sequence[str]) -> KernelBinary:
     """Return the kernels from the cache on disk, or compile them if the sources or the compiler changed."""
-    parts = [read_source(file), *options, *kernels, compiler_version()]
-    cache_file = kernel_dir() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
+    cache_file = find_cache_file(file, kernels, options)
     if (binary := _read_cached(cache_file)) is None:
         binary = compile_kernels(file, kernels, options)
         head = json.dumps([binary.symbols, zlib.crc32(binary.code)])
@@ -55,6 +54,12 @@ def compile_cached(file: str, kernels: Sequence[str], options: Sequence[str]) ->
         temporary.write_bytes(head.encode() + b"\n" + binary.code)
         temporary.replace(cache_file)
     return binary
+
+
+def find_cache_file(file: str, kernels: Sequence[str], options: Sequence[str]) -> Path:
+    """Return where `compile_cached` keeps these kernels."""
+    parts = [read_source(file), *options, *kernels, compiler_version()]
+    return kernel_dir() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
 
 
 def _read_cached(cache_file: Path) -> KernelBinary | None:

@@ -141,6 +141,10 @@ def get_module() -> CudaModule:
     return CudaModule(FILE, VARIANTS)
 
 
+def list_modules() -> list[CudaModule]:
+    return [get_module()]
+
+
 @cache
 def _get_kernels() -> dict[str, CudaKernel]:
     return {name: get_module().kernel(name) for name in VARIANTS}
