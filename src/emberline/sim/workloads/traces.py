@@ -140,7 +140,7 @@ def _read_json_lines(path: Path, text: str) -> Iterator[TraceRow]:
             continue
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{path}, line {number}: it must be a JSON object: {error}") from error
         if not isinstance(fields, dict):
             raise TraceError(f"{path}, line {number}: it must be a JSON object, not {type(fields).__name__}")
@@ -149,8 +149,11 @@ def _read_json_lines(path: Path, text: str) -> Iterator[TraceRow]:
 
 def _read_csv(path: Path, text: str) -> Iterator[TraceRow]:
     reader = csv.DictReader(text.splitlines())
-    for fields in reader:
-        yield TraceRow(path, reader.line_num, {name: value for name, value in fields.items() if name})
+    try:
+        for fields in reader:
+            yield TraceRow(path, reader.line_num, {name: value for name, value in fields.items() if name})
+    except csv.Error as error:  # such as a field of more than 128 KiB
+        raise TraceError(f"{path}, line {reader.line_num + 1}: it is not a row of a CSV file: {error}") from error
 
 
 def _find_reader(row: TraceRow, trace_format: str) -> ReadRow:
