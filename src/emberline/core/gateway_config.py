@@ -8,6 +8,7 @@ from pathlib import Path
 
 from emberline.core.config import DEFAULT_EMBEDDER, ServiceConfig, cache_dir
 from emberline.core.errors import InvalidRequest
+from emberline.core.keys import check_key
 from emberline.core.options import option, redefine_option
 from emberline.core.tls_config import TLSConfig
 
@@ -27,7 +28,10 @@ class GatewayConfig(ServiceConfig):
         help="API key with all permissions; may be repeated.",
         default_text="EMBERLINE_ADMIN_KEY, keys of the store",
     )
-    engine: str = option("http://127.0.0.1:8000", "URL of the local engine or router.")
+    engine: str = option(
+        "http://127.0.0.1:8000", "URL of the local engine or router. If it has API keys, set EMBERLINE_ENGINE_KEY to one."
+    )
+    engine_key: str | None = None  # an API key of the engine; the command line reads it from EMBERLINE_ENGINE_KEY
     engine_tls_ca: str | None = option(
         None, "PEM file with the CAs of the engine's certificate.", metavar="FILE", default_text="the system's CAs"
     )
@@ -63,6 +67,8 @@ class GatewayConfig(ServiceConfig):
         if self.engine_tls is not None and not self.engine.startswith("https://"):
             message = f"engine is {self.engine!r}; with engine_tls_ca or engine_tls_cert it must be an https URL"
             raise InvalidRequest(message, param="engine")
+        if self.engine_key is not None:
+            check_key(self.engine_key, "engine_key")
 
     @property
     def engine_tls(self) -> TLSConfig | None:
