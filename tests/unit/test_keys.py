@@ -99,3 +99,15 @@ def test_settings_of_a_gateway_with_the_wrong_type_are_named(name: str, value: o
     gateway.add_arguments(parser)
     with pytest.raises(InvalidRequest, match=f"the setting {name} is .* has the wrong type"):
         gateway.build_config({name: value}, parser.parse_args([]))
+
+
+@pytest.mark.parametrize("engine", ["", "router:8000", "ftp://router"])
+def test_engine_of_a_gateway_that_is_no_url_is_named(engine: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"engine is '{engine}'; it must be an http or https URL"):
+        GatewayConfig(engine=engine)
+
+
+@pytest.mark.parametrize("name", ["queue", "split_tokens", "migration_wait", "lost_after"])
+def test_router_setting_that_is_no_number_is_named(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} is nan"):
+        RouterConfig(**{name: float("nan")})  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from emberline.core.config import DEFAULT_EMBEDDER, ServiceConfig, cache_dir
 from emberline.core.errors import InvalidRequest
@@ -29,7 +30,8 @@ class GatewayConfig(ServiceConfig):
         default_text="EMBERLINE_ADMIN_KEY, keys of the store",
     )
     engine: str = option(
-        "http://127.0.0.1:8000", "URL of the local engine or router. If it has API keys, set EMBERLINE_ENGINE_KEY to one."
+        "http://127.0.0.1:8000",
+        "URL of the local engine or router. If it has API keys, set EMBERLINE_ENGINE_KEY to one.",
     )
     engine_key: str | None = None  # an API key of the engine; the command line reads it from EMBERLINE_ENGINE_KEY
     engine_tls_ca: str | None = option(
@@ -64,6 +66,10 @@ class GatewayConfig(ServiceConfig):
             raise InvalidRequest(f"flush is {self.flush}; it must be above 0 and at most 60 seconds", param="flush")
         if self.redis_gone not in ("local", "closed"):
             raise InvalidRequest(f"redis_gone is {self.redis_gone!r}; it must be local or closed", param="redis_gone")
+        parts = urlsplit(self.engine)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            message = f"engine is {self.engine[:200]!r}; it must be an http or https URL"
+            raise InvalidRequest(message, param="engine", hint="write --engine http://HOST:PORT")
         if self.engine_tls is not None and not self.engine.startswith("https://"):
             message = f"engine is {self.engine!r}; with engine_tls_ca or engine_tls_cert it must be an https URL"
             raise InvalidRequest(message, param="engine")

@@ -200,8 +200,8 @@ def _require_authentication(config: GatewayConfig, configured: ConfiguredGateway
             f"refusing to listen on {config.host}:{config.port} without authentication: other machines could use the"
             " gateway",
             param="host",
-            hint="give --api-key KEY, write `authentication = true` into every [gateways.NAME] of the configuration,"
-            " or give --open to allow everyone",
+            hint="set EMBERLINE_ADMIN_KEY, write `authentication = true` into every [gateways.NAME] of the"
+            " configuration, or give --open to allow everyone",
         )
     return {name: msgspec.structs.replace(settings, authentication=True) for name, settings in configured.items()}
 

@@ -116,6 +116,9 @@ def read_trace(path: Path, trace_format: str = "auto", speed: float = 1.0) -> Tr
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} cannot be read: {error}", hint="name a text file with a trace") from error
+    if text.lstrip().startswith("["):
+        message = f"{path} is a JSON list; a trace has a JSON object in each line"
+        raise TraceError(message, hint="jq -c '.[]' FILE writes the objects of a list in lines")
     rows = _read_json_lines(path, text) if text.lstrip().startswith("{") else _read_csv(path, text)
     requests: list[TraceRequest] = []
     read_row: ReadRow | None = None
