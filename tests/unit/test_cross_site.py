@@ -226,6 +226,16 @@ def test_exposed_worker_accepts_only_its_router() -> None:
     assert fetch(closed, "/v1/models", x_emberline_cluster_key="wrong") == 401
 
 
+def test_metrics_need_no_certificate_but_calls_of_the_router_do() -> None:
+    tls = {"tls_cert": "c", "tls_key": "k", "tls_ca": "ca", "tls_client_certs": "cluster"}
+    keyed = build_router_app(api_keys=("secret",), cluster_key="cluster-secret", **tls)
+    assert fetch(keyed, "/metrics", authorization="Bearer cluster-secret") == 200
+    worker = WorkerConfig(("https://10.0.0.1:1",))
+    closed = build_app(closed=True, worker=worker, cluster_key="cluster-secret", **tls)
+    assert fetch(closed, "/metrics", authorization="Bearer cluster-secret") not in (401, 403)
+    assert fetch(closed, "/v1/models", x_emberline_cluster_key="cluster-secret") == 403
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_exposed_listener_needs_authentication(host: str) -> None:
     for authenticated, is_open in ((True, False), (False, True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,21 @@ def test_master_key_in_environment_is_rotated(
     assert both.current_key.id in capsys.readouterr().out and not (tmp_path / "master.key").exists()
     assert asyncio.run(_vault(tmp_path, EnvironmentMasterKeys(MasterKeys(both.keys[:1])))) == "sk-1"
     assert main([*make_config(tmp_path), "--forget-old"]) == 1
+
+
+def test_rotation_elsewhere_than_at_the_gateway_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(make_config(tmp_path)) == 1
+    assert f"no master key at {tmp_path}/master.key" in capsys.readouterr().err
+    assert not (tmp_path / "master.key").exists() and not (tmp_path / "store").exists()
+
+
+def test_file_stays_with_its_owner_if_root_rotates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = MasterKeyFile(tmp_path / "master.key")
+    keys, owner = file.read(), (tmp_path / "master.key").stat()
+    changed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "chown", lambda path, user, group: changed.append((user, group)))
+    file.write(keys)
+    assert not changed
+    monkeypatch.setattr(os, "geteuid", lambda: owner.st_uid + 1)
+    file.write(keys)
+    assert changed == [(owner.st_uid, owner.st_gid)]

@@ -266,11 +266,11 @@ def test_key_from_file(tmp_path: Path) -> None:
     file = tmp_path / "adc.json"
     file.write_text('{"type": "authorized_user"}\n')
     table = {"providers": {"google-vertex-ai": {"key_file": str(file)}}}
-    [settings] = read_configured_gateways({"gateways": {"default": table}}, "http://e").values()
+    [settings] = read_configured_gateways({"gateways": {"default": table}}, ProviderSettings()).values()
     assert settings.providers["google-vertex-ai"].key == '{"type": "authorized_user"}'
     with pytest.raises(InvalidRequest, match="cannot be read"):
         read_configured_gateways(
-            {"gateways": {"default": {"providers": {"groq": {"key_file": str(tmp_path / "no")}}}}}, "http://e"
+            {"gateways": {"default": {"providers": {"groq": {"key_file": str(tmp_path / "no")}}}}}, ProviderSettings()
         )
 
 

@@ -18,7 +18,7 @@ from emberline.gateway.core.log_record import parse_created_ms
 from emberline.gateway.core.options import NO_OPTIONS, CustomCost, RequestOptions
 from emberline.gateway.core.paths import RequestTarget, parse_path
 from emberline.gateway.core.request_body import read_body_fields, replace_fields
-from emberline.gateway.core.settings import GatewaySettings
+from emberline.gateway.core.settings import GatewaySettings, ProviderSettings
 from emberline.gateway.core.token_estimate import TOKENS_PER_ATTACHMENT, estimate_input_tokens
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.error_replies import error_event, error_reply, read_provider_error, read_retry_after
@@ -26,7 +26,7 @@ from emberline.gateway.gateway import resolve_model
 from emberline.gateway.logs.request_ids import RequestIDGenerator
 from emberline.gateway.model_lister import ModelLister
 from emberline.gateway.providers.registry import ProviderRegistry
-from emberline.gateway.settings_store import read_configured_gateways
+from emberline.gateway.settings_store import read_configured_gateways, with_engine_provider
 from emberline.gateway.store.compression import (
     MIN_COMPRESSED_BYTES,
     SMALL_PAYLOAD_BYTES,
@@ -35,6 +35,7 @@ from emberline.gateway.store.compression import (
 )
 
 CHAT = "chat/completions"
+ENGINE = ProviderSettings(base_url="http://engine", key="k")
 
 
 @pytest.mark.parametrize(
@@ -252,10 +253,25 @@ def test_errors_in_every_dialect() -> None:
     )
 
 
+def test_engine_has_the_address_and_key_of_the_process_unless_settings_change_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TEAM_KEY", "own")
+    keyed = {"gateways": {"team": {"providers": {"emberline": {"key_env": "TEAM_KEY"}}}}}
+    made = read_configured_gateways(keyed, ENGINE)
+    engines = [made["default", name].providers["emberline"] for name in ("default", "team")]
+    assert [(engine.base_url, engine.key) for engine in engines] == [("http://engine", "k"), ("http://engine", "own")]
+    stored = GatewaySettings(providers={"emberline": ProviderSettings(headers={"x": "y"}, public=True)})
+    engine = with_engine_provider(stored, ENGINE).providers["emberline"]
+    assert (engine.base_url, engine.key, engine.headers, engine.public) == ("http://engine", "k", {"x": "y"}, False)
+    other = GatewaySettings(providers={"emberline": ProviderSettings(base_url="https://elsewhere", public=True)})
+    assert with_engine_provider(other, ENGINE) is other, "the key must not be sent there"
+
+
 def test_settings_are_read_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "secret")
     found = {"gateways": {"team": {"account": "acme", "providers": {"openai": {"key_env": "SOME_KEY"}}}}}
-    made = read_configured_gateways(found, "http://engine")
+    made = read_configured_gateways(found, ENGINE)
     assert made["acme", "team"].providers["openai"].key == "secret"
     assert made["default", "default"].providers["emberline"].base_url == "http://engine"
     for wrong in (
@@ -282,14 +298,14 @@ def test_settings_are_read_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
         {"gateway": "another"},
     ):
         with pytest.raises(InvalidRequest):
-            read_configured_gateways({"gateways": {"team": wrong}}, "")
+            read_configured_gateways({"gateways": {"team": wrong}}, ENGINE)
     later = {"fallbacks": [{"model": "*", "to": ["custom-mine/m"]}]}  # a custom provider may be in the store
-    assert read_configured_gateways({"gateways": {"team": later}}, "")["default", "team"].fallbacks
+    assert read_configured_gateways({"gateways": {"team": later}}, ENGINE)["default", "team"].fallbacks
     with pytest.raises(InvalidRequest, match="gateway 'team': default_provider names an unknown") as failure:
-        read_configured_gateways({"gateways": {"team": {"default_provider": "opanai"}}}, "")
+        read_configured_gateways({"gateways": {"team": {"default_provider": "opanai"}}}, ENGINE)
     assert "openai" in (failure.value.hint or "")
     with pytest.raises(InvalidRequest):
-        read_configured_gateways({"gateways": {"team": 5}}, "")
+        read_configured_gateways({"gateways": {"team": 5}}, ENGINE)
     assert GatewaySettings().retries.attempts == 2
 
 

@@ -12,13 +12,16 @@ from gateway_requests import Pieces, call
 
 from emberline.core.clock import ManualClock
 from emberline.gateway.cache.entry import CacheEntry
+from emberline.gateway.cache.factory import semantic_cache_factory
 from emberline.gateway.cache.memory import MemoryCache
 from emberline.gateway.cache.question import MAX_QUESTION_CHARS, UserQuestion
 from emberline.gateway.cache.question_index import QuestionIndex, cosine_similarity, normalize_vector
 from emberline.gateway.cache.semantic import SemanticCache, extract_reply_text
+from emberline.gateway.core.errors import UpstreamFailed
 from emberline.gateway.core.identity import Identity
 from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.layers.caching import CacheLayer
+from emberline.gateway.upstream.provider_request import ProviderRequest
 
 WORDS = ["capital", "france", "germany", "paris", "berlin", "weather", "tell", "me", "what", "is", "the", "of", "not"]
 
@@ -263,3 +266,16 @@ def test_reply_text() -> None:
     )
     assert extract_reply_text(events) == "hello"
     assert extract_reply_text(entry(b"\xff")) == ""
+
+
+def test_embedder_sends_the_key_of_the_engine() -> None:
+    sent: list[ProviderRequest] = []
+
+    class RecordingUpstream:
+        async def send(self, request: ProviderRequest, timeout_s: float) -> Any:
+            sent.append(request)
+            raise UpstreamFailed("recorded")
+
+    make_cache = semantic_cache_factory(RecordingUpstream(), "http://engine", "m", ManualClock(), key="k")  # type: ignore[arg-type]
+    assert asyncio.run(make_cache()._embedder.embed(["text"])) is None
+    assert [(each.url, each.headers["authorization"]) for each in sent] == [("http://engine/v1/embeddings", "Bearer k")]

@@ -24,6 +24,7 @@ WORKER = WorkerConfig(("http://r",))
         (lambda key: RouterConfig(api_keys=(key,)), "api_keys"),
         (lambda key: ServerConfig(api_keys=("good", key)), "api_keys"),
         (lambda key: GatewayConfig(api_keys=(key,)), "api_keys"),
+        (lambda key: GatewayConfig(engine_key=key), "engine_key"),
         (lambda key: RouterConfig(cluster_key=key), "cluster_key"),
         (lambda key: ServerConfig(worker=WORKER, cluster_key=key), "cluster_key"),
     ],
@@ -80,12 +81,33 @@ def test_api_keys_are_read_from_the_environment(
     assert add_key_from_environment(("second",), variable) == ("second",)
 
 
-def test_urls_of_a_gateway_with_passwords_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_of_a_gateway_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
     gateway.add_arguments(parser)
     monkeypatch.setenv("EMBERLINE_STORE_URL", "postgresql://u:p@h/d")
     monkeypatch.setenv("EMBERLINE_REDIS_URL", "redis://:p@h")
+    monkeypatch.setenv("EMBERLINE_ENGINE_KEY", "k")
     config = gateway.build_config({"store": "sqlite:x"}, parser.parse_args([]))
-    assert (config.store, config.redis) == ("postgresql://u:p@h/d", "redis://:p@h")
+    assert (config.store, config.redis, config.engine_key) == ("postgresql://u:p@h/d", "redis://:p@h", "k")
     config = gateway.build_config({}, parser.parse_args(["--store", "sqlite:y"]))
     assert config.store == "sqlite:y"
+
+
+@pytest.mark.parametrize(("name", "value"), [("store", 5), ("engine_key", 5), ("api_keys", [5]), ("api_keys", "k")])
+def test_settings_of_a_gateway_with_the_wrong_type_are_named(name: str, value: object) -> None:
+    parser = argparse.ArgumentParser()
+    gateway.add_arguments(parser)
+    with pytest.raises(InvalidRequest, match=f"the setting {name} is .* has the wrong type"):
+        gateway.build_config({name: value}, parser.parse_args([]))
+
+
+@pytest.mark.parametrize("engine", ["", "router:8000", "ftp://router"])
+def test_engine_of_a_gateway_that_is_no_url_is_named(engine: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"engine is '{engine}'; it must be an http or https URL"):
+        GatewayConfig(engine=engine)
+
+
+@pytest.mark.parametrize("name", ["queue", "split_tokens", "migration_wait", "lost_after"])
+def test_router_setting_that_is_no_number_is_named(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} is nan"):
+        RouterConfig(**{name: float("nan")})  # type: ignore[arg-type]

@@ -24,6 +24,11 @@ def test_bound_port_is_in_use_at_once() -> None:
     first.close()
 
 
+def test_address_of_another_machine_is_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"Cannot assign.*--host must be an address of this machine"):
+        bind_listener("192.0.2.1", 0)  # reserved for documentation
+
+
 def test_503_while_loading_then_served() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})

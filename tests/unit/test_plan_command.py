@@ -125,6 +125,12 @@ def test_bad_input(changes: dict[str, str], named: str, hint: str, capsys: pytes
     assert not hint or hint in message.partition("(hint: ")[2]
 
 
+def test_empty_list_of_weight_formats_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words(weights=","))
+    assert "',' names no weight format" in capsys.readouterr().err
+
+
 def test_models_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     message = error_of(capsys, model=str(CONFIGS / "kimi-k2.5.json"), max_gpus="1", weights="auto")
     assert "fits no worker" in message and "does not fit into GPU memory" in message

@@ -83,6 +83,9 @@ def test_replayed_prompts_share_what_the_trace_says(tmp_path: Path, rows: list[d
         (lines([{**MOONCAKE[0], "hash_ids": [1]}]), r"line 1, field 'hash_ids': it must be a list of at least 2 ids"),
         (BURSTGPT + "1e300,GPT-4,4,1,1,API log\n", r"requests over 1e\+300 s; a trace may have 3.16e\+07 s"),
         ("a,b\n1,2\n", "line 2: the format is unknown; its fields are: a, b"),
+        (AZURE + "x" * 200_000 + ",1,2\n", "trace, line 4: it is not a row of a CSV file: field larger"),
+        ('{"a":' * 100_000, "trace, line 1: it must be a JSON object"),
+        (json.dumps(GATEWAY), "is a JSON list; a trace has a JSON object in each line"),
     ],
 )
 def test_bad_traces_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -146,6 +149,9 @@ def test_every_kind_of_workload_has_usable_defaults(kind: str) -> None:
         ("poisson:shared_prompts=0", "shared_prompts is 0"),
         ("poisson:rate=1,rate=2", "setting rate twice"),
         ("weekly:rate=3", "neither a file nor one of the kinds poisson, bursts"),
+        ("", "the workload '' is neither a file"),
+        ("poisson:prompt=1e308,spread=5", r"prompt is 1e\+308; it must be at most 2147483648"),
+        ("agents:user=1e308", r"user is 1e\+308; it must be at most 2147483648"),
     ],
 )
 def test_bad_workloads_are_named(text: str, message: str) -> None:

@@ -115,9 +115,10 @@ def test_bad_tables_are_refused(tmp_path: Path, change: dict[str, Any], param: s
 def test_file_without_a_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError):
         StepCostTable.load(tmp_path / "absent.json")
-    (tmp_path / "other.json").write_text('{"bench": "router", "config": {}}')
-    with pytest.raises(InvalidRequest, match="no cost table"):
-        StepCostTable.load(tmp_path / "other.json")
+    for text in ('{"bench": "router", "config": {}}', '{"bench": "router", "config": "fast"}'):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(InvalidRequest, match="no cost table"):
+            StepCostTable.load(tmp_path / "other.json")
     with pytest.raises(InvalidRequest, match="scaled"):
         DATA.scale(0.0)
 

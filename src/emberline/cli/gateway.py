@@ -14,7 +14,11 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
 from emberline.core.keys import ADMIN_KEY_VARIABLE, add_key_from_environment
 
-STORE_VARIABLE, REDIS_VARIABLE = "EMBERLINE_STORE_URL", "EMBERLINE_REDIS_URL"
+SECRET_VARIABLES = {
+    "store": "EMBERLINE_STORE_URL",
+    "redis": "EMBERLINE_REDIS_URL",
+    "engine_key": "EMBERLINE_ENGINE_KEY",  # an API key of the engine or router
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,21 +65,20 @@ def build_config(file_settings: dict[str, Any], args: argparse.Namespace) -> Gat
                 hint=f"known settings: gateways, {', '.join(known)}",
             )
         default = getattr(GatewayConfig(), name)
-        if default is not None and not isinstance(value, list if isinstance(default, tuple) else type(default)):
-            raise InvalidRequest(
-                f"the setting {name} is {value!r}, which has the wrong type",
-                param=name,
-                hint=f"for example {default!r}",
-            )
+        known_type = str if default is None else list if isinstance(default, tuple) else type(default)
+        is_text_list = not isinstance(value, list) or all(isinstance(each, str) for each in value)
+        if not (isinstance(value, known_type) and is_text_list):
+            hint = "write a text in quotation marks" if default is None else f"for example {default!r}"
+            raise InvalidRequest(f"the setting {name} is {value!r}, which has the wrong type", param=name, hint=hint)
         if isinstance(value, list):
             settings[name] = tuple(value)
-    config, options = GatewayConfig(**settings), _read_urls_from_environment() | given_options(args, GatewayConfig)
+    config, options = GatewayConfig(**settings), _read_settings_from_environment() | given_options(args, GatewayConfig)
     keys = *config.api_keys, *options.get("api_keys", ())
     options["api_keys"] = add_key_from_environment(keys, ADMIN_KEY_VARIABLE)
     return replace(config, **options)
 
 
-def _read_urls_from_environment() -> dict[str, str]:
-    """Return the URLs of store and Redis, which contain passwords, if their environment variables are set."""
-    urls = {"store": read_secret(STORE_VARIABLE), "redis": read_secret(REDIS_VARIABLE)}
-    return {name: url for name, url in urls.items() if url}
+def _read_settings_from_environment() -> dict[str, str]:
+    """Return the settings with secrets whose environment variables are set: URLs with passwords, the engine's key."""
+    found = {name: read_secret(variable) for name, variable in SECRET_VARIABLES.items()}
+    return {name: value for name, value in found.items() if value}

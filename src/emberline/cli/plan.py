@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-gpus", type=int, help="Most GPUs to use. (default: no limit)")
     parser.add_argument(
         "--weights",
-        type=parse_comma_list,
+        type=_parse_weight_names,
         default=(),
         metavar="NAME,...",
         help="Weight formats to consider, such as plain,packed. (default: all that fit)",
@@ -63,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the plan as JSON.")
     parser.add_argument("--html", type=Path, metavar="FILE", help="Write the plan as a page with plots.")
+
+
+def _parse_weight_names(text: str) -> tuple[str, ...]:
+    names = parse_comma_list(text)
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names no weight format (hint: write plain,packed)")
+    return names
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,6 +24,10 @@ def rotate_keys(config: GatewayConfig, forget_old: bool) -> int:
 
 async def _rotate_stored_keys(config: GatewayConfig, forget_old: bool) -> str:
     masters = open_master_keys(config.master_key_file, read_secret(MASTER_KEY_VARIABLE))
+    if not isinstance(masters, EnvironmentMasterKeys) and not config.master_key_file.exists():
+        message = f"there is no master key at {config.master_key_file}, so no provider key is encrypted with one"
+        hint = "use the gateway's own --config, and its EMBERLINE_CACHE or EMBERLINE_MASTER_KEY"
+        raise InvalidRequest(message, param="master_key", hint=hint)
     store = await open_store(config.store_url)
     try:
         now = round(time.time() * 1e3)

@@ -268,11 +268,11 @@ class RouterConfig(InferenceServiceConfig):
             "split_tokens",
             "split_patience",
         ):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least 0", param=name)
         if self.queue > MAX_QUEUE_SHARE:
             raise InvalidRequest(f"queue is {self.queue}; it must be at most {MAX_QUEUE_SHARE}", param="queue")
-        if self.lost_after <= self.beat_seconds:
+        if not self.lost_after > self.beat_seconds:
             message = f"lost_after is {self.lost_after} s; it must be longer than beat_seconds, {self.beat_seconds} s"
             raise InvalidRequest(message, param="lost_after")
         plain = next((each.url for each in self.foreign if not each.url.startswith("https://")), None)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from emberline.core.config import DEFAULT_EMBEDDER, ServiceConfig, cache_dir
 from emberline.core.errors import InvalidRequest
+from emberline.core.keys import check_key
 from emberline.core.options import option, redefine_option
 from emberline.core.tls_config import TLSConfig
 
@@ -27,7 +29,11 @@ class GatewayConfig(ServiceConfig):
         help="API key with all permissions; may be repeated.",
         default_text="EMBERLINE_ADMIN_KEY, keys of the store",
     )
-    engine: str = option("http://127.0.0.1:8000", "URL of the local engine or router.")
+    engine: str = option(
+        "http://127.0.0.1:8000",
+        "URL of the local engine or router. If it has API keys, set EMBERLINE_ENGINE_KEY to one.",
+    )
+    engine_key: str | None = None  # an API key of the engine; the command line reads it from EMBERLINE_ENGINE_KEY
     engine_tls_ca: str | None = option(
         None, "PEM file with the CAs of the engine's certificate.", metavar="FILE", default_text="the system's CAs"
     )
@@ -60,9 +66,15 @@ class GatewayConfig(ServiceConfig):
             raise InvalidRequest(f"flush is {self.flush}; it must be above 0 and at most 60 seconds", param="flush")
         if self.redis_gone not in ("local", "closed"):
             raise InvalidRequest(f"redis_gone is {self.redis_gone!r}; it must be local or closed", param="redis_gone")
+        parts = urlsplit(self.engine)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            message = f"engine is {self.engine[:200]!r}; it must be an http or https URL"
+            raise InvalidRequest(message, param="engine", hint="write --engine http://HOST:PORT")
         if self.engine_tls is not None and not self.engine.startswith("https://"):
             message = f"engine is {self.engine!r}; with engine_tls_ca or engine_tls_cert it must be an https URL"
             raise InvalidRequest(message, param="engine")
+        if self.engine_key is not None:
+            check_key(self.engine_key, "engine_key")
 
     @property
     def engine_tls(self) -> TLSConfig | None:

@@ -129,7 +129,8 @@ class StepCostTable:
     def load(path: Path) -> StepCostTable:
         """Read a table that `emberline bench step-costs` wrote. Raises EmberlineError if the file has none."""
         document = read_object(path)
-        table = document.get("config", {}).get("table") if "bench" in document else document
+        config = document.get("config") if "bench" in document else {"table": document}
+        table = config.get("table") if isinstance(config, dict) else None
         if not isinstance(table, dict):
             raise InvalidRequest(f"{path} has no cost table", param="step_costs", hint=MEASURE_HINT)
         return StepCostTable.from_data(StepCostData.from_json(table))

@@ -38,19 +38,19 @@ class SettingsStore:
         configured: ConfiguredGateways,
         store: GatewayStore,
         watch: StoreVersionWatch,
-        engine_url: str,
+        engine: ProviderSettings,
         *,
         require_keys: bool = False,
     ) -> None:
         """Create the store of settings.
 
-        `configured`: the gateways of the configuration file, which the management API cannot change. `require_keys`:
-        every gateway requires a key, even if its settings do not.
+        `configured`: the gateways of the configuration file, which the management API cannot change. `engine`: address
+        and key of the engine. `require_keys`: every gateway requires a key, even if its settings do not.
         """
         self._require_keys = require_keys
         self._configured = configured
         self._store = store
-        self._engine = engine_url
+        self._engine = engine
         self._cache: StoreCache[tuple[str, str], GatewaySettings | None] = StoreCache(watch)
 
     async def get_settings(self, account: str, gateway: str) -> GatewaySettings:
@@ -143,7 +143,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
         ) from e
 
 
-def read_configured_gateways(config: Mapping[str, Any], engine_url: str) -> dict[tuple[str, str], GatewaySettings]:
+def read_configured_gateways(
+    config: Mapping[str, Any], engine: ProviderSettings
+) -> dict[tuple[str, str], GatewaySettings]:
     """Return the gateways of the `[gateways.NAME]` tables, and always a default gateway.
 
     Raise InvalidRequest if a table has an invalid value or names a provider key that cannot be read.
@@ -167,19 +169,21 @@ def read_configured_gateways(config: Mapping[str, Any], engine_url: str) -> dict
             RouteGraph.parse(route)
         if settings.cache_invalidate_on_update:
             settings = msgspec.structs.replace(settings, version=zlib.crc32(msgspec.json.encode(settings)))
-        gateways[settings.account, name] = _with_provider_keys(with_engine_provider(settings, engine_url))
+        gateways[settings.account, name] = _with_provider_keys(with_engine_provider(settings, engine))
     return gateways
 
 
-def with_engine_provider(settings: GatewaySettings, engine_url: str) -> GatewaySettings:
-    """Return the settings with a provider `emberline` at `engine_url`.
+def with_engine_provider(settings: GatewaySettings, engine: ProviderSettings) -> GatewaySettings:
+    """Return the settings with a provider `emberline`.
 
-    Settings that already define a provider `emberline` are returned unchanged.
+    It has the address and the key of `engine`, unless the settings give it another address or key.
     """
-    if "emberline" in settings.providers:
+    own = settings.providers.get("emberline", ProviderSettings())
+    if own.base_url is not None:  # the key is only for the address of `engine`
         return settings
-    default = {"emberline": ProviderSettings(base_url=engine_url)}
-    return msgspec.structs.replace(settings, providers={**default, **settings.providers})
+    # The operator chose this address, so it may be private, also in settings from the management API.
+    found = msgspec.structs.replace(own, base_url=engine.base_url, key=own.key or engine.key, public=False)
+    return msgspec.structs.replace(settings, providers={**settings.providers, "emberline": found})
 
 
 def _with_provider_keys(settings: GatewaySettings) -> GatewaySettings:

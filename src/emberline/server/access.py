@@ -36,7 +36,7 @@ class AccessPolicy:
     cluster_key: str | None = None
     # Only calls with the cluster key are accepted, although no API key is configured.
     requires_cluster_key: bool = False
-    tls: TLSConfig | None = None  # with a CA, calls with the cluster key need a certificate of a cluster peer
+    tls: TLSConfig | None = None  # with a CA, calls between router and workers need a certificate of a cluster peer
 
     def check(self, exchange: Exchange, required_key: str) -> None:
         """Raise an error unless the request has the key that its route requires.
@@ -53,12 +53,11 @@ class AccessPolicy:
         if _matches_any_key(_presented_key(exchange), self.api_keys):
             return
         if self.cluster_key is not None:
-            presented = [
-                exchange.header(CLUSTER_KEY_HEADER),
-                *([_presented_key(exchange)] if accepts_cluster_key else []),
-            ]
-            if any(_matches_any_key(key, (self.cluster_key,)) for key in presented):
+            if _matches_any_key(exchange.header(CLUSTER_KEY_HEADER), (self.cluster_key,)):
                 self._check_peer_certificate(exchange)
+                return
+            # A program that reads metrics, such as Prometheus, needs no certificate unless every connection needs one.
+            if accepts_cluster_key and _matches_any_key(_presented_key(exchange), (self.cluster_key,)):
                 return
         if self.api_keys:
             raise Unauthorized("the API key is missing or wrong", hint="send Authorization: Bearer KEY")

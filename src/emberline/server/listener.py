@@ -54,6 +54,8 @@ def _bind_error_reason(error: OSError | OverflowError) -> str:
 
 
 def _bind_error_hint(error: OSError | OverflowError, port: int) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+        return "--host must be an address of this machine, or 0.0.0.0 for all"
     in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
     return "choose another --port" + (f"; `lsof -i :{port}` shows the process" if in_use else "")
 

@@ -157,7 +157,7 @@ def _check_access(config: ServerConfig, listener: socket.socket) -> ServerConfig
     requests with the cluster key.
     """
     cluster_key = config.cluster_key if config.worker is not None else None
-    hint = "set --api-key KEY" + (", or a cluster key to accept the router only" if config.worker else "")
+    hint = "set EMBERLINE_API_KEY" + (", or EMBERLINE_CLUSTER_KEY to accept the router only" if config.worker else "")
     authenticated = bool(config.api_keys or cluster_key)
     check_exposure(listener, is_authenticated=authenticated, allows_anyone=config.open, hint=hint)
     return replace(config, closed=is_exposed(listener) and not config.open and not config.api_keys)

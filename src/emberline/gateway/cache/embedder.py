@@ -33,20 +33,22 @@ class _EmbeddingReply(msgspec.Struct):
 
 
 class HttpEmbedder:
-    def __init__(self, upstream: UpstreamClient, url: str, model: str, *, timeout_s: float = 0.5) -> None:
+    def __init__(
+        self, upstream: UpstreamClient, url: str, model: str, *, key: str | None = None, timeout_s: float = 0.5
+    ) -> None:
         """Create an embedder for the server at `url`, which is an address without a path.
 
-        `timeout_s` applies to each HTTP request.
+        `key`: the server's API key. `timeout_s` applies to each HTTP request.
         """
         self._upstream, self._url, self._model, self._timeout_s = upstream, url.rstrip("/"), model, timeout_s
+        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         self.failures = 0
 
     async def embed(self, texts: list[str]) -> list[list[float]] | None:
         body = msgspec.json.encode({"model": self._model, "input": texts, "encoding_format": "float"})
-        headers = {"content-type": "application/json"}
         try:
             incoming = await self._upstream.send(
-                ProviderRequest("POST", f"{self._url}/v1/embeddings", headers, body), self._timeout_s
+                ProviderRequest("POST", f"{self._url}/v1/embeddings", self._headers, body), self._timeout_s
             )
             try:
                 data = await incoming.read_all(self._timeout_s, MAX_REPLY_BYTES)

@@ -52,9 +52,12 @@ async def open_cache(url: str | None, clock: Clock, wall_clock: Clock, exit_stac
     return store
 
 
-def semantic_cache_factory(upstream: UpstreamClient, url: str, model: str, clock: Clock) -> Callable[[], SemanticCache]:
+def semantic_cache_factory(
+    upstream: UpstreamClient, url: str, model: str, clock: Clock, *, key: str | None = None
+) -> Callable[[], SemanticCache]:
     """Return a function that creates the semantic cache.
 
+    `key`: the API key of the server at `url`, which has the embedding model.
     numpy is imported only when that function is called.
     """
 
@@ -66,6 +69,6 @@ def semantic_cache_factory(upstream: UpstreamClient, url: str, model: str, clock
         except ModuleNotFoundError as e:
             message = f"the semantic cache needs a package that is not installed: {e.name}"
             raise InvalidRequest(message, param="semantic", hint=f"pip install {e.name}") from e
-        return SemanticCache(HttpEmbedder(upstream, url, model), clock)
+        return SemanticCache(HttpEmbedder(upstream, url, model, key=key), clock)
 
     return create_semantic_cache

@@ -25,6 +25,7 @@ from emberline.gateway.admin.admin_context import AdminContext
 from emberline.gateway.cache.factory import open_cache, semantic_cache_factory
 from emberline.gateway.core.identity import Identity
 from emberline.gateway.core.request import Layer
+from emberline.gateway.core.settings import ProviderSettings
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.costs.price_list import PriceList
 from emberline.gateway.gateway import Gateway
@@ -111,7 +112,8 @@ async def build_gateway(
     """Create the gateway's objects and return its application. Closing `stack` closes these objects.
 
     `require_keys`: every gateway requires a key, even if its settings do not. `tls`: of its listener, for metrics."""
-    configured: ConfiguredGateways = read_configured_gateways(config_file, config.engine)
+    engine = ProviderSettings(base_url=config.engine, key=config.engine_key)
+    configured: ConfiguredGateways = read_configured_gateways(config_file, engine)
     if require_keys:
         configured = _require_authentication(config, configured)
     clock, wall = SystemClock(), WallClock()
@@ -127,7 +129,8 @@ async def build_gateway(
     log_writer = await stack.enter_async_context(LogWriter(store, flush_delay_s=config.flush / 5))
     limiter = await _open_limiter(config, store, clock, stack)
     cache_store = await open_cache(config.cache, clock, wall, stack)
-    cached = CacheLayer(cache_store, clock, semantic_cache_factory(upstream, config.engine, config.embedder, clock))
+    semantic_caches = semantic_cache_factory(upstream, config.engine, config.embedder, clock, key=config.engine_key)
+    cached = CacheLayer(cache_store, clock, semantic_caches)
     claims = ClaimBuilder(catalogue, prices)
     spans = await stack.enter_async_context(open_tracing(config.trace, "emberline-gateway"))
     metrics = GatewayMetrics(clock, attempts.breakers, log_writer, cached, limiter, spans, tls)
@@ -143,7 +146,7 @@ async def build_gateway(
         ContinuationLayer(attempts, registry).wrap,
         try_fallbacks,
     )
-    settings_store = SettingsStore(configured, store, watch, config.engine, require_keys=require_keys)
+    settings_store = SettingsStore(configured, store, watch, engine, require_keys=require_keys)
     keys = KeyStore(store, watch, wall, _identities_by_key(config))
     selector, limit = ProviderKeySelector(vault), config.max_body
     realtime = RealtimeHandler(registry, selector, upstream, prices, clock, attempts.breakers, max_message_bytes=limit)
@@ -197,8 +200,8 @@ def _require_authentication(config: GatewayConfig, configured: ConfiguredGateway
             f"refusing to listen on {config.host}:{config.port} without authentication: other machines could use the"
             " gateway",
             param="host",
-            hint="give --api-key KEY, write `authentication = true` into every [gateways.NAME] of the configuration,"
-            " or give --open to allow everyone",
+            hint="set EMBERLINE_ADMIN_KEY, write `authentication = true` into every [gateways.NAME] of the"
+            " configuration, or give --open to allow everyone",
         )
     return {name: msgspec.structs.replace(settings, authentication=True) for name, settings in configured.items()}
 

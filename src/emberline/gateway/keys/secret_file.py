@@ -38,8 +38,16 @@ class SecretFile:
         return text
 
     def write(self, text: str) -> None:
-        self._write_temporary(text).replace(self._path)
+        """Replace the content. Root leaves the file to its owner: the command that rotates keys may run as root."""
+        temporary = self._write_temporary(text)
+        self._copy_owner_to(temporary)
+        temporary.replace(self._path)
         self._sync_directory()
+
+    def _copy_owner_to(self, temporary: Path) -> None:
+        owner = self._path.stat() if self._path.exists() else None
+        if owner is not None and owner.st_uid != os.geteuid():
+            os.chown(temporary, owner.st_uid, owner.st_gid)
 
     def _create(self, make_content: Callable[[], str]) -> str:
         text = make_content()

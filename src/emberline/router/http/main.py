@@ -29,7 +29,7 @@ async def run_router(config: RouterConfig) -> None:
     listener = socket.socket(fileno=config.listen_fd) if is_inherited else bind_listener(config.host, config.port)
     port = listener.getsockname()[1]
     check_exposure(
-        listener, is_authenticated=bool(config.api_keys), allows_anyone=config.open, hint="add --api-key KEY"
+        listener, is_authenticated=bool(config.api_keys), allows_anyone=config.open, hint="set EMBERLINE_API_KEY"
     )
     policy = CrossSitePolicy.build(
         config.cors_origins,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from emberline.core.errors import InvalidRequest
 from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
 from emberline.sim.workloads.arrivals import ArrivalRate, draw_arrivals
-from emberline.sim.workloads.requests import check_spread
+from emberline.sim.workloads.requests import check_median_tokens, check_spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class AgentWorkload:
         for label, value in (("user", self.user_tokens), ("output", self.reply_tokens)):
             if not value >= 1:
                 raise InvalidRequest(f"{label} is {value:g}; it must be at least 1", param=label)
+            check_median_tokens(label, value)
         if self.over_seconds < 0 or self.think_seconds <= 0:
             message = (
                 f"seconds is {self.over_seconds:g} and think is {self.think_seconds:g};"

@@ -27,7 +27,7 @@ def parse_workload(text: str) -> Workload:
         settings = _parse_settings(rest, allowed)
         return build(settings)
     path, _, rest = text.partition(",")
-    if not Path(path).exists():
+    if not path or not Path(path).exists():
         kinds = ", ".join(KINDS)
         raise InvalidRequest(
             f"the workload {text[:200]!r} is neither a file nor one of the kinds {kinds}",

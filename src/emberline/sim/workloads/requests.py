@@ -12,6 +12,7 @@ from emberline.sim.prompt import PromptPart, SimPromptBuilder
 from emberline.sim.sessions import SimSession, SingleRequest
 from emberline.sim.workloads.arrivals import ArrivalRate, draw_arrivals
 
+MAX_MEDIAN_TOKENS = 1 << 31  # of prompts and replies; more fit no KV cache
 MAX_SPREAD = 5.0  # the 90th percentile is 600 times the median
 
 
@@ -36,6 +37,8 @@ class RequestWorkload:
             if not getattr(self, name) > low:
                 label = name.removesuffix("_tokens")
                 raise InvalidRequest(f"{label} is {getattr(self, name):g}; it must be above {low:g}", param=label)
+        check_median_tokens("prompt", self.prompt_tokens)
+        check_median_tokens("output", self.output_tokens)
         check_spread(self.spread)
         if self.shared_tokens < 0 or self.shared_prompts < 1:
             raise InvalidRequest(
@@ -55,6 +58,11 @@ class RequestWorkload:
 
     def _draw(self, rng: random.Random, median: float) -> int:
         return max(1, round(median * rng.lognormvariate(0.0, self.spread) if self.spread else median))
+
+
+def check_median_tokens(param: str, tokens: float) -> None:
+    if not tokens <= MAX_MEDIAN_TOKENS:
+        raise InvalidRequest(f"{param} is {tokens:g}; it must be at most {MAX_MEDIAN_TOKENS}", param=param)
 
 
 def check_spread(spread: float) -> None:

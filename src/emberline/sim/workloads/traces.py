@@ -116,6 +116,9 @@ def read_trace(path: Path, trace_format: str = "auto", speed: float = 1.0) -> Tr
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} cannot be read: {error}", hint="name a text file with a trace") from error
+    if text.lstrip().startswith("["):
+        message = f"{path} is a JSON list; a trace has a JSON object in each line"
+        raise TraceError(message, hint="jq -c '.[]' FILE writes the objects of a list in lines")
     rows = _read_json_lines(path, text) if text.lstrip().startswith("{") else _read_csv(path, text)
     requests: list[TraceRequest] = []
     read_row: ReadRow | None = None
@@ -140,7 +143,7 @@ def _read_json_lines(path: Path, text: str) -> Iterator[TraceRow]:
             continue
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{path}, line {number}: it must be a JSON object: {error}") from error
         if not isinstance(fields, dict):
             raise TraceError(f"{path}, line {number}: it must be a JSON object, not {type(fields).__name__}")
@@ -149,8 +152,11 @@ def _read_json_lines(path: Path, text: str) -> Iterator[TraceRow]:
 
 def _read_csv(path: Path, text: str) -> Iterator[TraceRow]:
     reader = csv.DictReader(text.splitlines())
-    for fields in reader:
-        yield TraceRow(path, reader.line_num, {name: value for name, value in fields.items() if name})
+    try:
+        for fields in reader:
+            yield TraceRow(path, reader.line_num, {name: value for name, value in fields.items() if name})
+    except csv.Error as error:  # such as a field of more than 128 KiB
+        raise TraceError(f"{path}, line {reader.line_num + 1}: it is not a row of a CSV file: {error}") from error
 
 
 def _find_reader(row: TraceRow, trace_format: str) -> ReadRow:
