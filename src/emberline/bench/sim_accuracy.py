@@ -257,7 +257,7 @@ async def _measure_undisturbed(
         real = await measure_load(client, requests)
         attempts.append(((total_foreign_seconds() - used) / (time.perf_counter() - began), real))
     foreign_cores, real = min(attempts, key=lambda attempt: attempt[0])
-    return real, max(0.0, foreign_cores)  # the time of a process that nobody waited for is lost
+    return real, max(0.0, foreign_cores)  # a process that ended unobserved takes its time with it
 
 
 async def _measure_overheads(
