@@ -103,7 +103,7 @@ class GPURunner:
         self._next_tokens = self.rank.make_next_tokens(self._rows, device, self.vocab_size, size)
         copies = None if states is None else DeviceStateCopies(states, cache, self.rank.pages_per_slot)
         self._state_copies, self.pages_per_slot = copies, copies.pages.per_slot if copies else self.rank.pages_per_slot
-        self.copier = DeviceCopier(cache, device, copies) if settings.tiers.has_tiers else None
+        self.copier = DeviceCopier(cache, device, copies, self.rank.home) if settings.tiers.has_tiers else None
         self.draft_model = draft_model
         self._drafting: DeviceDrafting | None = None
         if draft_model is not None:

@@ -189,7 +189,7 @@ class DevicePart:
         """Let the runner copy its part of KV blocks to and from these buffers. `rank`: the number of this rank."""
         assert self.runner.copier is not None
         args = buffers.memory, parts.offsets[rank]
-        self.runner.copier.attach_host_memory(*args, saves_blocks=parts.is_first(rank))
+        self.runner.copier.attach_host_memory(*args, saves_blocks=parts.saves_blocks(rank))
 
     def check_connections(self) -> None:
         """Raise RankLost if a collective of a step that was computed gave up."""
