@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from device_rank_engines import DeviceThreadRanks, load_host_part, make_device_thread_engine
@@ -27,7 +28,9 @@ from emberline.engine.ranks.control import RankReady
 from emberline.engine.ranks.device_boot import check_same_forms
 from emberline.engine.ranks.device_experts import describe_expert_forms, list_transfers, move_weights
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
+from emberline.engine.ranks.expert_moves import ExpertMoves
 from emberline.engine.ranks.layout import Layout
+from emberline.engine.ranks.leader_experts import LeaderExperts
 from emberline.kernels.comm.lone_rank import LoneRank
 from emberline.kernels.comm.thread_group import ThreadGroup
 from emberline.kernels.cuda.narrow_layout import pack, use_common_factor
@@ -36,6 +39,7 @@ from emberline.kernels.mixture import StackedExperts
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.reference import ReferenceBackend
 from emberline.models.expert_placement import EMPTY, Placement, list_slots
+from emberline.models.movable_experts import MovableExperts, read_row_counts
 
 DP2_EP2: dict[str, Any] = {"tp": 2, "ep": 2, "dp_attention": True, "redundant_experts": 1}
 DP4_EP2 = DP2_EP2 | {"tp": 4}
@@ -194,16 +198,50 @@ def test_slots_of_rows() -> None:
     assert (slots.table.data_ptr(), slots.copies.data_ptr()) == address and slots.own == range(3, 6)
 
 
+def test_counts_are_those_of_the_experts_that_slots_had() -> None:
+    """The device counts rows by slot. What was counted before a move belongs to the experts of the old placement."""
+    layers = [MovableExperts(4, ExpertSlots(4, 2, 3, torch.device("cpu"))) for _ in range(2)]
+    layers[1].row_counts += torch.tensor([5, 1, 0, 2, 3, 0])
+    read_row_counts(layers)
+    assert layers[1].load.recent.tolist() == [5, 1, 2, 3] and not layers[0].load.recent.any()
+    layers[1].set_placement(((0, 1, EMPTY), (2, 3, 0)))
+    assert layers[1].load.rows_by_group.tolist() == [6, 5] and not layers[1].load.recent_by_group.any()
+    layers[1].row_counts += torch.tensor([2, 0, 0, 0, 0, 7])
+    read_row_counts(layers)
+    read_row_counts(layers)
+    assert layers[1].load.recent.tolist() == [14, 1, 2, 3] and layers[1].load.rows_by_group.tolist() == [8, 12]
+
+
+def test_rows_are_read_before_experts_move() -> None:
+    order: list[str] = []
+    layer = MovableExperts(4, ExpertSlots(4, 2, 3, torch.device("cpu")))
+    layer.load.add(np.array([900, 800, 1, 1]), np.array([1700, 2]))
+    layout = Layout(2, ep=2, dp_attention=True, redundant_experts=1)
+    experts = LeaderExperts({3: layer}, layout, update_loads=lambda: order.append("read"))
+    assert experts.balancer is not None
+    experts.balancer._next_check = 0.0
+
+    def move(moves: ExpertMoves) -> bool:
+        order.append("move")
+        return list(moves) == [3]
+
+    assert experts.is_due and order == ["read"]
+    assert experts.move_next(move) and order == ["read", "read", "move"]
+    assert not experts.is_due, "the next check is later"
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt-oss"])
 def test_planned_weights_have_room_for_copies(name: str, tmp_path: Path) -> None:
     config = build_config(tmp_path, name)
-    sizes = []
+    sizes, activations = [], []
     for layout in (DP2_EP2 | {"redundant_experts": 0}, DP2_EP2):
         own = config.with_settings(**layout)
         part = load_host_part(own, Layout.of_gpus(own.parallel), 1, lambda name, rank, size: LoneRank(rank, size))
         planned = memory.weight_bytes(part.planned.own_config, 4)
         assert planned == pytest.approx(part.planned.model.weight_bytes, rel=0.01)
         sizes.append(planned)
+        activations.append(part.planned.plan.activations)
+    assert activations[1] > activations[0], "outputs and sums are in float64"
     hidden, experts = part.planned.own_config.hidden, part.planned.own_config.experts
     assert experts is not None and experts.num_places == 3
     biases = (2 * experts.ffn + hidden) * experts.options.has_biases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -56,5 +57,5 @@ def test_exact_sums_compile(compiled_kernels: list[Any]) -> None:
     x = torch.zeros(64, 7168, dtype=BF16)
     sum_exactly(x, 8, shared=torch.zeros(8, 7168, dtype=BF16), pdl=True)
     sum_exactly(x.float(), 8, pdl=True)
-    for kernel in compiled_kernels:
-        assert "add.f64" in kernel.asm["ptx"] or "add.rn.f64" in kernel.asm["ptx"]
+    for kernel in compiled_kernels:  # a thread has 4 columns of 8 terms, each of which is rounded by 2 operations
+        assert len(re.findall(r"\b(?:add|sub)(?:\.rn)?\.f64", kernel.asm["ptx"])) >= (2 * 8 + 7) * 4
