@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -30,7 +31,11 @@ from emberline.engine.ranks.rank_part import ConnectRanksFunction
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.comm.thread_group import ThreadGroup
 from emberline.models.config import ModelConfig
-from emberline.models.loader import load_checkpoint
+from emberline.models.decoder import DecoderModel
+from emberline.models.loader import DTYPES, compute_fingerprint, load_checkpoint
+from emberline.models.shard import Shard
+from emberline.models.stage import Stage
+from emberline.models.tensor_names import ignorable_tensors, load_model
 from emberline.models.weights import Weights
 
 DEVICE_BYTES = 16 << 30  # memory of a simulated GPU
@@ -43,14 +48,32 @@ def load_host_part(
     connect: ConnectRanksFunction,
     device_memory: tuple[int, int] = (DEVICE_BYTES, 0),
 ) -> DevicePart:
-    """Return a rank's part of a model on the CPU. Its weights are loaded, unlike those of DevicePart.load."""
+    """Return a rank's part of a model on the CPU. Its weights are loaded, unlike those of DevicePart.load.
+
+    The experts of a layer are stacked, as on a GPU, if they may move."""
     connections = DeviceConnections.connect(layout, rank, connect)
     checkpoint = Checkpoint.open(Path(config.model))
     stage, shard = layout.stage(rank, ModelConfig.from_checkpoint(checkpoint)), layout.shard(rank)
     shards: Any = connections.shards
-    model = load_checkpoint(checkpoint, config.dtype, config.requested_context, None, stage, shard, shards)
+    if config.parallel.redundant_experts:
+        model = load_stacked(checkpoint, config, stage, shard, shards)
+    else:
+        model = load_checkpoint(checkpoint, config.dtype, config.requested_context, None, stage, shard, shards)
     planned = PlannedModel.of(model, Weights(checkpoint), config, HostDevice(), device_memory, stage=stage)
     return DevicePart(planned, None, stage, connections, model.fingerprint)
+
+
+class StackingWeights(Weights):
+    stacks_experts = True
+
+
+def load_stacked(checkpoint: Checkpoint, config: EngineConfig, stage: Stage, shard: Shard, comm: Any) -> DecoderModel:
+    whole = ModelConfig.from_checkpoint(checkpoint)
+    weights = StackingWeights(checkpoint, DTYPES[config.dtype], shard=shard, comm=comm)
+    context = config.requested_context or whole.max_context
+    model = load_model(shard.shard_config(whole), weights, context, stage)
+    weights.finish(ignorable_tensors(whole, stage))
+    return replace(model, fingerprint=compute_fingerprint(checkpoint, whole, config.dtype, context))
 
 
 class DeviceThreadRanks(ThreadRanks):

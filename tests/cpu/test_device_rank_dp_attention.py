@@ -210,15 +210,13 @@ def replace_scored(work: WorkItem) -> WorkItem:
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"ep": 2, "redundant_experts": 1}, "redundant_experts"),
-        ({"kv_host_memory": 1 << 20}, "kv_host_memory"),
-        ({"kv_disk": "blocks", "kv_disk_size": 1 << 30}, "kv_disk"),
         ({"speculate": "mtp"}, "speculate"),
         ({"exact": True}, "exact"),
     ],
 )
 def test_settings_that_do_not_work(settings: dict[str, Any], field: str) -> None:
-    check_device_settings(EngineConfig.build("model", **DP2), 2)
+    tiers = {"kv_host_memory": 1 << 20, "kv_disk": "blocks", "kv_disk_size": 1 << 30}
+    check_device_settings(EngineConfig.build("model", **DP2_EP2, redundant_experts=1, **tiers), 2)
     with pytest.raises(InvalidRequest, match="does not work") as caught:
         check_device_settings(EngineConfig.build("model", **DP2, **settings), 2)
     assert caught.value.param == field and f"--{field.replace('_', '-')}" in (caught.value.hint or "")

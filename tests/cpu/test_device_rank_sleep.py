@@ -14,6 +14,7 @@ import torch
 from device_rank_engines import DeviceThreadRanks
 from engine_runs import run_engine, run_group
 from host_engine import plain_arithmetic
+from hot_experts import move_all, watch_moves
 from sleeping_rank_process import keeping_arithmetic, use_freeable_caches
 from test_device_rank_engine import LAYOUTS, build_config, collect, run_on_one_rank, submissions
 
@@ -112,6 +113,24 @@ def test_same_tokens_after_sleep(name: str, layout: dict[str, Any], tmp_path: Pa
             assert model.wake() == sum(weights)
             assert not any(runner.cache.keys.any() for runner in model.runners())
             assert model.engine.kv.num_cached_blocks == 0
+        assert select_tokens(collect(model.engine, submissions())) == expected
+
+
+def test_moved_experts_stay_after_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies of weights in main memory, which a rank makes when it first sleeps, are made again after a move."""
+    watch_moves(monkeypatch.setattr)
+    config = build_config(tmp_path, "deepseek_v3", graphs=False, prefix_cache=False)
+    layout = {"tp": 2, "ep": 2, "dp_attention": True, "redundant_experts": 1}
+    with SleepingThreadRanks(config.with_settings(**layout)) as model:
+        model.wake()
+        expected = select_tokens(collect(model.engine, submissions()))
+        copied = model.sleep()
+        model.wake()
+        move_all(model.engine, model.leader, [90, 1, 0, 1])
+        assert model.sleep() == copied > 0
+        model.wake()
+        placed = [each.movable.placement for each in model.leader.model.movable_layers.values() if each.movable]
+        assert all(0 in group for group in placed[0])
         assert select_tokens(collect(model.engine, submissions())) == expected
 
 

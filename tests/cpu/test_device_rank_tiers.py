@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import tiny_delta
 from device_rank_engines import DeviceThreadRanks, make_device_thread_engine
 from rank_models import DELTA, DELTA_SIZES
-from test_rank_tiers import SETTINGS, Replies, assert_same, run
+from test_rank_tiers import SETTINGS, Replies, assert_same, check_changed_homes, run
 from test_rank_tiers import build_config as build_cpu_config
 
 from emberline.core.engine_config import EngineConfig
@@ -56,6 +57,39 @@ def test_blocks_come_back_from_host_memory(name: str, layout: dict[str, Any], tm
     host = engine.stats().tiers["host"]
     engine.close()
     assert host.hit_tokens >= length // 8 * 8
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "deepseek_v3", "delta-moe"])
+def test_blocks_of_one_rank_come_back_to_another(name: str, tmp_path: Path) -> None:
+    """With data-parallel attention, requests have other homes after the caches were emptied."""
+    length = 77 if name.startswith("delta") else 45
+    config = build_config(tmp_path, name)
+    expected = run_on_one_rank(config, length)
+    config = config.with_settings(kv_host_memory=4 << 20, tp=2, dp_attention=True)
+    with closing(make_device_thread_engine(config)) as engine:  # also if it fails: its ranks are threads
+        check_changed_homes(engine, expected, length)
+
+
+def test_only_the_home_of_a_block_copies_it(tmp_path: Path) -> None:
+    """Blocks of several ranks have the same number. A rank that is not the first one saves too."""
+    config = build_config(tmp_path, "llama").with_settings(kv_host_memory=1 << 20, tp=2, dp_attention=True)
+    ranks = DeviceThreadRanks(config)
+    with closing(ranks.make_engine(config)) as engine:
+        tiers, caches = engine.kv.tiers, [part.runner.cache for part in ranks.parts]
+        assert tiers is not None
+        buffers = [tiers.host.reserve_buffer(name) for name in (b"first", b"second")]
+        for number, cache in enumerate(caches):
+            cache.keys[:, 3], cache.values[:, 3] = number + 1, number + 5
+            cache.keys[:, 7] = cache.values[:, 7] = 0
+        saves = [BlockCopy(3, b"", buffer, home=home) for home, buffer in enumerate(buffers) if buffer is not None]
+        engine.runner.launch(StepPlan(1, [], [], [], saves=saves))()
+        size = caches[0].shape.block_bytes
+        saved = [np.frombuffer(copy.buffer[:size], np.float32).reshape(2, -1)[:, 0].tolist() for copy in saves]
+        assert saved == [[1, 5], [2, 6]] and caches[0].shape == caches[1].shape
+        loads = [BlockCopy(7, b"", saves[0].buffer, home=1)]
+        engine.runner.launch(StepPlan(2, [], [], [], loads=loads))()
+        assert (caches[1].keys[:, 7] == 1).all() and (caches[1].values[:, 7] == 5).all()
+        assert not caches[0].keys[:, 7].any() and not caches[0].values[:, 7].any()
 
 
 def run_with_disk(config: EngineConfig, disk: Path, **layout: Any) -> tuple[Replies, int]:
@@ -116,8 +150,11 @@ def test_places_of_parts() -> None:
     sizes, none = dict.fromkeys(range(4), 64), dict.fromkeys(range(4), 0)
     parts = BufferParts.plan(Layout(4), 2, sizes, none)
     assert (parts.offsets, parts.block_bytes, parts.pages_per_slot) == ({0: 0, 1: 0, 2: 64, 3: 64}, 128, 0)
-    assert [parts.is_first(rank) for rank in range(4)] == [True, False, True, False]
+    assert [parts.saves_blocks(rank) for rank in range(4)] == [True, False, True, False]
     parts = BufferParts.plan(Layout(2, 2), 1, sizes, none)
     assert parts.offsets == {0: 0, 1: 0, 2: 64, 3: 64}
     parts = BufferParts.plan(Layout(4), 2, sizes, none | {2: 130})
     assert (list(parts.offsets.values()), parts.block_bytes, parts.pages_per_slot) == ([0, 64, 128, 192], 256, 3)
+    parts = BufferParts.plan(Layout(4, dp_attention=True), 2, sizes, dict.fromkeys(range(4), 130))
+    assert (list(parts.offsets.values()), parts.block_bytes, parts.pages_per_slot) == ([0, 0, 0, 0], 64, 3)
+    assert all(parts.saves_blocks(rank) for rank in range(4))

@@ -111,8 +111,9 @@ def test_matrices_kept_on_a_device(name: str, tmp_path: Path, keeping: list[Quan
     assert abs(estimate - (matrix.nbytes - order)) <= 3 * ROWS * 4  # one scale of a tensor is kept for each row
 
 
+@pytest.mark.parametrize("spare", [0, 2])  # places for experts that are copied there later
 @pytest.mark.parametrize("name", ["int4 zeros", "awq", "fp8 block", "fp8 tensor", "nvfp4", "mxfp4"])
-def test_experts_kept_on_a_device(name: str, tmp_path: Path, keeping: list[QuantisedMatrix]) -> None:
+def test_experts_kept_on_a_device(name: str, spare: int, tmp_path: Path, keeping: list[QuantisedMatrix]) -> None:
     count, ffn, hidden = 3, 32, 64
     modules = {f"l.mlp.experts.{i}.{kind}_proj": i for i in range(count) for kind in ("gate", "up", "down")}
     matrices = {
@@ -122,13 +123,15 @@ def test_experts_kept_on_a_device(name: str, tmp_path: Path, keeping: list[Quant
     values = write(tmp_path, FORMATS[name], matrices)
     weights = DeviceWeights(Checkpoint.open(tmp_path), device="cpu")
     experts = load_stacked_experts(
-        weights, ExpertsConfig(count, 2, ffn, True, frozenset({0})), name_each_expert(), "l", hidden
+        weights, ExpertsConfig(count, 2, ffn, True, frozenset({0}), spare=spare), name_each_expert(), "l", hidden
     )
     weights.finish("")
     for found, kinds in ((experts.gate_up, ("gate", "up")), (experts.down, ("down",))):
         assert isinstance(found, PackedExperts) and isinstance(found.handle, QuantisedMatrix)
         expected = [torch.cat([values[f"l.mlp.experts.{i}.{kind}_proj"] for kind in kinds]) for i in range(count)]
-        assert torch.equal(dequantise(found.handle).to(torch.bfloat16), torch.stack(expected))
+        assert found.count == len(found.handle.codes) == count + spare
+        assert torch.equal(dequantise(found.handle)[:count].to(torch.bfloat16), torch.stack(expected))
+        assert not found.handle.codes[count:].any() and not found.handle.scales[count:].view(torch.uint8).any()
     assert sum(size.num_bytes for size in weights.narrow_sizes) == weights.loaded_bytes
 
 

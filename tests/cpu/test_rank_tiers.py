@@ -102,25 +102,29 @@ def test_blocks_of_one_rank_come_back_to_another(name: str, tmp_path: Path) -> N
     expected = run(boot(config).engine, length)
     config = config.with_settings(kv_host_memory=4 << 20, tp=2, dp_attention=True)
     with closing(make_thread_engine(config)) as engine:  # also if it fails: its ranks are threads
-        homes: list[dict[str, int]] = []
-        first, second, third = submissions(length)
-        for order in ([first, second, third], [second, third, first]):
-            assert isinstance(engine.kv, RankKVManagers)
-            admit, found = engine.kv.admit, dict[str, int]()
+        check_changed_homes(engine, expected, length)
 
-            def note_home(request: Request, reserved_blocks: int, admit: Any = admit, found: Any = found) -> bool:
-                is_admitted = bool(admit(request, reserved_blocks))
-                if is_admitted:
-                    found[request.id] = engine.kv.home_of(request)  # type: ignore[union-attr]
-                return is_admitted
 
-            engine.kv.admit = note_home  # type: ignore[method-assign]
-            assert_same(run(engine, length, order), expected)
-            homes.append(found)
-            engine.reset_kv()
-        host = engine.stats().tiers["host"]
+def check_changed_homes(engine: Engine, expected: Replies, length: int) -> None:
+    """Run requests, empty the caches of all ranks, and run them again on other ranks, with blocks of the host tier."""
+    homes: list[dict[str, int]] = []
+    first, second, third = submissions(length)
+    for order in ([first, second, third], [second, third, first]):
+        assert isinstance(engine.kv, RankKVManagers)
+        admit, found = engine.kv.admit, dict[str, int]()
+
+        def note_home(request: Request, reserved_blocks: int, admit: Any = admit, found: Any = found) -> bool:
+            is_admitted = bool(admit(request, reserved_blocks))
+            if is_admitted:
+                found[request.id] = engine.kv.home_of(request)  # type: ignore[union-attr]
+            return is_admitted
+
+        engine.kv.admit = note_home  # type: ignore[method-assign]
+        assert_same(run(engine, length, order), expected)
+        homes.append(found)
+        engine.reset_kv()
     assert homes[0].keys() == homes[1].keys() and homes[0] != homes[1]
-    assert host.hit_tokens >= 3 * 40
+    assert engine.stats().tiers["host"].hit_tokens >= 3 * 40
 
 
 def run_with_disk(config: EngineConfig, disk: Path, **layout: int) -> tuple[Replies, int]:

@@ -71,8 +71,9 @@ def test_all_in_the_interpreter() -> None:
 @pytest.fixture
 def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fix the interpreter, which does not round, multiplies bfloat16 as integers, and fails with numpy 2.4."""
-    types = {"fp32": F32, "bf16": BF16, "fp16": torch.float16, "fp8e4nv": FP8}
+    types = {"fp64": torch.float64, "fp32": F32, "bf16": BF16, "fp16": torch.float16, "fp8e4nv": FP8}
     bits = {"fp32": torch.int32, "bf16": torch.uint16, "fp16": torch.uint16, "fp8e4nv": torch.uint8}
+    bits["fp64"] = torch.int64
 
     def convert(data: Any, source: Any, target: Any, _: object) -> Any:
         value = torch.from_numpy(np.array(data)).view(types[str(source)])

@@ -52,10 +52,40 @@ def test_windows(tmp_path: Path) -> None:
 
 
 def test_recurrent_states(tmp_path: Path) -> None:
+    check_same_tokens(write_recurrent(tmp_path), make_plain_submissions(), **DP2)
+
+
+def write_recurrent(directory: Path) -> Path:
     config = tiny_delta.make_config("dense") | {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 256}
     config |= {"head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "vocab_size": 1000}
     config |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "max_position_embeddings": 1024}
-    check_same_tokens(tiny_delta.write_random(tmp_path, config), make_plain_submissions(), **DP2)
+    return tiny_delta.write_random(directory, config)
+
+
+@pytest.mark.parametrize("kind", ["heads", "latents", "states"])
+def test_tiers(kind: str, tmp_path: Path) -> None:
+    """All ranks use the blocks that one has saved: requests run again on other ranks, with empty caches. After a
+    restart, blocks come from the disk."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    if kind == "heads":
+        write_checkpoint(directory)
+    elif kind == "latents":
+        tiny_deepseek.write_deepseek(directory, "v3", dtype=torch.float32, **MLA)
+    else:
+        write_recurrent(directory)
+    pending = make_plain_submissions()
+    expected = run_engine(boot(EngineConfig.build(str(directory), **SETTINGS)).engine, pending)
+    tiers = {"kv_host_memory": 1 << 28, "kv_disk": str(tmp_path / "disk"), "kv_disk_size": 1 << 28}
+    for is_restart in (False, True):
+        engine = boot_ranks(directory, **DP2, **tiers).engine
+        for order in (pending, [*pending[1:], pending[0]]):
+            assert run_engine(engine, order) == expected
+            assert engine.kv.tiers is not None and engine.kv.tiers.wait_until_written(10.0)
+            engine.reset_kv()
+        stats = engine.stats().tiers
+        engine.close()
+        assert stats["host"].hit_tokens > 0 and bool(stats["disk"].loaded_blocks) == is_restart
 
 
 def test_drafts(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ UNPACKED_KINDS = ("attention", "dense ffn", "shared experts")  # whose packed ma
 MAX_KEY_PARTS = 16  # parts into which attention splits a request's keys, on average over a full batch
 MAX_SMS = 192  # multiprocessors of a GPU, at most: an H200 has 132, the largest GPU of capability 12.0 has 188
 EXPANDED_HEAD_BYTES = 640  # key and value of a head, and a share of the latent
-F32_BYTES = 4
+F32_BYTES, F64_BYTES = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class StepSizes:
     layer_weights: int  # weights of the matrices of all layers that a token uses
     has_latents: bool  # whether attention is on latents
     has_experts: bool = False
+    has_movable_experts: bool = False  # whether experts may move between ranks
 
     @staticmethod
     def of(outline: ModelOutline, vocab: int) -> StepSizes:
@@ -56,6 +57,7 @@ class StepSizes:
             layer_weights=sum(_count_used_weights(outline, part) for part in parts if part.kind in LAYER_KINDS),
             has_latents=latent is not None,
             has_experts=outline.experts is not None,
+            has_movable_experts=outline.experts is not None and outline.experts.num_slots > 0,
         )
 
     def list_row_queries(self, max_new_tokens: int) -> tuple[int, ...]:
@@ -80,10 +82,12 @@ class StepSizes:
 
         `own`: rows of this rank. `total`: of all ranks. Feed-forward networks compute these: there are their inputs,
         and outputs that are not summed yet. A rank copies its inputs for each rank that it sends them to, and later
-        receives an output of each of its rows from every rank, which it sums in float32."""
+        receives an output of each of its rows from every rank, which it sums in float32. If experts may move, these
+        outputs and sums are in float64."""
         if ranks == 1:
             return 0
-        copies = dtype_bytes * (2 * total + ranks * own) + F32_BYTES * own
+        output, sum_ = (F64_BYTES, F64_BYTES) if self.has_movable_experts else (dtype_bytes, F32_BYTES)
+        copies = dtype_bytes * total + output * (total + ranks * own) + sum_ * own
         return self.hidden * copies + dtype_bytes * self.ffn_values * (total - own)
 
     @property
@@ -144,4 +148,5 @@ def _ffn_values(outline: ModelOutline, layer: LayerOutline) -> int:
         return 3 * outline.ffn
     assert outline.experts is not None
     experts = outline.experts
-    return experts.count + experts.chosen * (3 * experts.ffn + outline.hidden) + 3 * experts.shared_ffn
+    slots = 2 * experts.num_slots  # by which rows are sorted; at most twice as wide as the other numbers
+    return experts.count + slots + experts.chosen * (3 * experts.ffn + outline.hidden) + 3 * experts.shared_ffn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from emberline.kernels.backend import backend_of
-from emberline.kernels.mixture import Mixture, SelectedExperts
+from emberline.kernels.mixture import Mixture, OwnSums, SelectedExperts
 
 
 def select_experts(x: Tensor, mixture: Mixture) -> SelectedExperts:
@@ -23,3 +23,9 @@ def run_experts(x: Tensor, experts: Tensor, mixture: Mixture) -> Tensor:
 def add_shared_expert(out: Tensor, normed: Tensor, mixture: Mixture) -> Tensor:
     """Add the output of the shared expert for normed rows to `out` in place and return that."""
     return backend_of(out).add_shared_expert(out, normed, mixture)
+
+
+def sum_own_experts(x: Tensor, mixture: Mixture) -> OwnSums:
+    """Return what this rank adds to the output of a mixture with slots for the rows x: its experts, and its part of the
+    shared expert. The sum of all ranks has the same bits wherever the experts are."""
+    return backend_of(x).sum_own_experts(x, mixture)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.cpu.library import NativeExpert, NativeMixture
+from emberline.kernels.expert_slots import ExpertSlots
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight
 
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -47,6 +48,13 @@ class SelectedExperts(NamedTuple):
     normed: Tensor  # [rows, hidden]
     weights: Tensor  # [rows, experts per row] float32
     numbers: Tensor  # [rows, experts per row] int32, ascending in each row
+
+
+class OwnSums(NamedTuple):
+    """What a rank adds to the output of a mixture whose experts may move between ranks."""
+
+    sums: Tensor  # float64 [rows, hidden], of numbers that `exact_sums.round_term` returns
+    slots: Tensor  # integers [rows, experts per row]: what computes each expert of a row, on whichever rank it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,7 @@ class Mixture:
     routing: Routing
     shared: SharedExpert | None = None
     clamp: ClampedSwiGLU | None = None  # None: silu(gate) * up; otherwise no matrix is packed as gated
+    slots: ExpertSlots | None = None  # None: experts are where `routing.own` says, and never move
 
     def split_experts(self) -> tuple[Expert, ...]:
         """Return each expert with matrices of its own; of stacked experts, copies for the reference backend."""

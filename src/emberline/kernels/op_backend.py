@@ -24,8 +24,9 @@ from emberline.kernels.arguments import (
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseStack
+from emberline.kernels.exact_sums import round_term
 from emberline.kernels.gguf_blocks import dequantise_blocks
-from emberline.kernels.mixture import Mixture, SelectedExperts
+from emberline.kernels.mixture import Mixture, OwnSums, SelectedExperts
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise_to_bf16
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
@@ -226,6 +227,23 @@ class OpBackend(ABC):
     def add_shared_expert(self, out: Tensor, normed: Tensor, mixture: Mixture) -> Tensor:
         """Add the output of the shared expert for normed rows to `out` in place and return that."""
         raise NotImplementedError(f"{type(self).__name__} cannot compute a shared expert by itself")
+
+    def sum_own_experts(self, x: Tensor, mixture: Mixture) -> OwnSums:
+        """Return what this rank adds to the output of a mixture with slots, as `expert_ops.sum_own_experts` describes.
+
+        This defines the result. It waits for the device, so it cannot be captured."""
+        slots, scales_inputs = mixture.slots, mixture.routing.scales_inputs
+        assert slots is not None
+        normed, weights, numbers = self.select_experts(x, mixture)
+        chosen, sums = slots.choose(numbers.long()), torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+        row, rank = ((chosen >= slots.own.start) & (chosen < slots.own.stop)).nonzero(as_tuple=True)
+        if len(row):
+            inputs, weight, places = normed[row], weights[row, rank, None], chosen[row, rank] - slots.own.start
+            outputs = self.run_experts(inputs * weight if scales_inputs else inputs, places.int(), mixture)
+            sums.index_add_(0, row, round_term(outputs if scales_inputs else outputs * weight))
+        if mixture.shared is not None:
+            sums += round_term(self.add_shared_expert(torch.zeros_like(x), normed, mixture))
+        return OwnSums(sums, chosen)
 
     @abstractmethod
     def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:

@@ -118,4 +118,5 @@ def _expert_sizes(experts: ExpertsConfig) -> ExpertSizes:
         has_router_bias=options.has_router_bias or options.has_correction,
         has_biases=options.has_biases,
         num_own=0 if experts.own is None else len(experts.own),
+        num_spare=experts.spare,
     )

@@ -159,8 +159,16 @@ class DecoderModel:
     @property
     def dispatching_layers(self) -> dict[int, SparseFeedForward]:
         """The networks whose rows are sent to the ranks that have their experts, by layer."""
-        networks = {i: each.ffn for i, each in enumerate(self.layers) if isinstance(each.ffn, SparseFeedForward)}
-        return {layer: network for layer, network in networks.items() if network.dispatch is not None}
+        return {layer: network for layer, network in self._sparse_layers if network.dispatch is not None}
+
+    @property
+    def movable_layers(self) -> dict[int, SparseFeedForward]:
+        """The networks whose experts may move between ranks that compute the rows of all, by layer."""
+        return {layer: network for layer, network in self._sparse_layers if network.movable is not None}
+
+    @property
+    def _sparse_layers(self) -> list[tuple[int, SparseFeedForward]]:
+        return [(i, each.ffn) for i, each in enumerate(self.layers) if isinstance(each.ffn, SparseFeedForward)]
 
     @property
     def device(self) -> torch.device:

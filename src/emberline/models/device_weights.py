@@ -50,7 +50,7 @@ from emberline.models.tensor_load import (
 from emberline.models.textmodel import select_text_model
 from emberline.models.weight_formats import NarrowSize
 from emberline.models.weight_uploader import WeightUploader
-from emberline.models.weights import StackPart, Weights
+from emberline.models.weights import StackPart, Weights, count_unfilled_bytes
 from emberline.unweight.tensor import is_coded
 
 
@@ -203,6 +203,7 @@ class DeviceWeights(Weights):
     ) -> Tensor:
         used = dtype or self._final_dtype([part.name for part in parts])
         whole = torch.empty(shape, dtype=used, device=self.device)
+        self.loaded_bytes += count_unfilled_bytes(whole, parts)
         for name, part_shape, select in parts:
             self._queue_load(name, part_shape, select(whole))
         return whole
@@ -315,7 +316,7 @@ class DeviceWeights(Weights):
             self._add_loaded_bytes(ops.fill_quantised_experts(pending.experts, quantise_rows(whole, shape)))
 
         size = (*shape.codes.shape[:2], shape.k)
-        whole = PendingMatrix(size, torch.bfloat16, self.device, lambda all_, i: parts[i].select(all_), settle)
+        whole = PendingMatrix(size, torch.bfloat16, self.device, lambda w, i: parts[i].select(w), settle, zeroed=True)
         for index, (name, part_shape, _) in enumerate(parts):
             self._queue_load(name, part_shape, whole.add_part(index))
         return pending.experts

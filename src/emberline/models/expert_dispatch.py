@@ -7,42 +7,16 @@ the order of the experts' numbers. So a row's bits depend neither on other rows 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from emberline.kernels import expert_ops
+from emberline.kernels.expert_slots import ExpertSlots
 from emberline.kernels.mixture import Mixture, SelectedExperts
 from emberline.models.expert_load import ExpertLoad
-from emberline.models.expert_placement import EMPTY, Placement, place_in_order
+from emberline.models.expert_placement import Placement, list_slots, place_in_order
 from emberline.models.row_exchange import RowExchange
 from emberline.models.shard import Shard
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertSlots:
-    """Which ranks have which experts. A slot holds the weights of one expert; an expert may be in several slots."""
-
-    groups: int  # of ranks; the ranks of a group have parts of the same experts
-    per_group: int  # slots; those of group g have the numbers from g * per_group on
-    table: Tensor  # [experts, groups] int64: slots of each expert, as many as it has copies, then zeros
-    copies: Tensor  # [experts] int64: number of slots of each expert
-
-    @staticmethod
-    def of(placement: Placement, experts: int, device: torch.device) -> ExpertSlots:
-        groups, per_group = len(placement), len(placement[0])
-        table, copies = torch.zeros(experts, groups, dtype=torch.int64), torch.zeros(experts, dtype=torch.int64)
-        for slot, expert in enumerate(expert for slots in placement for expert in slots):
-            if expert != EMPTY:
-                table[expert, copies[expert]] = slot
-                copies[expert] += 1
-        return ExpertSlots(groups, per_group, table.to(device), copies.to(device))
-
-    def choose(self, experts: Tensor) -> Tensor:
-        """Return the slots that compute the experts [rows, n] of rows. Rows take turns with the copies of an expert."""
-        copy = torch.arange(len(experts), device=experts.device)[:, None] % self.copies[experts]
-        return self.table[experts, copy]
 
 
 class ExpertDispatch:
@@ -50,13 +24,14 @@ class ExpertDispatch:
 
     def __init__(self, experts: int, groups: int, redundant: int, device: torch.device) -> None:
         """`redundant`: slots of each group for copies of experts. `device`: of the rows."""
-        self._experts, self._device = experts, device
-        self.load = ExpertLoad(experts, groups)
-        self.set_placement(place_in_order(experts, groups, experts // groups + redundant))
+        self._experts, per_group = experts, experts // groups + redundant
+        self.load, self.slots = ExpertLoad(experts, groups), ExpertSlots(experts, groups, per_group, device)
+        self.set_placement(place_in_order(experts, groups, per_group))
 
     def set_placement(self, placement: Placement) -> None:
         """Send rows to these ranks from now on. All ranks must call this before the same step."""
-        self.placement, self.slots = placement, ExpertSlots.of(placement, self._experts, self._device)
+        self.placement = placement
+        self.slots.assign(list_slots(placement, self._experts))
         self.load.forget_groups()
 
     @staticmethod

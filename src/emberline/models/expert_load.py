@@ -17,10 +17,14 @@ class ExpertLoad:
 
     def record(self, experts: NDArray[np.int64], groups: NDArray[np.int64]) -> None:
         """Count pairs of a row and an expert. `groups`: that computes each pair."""
-        by_group = np.bincount(groups.reshape(-1), minlength=len(self.rows_by_group))
+        by_expert = np.bincount(experts.reshape(-1), minlength=len(self.recent))
+        self.add(by_expert, np.bincount(groups.reshape(-1), minlength=len(self.rows_by_group)))
+
+    def add(self, by_expert: NDArray[np.int64], by_group: NDArray[np.int64]) -> None:
+        """Add numbers of such pairs."""
         self.rows_by_group += by_group
         self.recent_by_group += by_group
-        self.recent += np.bincount(experts.reshape(-1), minlength=len(self.recent))
+        self.recent += by_expert
         if self.recent_by_group.sum() > RECENT_ROWS:
             self.recent //= 2
             self.recent_by_group //= 2

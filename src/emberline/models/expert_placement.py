@@ -21,6 +21,15 @@ def place_in_order(experts: int, groups: int, slots: int) -> Placement:
     return tuple((*range(group * each, (group + 1) * each), *empty) for group in range(groups))
 
 
+def list_slots(placement: Placement, experts: int) -> list[list[int]]:
+    """Return the slots of each expert. Those of a group follow those of the group before."""
+    slots: list[list[int]] = [[] for _ in range(experts)]
+    for slot, expert in enumerate(expert for group in placement for expert in group):
+        if expert != EMPTY:
+            slots[expert].append(slot)
+    return slots
+
+
 def group_loads(loads: Sequence[float], placement: Placement) -> list[float]:
     """Return the load of each group. An expert's load is divided evenly among its copies."""
     copies = [0] * len(loads)

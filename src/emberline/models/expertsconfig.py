@@ -45,6 +45,13 @@ class ExpertsConfig:
     options: ExpertOptions = field(default=NO_OPTIONS, repr=False)
     # Of a rank: the experts that it has; None: all.
     own: range | None = field(default=None, repr=False)
+    # Of a rank: places beside those of its experts, to which experts of other ranks may be copied.
+    spare: int = field(default=0, repr=False)
+
+    @property
+    def num_places(self) -> int:
+        """The number of experts for which a rank has memory."""
+        return len(self.numbers) + self.spare
 
     @property
     def numbers(self) -> range:

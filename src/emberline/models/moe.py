@@ -10,12 +10,14 @@ from torch import Tensor
 
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import Communicator
+from emberline.kernels.expert_slots import ExpertSlots
 from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert
 from emberline.models.config import ModelConfig
 from emberline.models.expert_dispatch import ExpertDispatch
 from emberline.models.expert_placement import EMPTY, Placement
 from emberline.models.experts_spec import ExpertsSpec, ExpertTensors, SharedExpertSpec
 from emberline.models.expertsconfig import ExpertsConfig
+from emberline.models.movable_experts import MovableExperts
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.row_exchange import RowExchange
 from emberline.models.stacked_experts import keep_down_bias, load_stacked_experts
@@ -27,6 +29,7 @@ class SparseFeedForward:
     mixture: Mixture  # replaced if the rank gets other experts
     comm: Communicator | None = None  # sums the outputs of ranks, which have parts of the experts
     dispatch: ExpertDispatch | None = None  # sends rows to the ranks that have their experts instead
+    movable: MovableExperts | None = None  # None: ranks that compute the rows of all keep their experts
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int) -> SparseFeedForward:
@@ -42,6 +45,7 @@ class SparseFeedForward:
         options, tensors = experts.options, _find_tensors(spec, experts, weights, at)
         clamped = ClampedSwiGLU(options.swiglu_alpha, options.swiglu_limit) if options.swiglu_limit else None
         norm = weights.load_vector(f"{at}.post_attention_layernorm.weight", hidden, offset=config.parts.norm_offset)
+        slots = _make_slots(experts, weights)
         return SparseFeedForward(
             Mixture(
                 norm=norm,
@@ -67,9 +71,11 @@ class SparseFeedForward:
                 ),
                 shared=_load_shared_expert(weights, experts, spec.shared, at, hidden, residual),
                 clamp=clamped,
+                slots=slots,
             ),
             weights.comm,
             ExpertDispatch.of(weights.shard, experts.count, weights.device),
+            None if slots is None else MovableExperts(experts.count, slots),
         )
 
     def __call__(
@@ -80,6 +86,8 @@ class SparseFeedForward:
             return ops.run_mixture(x, self.mixture)
         if exchange is not None and self.dispatch is not None:
             return self.dispatch.add_outputs(x, self.mixture, exchange)
+        if exchange is not None and self.movable is not None:
+            return self.movable.add_outputs(x, self.mixture, exchange)
         if exchange is not None:
             rows = exchange.gather(x)
             return x.add_(exchange.sum_own(ops.run_mixture(rows, self.mixture, add_to=torch.zeros_like(rows))))
@@ -94,6 +102,14 @@ class SparseFeedForward:
         experts = tuple(unused if number == EMPTY else available[number] for number in placement[group])
         self.mixture = replace(self.mixture, experts=experts)
         self.dispatch.set_placement(placement)
+
+
+def _make_slots(experts: ExpertsConfig, weights: Weights) -> ExpertSlots | None:
+    """Return the tables of experts that may move; None: they never do."""
+    if not experts.spare or experts.own is None:
+        return None
+    groups, shard = experts.count // len(experts.own), weights.shard
+    return ExpertSlots(experts.count, groups, experts.num_places, weights.device, shard.expert_group)
 
 
 def load_expert(config: ModelConfig, weights: Weights, layer: int) -> Expert:

@@ -99,7 +99,7 @@ class PendingExperts:
     def set_part(self, select: Callable[[Tensor], Tensor], matrix: QuantisedMatrix) -> None:
         """Copy a part to its rows. `select`: returns the part of a stacked tensor [experts, rows, 1]."""
         if self._matrices is None:
-            self._matrices = allocate_like(self._shape, self._device)
+            self._matrices = allocate_like(self._shape, self._device, zeroed=True)  # there may be unused places
         whole, count, n = self._matrices, self._shape.codes.shape[0], self._shape.n
         rows = select(torch.arange(count * n, device=self._device).view(count, n, 1)).flatten()
         _copy_rows(whole.codes, rows, matrix.codes)

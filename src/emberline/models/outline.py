@@ -73,10 +73,17 @@ class ExpertSizes:
     has_router_bias: bool = False
     has_biases: bool = False  # whether the two matrices of an expert have biases
     num_own: int = 0  # experts that a rank has; 0: all
+    num_spare: int = 0  # further experts for which it has memory
 
     @property
     def own_count(self) -> int:
-        return self.num_own or self.count
+        """The number of experts for which a rank has memory."""
+        return (self.num_own or self.count) + self.num_spare
+
+    @property
+    def num_slots(self) -> int:
+        """The number of experts for which all ranks together have memory, if experts may move; otherwise 0."""
+        return self.own_count * (self.count // self.num_own) if self.num_own and self.num_spare else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from emberline.kernels.comm.communicator import Communicator
 class RowExchange:
     comm: Communicator
     counts: tuple[int, ...]  # rows of each rank
+    # Integers, for each row of all ranks: 1 for those of requests, 0 for padding. None: this is not known.
+    counted: Tensor | None = None
 
     @property
     def total(self) -> int:
@@ -37,12 +39,13 @@ class RowExchange:
     def sum_own(self, x: Tensor) -> Tensor:
         """Return the sums of this rank's rows of the ranks' x. `x`: the rows of all ranks, in the order of the ranks.
 
-        As in `all_reduce`, sums are computed in float32, in the order of the ranks, and rounded once.
+        As in `all_reduce`, sums are computed in float32, in the order of the ranks, and rounded once. Those of float64
+        are computed in float64.
         """
         assert len(x) == self.total, f"{len(x)} rows, and not {self.total}"
         size = self.comm.size
         first, *others = self.comm.all_to_all(x, self.counts, [self.own] * size).chunk(size)
-        total = first.to(torch.float32, copy=True)
+        total = first.to(torch.promote_types(x.dtype, torch.float32), copy=True)
         for other in others:
             total += other
         return total.to(x.dtype)

@@ -121,6 +121,7 @@ class Shard:
             experts,
             ffn=len(self.expert_columns(experts.ffn)),
             own=self.experts(experts.count) if self.expert_parts > 1 else None,
+            spare=self.redundant_experts if self.gathers_rows else 0,
             options=replace(experts.options, shared_ffn=shared),
         )
 

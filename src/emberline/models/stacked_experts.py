@@ -18,7 +18,9 @@ from emberline.models.weights import StackPart, Weights
 def load_stacked_experts(
     weights: Weights, experts: ExpertsConfig, tensors: ExpertTensors, at: str, hidden: int
 ) -> StackedExperts:
-    """Load the experts of a layer. `at`: how the names of the layer's tensors begin."""
+    """Load the experts of a layer. `at`: how the names of the layer's tensors begin.
+
+    The tensors have room for spare experts behind those that are loaded."""
     count, ffn, order = len(experts.numbers), experts.ffn, tensors.order
     if "{}" in tensors.down:
         rows = 2 * ffn // len(tensors.gate_up)
@@ -35,11 +37,14 @@ def load_stacked_experts(
         in_rows = order == "rows"
         gate_up_shape = (count, 2 * ffn, hidden) if in_rows else (count, hidden, 2 * ffn)
         down_shape = (count, hidden, ffn) if in_rows else (count, ffn, hidden)
-        gate_up = [StackPart(f"{at}.{tensors.gate_up[0]}", gate_up_shape, _GATE_UP_VIEWS[order])]
-        down = [StackPart(f"{at}.{tensors.down}", down_shape, _select_all if in_rows else _transpose)]
+        views = _GATE_UP_VIEWS[order], _select_all if in_rows else _transpose
+        select_gate_up, select_down = (partial(_select_first, count, view) for view in views)
+        gate_up = [StackPart(f"{at}.{tensors.gate_up[0]}", gate_up_shape, select_gate_up)]
+        down = [StackPart(f"{at}.{tensors.down}", down_shape, select_down)]
     # Kernels for packed experts read those of all numbers.
     packable = experts.own is None and can_pack_experts(hidden, ffn, has_biases=experts.options.has_biases)
-    first, second = (count, 2 * ffn, hidden), (count, hidden, ffn)
+    places = experts.num_places
+    first, second = (places, 2 * ffn, hidden), (places, hidden, ffn)
     load = partial(
         weights.load_experts,
         packable=packable,
@@ -48,8 +53,8 @@ def load_stacked_experts(
     return StackedExperts(
         gate_up=load(first, gate_up, gated=True),
         down=load(second, down),
-        gate_up_bias=_load_bias(weights, at, tensors.gate_up_bias, (count, 2 * ffn), order),
-        down_bias=keep_down_bias(weights, _load_bias(weights, at, tensors.down_bias, (count, hidden), "rows")),
+        gate_up_bias=_load_bias(weights, at, tensors.gate_up_bias, (count, 2 * ffn), places, order),
+        down_bias=keep_down_bias(weights, _load_bias(weights, at, tensors.down_bias, (count, hidden), places, "rows")),
     )
 
 
@@ -58,15 +63,23 @@ def keep_down_bias(weights: Weights, bias: Tensor | None) -> Tensor | None:
     return bias if bias is None or weights.shard.has_expert_bias else weights.transform(bias, torch.zeros_like)
 
 
-def _load_bias(weights: Weights, at: str, name: str, shape: tuple[int, int], order: GateUpOrder) -> Tensor | None:
+def _load_bias(
+    weights: Weights, at: str, name: str, shape: tuple[int, int], places: int, order: GateUpOrder
+) -> Tensor | None:
+    """Load the biases of experts, with room for those of `places` experts."""
     if not name:
         return None
-    select = _separate_bias if order == "interleaved_columns" else _select_all
-    return weights.stack_experts(shape, [StackPart(f"{at}.{name}", shape, select)], torch.float32)
+    select = partial(_select_first, shape[0], _separate_bias if order == "interleaved_columns" else _select_all)
+    return weights.stack_experts((places, shape[1]), [StackPart(f"{at}.{name}", shape, select)], torch.float32)
 
 
 def _select_rows(expert: int, first: int, count: int, whole: Tensor) -> Tensor:
     return whole[expert, first : first + count]
+
+
+def _select_first(count: int, view: Callable[[Tensor], Tensor], whole: Tensor) -> Tensor:
+    """Return a view of the first experts."""
+    return view(whole[:count])
 
 
 def _select_all(whole: Tensor) -> Tensor:

@@ -47,9 +47,11 @@ class PendingMatrix:
         device: torch.device,
         select: Callable[[Tensor, int], Tensor],
         on_complete: Callable[[Tensor], None],
+        *,
+        zeroed: bool = False,
     ) -> None:
-        """`select`: returns the view of a part, by its number."""
-        self._size, self._dtype, self._device = size, dtype, device
+        """`select`: returns the view of a part, by its number. `zeroed`: whether what no part fills is zero."""
+        self._size, self._dtype, self._device, self._zeroed = size, dtype, device, zeroed
         self._select, self._on_complete = select, on_complete
         self._whole: Tensor | None = None
         self._missing_parts = 0
@@ -60,7 +62,8 @@ class PendingMatrix:
 
     def get_destination(self, index: int) -> Tensor:
         if self._whole is None:
-            self._whole = torch.empty(self._size, dtype=self._dtype, device=self._device)
+            allocate = torch.zeros if self._zeroed else torch.empty
+            self._whole = allocate(self._size, dtype=self._dtype, device=self._device)
         return self._select(self._whole, index)
 
     def mark_part_complete(self) -> None:

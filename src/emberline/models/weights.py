@@ -51,6 +51,11 @@ class StackPart(NamedTuple):
     select: Callable[[Tensor], Tensor]  # returns the part: a view, whose elements are in the order of the tensor's
 
 
+def count_unfilled_bytes(whole: Tensor, parts: Sequence[StackPart]) -> int:
+    """Return the bytes of a stacked tensor that no part fills: of places for experts that are copied to it later."""
+    return whole.nbytes - sum(part.select(whole).nbytes for part in parts)
+
+
 class Weights:
     device = torch.device("cpu")
     shard = Shard()
@@ -214,6 +219,7 @@ class Weights:
     ) -> Tensor:
         """Return a tensor that the parts fill. `dtype`: None for that of matrices."""
         whole = torch.empty(shape, dtype=dtype or self._final_dtype([part.name for part in parts]))
+        self.loaded_bytes += count_unfilled_bytes(whole, parts)
         for name, part_shape, select in parts:
             destination = select(whole)
             destination.copy_(self._mark_used(name, self._view_tensor(name, part_shape)).reshape(destination.shape))

@@ -58,9 +58,11 @@ class ScratchBuffer:
 
 
 class DeviceCopier:
-    def __init__(self, cache: KVCache, device: Device, states: DeviceStateCopies | None = None) -> None:
-        """`states`: of a model with recurrent layers, whose pages are copied too."""
-        self._device = device
+    def __init__(self, cache: KVCache, device: Device, states: DeviceStateCopies | None = None, home: int = 0) -> None:
+        """`states`: of a model with recurrent layers, whose pages are copied too.
+
+        `home`: the rank whose blocks are in this cache, if ranks attend to requests of their own."""
+        self._device, self._home = device, home
         self._num_blocks, self._states = cache.num_blocks, states
         self._size = cache.shape.block_bytes
         self._blocks_per_piece = at_once = memory.blocks_per_scratch_buffer(self._size)
@@ -104,10 +106,11 @@ class DeviceCopier:
         self._area = None
 
     def launch(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> Callable[[], None]:
-        """Queue the saves, then the loads, in order with the steps of the model.
+        """Queue the saves, then the loads, of blocks of this cache, in order with the steps of the model.
 
         Return a function that waits until all copies are done and their buffers may be used again."""
         assert self._area is not None
+        saves, loads = ([each for each in copies if each.home == self._home] for copies in (saves, loads))
         # A block may be given to another request while a plan is made: only its last load counts.
         loads = list({copy.block: copy for copy in loads}.values())
         saves = saves if self._saves_blocks else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from emberline.kernels import ops
+from emberline.kernels import expert_ops, ops
 from emberline.kernels.mixture import Mixture
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
@@ -17,4 +17,5 @@ def launch_expert_kernels(model: DecoderModel, draft_model: DraftModel | None, m
         if (mixture := next(iter_instances(Mixture, structure), None)) is None:
             continue
         for rows in {-(-max_tokens // part) for part in (1, 2, 4, 8)}:
-            ops.run_mixture(torch.zeros(rows, mixture.router.k, dtype=model.dtype, device=mixture.norm.device), mixture)
+            run = ops.run_mixture if mixture.slots is None else expert_ops.sum_own_experts
+            run(torch.zeros(rows, mixture.router.k, dtype=model.dtype, device=mixture.norm.device), mixture)

@@ -31,6 +31,8 @@ def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = (), *, pac
     facts.append(f"drafts of recurrent layers: {runner.states is not None and runner.states.max_draft > 0}")
     if runner.rank.exchanging_ranks > 1:
         facts.append(f"rows of {runner.rank.exchanging_ranks} ranks")
+    slots = {each.movable.slots.count for each in runner.model.movable_layers.values() if each.movable is not None}
+    facts += [f"experts in {count} slots" for count in slots]
     limits = runner.shapes, runner.max_batch_tokens, runner.exact, runner.groups.windows, runner.cache.keys.dtype
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join([*facts, str(limits)]).encode()).hexdigest()[:32]}"
     if not done.exists():

@@ -100,9 +100,11 @@ class DividedStep:
 
 
 class OwnRows:
-    def __init__(self, comm: Communicator, max_logits: int) -> None:
-        """`comm`: of the ranks with requests of their own. `max_logits`: rows of logits of a captured step, at most."""
-        self._comm, self._max_logits = comm, max_logits
+    def __init__(self, comm: Communicator, max_logits: int, *, counts_rows: bool = False) -> None:
+        """`comm`: of the ranks with requests of their own. `max_logits`: rows of logits of a captured step, at most.
+
+        `counts_rows`: whether steps must know which rows are padding, because experts count theirs."""
+        self._comm, self._max_logits, self._counts_rows = comm, max_logits, counts_rows
 
     def divide(self, singles: Sequence[WorkItem], chunks: Sequence[WorkItem]) -> DividedStep:
         homes = [HomeWork([], []) for _ in range(self._comm.size)]
@@ -146,8 +148,19 @@ class OwnRows:
             single_rows, chosen = [home.single_tokens for home in step.homes], np.zeros(step.num_logits, np.int64)
         offsets = [sum(logit_rows[:rank]) for rank in range(size)]
         chosen[: step.num_logits] = step.find_logits(offsets, single_rows)
-        exchange, logit_exchange = (RowExchange(self._comm, tuple(counts)) for counts in (rows, logit_rows))
-        return ExchangedRows(exchange, logit_exchange, staged.put(chosen))
+        counted = staged.put(_mark_rows(step.homes, rows, shape)) if self._counts_rows else None
+        logit_exchange = RowExchange(self._comm, tuple(logit_rows))
+        return ExchangedRows(RowExchange(self._comm, tuple(rows), counted), logit_exchange, staged.put(chosen))
+
+
+def _mark_rows(homes: Sequence[HomeWork], counts: Sequence[int], shape: StepShape | None) -> np.ndarray:
+    """Return 1 for each row of a request and 0 for padding, for the rows of all ranks. `counts`: rows of each rank."""
+    marks = [np.zeros(count, np.int64) for count in counts]
+    for home, of_rank in zip(homes, marks, strict=True):
+        first_chunk = home.single_tokens if shape is None else shape.singles
+        of_rank[: home.single_tokens] = 1
+        of_rank[first_chunk : first_chunk + home.chunk_tokens] = 1
+    return np.concatenate(marks)
 
 
 def fill_uncaptured(batch: DeviceBatch, rows: DeviceRows) -> DeviceBatch:

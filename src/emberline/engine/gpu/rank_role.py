@@ -30,6 +30,7 @@ class RankRole:
     shards: Communicator | None = None  # between the ranks of this stage; None: there is only this one
     attends_to_own: bool = False  # whether this rank has the KV cache of requests of its own, and attends to these
     pages_per_slot: int = 0  # pages of the states of a sequence, on every rank; 0: as many as those of this rank need
+    counts_rows: bool = False  # whether the rows of each expert are counted, because experts may move between ranks
 
     @staticmethod
     def alone(config: ModelConfig, groups: LayerGroups, num_state_slots: int) -> RankRole:
@@ -64,7 +65,9 @@ class RankRole:
 
         `max_logits`: rows of logits of a captured step, at most."""
         assert self.shards is not None or not self.attends_to_own
-        return OwnRows(self.shards, max_logits) if self.shards is not None and self.attends_to_own else None
+        if self.shards is None or not self.attends_to_own:
+            return None
+        return OwnRows(self.shards, max_logits, counts_rows=self.counts_rows)
 
     def make_next_tokens(self, rows: DeviceRows, device: Device, vocab_size: int, max_input_bytes: int) -> NextTokens:
         """Return how the requests of a step get their next tokens.

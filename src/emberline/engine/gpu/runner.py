@@ -99,11 +99,12 @@ class GPURunner:
         self._own_rows = self.rank.make_own_rows(max_step_rows(running))
         ahead = model.make_unpacker(device.step_stream, device.new_stream(), exchanges_rows=self.rank.attends_to_own)
         staging, self._table_inputs = (InputStaging(size, device, self.rank.num_plans + 1) for _ in range(2))
+        self.step_stream = device.step_stream
         self._graphs = StepGraphs(device.step_stream, staging, ahead, max_step_rows(running))
         self._next_tokens = self.rank.make_next_tokens(self._rows, device, self.vocab_size, size)
         copies = None if states is None else DeviceStateCopies(states, cache, self.rank.pages_per_slot)
         self._state_copies, self.pages_per_slot = copies, copies.pages.per_slot if copies else self.rank.pages_per_slot
-        self.copier = DeviceCopier(cache, device, copies) if settings.tiers.has_tiers else None
+        self.copier = DeviceCopier(cache, device, copies, self.rank.home) if settings.tiers.has_tiers else None
         self.draft_model = draft_model
         self._drafting: DeviceDrafting | None = None
         if draft_model is not None:

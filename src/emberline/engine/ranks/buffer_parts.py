@@ -1,7 +1,8 @@
 """BufferParts: where each rank with a GPU has its part of a KV block in a host buffer.
 
 The parts lie one after the other, each as in the rank's own cache. So a GPU copies a part of a block at once; in a
-whole block (kv/block_part.py) its layers and heads are apart. This module does not import torch.
+whole block (kv/block_part.py) its layers and heads are apart. With data-parallel attention, each rank has whole blocks
+of its own requests, and a buffer has one such block. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class BufferParts(msgspec.Struct, frozen=True):
     offsets: dict[int, int]  # by rank, in bytes
     block_bytes: int  # of all parts
     pages_per_slot: int  # pages of the recurrent states of a sequence; a rank's part of a page has its part of them
+    has_whole_blocks: bool = False  # whether each rank has whole blocks, of requests of its own
 
     @staticmethod
     def plan(
@@ -26,16 +28,20 @@ class BufferParts(msgspec.Struct, frozen=True):
         """Return the places of the parts. Ranks that have the same KV heads of the same layers have the same place.
 
         `kv_heads`: of the whole model. `block_bytes`, `slot_bytes`: by rank, of its parts of a block and of states."""
+        pages = max(StatePages.cut(slot_bytes[rank], block_bytes[rank], 0).per_slot for rank in range(layout.num_ranks))
+        if layout.dp_attention:
+            offsets = dict.fromkeys(range(layout.num_ranks), 0)
+            return BufferParts(offsets, block_bytes[0], pages, has_whole_blocks=True)
         has_states = any(slot_bytes.values())  # which every rank has others of
-        offsets: dict[int, int] = {}
+        offsets = {}
         end = 0
         for rank in range(layout.num_ranks):
             is_copy = rank % layout.tp > 0 and not has_states and not layout.shard(rank).is_first_of(kv_heads)
             offsets[rank] = offsets[rank - 1] if is_copy else end
             end = max(end, offsets[rank] + block_bytes[rank])
-        pages = max(StatePages.cut(slot_bytes[rank], block_bytes[rank], 0).per_slot for rank in offsets)
         return BufferParts(offsets, end, pages)
 
-    def is_first(self, rank: int) -> bool:
-        """Return whether no earlier rank has the same place; only this rank saves the part."""
-        return min(each for each, offset in self.offsets.items() if offset == self.offsets[rank]) == rank
+    def saves_blocks(self, rank: int) -> bool:
+        """Return whether a rank saves blocks: of ranks with the same part of each block, only the first one does."""
+        first = min(each for each, offset in self.offsets.items() if offset == self.offsets[rank])
+        return self.has_whole_blocks or first == rank

@@ -102,6 +102,7 @@ class RankReady(msgspec.Struct, tag=True):
     """Reports that a rank waits for plans."""
 
     weight_bytes: int = 0  # of the weights on its GPU
+    expert_forms: str = ""  # a hash of the forms of experts that may move between GPUs; empty: there are none
 
 
 class RankAsleep(msgspec.Struct, tag=True):

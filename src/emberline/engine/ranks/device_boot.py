@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from emberline.engine.loaded_engine import LoadedEngine, dtype_name, full_contex
 from emberline.engine.rank_summary import RankSummary
 from emberline.engine.ranks.boot import closing_on_error, load_parts, wait_for_start
 from emberline.engine.ranks.control import GPUMemoryBudget, RankLoaded, RankReady
+from emberline.engine.ranks.device_experts import describe_expert_forms
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner, PipelineDeviceLeaderRunner
 from emberline.engine.ranks.device_part import DevicePart
 from emberline.engine.ranks.device_region import allocate_transfer_slots, make_group_region
@@ -128,6 +129,7 @@ class DeviceDivision:
         group.send(describe_caches(num_blocks, num_slots, host, slots))
         seconds = allocate_leader(config, layout.leader, part, num_blocks, num_slots, host)
         ready = group.wait_for(RankReady)
+        check_same_forms(describe_expert_forms(part.runner.model), ready, layout)
         group.is_ready = True
         loaded = time.perf_counter()
         engine = make_device_engine(config, group, part, model, host, slots)
@@ -150,6 +152,14 @@ def check_same_devices(parts: dict[int, RankLoaded], layout: Layout) -> None:
         if part.device_name != ours:
             message = f"{layout.describe(rank)} has the GPU {part.device_name}, and the leader has {ours}"
             raise EngineFailed(message, hint="choose GPUs of one kind with CUDA_VISIBLE_DEVICES")
+
+
+def check_same_forms(ours: str, ready: Mapping[int, RankReady], layout: Layout) -> None:
+    """Raise EngineFailed if a rank has experts, which may move, in another form than the leader."""
+    for rank, report in ready.items():
+        if report.expert_forms != ours:
+            message = f"{layout.describe(rank)} has experts in another form than the leader, so that they cannot move"
+            raise EngineFailed(message, hint="drop --redundant-experts")
 
 
 def plan_device_caches(parts: Iterable[RankLoaded]) -> tuple[int, int]:

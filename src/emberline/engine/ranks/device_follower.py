@@ -13,6 +13,8 @@ from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.swap import RunnerMemory
 from emberline.engine.ranks.control import RankAsleep, RankAwake
 from emberline.engine.ranks.copy_codec import decode_copies, is_copies
+from emberline.engine.ranks.device_experts import move_device_experts
+from emberline.engine.ranks.expert_moves import decode_moves
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.part_transfers import PartTransfers
 from emberline.engine.ranks.piece_codec import is_piece_request
@@ -66,6 +68,9 @@ class DeviceFollower:
             self._report(RankAwake(self._memory.restore()))
         elif (products := decode_products(message)) is not None:
             tuning.use_choices(products)
+        elif (moves := decode_moves(message)) is not None:
+            move_device_experts(self._runner, moves)
+            self._memory.close()  # its copies of the weights are old
         else:
             return False
         return True

@@ -6,17 +6,22 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from emberline.core.errors import EngineFailed
+from emberline.core.events import ExpertStats
 from emberline.core.plan import StepPlan, StepResult, WorkItem
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.swap import RunnerMemory
 from emberline.engine.ranks.control import RankAsleep, RankAwake
 from emberline.engine.ranks.copy_codec import encode_copies
+from emberline.engine.ranks.device_experts import move_device_experts
 from emberline.engine.ranks.device_part import DevicePart
 from emberline.engine.ranks.device_tiers import DeviceHostTier
+from emberline.engine.ranks.expert_moves import ExpertMoves, encode_moves
 from emberline.engine.ranks.leader import FollowerGroup, ending_group
+from emberline.engine.ranks.leader_experts import LeaderExperts
 from emberline.engine.ranks.rank_commands import PREPARE_NEXT, RUN_UNCAPTURED, SLEEP, WAKE, encode_products
 from emberline.engine.ranks.work_codec import WorkEncoder
 from emberline.kernels import ops, tuning
+from emberline.models.movable_experts import read_row_counts
 
 # Limit for the other ranks to put their parts of one model to sleep, or to wake them, after the leader has done so.
 # Shorter than the default of --stall-timeout (120 s), so that the error usually names the late rank.
@@ -33,6 +38,7 @@ class DeviceLeaderRunner(GPURunner):
     _group: FollowerGroup | None = None
     _host: DeviceHostTier | None = None
     num_caches = 1  # see DataParallelRunner; set by `lead`
+    experts: LeaderExperts | None = None  # None: experts stay where they are, and their rows are not counted
 
     def lead(self, group: FollowerGroup, part: DevicePart, host: DeviceHostTier | None = None) -> None:
         """Compute steps together with these ranks from now on. `part`: the leader's, which has this runner.
@@ -43,6 +49,10 @@ class DeviceLeaderRunner(GPURunner):
         self._encoder, self._num_published = WorkEncoder(group.layout.pp), 0
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
         self._memory = RunnerMemory(self)
+        self._side_stream = part.planned.device.new_stream()
+        self._movable = {i: each.movable for i, each in self.model.movable_layers.items() if each.movable is not None}
+        if self._movable:
+            self.experts = LeaderExperts(self._movable, group.layout, update_loads=self._update_loads)
 
     @property
     def layout(self) -> str:
@@ -100,9 +110,31 @@ class DeviceLeaderRunner(GPURunner):
         self._group.publish(message)
         self._num_published += 1
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether shapes of steps are left to capture in idle time, or experts may move."""
+        return super().is_preparing or (self.experts is not None and self.experts.is_due)
+
     def prepare_next(self) -> bool:
-        """Capture a step of the next shape on all ranks; return False if all shapes are captured."""
-        return self.is_preparing and self._run_on_all_ranks(PREPARE_NEXT, super().prepare_next)
+        """Capture a step of the next shape on all ranks, or move the experts of one layer if that evens out the load of
+        the ranks; return False if nothing was left."""
+        if super().is_preparing:
+            return self._run_on_all_ranks(PREPARE_NEXT, super().prepare_next)
+        return self.experts is not None and self.experts.move_next(self._move_experts)
+
+    def _move_experts(self, moves: ExpertMoves) -> bool:
+        self._run_on_all_ranks(encode_moves(moves), lambda: move_device_experts(self, moves))
+        self._memory.close()  # its copies of the weights are old
+        return True
+
+    def _update_loads(self) -> None:
+        """Read how many rows each expert had, without waiting for steps that run: what they count may be missing."""
+        with self._side_stream.activate():
+            read_row_counts(list(self._movable.values()))
+
+    def expert_stats(self) -> ExpertStats | None:
+        """Return how evenly ranks compute experts; None: their rows are not counted."""
+        return None if self.experts is None else self.experts.stats()
 
     def run_uncaptured_once(self) -> None:
         self._run_on_all_ranks(RUN_UNCAPTURED, super().run_uncaptured_once)

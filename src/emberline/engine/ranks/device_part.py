@@ -23,6 +23,7 @@ from emberline.engine.gpu.shape import captured_shapes, max_step_tokens
 from emberline.engine.gpu.weight_format import open_device_weights
 from emberline.engine.ranks.buffer_parts import BufferParts
 from emberline.engine.ranks.control import DeviceMeasured, GPUMemoryBudget, RankLoaded
+from emberline.engine.ranks.device_experts import prepare_movable_experts
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.rank_part import ConnectRanksFunction
@@ -89,7 +90,6 @@ class DevicePart:
     ) -> None:
         """`weights`: those of the model, which are still being loaded; None: they are loaded."""
         self.planned, self.stage, self.connections = planned, stage, connections
-        self._attends_to_own = planned.settings.parallel.dp_attention
         self._weights, self._fingerprint = weights, fingerprint
 
     @staticmethod
@@ -168,13 +168,20 @@ class DevicePart:
             cast("Communicator | None", each) for each in (self.connections.stages, self.connections.shards)
         )
         first = self.planned.plan.groups, num_slots, is_leader, self.stage, stages, shards
-        role = RankRole(*first, attends_to_own=self._attends_to_own, pages_per_slot=pages_per_slot)
+        parallel = self.planned.settings.parallel
+        role = RankRole(
+            *first,
+            attends_to_own=parallel.dp_attention,
+            pages_per_slot=pages_per_slot,
+            counts_rows=parallel.redundant_experts > 0,
+        )
         self.runner = self.planned.make_runner(make_state, num_blocks, num_slots, role, runner_class)
         seconds: dict[str, float] = {}
         if self._weights is not None:
             args = self._weights, self.runner, self.planned.settings, self.planned.plan
             self.weight_format, seconds = fill_and_identify(*args, lambda: self._fingerprint)
             self._weights = None
+        prepare_movable_experts(self.runner.model)
         for each in self.connections.all:
             each.open()
         return seconds
@@ -189,7 +196,7 @@ class DevicePart:
         """Let the runner copy its part of KV blocks to and from these buffers. `rank`: the number of this rank."""
         assert self.runner.copier is not None
         args = buffers.memory, parts.offsets[rank]
-        self.runner.copier.attach_host_memory(*args, saves_blocks=parts.is_first(rank))
+        self.runner.copier.attach_host_memory(*args, saves_blocks=parts.saves_blocks(rank))
 
     def check_connections(self) -> None:
         """Raise RankLost if a collective of a step that was computed gave up."""

@@ -22,6 +22,7 @@ from emberline.engine.ranks.control import (
     RankReady,
     StartRank,
 )
+from emberline.engine.ranks.device_experts import describe_expert_forms
 from emberline.engine.ranks.device_follower import DeviceFollower, StepWaiter
 from emberline.engine.ranks.device_part import DevicePart, measure_device
 from emberline.engine.ranks.device_settings import check_gpu_count, order_visible_gpus
@@ -61,7 +62,8 @@ def run_device_rank(
         buffers = allocate_part(part, sizes, start.rank, memory)
         gc.freeze()  # objects of the start are permanent
         gc.enable()
-        leader.send(RankReady(part.runner.model.weight_bytes))
+        model = part.runner.model
+        leader.send(RankReady(model.weight_bytes, describe_expert_forms(model)))
 
         def count_copies() -> None:
             memory.set(start.rank, NUM_COPIED, memory.get(start.rank, NUM_COPIED) + 1)

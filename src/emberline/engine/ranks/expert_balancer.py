@@ -4,7 +4,7 @@ This module does not import torch, and the clock is given, so that tests decide 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from emberline.core.clock import Clock
@@ -18,15 +18,20 @@ MIN_LOAD_DECREASE = 0.05  # part by which the load of the busiest ranks of a lay
 
 
 class PlacedExperts(Protocol):
-    """The experts of a layer, which are divided among groups of ranks. ExpertDispatch implements this protocol."""
+    """The experts of a layer, which are divided among groups of ranks.
+
+    ExpertDispatch and MovableExperts implement this protocol."""
 
     placement: Placement
     load: ExpertLoad
 
 
 class ExpertBalancer:
-    def __init__(self, layers: Mapping[int, PlacedExperts], clock: Clock) -> None:
-        self._layers, self._clock = layers, clock
+    def __init__(
+        self, layers: Mapping[int, PlacedExperts], clock: Clock, update_loads: Callable[[], None] = lambda: None
+    ) -> None:
+        """`update_loads`: adds what was not counted yet to the layers' loads."""
+        self._layers, self._clock, self._update_loads = layers, clock, update_loads
         self._next_check = clock.now() + CHECK_INTERVAL_S
         self._unchecked: list[int] = []  # layers whose experts may move now
 
@@ -35,6 +40,7 @@ class ExpertBalancer:
         """Whether experts of some layer may have to move."""
         if not self._unchecked and self._clock.now() >= self._next_check:
             self._next_check = self._clock.now() + CHECK_INTERVAL_S
+            self._update_loads()
             loads = [each.load for each in self._layers.values()]
             is_known = all(load.recent.sum() >= MIN_ROWS_PER_EXPERT * len(load.recent) for load in loads)
             if is_known and measure_imbalance(loads) >= MIN_IMBALANCE:

@@ -100,7 +100,8 @@ class Layout:
 
     @property
     def _suffix(self) -> str:
-        return (f"-ep{self.ep}" if self.ep > 1 else "") + ("-dp-attention" if self.dp_attention else "")
+        sums = "-exact-sums" if self.gathers_rows and self.redundant_experts else ""  # so that experts may move
+        return (f"-ep{self.ep}" if self.ep > 1 else "") + ("-dp-attention" if self.dp_attention else "") + sums
 
     def __str__(self) -> str:
         return f"tp{self.tp}-pp{self.pp}" + self._suffix

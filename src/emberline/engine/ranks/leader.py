@@ -210,7 +210,9 @@ class LeaderRunner(TorchRunner):
         self.pages_per_slot = part.share.pages_per_slot
         self.layout = "/".join(filter(None, (self.layout, group.layout.numerics_name)))
         self.ranks, self._part, self._steps = group, part, steps
-        self.experts = LeaderExperts(part.model, group.layout)
+        networks = part.model.dispatching_layers
+        dispatches = {layer: each.dispatch for layer, each in networks.items() if each.dispatch is not None}
+        self.experts = LeaderExperts(dispatches, group.layout)
 
     def _make_executor(self) -> StepExecutor:
         """Return what computes the steps when they are run."""
@@ -240,7 +242,7 @@ class LeaderRunner(TorchRunner):
     @property
     def is_preparing(self) -> bool:
         """Whether experts of hot layers may move to other ranks while the engine is idle."""
-        return self.experts.balancer is not None and self.experts.balancer.is_due
+        return self.experts.is_due
 
     def prepare_next(self) -> bool:
         """Move the experts of one layer, if that evens out the load of the ranks; return False if none was left."""

@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.events import ExpertStats
-from emberline.engine.ranks.expert_balancer import ExpertBalancer
+from emberline.engine.ranks.expert_balancer import ExpertBalancer, PlacedExperts
 from emberline.engine.ranks.expert_moves import ExpertMoves
 from emberline.engine.ranks.layout import Layout
-from emberline.models.decoder import DecoderModel
 from emberline.models.expert_load import measure_imbalance
 from emberline.models.expert_placement import moved_experts
+
+UPDATE_INTERVAL_S = 1.0  # between two updates of the loads for statistics
 
 log = logging.getLogger("emberline.engine")
 
 
 class LeaderExperts:
-    def __init__(self, model: DecoderModel, layout: Layout, clock: Clock | None = None) -> None:
-        """`model`: the leader's part."""
-        networks = model.dispatching_layers
-        self._dispatches = {layer: each.dispatch for layer, each in networks.items() if each.dispatch is not None}
-        self._ranks_per_group, self._moved = layout.tp // layout.ep, 0
+    def __init__(
+        self,
+        layers: Mapping[int, PlacedExperts],
+        layout: Layout,
+        clock: Clock | None = None,
+        update_loads: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`layers`: those whose experts are divided among groups of ranks and whose rows are counted.
+
+        `update_loads`: adds what was not counted yet to their loads."""
+        self._layers, self._clock, self._update_loads = layers, clock or SystemClock(), update_loads
+        self._ranks_per_group, self._moved, self._next_update = layout.tp // layout.ep, 0, 0.0
         self.balancer: ExpertBalancer | None = None  # None: experts stay where they are
         if layout.redundant_experts:
-            self.balancer = ExpertBalancer(self._dispatches, clock or SystemClock())
+            self.balancer = ExpertBalancer(layers, self._clock, update_loads)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether experts of some layer may have to move."""
+        return self.balancer is not None and self.balancer.is_due
 
     def stats(self) -> ExpertStats | None:
-        """Return the statistics; None: no rows are sent to experts of other ranks."""
-        if not self._dispatches:
+        """Return the statistics; None: the rows of experts are not counted."""
+        if not self._layers:
             return None
-        loads = [each.load for each in self._dispatches.values()]
+        if (now := self._clock.now()) >= self._next_update:
+            self._next_update = now + UPDATE_INTERVAL_S
+            self._update_loads()
+        loads = [each.load for each in self._layers.values()]
         by_group = np.sum([load.rows_by_group for load in loads], axis=0)
         rows = [int(rows) for rows in by_group for _ in range(self._ranks_per_group)]
         return ExpertStats(rows, measure_imbalance(loads), self._moved)
@@ -46,8 +62,9 @@ class LeaderExperts:
             return False
         if (found := self.balancer.choose_move()) is None:
             return True
+        self._update_loads()  # what was counted until now, with the experts where they are
         layer, placement = found
-        moved = moved_experts(self._dispatches[layer].placement, placement)
+        moved = moved_experts(self._layers[layer].placement, placement)
         if move({layer: placement}):
             self._moved += len(moved)
             log.info("Experts moved: layer=%d loaded=%d", layer, len(moved))

@@ -28,7 +28,7 @@ def check_rank_settings(config: EngineConfig) -> None:
             hint=f"lower --{field}, or set --threads 1 to let ranks share cores",
         )
     if parallel.dp_attention:
-        check_dp_attention(config, supports_tiers=True)
+        check_dp_attention(config)
     if parallel.collectives not in ("auto", "gloo"):
         message = f"collectives is {parallel.collectives}, which connects GPUs, but these ranks compute on CPUs"
         raise InvalidRequest(message, param="collectives", hint="drop --collectives, or use --device cuda")
@@ -54,21 +54,11 @@ def check_node_settings(config: EngineConfig) -> None:
             raise InvalidRequest(f"{what} does not work with {parallel.nodes} nodes yet", param=name, hint=hint)
 
 
-def check_dp_attention(config: EngineConfig, *, supports_tiers: bool = False) -> None:
-    """Raise InvalidRequest for settings that do not work with requests that belong to one rank each.
-
-    `supports_tiers`: whether a rank copies only the blocks of its own requests to and from tiers."""
-    tiers, lacks_tiers = config.tiers, not supports_tiers
-    reasons = {
-        "kv_host_memory": (lacks_tiers and tiers.kv_host_memory > 0, "a KV tier"),
-        "kv_disk": (lacks_tiers and tiers.kv_disk is not None, "a KV tier"),
-        "kv_store": (lacks_tiers and tiers.kv_store is not None, "a KV tier"),
-        "speculate": (config.speculation.uses_draft_model, "a draft model"),
-    }
-    for name, (is_set, what) in reasons.items():
-        if is_set:
-            message = f"dp_attention is set, and {what} does not work with it yet"
-            raise InvalidRequest(message, param=name, hint=f"drop --{name.replace('_', '-')} or --dp-attention")
+def check_dp_attention(config: EngineConfig) -> None:
+    """Raise InvalidRequest for settings that do not work with requests that belong to one rank each."""
+    if config.speculation.uses_draft_model:
+        message = "dp_attention is set, and a draft model does not work with it yet"
+        raise InvalidRequest(message, param="speculate", hint="drop --speculate or --dp-attention")
 
 
 def check_transfer(config: EngineConfig, model: ModelConfig) -> None:

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from emberline.kernels.arguments import LinearLayer, LinearOutput
 from emberline.kernels.cuda import narrow_experts, routed_experts, router, wide
-from emberline.kernels.mixture import Mixture, Routing, SelectedExperts, SharedExpert, StackedExperts
+from emberline.kernels.mixture import Mixture, OwnSums, Routing, SelectedExperts, SharedExpert, StackedExperts
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import WeightLayout
 from emberline.kernels.triton import experts, linear, norm, routing
 from emberline.kernels.triton import router as triton_router
+from emberline.kernels.triton.exact_sums import sum_exactly
 from emberline.kernels.triton.grouped import add_expert_outputs
+from emberline.kernels.triton.slotted_rows import select_slots
 
 UNUSED_TILE_ROWS = 16  # of tiles into which rows are sorted that are sent to other ranks
 MAX_ROWS_IN_TWO_STREAMS = 64  # with 256 rows of DeepSeek-V2-Lite, one stream is 3 % faster
@@ -70,6 +72,24 @@ class ExpertLayer:
         logits = torch.zeros(len(x), mixture.experts.count, dtype=torch.float32, device=x.device)
         logits.scatter_(1, numbers.long()[:, None], 1.0)
         return self._add_experts(torch.zeros_like(x), x, logits, given)
+
+    def sum_own(self, x: Tensor, mixture: Mixture) -> OwnSums:
+        """Return what this rank adds to the output of a mixture with slots: see `expert_ops.sum_own_experts`.
+
+        Which kernels compute the experts follows from the number of rows only, so a row's outputs have the same bits
+        in all slots."""
+        assert mixture.slots is not None
+        normed, logits = self._norm_and_score(x, mixture)
+        rows = select_slots(logits, mixture.routing, mixture.slots, pdl=True)
+        own = replace(mixture, routing=replace(mixture.routing, own=mixture.slots.own))
+        if matrices := narrow_experts.find_matrices(mixture):
+            outputs = narrow_experts.run_routed_experts(normed, logits, own, matrices, route=rows.sort)
+        else:
+            outputs = experts.run_routed_experts(normed, logits, own, pdl=True, route=rows.sort)
+        shared = None
+        if mixture.shared is not None:
+            shared = self.add_shared(torch.zeros_like(normed), normed, mixture.shared)
+        return OwnSums(sum_exactly(outputs, mixture.routing.experts_per_row, shared=shared, pdl=True), rows.slots)
 
     def add_shared(self, out: Tensor, normed: Tensor, shared: SharedExpert) -> Tensor:
         """Add the output of the shared expert for normed rows to `out` in place and return that."""

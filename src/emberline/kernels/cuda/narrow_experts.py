@@ -11,6 +11,7 @@ from emberline.kernels.cuda.narrow_layout import NarrowWeight, pack
 from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kernels.packed_weight import PackedExperts, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
+from emberline.kernels.triton.experts import RouteRows
 from emberline.kernels.triton.routing import clear_other_outputs
 
 MIN_WIDE_ROWS = 16  # rows of an expert on average from which the kernels for many rows are faster
@@ -40,14 +41,21 @@ def choose_kernels(assignments: int, count: int, matrices: tuple[NarrowWeight, N
 
 
 def run_routed_experts(
-    normed: Tensor, logits: Tensor, mixture: Mixture, matrices: tuple[NarrowWeight, NarrowWeight]
+    normed: Tensor,
+    logits: Tensor,
+    mixture: Mixture,
+    matrices: tuple[NarrowWeight, NarrowWeight],
+    *,
+    route: RouteRows = routing.route_rows,
 ) -> Tensor:
-    """Return the outputs [rows * experts per row, hidden] of each row's experts, multiplied by their weights."""
+    """Return the outputs [rows * experts per row, hidden] of each row's experts, multiplied by their weights.
+
+    `route`: sorts the rows by expert."""
     experts, rules, (gate_up, down) = mixture.experts, mixture.routing, matrices
     assert isinstance(experts, StackedExperts)
     assignments, count, scaled = len(normed) * rules.experts_per_row, logits.shape[1], rules.scales_inputs
     kernels = choose_kernels(assignments, count, matrices)
-    rows = routing.route_rows(logits, rules, kernels.choose_tile_rows(assignments, count))
+    rows = route(logits, rules, kernels.choose_tile_rows(assignments, count), pdl=True)
     inner = kernels.multiply_gate_up(
         normed, gate_up, rows, bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled
     )

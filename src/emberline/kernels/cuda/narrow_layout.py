@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -29,6 +29,8 @@ from emberline.kernels.narrow_size import (
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 
 MAX_MXFP4_SCALE, MXFP4_FACTOR, NVFP4_FACTOR, INT4_FACTOR = 160, 2.0**32, 2.0**26, 64.0
+# That leaves room for scales from 2 ** -27 to 2 ** 5, which float16 represents as exactly as bf16 does.
+COMMON_INT4_FACTOR = INT4_FACTOR * 2.0**-10
 GATE_ROWS = 8  # rows of gate in a block of a gated matrix
 MAX_PACKED_AT_ONCE = 1 << 25  # weights; more would take gigabytes while they are packed
 
@@ -207,3 +209,24 @@ def _choose_exponent(scales: Tensor) -> int:
     """Return the power of two by which the largest scale is multiplied to be near the largest float16."""
     largest = float(scales.float().abs().max())
     return 14 - math.frexp(largest)[1] if 0 < largest < math.inf else 0
+
+
+def use_common_factor(weight: NarrowWeight) -> NarrowWeight | None:
+    """Return the weight with a factor that does not depend on its values, which are changed in place.
+
+    So matrices of several weights of one format can be exchanged. None: that would round scales, or rows have factors
+    of their own that follow from the values."""
+    if weight.format == "Float4<8>":
+        return weight
+    if weight.row_scales is not None:
+        return None
+    if not weight.format.startswith("Int4"):
+        return weight
+    ratio = weight.factor / COMMON_INT4_FACTOR
+    for expert in weight.data:
+        scales = expert[..., CODE_BYTES:].view(torch.float16)[..., :: 2 if weight.format.endswith("true>") else 1]
+        wanted = scales.double() * ratio
+        if not torch.equal(wanted.half().double(), wanted):
+            return None
+        scales.copy_(wanted)
+    return replace(weight, factor=COMMON_INT4_FACTOR)

@@ -304,7 +304,7 @@ def route_rows(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = Fa
     `logits`: float32 [rows, experts], with the router's bias. There is at least one row. Of a rank that has some of the
     experts only, the tiles are those of its experts.
     """
-    found = _route_to_all(logits, rules, tile_rows, pdl=pdl)
+    found = route_to_all(logits, rules, tile_rows, pdl=pdl)
     return found if rules.own is None else select_own_tiles(found, rules.own)
 
 
@@ -331,7 +331,8 @@ def clear_other_outputs(outputs: Tensor, rows: SortedRows, own: range | None) ->
     return outputs.masked_fill_(((rows.chosen < own.start) | (rows.chosen >= own.stop))[:, None], 0)
 
 
-def _route_to_all(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool) -> SortedRows:
+def route_to_all(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool) -> SortedRows:
+    """Return the experts that each row selects, with the tiles of all experts, whatever `rules.own` says."""
     rows, experts = logits.shape
     assert logits.dtype is torch.float32 and logits.is_contiguous() and rows
     top, correction = rules.experts_per_row, rules.correction

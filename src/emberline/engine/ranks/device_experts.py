@@ -1,0 +1,160 @@
+"""Moves of experts between ranks with GPUs, while no step runs.
+
+A rank sends the weights of an expert from its GPU to the ranks that keep a copy from now on, in the form in which its
+kernels read them. So copies are equal bit for bit, in every format. They are written to places that were allocated at
+the start: captured steps read the same addresses. All ranks make the same transfers in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+
+import torch
+from torch import Tensor
+
+from emberline.core.errors import UnsupportedModel
+from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.ranks.expert_moves import ExpertMoves
+from emberline.kernels.comm.communicator import Communicator
+from emberline.kernels.cuda.narrow_layout import NarrowWeight, use_common_factor
+from emberline.kernels.expert_slots import ExpertSlots
+from emberline.kernels.mixture import StackedExperts
+from emberline.kernels.packed_weight import PackedExperts
+from emberline.models.decoder import DecoderModel
+from emberline.models.expert_placement import EMPTY, Placement
+from emberline.models.sleep import iter_instances
+
+PIECE_BYTES = 16 << 20  # that are sent at a time, which bounds the memory for what a rank has received
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTransfer:
+    """A copy of an expert from one slot to another. A slot is a group of ranks and a place in it."""
+
+    source: tuple[int, int]
+    target: tuple[int, int]
+
+
+def list_transfers(before: Placement, after: Placement) -> list[ExpertTransfer]:
+    """Return the copies after which all slots have the experts of the second placement."""
+    first: dict[int, tuple[int, int]] = {}
+    for group, experts in enumerate(before):
+        for place, expert in enumerate(experts):
+            first.setdefault(expert, (group, place))
+    return [
+        ExpertTransfer(first[expert], (group, place))
+        for group, experts in enumerate(after)
+        for place, expert in enumerate(experts)
+        if expert not in (EMPTY, before[group][place])
+    ]
+
+
+def order_transfers(transfers: list[ExpertTransfer]) -> Iterator[tuple[ExpertTransfer, bool]]:
+    """Yield the transfers in an order in which no slot is overwritten before it was read.
+
+    With each comes whether its target must be kept for now, because it is the source of a later transfer: then what
+    was received is written after all transfers. That is so for one transfer of experts that change places."""
+    pending = list(transfers)
+    while pending:
+        sources = {each.source for each in pending}
+        chosen = next((each for each in pending if each.target not in sources), pending[0])
+        pending.remove(chosen)
+        yield chosen, any(each.source == chosen.target for each in pending)
+
+
+def move_device_experts(runner: GPURunner, moves: ExpertMoves) -> None:
+    """Keep the experts of these placements from the next step on. All ranks must call this between the same two steps.
+
+    Raises RankLost."""
+    comm, layers = runner.rank.shards, runner.model.movable_layers
+    assert comm is not None
+    with torch.inference_mode(), runner.step_stream.activate():
+        for layer, placement in moves.items():
+            network = layers[layer]
+            assert network.movable is not None and isinstance(network.mixture.experts, StackedExperts)
+            tensors = list_expert_tensors(network.mixture.experts)
+            move_weights(tensors, list_transfers(network.movable.placement, placement), network.movable.slots, comm)
+            network.movable.set_placement(placement)
+
+
+def prepare_movable_experts(model: DecoderModel) -> None:
+    """Let the experts that may move have a form in which other ranks can use them, before a step is captured.
+
+    Raises UnsupportedModel if that is impossible."""
+    for layer, network in model.movable_layers.items():
+        experts = network.mixture.experts
+        assert isinstance(experts, StackedExperts)
+        for matrices in (experts.gate_up, experts.down):
+            if isinstance(matrices, PackedExperts) and isinstance(matrices.handle, NarrowWeight):
+                if (found := use_common_factor(matrices.handle)) is None:
+                    message = f"redundant_experts is set, but scales of the experts of layer {layer} differ too much"
+                    raise UnsupportedModel(f"{message} to move experts between GPUs", hint="drop --redundant-experts")
+                matrices.handle = found
+
+
+def describe_expert_forms(model: DecoderModel) -> str:
+    """Return a hash of the forms of the experts that may move, which all ranks must have in common."""
+    forms = [_describe_form(network.mixture.experts) for network in model.movable_layers.values()]
+    return hashlib.sha256("".join(forms).encode()).hexdigest()[:16] if forms else ""
+
+
+def _describe_form(value: object) -> str:
+    """Return all of a structure but the values of its tensors."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{list(value.shape)}"
+    if is_dataclass(value):
+        parts = [_describe_form(getattr(value, each.name)) for each in fields(value)]
+        return f"{type(value).__name__}({', '.join(parts)})"
+    return repr(value)
+
+
+def list_expert_tensors(experts: StackedExperts) -> list[Tensor]:
+    """Return the tensors of a layer's experts, whose first dimension is the place of an expert."""
+    tensors = list(iter_instances(Tensor, experts))
+    assert all(len(each) == experts.count and each.is_contiguous() for each in tensors)
+    return tensors
+
+
+def move_weights(
+    tensors: list[Tensor], transfers: list[ExpertTransfer], slots: ExpertSlots, comm: Communicator
+) -> None:
+    """Copy experts between the ranks' tensors. `slots`: of this rank."""
+    kept: list[tuple[int, list[Tensor]]] = []
+    for transfer, is_kept in order_transfers(transfers):
+        group, place = transfer.target
+        is_target = slots.own.start == group * slots.per_group
+        received = [_exchange(tensor, transfer, slots, comm, to_host=is_kept) for tensor in tensors]
+        if is_kept and is_target:
+            kept.append((place, received))
+        elif is_target:
+            _write(tensors, place, received)
+    for place, received in kept:
+        _write(tensors, place, received)
+
+
+def _write(tensors: list[Tensor], place: int, received: list[Tensor]) -> None:
+    for tensor, data in zip(tensors, received, strict=True):
+        tensor[place].view(-1).view(torch.uint8).copy_(data)
+
+
+def _exchange(
+    tensor: Tensor, transfer: ExpertTransfer, slots: ExpertSlots, comm: Communicator, *, to_host: bool
+) -> Tensor:
+    """Return the bytes of an expert's part of a tensor on the ranks of the target, and no bytes on the others.
+
+    A rank sends to the one that has the same columns of experts. `to_host`: whether the result is in main memory."""
+    ranks_per_group = comm.size // slots.groups
+    group, column = divmod(comm.rank, ranks_per_group)
+    (source, place), target = transfer.source, transfer.target[0]
+    sends, receives = [0] * comm.size, [0] * comm.size
+    sends[target * ranks_per_group + column] = int(group == source)
+    receives[source * ranks_per_group + column] = int(group == target)
+    data = tensor[place].view(-1).view(torch.uint8)
+    pieces = []
+    for piece in data.split(PIECE_BYTES):
+        sent = piece[None] if group == source else piece.new_empty(0, len(piece))
+        received = comm.all_to_all(sent, sends, receives).view(-1)
+        pieces.append(received.cpu() if to_host else received)
+    return torch.cat(pieces)

@@ -1,0 +1,47 @@
+"""ExpertSlots: which slot has the weights of which expert, if experts may move between ranks or have copies.
+
+The tables are tensors on the device of the rows, and are changed in place, so that captured steps read the new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SCATTER, SCATTER_SHIFT = 0x9E3779B1, 16  # 2 ** 32 divided by the golden ratio: close numbers get distant products
+
+
+class ExpertSlots:
+    """A slot holds the weights of one expert; an expert may be in several slots.
+
+    This is no dataclass, so that the tables keep their memory while a model sleeps."""
+
+    def __init__(self, experts: int, groups: int, per_group: int, device: torch.device, own_group: int = 0) -> None:
+        """`groups`: of ranks; the ranks of a group have parts of the same experts. `per_group`: slots, of which group g
+        has those from g * per_group on. `own_group`: of this rank."""
+        self.groups, self.per_group = groups, per_group
+        self.own = range(own_group * per_group, (own_group + 1) * per_group)
+        # Slots of each expert, as many as it has copies, then zeros: [experts, groups].
+        self.table = torch.zeros(experts, groups, dtype=torch.int64, device=device)
+        self.copies = torch.ones(experts, dtype=torch.int64, device=device)
+
+    @property
+    def count(self) -> int:
+        """The number of slots of all groups."""
+        return self.groups * self.per_group
+
+    def assign(self, slots: Sequence[Sequence[int]]) -> None:
+        """Let later steps find the experts in these slots. `slots`: of each expert, one or more."""
+        rows = [[*each, *[0] * (self.groups - len(each))] for each in slots]
+        self.table.copy_(torch.tensor(rows))
+        self.copies.copy_(torch.tensor(list(map(len, slots))))
+
+    def choose(self, experts: Tensor) -> Tensor:
+        """Return the slots that compute the experts [rows, n] of rows.
+
+        The numbers of the row and of the expert decide among the copies of an expert. Numbers of rows are scattered
+        first: steps with padding may have rows of requests at multiples of 8 only."""
+        row = torch.arange(len(experts), device=experts.device)[:, None] * SCATTER >> SCATTER_SHIFT
+        return self.table[experts, (row + experts) % self.copies[experts]]

@@ -1,0 +1,46 @@
+"""select_slots: selects the experts of each row if experts may move between ranks, and sorts the rows by slot.
+
+`kernels.expert_slots` says what slots are. As in `routing.py`, launches depend on the number of rows only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.expert_slots import ExpertSlots
+from emberline.kernels.mixture import Routing
+from emberline.kernels.triton.routing import SortedRows, route_to_all, select_own_tiles
+
+UNUSED_TILE_ROWS = 16  # of tiles that are not used, since rows only select their experts
+
+
+@dataclass(frozen=True, slots=True)
+class SlottedRows:
+    """The experts of rows, by the slots that compute them."""
+
+    weights: Tensor  # float32 [rows * experts per row]
+    slots: Tensor  # int64 [rows, experts per row]
+    table: ExpertSlots
+
+    def sort(self, logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = False) -> SortedRows:
+        """Return the rows sorted into tiles of this rank's slots, as `route_rows` does with experts.
+
+        The same kernels do it: slots are selected by logits as experts are. Those of a row get falling numbers, so that
+        they are selected in the order of the weights."""
+        rows, top = self.slots.shape
+        assert rows == len(logits) and top == rules.experts_per_row
+        order = torch.arange(top, 0, -1, dtype=torch.float32, device=logits.device)
+        marks = torch.zeros(rows, self.table.count, dtype=torch.float32, device=logits.device)
+        marks.scatter_(1, self.slots, order.expand(rows, top))
+        found = route_to_all(marks, Routing(top, scores="sigmoid"), tile_rows, pdl=pdl)
+        return select_own_tiles(replace(found, weights=self.weights), self.table.own)
+
+
+def select_slots(logits: Tensor, rules: Routing, table: ExpertSlots, *, pdl: bool = False) -> SlottedRows:
+    """Return the experts that each row selects, by their slots. `logits`: as for `route_rows`."""
+    found = route_to_all(logits, rules, UNUSED_TILE_ROWS, pdl=pdl)
+    slots = table.choose(found.chosen.view(len(logits), -1).long())
+    return SlottedRows(found.weights, slots, table)
