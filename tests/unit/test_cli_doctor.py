@@ -130,7 +130,9 @@ def test_quantised_weights_are_planned_as_they_are_kept(run: Run, tmp_path: Path
     plain, quantised = (
         run("--model", model, "--gpu-memory", "80G") for model in (write_model(tmp_path / "n"), tmp_path / "m")
     )
-    head = 128256 * 4096 * 12.2 / 8 / (2 * 32 * 8 * 128 * 2)  # tokens in place of the packed copy of the head
+    part = 2 * 8192 * 4096  # of a matrix, which portable kernels dequantise for many rows
+    # Tokens in place of the packed copy of the head, and of that part.
+    head = (128256 * 4096 * 12.2 / 8 + part) / (2 * 32 * 8 * 128 * 2)
     assert kv_tokens(plain[1]) - kv_tokens(quantised[1]) == pytest.approx(head, rel=0.02)
     assert "kept as" not in plain[1] and ", fp8 0 MB" in quantised[1]
     assert kv_tokens(run("--model", tmp_path / "m", "--gpu-memory", "80G", "--weights", "plain")[1]) == kv_tokens(
@@ -138,6 +140,8 @@ def test_quantised_weights_are_planned_as_they_are_kept(run: Run, tmp_path: Path
     )
     int4 = kv_tokens(run("--model", tmp_path / "n", "--gpu-memory", "80G", "--weights", "int4")[1])
     saved = 32 * (6144 * 4096 + 4096 * 4096 + 3 * 14336 * 4096) * (16 - 4.125) / 8
+    unpacked = 2 * 2 * 2 * 14336 * 4096  # two matrices of gates and ups, which the Hopper kernels unpack for many rows
+    saved -= unpacked
     assert int4 - kv_tokens(plain[1]) == pytest.approx(saved / (2 * 32 * 8 * 128 * 2) - head, rel=0.02)
 
 

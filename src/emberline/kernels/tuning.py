@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from emberline.core.config import kernel_dir
-from emberline.kernels.attention_plan import GATE_GROUP_ROWS
+from emberline.kernels.work_limits import GATE_GROUP_ROWS
 from emberline.kernels.cuda import cublas, gemm, nvrtc, wide
 from emberline.kernels.cuda.cublas import OWN_KERNEL, CublasError, Matmul, MatmulProblem, ProductKind
 from emberline.kernels.cuda.driver import CudaDriverError

@@ -21,6 +21,7 @@ from emberline.bench.gpu.job_run import (
     SteadyPhase,
     run_job,
 )
+from emberline.bench.gpu.largest_step import run_largest_step
 from emberline.bench.gpu.limits import H200, choose_limits, compute_token_cost, min_decode_step_ms, min_prefill_ms
 from emberline.bench.gpu.model import LLAMA_8B, GPURandomWeights
 from emberline.bench.gpu.shapes import DEFAULT_SHAPE, BenchShape, find_routing, find_shape, shape_of
@@ -177,19 +178,32 @@ def measure(
         if shape.hf_config is LLAMA_8B and is_measurement_selected(name, name_patterns):
             sample = partial(_run_sampled_job, booted.engine)
             run_measurement(report, name, partial(sampled_decode.measure, report, sample, name, rounds or ROUNDS))
-    _add_memory(report, booted)
+    _add_memory(report, booted, shape.prompt_vocab)
     report.config["stats"] = {k: v for k, v in asdict(booted.engine.stats()).items() if k != "residency"}
 
 
-def _add_memory(report: BenchReport, booted: BootedGPUEngine) -> None:
-    """Add the memory that the plan expected to be used, and what the driver says is used after all measurements."""
+def _add_memory(report: BenchReport, booted: BootedGPUEngine, vocab: int) -> None:
+    """Add the memory that the plan expected to be used, and what the driver says is used after the largest step.
+
+    `memory_tensors` is the peak of what torch has allocated since all weights were loaded, `memory_cached` what torch
+    holds beyond that peak, and `memory_other` the rest: graphs, kernels and libraries."""
     import torch
 
+    before, _ = torch.cuda.mem_get_info()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run_largest_step(booted, vocab)
+    torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
     planned, used = booted.plan.total - booted.plan.spare_bytes, total - free
     report.add("memory_planned", planned / 2**30, "GiB")
     report.add("memory_used", used / 2**30, "GiB")
     report.add("plan_error", 100 * abs(used - planned) / planned, "%")
+    report.add("memory_before_largest_step", (total - before) / 2**30, "GiB")
+    report.add("memory_tensors", peak / 2**30, "GiB")
+    report.add("memory_cached", (reserved - peak) / 2**30, "GiB")
+    report.add("memory_other", (used - reserved) / 2**30, "GiB")
 
 
 def _make_counter(booted: BootedGPUEngine, shape: BenchShape) -> Callable[[int], float] | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
-from emberline.kernels.attention_plan import GATE_GROUP_ROWS
+from emberline.kernels.work_limits import GATE_GROUP_ROWS
 from emberline.kernels.cuda import gemm
 from emberline.kernels.cuda.linear import BF16Weight
 from emberline.kernels.triton import activation

@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from emberline.kernels.attention_plan import GATE_GROUP_ROWS
+from emberline.kernels.work_limits import GATE_GROUP_ROWS
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, count_sms
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES
 from emberline.kernels.cuda.narrow_layout import NarrowWeight

@@ -1,0 +1,80 @@
+"""The largest step of an engine: the bench runs it, and the runner's logits need no more than is planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from host_engine import booted, plain_arithmetic
+from tensor_peak import measure_peak
+from torch import Tensor
+
+from emberline.bench.gpu.largest_step import run_largest_step
+from emberline.core.params import SamplingParams
+from emberline.core.plan import Admission, StepPlan, StepResult, WorkItem
+from emberline.engine.gpu.boot import BootedGPUEngine
+from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.step_peak import COPIES_OF_SAMPLED_ROWS, COPIES_OF_SCORED_ROWS
+from emberline.kernels import backend, ops
+from emberline.kernels.sampling_arguments import LogProbs
+
+SCORED = 12
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BootedGPUEngine:
+    monkeypatch.setattr(backend, "_backend", None)
+    plain_arithmetic()
+    tiny.write(tmp_path, tiny.config("llama"), seed=1)
+    return booted(tmp_path)
+
+
+def test_the_bench_runs_the_largest_steps(engine: BootedGPUEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt fills the budget of 64 tokens, and one step samples for all of 8 requests. All shapes are captured."""
+    plans: list[StepPlan] = []
+    launch = GPURunner.launch
+
+    def record(self: GPURunner, plan: StepPlan) -> object:
+        plans.append(plan)
+        return launch(self, plan)
+
+    monkeypatch.setattr(GPURunner, "launch", record)
+    assert engine.runner.is_preparing
+    run_largest_step(engine, 50)
+    assert not engine.runner.is_preparing
+    tokens = [[len(w.tokens) for w in plan.work] for plan in plans]
+    longest = min(64, engine.engine.max_context - 2)
+    assert [longest] in tokens and [64 // 8] * 8 in tokens
+    assert all(admission.params.logprobs for plan in plans for admission in plan.admitted)
+
+
+def test_logits_of_a_step_are_planned(engine: BootedGPUEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step with prompt scores and log-probabilities: the runner's own tensors, without those of the CPU's ops."""
+    runner, vocab = engine.runner, engine.runner.vocab_size
+
+    def no_log_probs(logits: Tensor, ids: Tensor, top_n: int) -> LogProbs:
+        return LogProbs(*(torch.zeros(len(logits), max(1, top_n)) for _ in range(4)))
+
+    monkeypatch.setattr(ops, "sample_with_seed", lambda logits, *rest: torch.zeros(len(logits), dtype=torch.int64))
+    monkeypatch.setattr(ops, "log_probs", no_log_probs)
+    lengths, params = [SCORED, 3, 3, 3], SamplingParams(max_tokens=2, logprobs=1)
+    names = [f"r{i}" for i in range(len(lengths))]
+    admitted = [Admission(name, [5] * n, n, params, 0) for name, n in zip(names, lengths, strict=True)]
+    work = [
+        WorkItem(name, 0, [5] * n, blocks=[i], samples=True, prompt_logprobs=i == 0)
+        for i, (name, n) in enumerate(zip(names, lengths, strict=True))
+    ]
+    results: list[StepResult] = []
+
+    def run() -> None:
+        finish = runner.launch(StepPlan(0, admitted, work, []))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("emberline.engine.gpu.prompt_scores.token_logprobs", lambda logits, *rest: [])
+            patch.setattr("emberline.engine.gpu.sampling.SamplingOutputs.tokens_and_failures", lambda *args: ({}, {}))
+            results.append(finish())
+
+    measured = measure_peak(run, lambda tensor: tensor.dim() == 2 and tensor.shape[1] == vocab)
+    rows = COPIES_OF_SAMPLED_ROWS * len(lengths) + COPIES_OF_SCORED_ROWS * SCORED
+    assert results and rows - 1 <= measured / (4 * vocab) <= rows  # one row both scores the prompt and is sampled
