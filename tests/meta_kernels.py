@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType, SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -15,7 +15,18 @@ from emberline.kernels.narrow_size import count_packed_bytes
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.portable_backend import PortableBackend
 from emberline.kernels.quantised_matrix import QuantisedMatrix
-from emberline.kernels.triton import activation, attention, experts, grouped, linear, narrow, norm, rope, router, routing
+from emberline.kernels.triton import (
+    activation,
+    attention,
+    experts,
+    grouped,
+    linear,
+    narrow,
+    norm,
+    rope,
+    router,
+    routing,
+)
 
 TRITON_MODULES: tuple[ModuleType, ...] = (
     activation, attention, experts, grouped, linear, narrow, norm, rope, router, routing,
@@ -82,6 +93,3 @@ def _has_fp8(backend: PortableBackend, form: Form) -> bool:
 
 def _make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-__all__: list[Any] = ["BLOCK", "Form", "describe", "make_weight", "use_meta_kernels"]

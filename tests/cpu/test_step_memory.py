@@ -13,27 +13,27 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from meta_kernels import BLOCK, Form, make_weight, use_meta_kernels  # noqa: E402
-from tensor_peak import measure_peak  # noqa: E402
+from meta_kernels import BLOCK, Form, make_weight, use_meta_kernels
+from tensor_peak import measure_peak
 
-from emberline.bench.gpu.model import LLAMA_8B  # noqa: E402
-from emberline.engine.gpu.device import HostDevice  # noqa: E402
-from emberline.engine.step_peak import layer_bytes, unpacked_bytes  # noqa: E402
-from emberline.engine.step_sizes import StepSizes  # noqa: E402
-from emberline.kernels import ops  # noqa: E402
-from emberline.kernels.attention_plan import AttentionPlan  # noqa: E402
-from emberline.kernels.mixture import Expert, Mixture, Routing, SharedExpert, StackedExperts  # noqa: E402
-from emberline.kernels.narrow_size import count_packed_bytes  # noqa: E402
-from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout  # noqa: E402
-from emberline.kernels.portable_backend import PortableBackend  # noqa: E402
-from emberline.kernels.cuda.narrow_layout import NarrowWeight  # noqa: E402
-from emberline.kernels.cuda.uw12 import UNIT_BYTES, UW12Weight  # noqa: E402
-from emberline.kernels.step_memory import ExpertNetwork, GatedNetwork, StepKernels  # noqa: E402
-from emberline.models.attention import Attention  # noqa: E402
-from emberline.models.config import ModelConfig  # noqa: E402
-from emberline.models.config_outline import outline_of  # noqa: E402
-from emberline.models.decoder import DecoderLayer  # noqa: E402
-from emberline.models.ffn import FeedForward  # noqa: E402
+from emberline.bench.gpu.model import LLAMA_8B
+from emberline.engine.gpu.device import HostDevice
+from emberline.engine.step_peak import layer_bytes, unpacked_bytes
+from emberline.engine.step_sizes import StepSizes
+from emberline.kernels import ops
+from emberline.kernels.attention_plan import AttentionPlan
+from emberline.kernels.cuda.narrow_layout import NarrowWeight
+from emberline.kernels.cuda.uw12 import UNIT_BYTES, UW12Weight
+from emberline.kernels.mixture import Expert, Mixture, Routing, SharedExpert, StackedExperts
+from emberline.kernels.narrow_size import count_packed_bytes
+from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
+from emberline.kernels.portable_backend import PortableBackend
+from emberline.kernels.step_memory import ExpertNetwork, GatedNetwork, StepKernels
+from emberline.models.attention import Attention
+from emberline.models.config import ModelConfig
+from emberline.models.config_outline import outline_of
+from emberline.models.decoder import DecoderLayer
+from emberline.models.ffn import FeedForward
 
 H, F, QKV, TOKENS = 4096, 14336, 6144, 32768
 NETWORK = GatedNetwork(H, F)
@@ -67,9 +67,7 @@ def make_layer(backend: PortableBackend, form: Form) -> DecoderLayer:
 def make_batch(unpacker: ops.WeightUnpacker | None) -> Any:
     names = ("positions", "slots", "query_start", "context", "block_tables")
     metadata = ops.AttentionMetadata(**{name: empty(8, 8, dtype=torch.int32) for name in names})
-    return SimpleNamespace(
-        attention=metadata, plan=AttentionPlan(0), unpacker=unpacker, exchange_of=lambda rows: None
-    )
+    return SimpleNamespace(attention=metadata, plan=AttentionPlan(0), unpacker=unpacker, exchange_of=lambda rows: None)
 
 
 def make_unpacker(layer: DecoderLayer) -> ops.WeightUnpacker:

@@ -262,7 +262,7 @@ def test_scratch_memory_of_a_draft_model_is_counted(captured: int, rows: int) ->
     assert with_draft.scratch - without.scratch == places * 2 * 128 * (576 + 2) * 4
     assert with_draft.weights - without.weights == 10**9
     assert with_draft.logits - without.logits == 128 * LLAMA_8B.vocab * 4
-    # Its attention has more values than the target's feed-forward network, and 4 copies of its inputs exist beside them.
+    # Its attention has more values than the target's feed-forward network, beside 4 copies of its inputs.
     values = 128 * (128 + 64 + 576 + 512 + 128 + 128 + 128) + 2 * 576
     own = 2 * 8192 * ((3 + 4) * config.hidden + values)
     states = with_draft.activations - own

@@ -20,7 +20,6 @@ from emberline.engine.state_plan import StatePlanner
 from emberline.engine.step_peak import LogitMemory, choose_step_kernels, exchange_bytes, layer_bytes, unpacked_bytes
 from emberline.engine.step_sizes import StepLimits, StepSizes
 from emberline.hub.checkpoint import Checkpoint
-from emberline.kernels.step_memory import StepKernels
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
@@ -95,7 +94,7 @@ def plan_engine_memory(
 
     `narrow`: matrices that are kept quantised. `other_bytes`: what other processes use of the GPU's memory. `groups`:
     of a rank's layers; None: of all. `kernels`: those of the GPU, hopper or portable; empty: unless the settings name
-    them, the plan is enough for both. Raises ModelError if the model does not fit, UnsupportedModel if it cannot run."""
+    them, it is enough for both. Raises ModelError if the model does not fit, UnsupportedModel if it cannot run."""
     reject_unsupported_on_gpu(config, settings)
     reject_unsupported_experts(config, settings)
     kv_bytes, context = DTYPE_BYTES[kv_dtype(settings, dtype)], choose_max_context(config, settings)

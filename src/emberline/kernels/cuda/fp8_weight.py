@@ -13,10 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.kernels.work_limits import GATE_GROUP_ROWS
 from emberline.kernels.cuda.driver import TensorMap, make_tensor_map
 from emberline.kernels.quantised_matrix import QuantisedMatrix
-from emberline.kernels.work_limits import FP8_COLUMN_GRAIN, FP8_ROW_GRAIN, MAX_FP8_COLUMNS, supports_fp8_shape
+from emberline.kernels.work_limits import (
+    FP8_COLUMN_GRAIN,
+    FP8_ROW_GRAIN,
+    GATE_GROUP_ROWS,
+    MAX_FP8_COLUMNS,
+    supports_fp8_shape,
+)
 
 UNIT_K = 128  # columns (k) that a kernel reads at a time
 BLOCK_ROWS, TILE_ROWS = 16, FP8_ROW_GRAIN  # rows that share a scale, and rows that a warpgroup computes
