@@ -11,7 +11,7 @@ from host_engine import booted, plain_arithmetic
 from tensor_peak import measure_peak
 from torch import Tensor
 
-from emberline.bench.gpu.largest_step import run_largest_step
+from emberline.bench.gpu.largest_step import run_largest_steps
 from emberline.core.params import SamplingParams
 from emberline.core.plan import Admission, StepPlan, StepResult, WorkItem
 from emberline.engine.gpu.boot import BootedGPUEngine
@@ -32,7 +32,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BootedGPUEngine:
 
 
 def test_the_bench_runs_the_largest_steps(engine: BootedGPUEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One prompt fills the budget of 64 tokens, and one step samples for all of 8 requests. All shapes are captured."""
+    """Prompts fill the budget of 64 tokens, one step samples for all of 8 requests, and one scores a prompt."""
     plans: list[StepPlan] = []
     launch = GPURunner.launch
 
@@ -41,13 +41,21 @@ def test_the_bench_runs_the_largest_steps(engine: BootedGPUEngine, monkeypatch: 
         return launch(self, plan)
 
     monkeypatch.setattr(GPURunner, "launch", record)
-    assert engine.runner.is_preparing
-    run_largest_step(engine, 50)
-    assert not engine.runner.is_preparing
+    assert engine.runner.num_unprepared > 2
+    run_largest_steps(engine, 50)
+    assert engine.runner.num_unprepared == 0 and not engine.runner.is_preparing
     tokens = [[len(w.tokens) for w in plan.work] for plan in plans]
-    longest = min(64, engine.engine.max_context - 2)
-    assert [longest] in tokens and [64 // 8] * 8 in tokens
+    assert any(sum(lengths) == 64 and len(lengths) < 8 for lengths in tokens) and [64 // 8] * 8 in tokens
     assert all(admission.params.logprobs for plan in plans for admission in plan.admitted)
+    longest = min(512, engine.engine.max_context - 2)
+    assert sum(len(w.tokens) for plan in plans for w in plan.work if w.prompt_logprobs) == longest
+
+
+def test_the_bench_captures_shapes_for_a_limited_time(engine: BootedGPUEngine) -> None:
+    times = iter(range(100))
+    count = engine.runner.num_unprepared
+    run_largest_steps(engine, 50, capture_seconds=2.5, clock=lambda: float(next(times)))
+    assert engine.runner.num_unprepared == count - 2
 
 
 def test_logits_of_a_step_are_planned(engine: BootedGPUEngine, monkeypatch: pytest.MonkeyPatch) -> None:
