@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import ops, portable_backend
+from emberline.kernels.comm import communicator
 from emberline.kernels.cuda import driver, expert_layer, fp8, hopper_backend, narrow_layout, uw12, wide
 from emberline.kernels.narrow_size import count_packed_bytes
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
@@ -38,7 +39,8 @@ BLOCK = 128
 def use_meta_kernels(monkeypatch: pytest.MonkeyPatch, kernels: str) -> PortableBackend:
     """Let ops on meta tensors use the kernels of this name, whose launches do nothing, and return their backend."""
     backend = hopper_backend.HopperBackend() if kernels == "hopper" else PortableBackend()
-    monkeypatch.setattr(ops, "backend_of", lambda tensor: backend)
+    for module in (ops, communicator):
+        monkeypatch.setattr(module, "backend_of", lambda tensor: backend)
     monkeypatch.setattr(driver.CudaKernel, "__call__", lambda *arguments, **more: None)
     monkeypatch.setattr(driver.CudaKernel, "load", lambda self: self)
     monkeypatch.setattr(driver, "_encode_tensor_map", lambda *arguments: None)

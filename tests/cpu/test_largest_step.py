@@ -16,7 +16,7 @@ from emberline.core.params import SamplingParams
 from emberline.core.plan import Admission, StepPlan, StepResult, WorkItem
 from emberline.engine.gpu.boot import BootedGPUEngine
 from emberline.engine.gpu.runner import GPURunner
-from emberline.engine.step_peak import COPIES_OF_SAMPLED_ROWS, COPIES_OF_SCORED_ROWS
+from emberline.engine.step_peak import COPIES_OF_SAMPLED_ROWS
 from emberline.kernels import backend, ops
 from emberline.kernels.sampling_arguments import LogProbs
 
@@ -59,7 +59,9 @@ def test_the_bench_captures_shapes_for_a_limited_time(engine: BootedGPUEngine) -
 
 
 def test_logits_of_a_step_are_planned(engine: BootedGPUEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step with prompt scores and log-probabilities: the runner's own tensors, without those of the CPU's ops."""
+    """Of steps with prompt scores and log-probabilities: the runner's own tensors, without those of the CPU's ops.
+
+    The results of one step are read when the next one was launched. They do not keep its logits."""
     runner, vocab = engine.runner, engine.runner.vocab_size
 
     def no_log_probs(logits: Tensor, ids: Tensor, top_n: int) -> LogProbs:
@@ -77,12 +79,12 @@ def test_logits_of_a_step_are_planned(engine: BootedGPUEngine, monkeypatch: pyte
     results: list[StepResult] = []
 
     def run() -> None:
-        finish = runner.launch(StepPlan(0, admitted, work, []))
+        finishing = [runner.launch(StepPlan(step, [] if step else admitted, work, [])) for step in range(2)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("emberline.engine.gpu.prompt_scores.token_logprobs", lambda logits, *rest: [])
             patch.setattr("emberline.engine.gpu.sampling.SamplingOutputs.tokens_and_failures", lambda *args: ({}, {}))
-            results.append(finish())
+            results.extend(finish() for finish in finishing)
 
     measured = measure_peak(run, lambda tensor: tensor.dim() == 2 and tensor.shape[1] == vocab)
-    rows = COPIES_OF_SAMPLED_ROWS * len(lengths) + COPIES_OF_SCORED_ROWS * SCORED
-    assert results and rows - 1 <= measured / (4 * vocab) <= rows  # one row both scores the prompt and is sampled
+    rows = COPIES_OF_SAMPLED_ROWS * len(lengths) + SCORED
+    assert all(len(result.prompt_logprobs["r0"]) == SCORED - 1 for result in results)
+    assert rows - 2 <= measured / (4 * vocab) <= rows  # one row both scores the prompt and is sampled

@@ -4,6 +4,7 @@ The sizes are those of Llama 8B and Qwen3-30B-A3B, so the measured numbers are t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,8 +21,9 @@ from emberline.bench.gpu.model import LLAMA_8B
 from emberline.engine.gpu.device import HostDevice
 from emberline.engine.step_peak import layer_bytes, unpacked_bytes
 from emberline.engine.step_sizes import StepSizes
-from emberline.kernels import ops
+from emberline.kernels import ops, work_limits
 from emberline.kernels.attention_plan import AttentionPlan
+from emberline.kernels.comm.lone_rank import LoneRank
 from emberline.kernels.cuda.narrow_layout import NarrowWeight
 from emberline.kernels.cuda.uw12 import UNIT_BYTES, UW12Weight
 from emberline.kernels.mixture import Expert, Mixture, Routing, SharedExpert, StackedExperts
@@ -34,6 +36,9 @@ from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
 from emberline.models.decoder import DecoderLayer
 from emberline.models.ffn import FeedForward
+from emberline.models.fused_layer import FusedLayer
+from emberline.models.layers import OutputScaling
+from emberline.models.moe import SparseFeedForward
 
 H, F, QKV, TOKENS = 4096, 14336, 6144, 32768
 NETWORK = GatedNetwork(H, F)
@@ -100,6 +105,36 @@ def test_a_layer_allocates_what_is_planned(
         assert measured >= 0.98 * (planned - head)
 
 
+class FusingRank(LoneRank):
+    fuses_norm = True
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rank", [LoneRank(0, 2), FusingRank(0, 2)])
+def test_a_layer_of_a_rank_allocates_what_is_planned(
+    monkeypatch: pytest.MonkeyPatch, rank: LoneRank, form: Form
+) -> None:
+    """Also if sums of ranks compute norms, so that a layer's input and its norm are kept while it is computed."""
+    layer = make_layer(use_meta_kernels(monkeypatch, "hopper"), form)
+    scaling = OutputScaling(None, 1e-5, 1.0, rank)
+    attention = replace(cast("Attention", layer.attention), scaling=scaling)
+    ffn = replace(cast("FeedForward", layer.ffn), scaling=scaling)
+    unpacker, cache = make_unpacker(layer), empty(1, 8, 64, 128)
+    batch = make_batch(unpacker.begin_step())
+
+    def run() -> None:
+        x = empty(TOKENS, H)
+        if (fused := FusedLayer.of(attention, ffn)) is None:
+            DecoderLayer(attention, ffn)(x, cache, cache, batch)
+        else:
+            fused.run(x, empty(TOKENS, H), cache, cache, batch, None, fused)
+
+    counted = kernels_of("hopper", form)
+    planned = layer_bytes(SIZES, counted, TOKENS, 2048, has_ranks=True) + unpacked_bytes(SIZES, counted)
+    measured = measure_peak(run)
+    assert measured <= planned and (not rank.fuses_norm or measured >= 0.75 * planned)
+
+
 @pytest.mark.parametrize(
     ("kernels", "form", "bytes_per_row"),
     [
@@ -153,6 +188,7 @@ def test_unpacked_matrices_are_counted() -> None:
 
 
 HIDDEN, WIDTH, COUNT, CHOSEN = 2048, 768, 128, 8  # of Qwen3-30B-A3B
+EXPERT_FORMS = [("hopper", "plain"), ("hopper", "packed"), ("hopper", "int4"), ("portable", "plain")]
 
 
 def make_experts(form: Form, n: int, k: int, *, gated: bool) -> Tensor | PackedExperts:
@@ -184,11 +220,19 @@ def make_mixture(backend: PortableBackend, form: Form, shared: int) -> Mixture:
     )
 
 
+def plan_experts(kernels: str, form: Form) -> StepKernels:
+    narrow = [("int4", 2 * WIDTH, HIDDEN, 128)] if form == "int4" else []
+    forms: Any = {"narrow_experts": narrow, "has_other_experts": not narrow}
+    return StepKernels.of(kernels, 2, packed=form == "packed", **forms)
+
+
+def describe_experts(shared: int = 0) -> ExpertNetwork:
+    return ExpertNetwork(HIDDEN, WIDTH, COUNT, CHOSEN, GatedNetwork(HIDDEN, shared) if shared else None)
+
+
 @pytest.mark.parametrize("shared", [0, 1408])
 @pytest.mark.parametrize("rows", [8192, 5120, 1100, 520, 300, 200, 40])
-@pytest.mark.parametrize(
-    ("kernels", "form"), [("hopper", "plain"), ("hopper", "packed"), ("hopper", "int4"), ("portable", "plain")]
-)
+@pytest.mark.parametrize(("kernels", "form"), EXPERT_FORMS)
 def test_experts_allocate_what_is_planned(
     monkeypatch: pytest.MonkeyPatch, kernels: str, form: Form, rows: int, shared: int
 ) -> None:
@@ -196,29 +240,59 @@ def test_experts_allocate_what_is_planned(
     backend = use_meta_kernels(monkeypatch, kernels)
     mixture, x = make_mixture(backend, form, shared), empty(rows, HIDDEN)
     measured = measure_peak(lambda: ops.run_mixture(x, mixture))
-    network = ExpertNetwork(HIDDEN, WIDTH, COUNT, CHOSEN, GatedNetwork(HIDDEN, shared) if shared else None)
-    narrow = [("int4", 2 * WIDTH, HIDDEN, 128)] if form == "int4" else []
-    found = StepKernels.of(kernels, 2, packed=form == "packed", narrow=narrow, are_experts_narrow=bool(narrow))
-    planned = found.expert_bytes(network, rows, 2048)
+    planned = plan_experts(kernels, form).expert_bytes(describe_experts(shared), rows, 2048)
     assert measured <= planned
     if rows == 5120 or (rows == 8192 and (kernels, form) != ("hopper", "plain")):
         assert measured >= 0.9 * planned
 
 
+@pytest.mark.parametrize("form", ["plain", "int4"])
+def test_experts_of_a_rank_allocate_what_is_planned(monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
+    """Their outputs are added to zeros, and summed before they are added to the state."""
+    mixture = make_mixture(use_meta_kernels(monkeypatch, "hopper"), form, 0)
+    network = SparseFeedForward(mixture, LoneRank(0, 2))
+    measured = measure_peak(lambda: network(empty(8192, HIDDEN)))
+    sizes = replace(SIZES, hidden=HIDDEN, networks=frozenset([describe_experts()]))
+    assert 0.6 * (planned := layer_bytes(sizes, plan_experts("hopper", form), 8192, 2048, has_ranks=True)) <= measured
+    assert measured <= planned
+
+
+@pytest.mark.parametrize(("kernels", "form"), EXPERT_FORMS)
+def test_experts_of_more_rows_allocate_no_more(monkeypatch: pytest.MonkeyPatch, kernels: str, form: Form) -> None:
+    """Rows beyond those of a pass are computed in further passes."""
+    monkeypatch.setattr(work_limits, "MIN_EXPERT_PAIRS", 4096 * CHOSEN)
+    monkeypatch.setattr(work_limits, "PAIRS_PER_EXPERT", 1)
+    mixture = make_mixture(use_meta_kernels(monkeypatch, kernels), form, 1408)
+    planned, one = plan_experts(kernels, form).expert_bytes(describe_experts(1408), 1 << 20, 2048), empty(4096, HIDDEN)
+    of_pass = measure_peak(lambda: ops.run_mixture(one, mixture))
+    for rows in (8192, 10_000, 3 * 4096 + 1):
+        x = empty(rows, HIDDEN)
+        assert measure_peak(lambda x=x: ops.run_mixture(x, mixture)) <= of_pass <= planned
+
+
 def test_experts_by_hand() -> None:
     """Rows that are sorted by expert take a place in a tile of 256 rows, and each expert may have unused places."""
-    network, rows = ExpertNetwork(HIDDEN, WIDTH, COUNT, CHOSEN), 8192
+    network, rows = describe_experts(), 8192
     normed = rows * (2 * HIDDEN + 4 * COUNT)
     unused = COUNT * 255
     tables = 24 * (rows * CHOSEN + unused)
     outputs = 2 * rows * CHOSEN * (WIDTH + HIDDEN)
     assert StepKernels.of("portable", 2).expert_bytes(network, rows, 2048) == normed + outputs + tables
     few = 320 * COUNT + unused
-    sorted_rows = few * (2 * (WIDTH + 2 * HIDDEN) + 24)
+    sorted_rows = few * (2 * (WIDTH + HIDDEN) + 24)
     assert sorted_rows > outputs + tables
     assert StepKernels.of("hopper", 2).expert_bytes(network, rows, 2048) == normed + sorted_rows
     places = rows * CHOSEN + unused
-    narrow = StepKernels.of("hopper", 2, packed=True, narrow=[("int4", 2 * WIDTH, HIDDEN, 128)])
-    assert max(narrow.variants, key=lambda each: narrow._routed_bytes(each, network, rows)).form == "packed"
-    packed = StepKernels.of("hopper", 2, packed=True).expert_bytes(network, rows, 2048)
-    assert packed == normed + places * (2 * (WIDTH + 2 * HIDDEN) + 24)
+    packed = StepKernels.of("hopper", 2, packed=True)
+    assert packed.expert_bytes(network, rows, 2048) == normed + places * (2 * (WIDTH + HIDDEN) + 24)
+    # 4-bit codes: with tiles of 128 rows, inputs are copied into 24,576 places at a time, and outputs need none.
+    places = rows * CHOSEN + COUNT * 127
+    narrow = plan_experts("hopper", "int4")
+    stored = places * (2 * WIDTH + 24) + 2 * rows * CHOSEN * HIDDEN
+    assert narrow.expert_bytes(network, rows, 2048) == normed + stored
+
+
+def test_only_dense_matrices_are_unpacked() -> None:
+    """Kernels of experts decode codes in registers, whatever the number of rows."""
+    assert unpacked_bytes(SIZES, plan_experts("hopper", "int4")) == 0
+    assert unpacked_bytes(SIZES, plan_experts("portable", "int4")) == 0

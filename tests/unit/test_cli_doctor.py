@@ -205,8 +205,11 @@ def test_local_gpu_is_planned_by_default(run: Run, tmp_path: Path) -> None:
     code, here = run("--model", model, gpu=H200)
     assert code == 0
     assert re.search(r"^ok  gpu +NVIDIA H200, 139.81 GiB, compute capability 9.0: hopper kernels", here, re.M)
-    _, told = run("--model", model, "--gpu-memory", H200.memory_bytes, gpu=None)
-    assert kv_tokens(here) == kv_tokens(told)
+    requested = "--model", model, "--gpu-memory", H200.memory_bytes
+    assert kv_tokens(here) == kv_tokens(run(*requested, "--kernels", "hopper", gpu=None)[1])
+    # If the GPU is not known, the plan is enough for all kernels.
+    assert kv_tokens(here) > kv_tokens(run(*requested, gpu=None)[1])
+    assert kv_tokens(run(*requested, gpu=None)[1]) == kv_tokens(run(*requested, "--kernels", "portable")[1])
     _, other = run("--model", model, "--gpu-memory", "80G", gpu=H200)
     assert kv_tokens(other) < kv_tokens(here)
 
@@ -306,7 +309,9 @@ def test_each_rank_is_planned_with_its_part_of_the_model(run: Run, tmp_path: Pat
     assert min(spare) == pytest.approx(kept_free, abs=0.1) and max(spare) > kept_free + 0.1
     alone = kv_tokens(run("--model", model, gpu=H200)[1])
     assert len(set(counts)) == 1 and int(counts[0]) > 4 * alone  # all ranks have the same blocks
-    assert run("--model", model, "--tp", "2", "--pp", "2", "--gpu-memory", H200.memory_bytes)[1].count(counts[0]) == 2
+    requested = "--model", model, "--tp", "2", "--pp", "2", "--gpu-memory", H200.memory_bytes
+    assert run(*requested, "--kernels", "hopper")[1].count(counts[0]) == 2
+    assert run(*requested)[1].count(counts[0]) == 0  # the plan is enough for all kernels
     code, output = run("--model", model, "--tp", "2", gpu=H200)
     assert code == 1 and "2 ranks (tp 2, pp 1) need 2 GPUs, and this machine has 1" in output
     assert re.search(r"^ok    ranks 0 to 1 +\S+ GiB on each GPU$", output, re.M)

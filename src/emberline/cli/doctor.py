@@ -46,7 +46,7 @@ CPU_FEATURES = (
 )
 PLAN_SETTINGS = (
     *("dtype", "weights", "gpu_memory_utilization", "kv_dtype", "kv_memory", "block_size"),
-    *("max_context", "max_batch_tokens", "max_running", "tp", "pp", "ep"),
+    *("max_context", "max_batch_tokens", "max_running", "tp", "pp", "ep", "kernels"),
 )
 
 

@@ -253,7 +253,7 @@ def step_bytes(
         "scratch": _scratch_bytes(sizes, limits, block_bytes, draft),
         "logits": logits.kept + max(0, logits.of_step - layers),  # both phases of a step use the same memory
         "graphs": (len(shapes) + chains) * GRAPH_BYTES
-        + _peak_bytes(sizes, limits, draft, largest, largest)
+        + max(logits.of_captured, _peak_bytes(sizes, limits, draft, largest, largest))
         + exchange_bytes(sizes, kernels, ranks, largest, ranks * largest, largest),
         "reserve": RESERVE_BYTES,
     }

@@ -11,31 +11,43 @@ from dataclasses import dataclass
 from emberline.engine.gpu.shape import max_step_rows
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.engine.step_sizes import StepSizes
-from emberline.kernels.step_memory import ExpertNetwork, StepKernels
-from emberline.kernels.work_limits import MAX_DEQUANTISED_WEIGHTS, MAX_UNPACKED_WEIGHTS
+from emberline.kernels.step_memory import ExpertNetwork, GatedNetwork, NarrowShape, StepKernels
+from emberline.kernels.work_limits import MAX_DEQUANTISED_WEIGHTS, MAX_GATHERED_LOGITS, MAX_UNPACKED_WEIGHTS
 from emberline.models.outline import ModelOutline
 from emberline.models.weight_formats import NarrowSize
 from emberline.models.weight_parts import list_weight_parts
 
 BF16_BYTES, F32_BYTES = 2, 4
-# Rows of logits for each request in a step that is not captured: its own, a copy without the rows that score prompts,
-# and one that sampling leaves unchanged, for log-probabilities.
-COPIES_OF_SAMPLED_ROWS = 3
-COPIES_OF_SCORED_ROWS = 2  # their own, and a copy that the host reads later
-COPIES_ON_RANKS = 3  # of all rows, before sampling: the logits, the parts of all ranks, and the rank's own, padded
+# Rows of logits for each request in a step that is not captured: its own, and a copy that sampling leaves unchanged,
+# for log-probabilities.
+COPIES_OF_SAMPLED_ROWS = 2
+# Copies of the hidden state beside a feed-forward network of a rank: the state, outputs that are not summed yet, and
+# the layer's first norm, or zeros to which experts add their outputs. A dense network may get its inputs normed.
+STATES_BESIDE_EXPERTS, STATES_BESIDE_DENSE = 3, 4
+# Copies of logits that ranks exchange at a time, beside the result: all ranks' parts, and this rank's part, padded.
+COPIES_OF_GATHERED_ROWS = 2
 
 
 def choose_step_kernels(
     outline: ModelOutline, kernels: str, dtype_bytes: int, *, packed: bool = False, narrow: Sequence[NarrowSize] = ()
 ) -> StepKernels:
     """Return the kernels for a model's weights; see `StepKernels.of`. `narrow`: matrices that are kept quantised."""
-    matrices = {(each.kind, each.rows, each.columns, each.group_columns) for each in narrow}
     parts = [part for part in list_weight_parts(outline) if part.kind == "routed experts"]
     # The rows of gate and up may be stored in two matrices.
     shapes = {(rows, part.columns) for part in parts for rows in (part.rows, part.rows // 2)}
-    kept = sum(each.rows * each.columns * each.num_matrices for each in narrow if (each.rows, each.columns) in shapes)
-    are_narrow = bool(parts) and kept >= sum(part.num_weights for part in parts)
-    return StepKernels.of(kernels, dtype_bytes, packed=packed, narrow=matrices, are_experts_narrow=are_narrow)
+    of_experts = [each for each in narrow if (each.rows, each.columns) in shapes]
+    num_kept = sum(each.rows * each.columns * each.num_matrices for each in of_experts)
+    num_routed = sum(part.num_weights for part in parts)
+    # If more weights have these shapes than routed experts have, some are of shared experts or dense layers.
+    others = [each for each in narrow if each not in of_experts or num_kept > num_routed]
+    return StepKernels.of(
+        kernels,
+        dtype_bytes,
+        packed=packed,
+        narrow={_describe_shape(each) for each in others},
+        narrow_experts={_describe_shape(each) for each in of_experts},
+        has_other_experts=num_kept < num_routed,
+    )
 
 
 def layer_bytes(
@@ -45,22 +57,21 @@ def layer_bytes(
 
     Attention needs the state, a normed copy, queries, keys, values and its outputs, which are freed before the
     feed-forward network. `has_ranks`: whether outputs of several ranks are summed. Then inputs and outputs of products
-    are tensors of their own, and what communicators allocate for sums is covered by not taking turns."""
+    are tensors of their own."""
     state, values = kernels.dtype_bytes * rows * sizes.hidden, kernels.dtype_bytes * rows * sizes.attention_values
-    network = network_bytes(sizes, kernels, rows, max_tuned_rows)
-    if has_ranks:
-        return (sizes.state_copies + 1) * state + values + network
-    return max(sizes.state_copies * state + values, (sizes.state_copies - 1) * state + network)
+    if not has_ranks:
+        network = network_bytes(sizes, kernels, rows, max_tuned_rows)
+        return max(sizes.state_copies * state + values, (sizes.state_copies - 1) * state + network)
+    found = (sizes.state_copies + 1) * state + values
+    for each in sizes.networks:
+        beside = STATES_BESIDE_EXPERTS if isinstance(each, ExpertNetwork) else STATES_BESIDE_DENSE
+        found = max(found, beside * state + _one_network_bytes(each, kernels, rows, max_tuned_rows))
+    return found
 
 
 def network_bytes(sizes: StepSizes, kernels: StepKernels, rows: int, max_tuned_rows: int) -> int:
     """Return what the largest feed-forward network allocates beside the hidden state, with the normed copy of it."""
-    return max(
-        kernels.expert_bytes(network, rows, max_tuned_rows)
-        if isinstance(network, ExpertNetwork)
-        else kernels.gated_bytes(network, rows, max_tuned_rows)
-        for network in sizes.networks
-    )
+    return max(_one_network_bytes(network, kernels, rows, max_tuned_rows) for network in sizes.networks)
 
 
 def exchange_bytes(
@@ -74,10 +85,8 @@ def exchange_bytes(
     if ranks == 1:
         return 0
     copies = kernels.dtype_bytes * (2 * total + ranks * own) + F32_BYTES * own
-    of_others = network_bytes(sizes, kernels, total, max_tuned_rows) - network_bytes(
-        sizes, kernels, own, max_tuned_rows
-    )
-    return sizes.hidden * copies + of_others
+    of_all, of_own = (network_bytes(sizes, kernels, rows, max_tuned_rows) for rows in (total, own))
+    return sizes.hidden * copies + of_all - of_own
 
 
 def unpacked_bytes(sizes: StepSizes, kernels: StepKernels) -> int:
@@ -95,14 +104,29 @@ def unpacked_bytes(sizes: StepSizes, kernels: StepKernels) -> int:
 class LogitMemory:
     """The bytes of logits, in float32."""
 
-    kept: int  # between steps: of captured steps and drafts, and rows that score prompts until the host has read them
+    kept: int  # between steps: of captured steps and drafts
     of_step: int  # of the largest step that is not captured, with the copies that sampling makes
+    of_captured: int  # in the memory of captured steps
 
     @staticmethod
     def of(vocab: int, max_running: int, *, has_draft_model: bool = False, has_ranks: bool = False) -> LogitMemory:
-        running, scored = max_running, MAX_SCORED_TOKENS
-        kept = max_step_rows(running) + scored + has_draft_model * running
-        step = COPIES_OF_SAMPLED_ROWS * running + COPIES_OF_SCORED_ROWS * scored
+        rows, scored = max_step_rows(max_running), MAX_SCORED_TOKENS
+        kept = rows + has_draft_model * max_running
+        step, captured = COPIES_OF_SAMPLED_ROWS * max_running + scored, 0
         if has_ranks:
-            step = max(step, COPIES_ON_RANKS * (running + scored))
-        return LogitMemory(F32_BYTES * vocab * kept, F32_BYTES * vocab * step)
+            gathered = min(MAX_GATHERED_LOGITS, max_running + scored)
+            step = max(step, max_running + scored + COPIES_OF_GATHERED_ROWS * gathered)
+            captured = COPIES_OF_GATHERED_ROWS * rows
+        return LogitMemory(*(F32_BYTES * vocab * count for count in (kept, step, captured)))
+
+
+def _describe_shape(narrow: NarrowSize) -> NarrowShape:
+    return narrow.kind, narrow.rows, narrow.columns, narrow.group_columns
+
+
+def _one_network_bytes(
+    network: GatedNetwork | ExpertNetwork, kernels: StepKernels, rows: int, max_tuned_rows: int
+) -> int:
+    if isinstance(network, ExpertNetwork):
+        return kernels.expert_bytes(network, rows, max_tuned_rows)
+    return kernels.gated_bytes(network, rows, max_tuned_rows)

@@ -7,20 +7,21 @@ This module does not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from emberline.kernels.narrow_size import can_pack
 from emberline.kernels.work_limits import (
     GATE_GROUP_ROWS,
-    GATHERED_TILE_ROWS,
+    MAX_COPIED_PLACES,
     MAX_GEMM_ROWS,
     MAX_TILE_ROWS,
     NARROW_TILE_ROWS,
     PACKED_TILE_ROWS,
     PLAIN_TILE_ROWS,
     can_use_gemm,
+    max_pass_rows,
     supports_fp8_shape,
 )
 
@@ -28,6 +29,7 @@ BF16_BYTES, F32_BYTES = 2, 4
 FP8_SCALE_COLUMNS, FP8_SCALE_ROWS = 128, 128  # columns of x with one scale at least; scales of rows are padded to these
 PLACE_TABLE_BYTES = 24  # of the tables of sorted rows
 UNSORTED: Sequence[tuple[float, int]] = ((math.inf, 0),)
+NarrowShape = tuple[str, int, int, int]  # of a quantised matrix: kind, rows, columns, and columns that share a scale
 
 
 class WeightForm(StrEnum):
@@ -69,9 +71,9 @@ class ExpertNetwork:
 class StepKernels:
     """The kernels that compute a model's layers. Each function returns the most that any of the variants allocates."""
 
-    variants: frozenset[KernelVariant]
+    variants: frozenset[KernelVariant]  # of dense matrices
+    expert_variants: frozenset[KernelVariant]  # of routed experts
     dtype_bytes: int = BF16_BYTES
-    are_experts_narrow: bool = False  # whether all routed experts stay quantised
 
     @staticmethod
     def of(
@@ -79,18 +81,19 @@ class StepKernels:
         dtype_bytes: int,
         *,
         packed: bool = False,
-        narrow: Iterable[tuple[str, int, int, int]] = (),
-        are_experts_narrow: bool = False,
+        narrow: Collection[NarrowShape] = (),
+        narrow_experts: Collection[NarrowShape] = (),
+        has_other_experts: bool = True,
     ) -> StepKernels:
         """Return the kernels for weights of this dtype.
 
-        `kernels`: hopper or portable; empty: it is not known, so that both are counted. `narrow`: kind, rows, columns
-        and columns of a group of matrices that are kept quantised."""
+        `kernels`: hopper or portable; empty: it is not known, so that both are counted. `narrow`, `narrow_experts`:
+        matrices that are kept quantised. `has_other_experts`: whether some routed experts are not."""
         names = (kernels,) if kernels else ("hopper", "portable")
-        kept, form = list(narrow), WeightForm.PACKED if packed else WeightForm.PLAIN
-        variants = {KernelVariant(name, form) for name in names}
-        variants |= {KernelVariant(name, _narrow_form(name, *matrix)) for name in names for matrix in kept}
-        return StepKernels(frozenset(variants), dtype_bytes, are_experts_narrow)
+        plain = {KernelVariant(name, WeightForm.PACKED if packed else WeightForm.PLAIN) for name in names}
+        dense = plain | {KernelVariant(name, _narrow_form(name, *matrix)) for name in names for matrix in narrow}
+        experts = {KernelVariant(name, _narrow_form(name, *each)) for name in names for each in narrow_experts}
+        return StepKernels(frozenset(dense), frozenset(experts | plain if has_other_experts else experts), dtype_bytes)
 
     @property
     def unpacks_matrices(self) -> bool:
@@ -122,18 +125,17 @@ class StepKernels:
         )
 
     def expert_bytes(self, network: ExpertNetwork, rows: int, max_tuned_rows: int) -> int:
-        """Return what a layer of experts allocates beside its inputs and the state that it adds to.
+        """Return what the largest pass of a layer of experts allocates beside its inputs and the state that it adds to.
 
         These are the normed rows, the router's logits, the activations and outputs of each row's experts, also of
         copies of the rows that are sorted by expert, and the shared expert's activations and outputs."""
+        rows = min(rows, max_pass_rows(network.count, network.chosen))
         normed = rows * (self.dtype_bytes * network.hidden + F32_BYTES * network.count)
-        unquantised = (WeightForm.PLAIN, WeightForm.PACKED) if self.are_experts_narrow else ()
-        variants = (each for each in self.variants if each.form not in unquantised)
-        routed = max(self._routed_bytes(variant, network, rows) for variant in variants)
+        routed = max(self._routed_bytes(variant, network, rows) for variant in self.expert_variants)
         if network.shared is None:
             return normed + routed
-        kept = self.dtype_bytes * rows * (network.shared.width + network.hidden)
-        return max(normed + kept + routed, normed + self.gated_bytes(network.shared, rows, max_tuned_rows))
+        outputs = self.dtype_bytes * rows * network.hidden
+        return normed + max(outputs + routed, self.gated_bytes(network.shared, rows, max_tuned_rows))
 
     def _fuses_activation(self, variant: KernelVariant, network: GatedNetwork, rows: int) -> bool:
         """Return whether a kernel stores the activations only, not gates and ups before them."""
@@ -165,15 +167,17 @@ class StepKernels:
     def _sorted_bytes(self, form: WeightForm, network: ExpertNetwork, rows: int, tile_rows: int) -> int:
         """Return the bytes of the activations and outputs of rows that are sorted into tiles.
 
-        `tile_rows`: 0 if tiles have no unused places. Otherwise, inputs are copied to the places too, except into the
-        smallest tiles, whose rows the kernels fetch one by one. Products with 4-bit codes free them before outputs."""
+        `tile_rows`: 0 if tiles have no unused places. Otherwise inputs may be copied to the places, but are freed
+        before outputs are allocated. Those of products with 4-bit codes are copied for some places at a time, and their
+        outputs are in the order of assignments."""
         assignments = rows * network.chosen
         unused = min(network.count, assignments) * ((tile_rows or MAX_TILE_ROWS) - 1)
-        tables = PLACE_TABLE_BYTES * (assignments + unused)
+        places = assignments + unused
+        tables = PLACE_TABLE_BYTES * places
         if not tile_rows:
             return tables + self.dtype_bytes * assignments * (network.width + network.hidden)
-        copies = 1 if tile_rows == GATHERED_TILE_ROWS or form is WeightForm.NARROW else 2
-        return tables + self.dtype_bytes * (assignments + unused) * (network.width + copies * network.hidden)
+        widest = max(assignments, min(places, MAX_COPIED_PLACES)) if form is WeightForm.NARROW else places
+        return tables + self.dtype_bytes * (places * network.width + widest * network.hidden)
 
 
 def _list_tile_sizes(variant: KernelVariant) -> Sequence[tuple[float, int]]:

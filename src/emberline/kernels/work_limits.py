@@ -5,6 +5,7 @@ This module needs no numpy."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 CTAS_PER_SM = 2  # CTAs, and so parts, that a multiprocessor (SM) computes at the same time
 MAX_ROW_HEADS = 32  # queries of a decode row times query heads per KV head
@@ -25,6 +26,16 @@ NARROW_TILE_ROWS = ((16.0, 0), (24.0, 32), (48.0, 64), (math.inf, 128))
 MAX_TILE_ROWS, GATHERED_TILE_ROWS = 256, 32  # the largest tiles, and those whose rows kernels fetch one by one
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an output head that are unpacked at a time, at most
 MAX_DEQUANTISED_WEIGHTS = 8192 * 4096  # elements of a quantised matrix that are dequantised at a time, at most
+MAX_GATHERED_LOGITS = 64  # rows whose logits ranks exchange at a time, in steps that are not captured
+# Pairs (row of x, one of its experts) of a pass of a mixture: each pass reads the weights of the experts again. 65,536
+# pairs of Qwen3-30B-A3B, with bf16 weights, take 1.16 ms on an H200 (534 TFLOP/s), and reading the 1.21 GB of a layer
+# takes 0.29 ms (4.2 TB/s). With 327,680 pairs, 2,560 for each of 128 experts, reading it again takes 5 % of the time of
+# the products, and less as far as weights are read while others are multiplied, or are smaller than bf16.
+MIN_EXPERT_PAIRS, PAIRS_PER_EXPERT = 5 << 16, 2560
+PASS_ROW_GRAIN = 128  # rows of all passes but the last are a multiple
+# Places of rows that are sorted for products with 4-bit codes, into which inputs are copied at a time: enough for 1,152
+# tokens of Kimi K2.5, so that steps with few prompt tokens are computed at once.
+MAX_COPIED_PLACES = 24 << 10
 
 
 def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
@@ -62,6 +73,24 @@ def max_latent_items(rows: int, heads: int, num_sms: int) -> int:
 def max_latent_places(rows: int, heads: int, num_sms: int) -> int:
     """Return how many partial results latent attention has memory for: one for each item, and one for each row."""
     return max_latent_items(rows, heads, num_sms) + rows
+
+
+def max_pass_rows(experts: int, experts_per_row: int) -> int:
+    """Return the rows of x of a pass of a mixture of experts, at most."""
+    rows = max(MIN_EXPERT_PAIRS, PAIRS_PER_EXPERT * experts) // experts_per_row
+    return max(1, rows // PASS_ROW_GRAIN) * PASS_ROW_GRAIN
+
+
+def split_evenly(count: int, limit: int, grain: int = 1) -> Iterator[slice]:
+    """Yield parts of at most `limit` items, as few as possible and about equal. All but the last are multiples of
+    `grain`, as `limit` must be."""
+    if count <= limit:
+        yield slice(0, count)
+        return
+    size = -(-count // -(-count // limit))
+    size = -(-size // grain) * grain
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
 
 
 def can_use_gemm(n: int, k: int) -> bool:

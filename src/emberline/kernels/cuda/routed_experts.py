@@ -81,6 +81,7 @@ def run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture) -> Rout
     rows = routing.route_rows(logits, rules, plan.tile_rows)
     x = normed if plan.gathers else routing.sort_rows(normed, rows)
     inner = grouped.multiply_tiles(x, gate_up, rows, plan, scaled=rules.scales_inputs)
+    del x  # so that its memory is free for the outputs, which are written after the inputs were read
     outputs = grouped.multiply_tiles(inner, down, rows, plan)
     return RoutedOutputs(outputs, rows.places, None if rules.scales_inputs else rows.weights)
 
