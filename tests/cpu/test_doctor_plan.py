@@ -22,7 +22,7 @@ from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu import planned_model
 from emberline.engine.gpu.device import HostDevice
 from emberline.engine.loaded_engine import LoadedEngine
-from emberline.kernels import ops, portable_backend
+from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import FIRST_MATRIX_NAMES
@@ -259,10 +259,6 @@ def test_doctor_and_boot_reject_the_same_settings(
 
 def test_dtype_names_are_the_same_everywhere() -> None:
     assert {name: dtype.itemsize for name, dtype in planned_model.KV_DTYPES.items()} == memory.DTYPE_BYTES
-
-
-def test_plan_and_kernel_unpack_the_same_part_of_the_head() -> None:
-    assert memory.MAX_UNPACKED_WEIGHTS == portable_backend.MAX_UNPACKED_WEIGHTS
 
 
 def test_plan_reserves_buffers_for_copied_blocks(

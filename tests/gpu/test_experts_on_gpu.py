@@ -19,11 +19,12 @@ from test_model_swap_on_gpu import make_swapped, poison
 
 from emberline.core.params import SamplingParams
 from emberline.hub.checkpoint import Checkpoint
-from emberline.kernels import ops
+from emberline.kernels import ops, work_limits
 from emberline.kernels.cuda import wide
 from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert, StackedExperts
 from emberline.kernels.triton import experts
 from emberline.kernels.triton.experts import ExpertTiles
+from emberline.kernels.work_limits import PASS_ROW_GRAIN, max_pass_rows, split_evenly
 from emberline.models.loader import load_decoder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -123,6 +124,18 @@ def test_few_rows_agree_with_many(scale: float, gated: bool) -> None:
             state.copy_(x[:rows])
             graph.replay()
             assert torch.equal(state, few)
+
+
+def test_passes_compute_what_steps_of_their_rows_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass follows another one directly, and gets the memory that it freed."""
+    mixture, x = make_mixture(0.5, gated=True), torch.randn(1500, 512, device=GPU, dtype=BF16)
+    monkeypatch.setattr(work_limits, "MIN_EXPERT_PAIRS", 4 * 512)
+    monkeypatch.setattr(work_limits, "PAIRS_PER_EXPERT", 1)
+    parts = list(split_evenly(len(x), max_pass_rows(16, 4), PASS_ROW_GRAIN))
+    assert len(parts) == 3
+    expected = torch.cat([ops.run_mixture(x[part].clone(), mixture) for part in parts])
+    for _ in range(20):
+        assert torch.equal(ops.run_mixture(x.clone(), mixture), expected)
 
 
 FAMILIES = {name: (tiny_experts, config) for name, config in tiny_experts.CONFIGS.items()}

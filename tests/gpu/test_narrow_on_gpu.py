@@ -232,8 +232,8 @@ def find_places(rows: SortedRows) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["int4-32", "mxfp4", "fp8-row"])
-def test_mixture(name: str) -> None:
-    """A mixture with narrow experts agrees with one of their values, captured too."""
+def test_mixture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture with narrow experts agrees with one of their values, captured too, and with inputs copied in parts."""
     matrices = [make_matrix(name, 6, n, k, device=GPU) for n, k in ((512, 384), (384, 256))]
     norm, router = torch.rand(384, device=GPU) + 0.5, torch.randn(6, 384, device=GPU).to(BF16) / 20
     rules, backend = Routing(4, renormalize=True), HopperBackend()
@@ -250,6 +250,10 @@ def test_mixture(name: str) -> None:
         x = torch.randn(rows, 384, device=GPU).to(BF16)
         ours, theirs = (ops.run_mixture(x.clone(), mixture) for mixture in (narrow_mixture, plain_mixture))
         assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < 0.01
+        with monkeypatch.context() as patch:
+            patch.setattr(narrow_wide, "MAX_COPIED_PLACES", 512)
+            for _ in range(10):
+                assert torch.equal(ops.run_mixture(x.clone(), narrow_mixture), ours)
         state, graph = x.clone(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             ops.run_mixture(state, narrow_mixture)

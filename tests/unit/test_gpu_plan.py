@@ -88,7 +88,7 @@ def test_one_gpu_is_planned_as_the_engine_plans_it(settings: dict[str, Any]) -> 
     packed = settings.get("weights") == "packed"
     dtype = settings.get("dtype", "bfloat16")
     expected = plan_engine_memory(
-        ModelConfig.from_hf(LLAMA_8B), engine_settings, GPU_MEMORY_BYTES["H200"], dtype, packed=packed
+        ModelConfig.from_hf(LLAMA_8B), engine_settings, GPU_MEMORY_BYTES["H200"], dtype, packed=packed, kernels="hopper"
     )
     (found,) = make_plan(LLAMA_8B, "H200", **settings).plans
     assert (found.sharing, found.max_context) == ("one GPU", expected.max_context)
@@ -157,9 +157,9 @@ def test_kimi_on_eight_h100() -> None:
     assert copied.kv_tokens == copied.total_kv_bytes // (8 * 70_272 * 64) * 64
     assert shared.kv_tokens == shared.total_kv_bytes // (70_272 * 64) * 64
     assert "too little" in found.rejected["data-parallel attention"]
-    assert shared.total_kv_bytes > 30 * GIB
+    assert shared.total_kv_bytes > 35 * GIB
     with pytest.raises(ModelError, match="does not fit"):
-        make_plan("kimi-k2.5", "8xH100", gpu_memory_utilization=0.95)
+        make_plan("kimi-k2.5", "8xH100", gpu_memory_utilization=0.92)
 
 
 def test_few_kv_heads_are_copied_unless_kv_is_shared_out() -> None:
@@ -205,13 +205,21 @@ def test_formats_have_their_bits() -> None:
 
 def test_activations_of_a_step() -> None:
     (llama,) = make_plan(LLAMA_8B, "H200").plans
-    assert llama.fixed["activations"] == 2 * 8192 * (2 * 4096 + (4096 + 2 * 1024) + 4096 + 3 * 14336)
+    # The hidden state, a normed copy, and activations of gates and ups, which the kernels do not store. Attention needs
+    # less: 2 * 4096 + 6144 + 4096. Logits need more: 2 rows of each request, and one of each of 512 scored tokens.
+    assert llama.fixed["activations"] == 2 * 8192 * (2 * 4096 + 14336)
+    kept, of_step = 256 + 64, 2 * 256 + 512
+    assert llama.fixed["logits"] == 4 * 128256 * (kept + of_step) - llama.fixed["activations"]
     kimi = make_plan("kimi-k2.5", "8xH100", **SMALL_STEPS).best
-    # Queries, also as latents; outputs as latents and of heads; keys and values of chunks.
-    heads = 8 * ((128 + 64) + (512 + 64) + 512 + 128 + (128 + 128))
-    attention = 1536 + 2 * (512 + 64) + heads
-    experts = 384 + 8 * (3 * 2048 // 8 + 7168) + 3 * 2048 // 8
-    assert kimi.fixed["activations"] == 2 * 2048 * (3 * 7168 + attention + experts)
+    # Besides the state, there are zeros to which experts add, and their sum. Rows have places in tiles of 64 rows of an
+    # expert; inputs are copied into a part of them at a time. Attention needs less.
+    state, normed = 2 * 2048 * 3 * 7168, 2048 * (2 * 7168 + 4 * 384)
+    places, copied = 2048 * 8 + 384 * 63, 24_576
+    routed = places * (2 * 2048 // 8 + 24) + 2 * copied * 7168
+    assert kimi.fixed["activations"] == state + normed + routed + 2 * 2048 * 7168
+    # All ranks' logits of requests and scored tokens, with copies of the 64 that are exchanged at a time, need less.
+    assert kimi.fixed["logits"] == 4 * 163_840 * (64 + 64)
+    assert kimi.fixed["activations"] > 4 * 163_840 * (64 + 512 + 2 * 64)
 
 
 def test_window_tokens_of_the_running_step_are_reserved() -> None:
@@ -233,7 +241,7 @@ def test_sequences_at_the_same_time_keep_only_their_windows() -> None:
 def test_groups_of_layers_are_planned_as_the_engine_plans_them(name: str, settings: dict[str, Any]) -> None:
     engine_settings = EngineConfig.build("", **settings).with_gpu_defaults()
     config = ModelConfig.from_hf(GROUPED[name])
-    expected = plan_engine_memory(config, engine_settings, GPU_MEMORY_BYTES["H200"], "bfloat16")
+    expected = plan_engine_memory(config, engine_settings, GPU_MEMORY_BYTES["H200"], "bfloat16", kernels="hopper")
     assert not expected.groups.is_single
     (found,) = make_plan(GROUPED[name], "H200", **settings).plans
     assert found.fixed == {part: getattr(expected, part) for part in found.fixed}
@@ -412,7 +420,7 @@ def test_ranks_with_requests_of_their_own_are_planned_as_the_engine_plans_them(m
     config = Layout.of_gpus(own.parallel).shard(0).shard_config(ModelConfig.from_hf(load(model)))
     found = make_plan(model, gpus, **settings)
     expected, without = (
-        plan_engine_memory(config, each, GPU_MEMORY_BYTES[gpus[2:]], "bfloat16")
+        plan_engine_memory(config, each, GPU_MEMORY_BYTES[gpus[2:]], "bfloat16", kernels="hopper")
         for each in (own, own.with_settings(dp_attention=False))
     )
     planned = select_own(found)

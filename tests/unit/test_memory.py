@@ -18,7 +18,6 @@ from emberline.core.plan import WorkItem
 from emberline.engine import memory
 from emberline.engine.gpu.shape import StepShape, captured_shapes
 from emberline.engine.memory import (
-    MAX_UNPACKED_WEIGHTS,
     RESERVE_BYTES,
     MemoryPlan,
     kv_token_bytes,
@@ -26,6 +25,7 @@ from emberline.engine.memory import (
     weight_bytes,
     weight_part_bytes,
 )
+from emberline.kernels.work_limits import MAX_UNPACKED_WEIGHTS
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
 from emberline.models.weight_parts import list_weight_parts
@@ -85,7 +85,8 @@ def test_larger_settings_reduce_the_kv_cache() -> None:
         "max_context": 1 << 20,
     }.items():
         assert make_plan(**{name: more}).kv_tokens < base.kv_tokens, name
-    assert make_plan(replace(LLAMA_8B, kv_heads=32)).activations > base.activations
+    assert make_plan(replace(LLAMA_8B, ffn=2 * LLAMA_8B.ffn)).activations > base.activations
+    assert make_plan(replace(LLAMA_8B, heads=256, kv_heads=256)).activations > base.activations
 
 
 def test_weights_follow_the_config() -> None:
@@ -234,7 +235,10 @@ def test_each_kind_of_step_has_a_planned_shape() -> None:
         256, 8192
     )
     more = len(captured_shapes(256, 8192)) - len(captured_shapes(64, 8192))
-    assert more > 0 and make_plan().graphs - make_plan(max_running=64).graphs == more * memory.GRAPH_BYTES
+    # The largest shapes have 256 + 1024 and 64 + 1024 tokens, padded to a multiple of 128.
+    activations = 2 * 128 * (2 * LLAMA_8B.hidden + 3 * LLAMA_8B.ffn)
+    found = make_plan().graphs - make_plan(max_running=64).graphs
+    assert more > 0 and found == more * memory.GRAPH_BYTES + activations
 
 
 def _work(tokens: int) -> WorkItem:
@@ -258,7 +262,11 @@ def test_scratch_memory_of_a_draft_model_is_counted(captured: int, rows: int) ->
     assert with_draft.scratch - without.scratch == places * 2 * 128 * (576 + 2) * 4
     assert with_draft.weights - without.weights == 10**9
     assert with_draft.logits - without.logits == 128 * LLAMA_8B.vocab * 4
-    states = with_draft.activations - without.activations
+    # Its attention has more values than the target's feed-forward network, beside 4 copies of its inputs.
+    values = 128 * (128 + 64 + 576 + 512 + 128 + 128 + 128) + 2 * 576
+    own = 2 * 8192 * ((3 + 4) * config.hidden + values)
+    states = with_draft.activations - own
+    assert own > without.activations
     assert states == (2 * 2 * config.hidden * (8192 + 128 + 64) if captured else 0)
 
 

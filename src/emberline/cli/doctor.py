@@ -46,7 +46,7 @@ CPU_FEATURES = (
 )
 PLAN_SETTINGS = (
     *("dtype", "weights", "gpu_memory_utilization", "kv_dtype", "kv_memory", "block_size"),
-    *("max_context", "max_batch_tokens", "max_running", "tp", "pp", "ep"),
+    *("max_context", "max_batch_tokens", "max_running", "tp", "pp", "ep", "kernels"),
 )
 
 
@@ -267,7 +267,8 @@ def _check_model(args: argparse.Namespace, gpus: list[DetectedGPU]) -> Iterator[
             total = min(gpu.memory_bytes for gpu in usable[: settings.parallel.num_ranks])
             yield from check_gpus_of_ranks(settings, usable)
         yield from _check_quantised_weights(args, checkpoint, config, on_gpu=total is not None)
-        yield from check_gpu_memory(checkpoint, config, settings, total)
+        kernels = usable[0].kernels.name if usable and not args.gpu_memory else ""
+        yield from check_gpu_memory(checkpoint, config, settings, total, kernels)
     except EmberlineError as e:
         yield DoctorFinding("  engine" if total is None else "gpu memory", e.message, False, e.hint or "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from emberline.cli.doctor_finding import DoctorFinding
 from emberline.cli.doctor_gpu import DetectedGPU
@@ -34,12 +35,14 @@ def check_gpus_of_ranks(settings: EngineConfig, gpus: Sequence[DetectedGPU]) -> 
 
 
 def check_gpu_memory(
-    checkpoint: Checkpoint, config: ModelConfig, given: EngineConfig, gpu_bytes: int | None
+    checkpoint: Checkpoint, config: ModelConfig, given: EngineConfig, gpu_bytes: int | None, kernels: str = ""
 ) -> Iterator[DoctorFinding]:
     """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses.
 
-    `given`: the settings, without the defaults of a GPU. `gpu_bytes`: the memory of each GPU; None: there is none."""
+    `given`: the settings, without the defaults of a GPU. `gpu_bytes`: the memory of each GPU; None: there is none.
+    `kernels`: of the GPUs; empty: not known."""
     settings = given.with_gpu_defaults()
+    kernels = settings.gpu.named_kernels or kernels
     dtype = choose_weight_dtype(checkpoint, settings.dtype, on_gpu=gpu_bytes is not None)
     block_size = (given if gpu_bytes is None else settings).scheduler.block_size
     yield from _describe_kv_cache(config, settings, dtype, block_size)
@@ -49,9 +52,10 @@ def check_gpu_memory(
     packed = memory.uses_packed_weights(checkpoint, settings, dtype, config)
     narrow = estimate_narrow_sizes(checkpoint, config, settings, dtype)
     if settings.parallel.num_ranks > 1:
-        plans = plan_ranks(checkpoint, config, settings, gpu_bytes, dtype)
+        plans = plan_ranks(checkpoint, config, settings, gpu_bytes, dtype, kernels=kernels)
     else:
-        plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, packed=packed, narrow=narrow)
+        forms: dict[str, Any] = {"packed": packed, "narrow": narrow, "kernels": kernels}
+        plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, **forms)
         plans = [RankPlan((0,), plan)]
     form = "packed" if packed else "both plain and packed" if settings.gpu.weights == "both" else "plain"
     form += describe_narrow_sizes(checkpoint, settings, narrow)

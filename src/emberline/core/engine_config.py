@@ -104,6 +104,11 @@ class GPUConfig:
     overlap: bool = True  # plan and launch a step while the one before it runs
 
     @property
+    def named_kernels(self) -> str:
+        """The kernels that the setting names, or an empty string if the GPU decides."""
+        return "" if self.kernels == "auto" else self.kernels
+
+    @property
     def online_format(self) -> str:
         """The format to which bf16 weights are quantised at load; empty: they are not."""
         return self.weights if self.weights in ONLINE_FORMATS else ""

@@ -138,15 +138,20 @@ def boot_engine_group(
         engine_class = SleepingCPUEngine if time_sharing.models_can_sleep else AlwaysAwakeEngine
         return EngineGroup({name: engine_class(partial(load, name)) for name in configs}, 0, time_sharing), loaded
     from emberline.engine.gpu.device import CudaDevice, measure_memory
+    from emberline.kernels.gpu_choice import name_kernels
 
     def load_on_gpu(name: str, settings: EngineConfig) -> BootedGPUEngine:
         booted = boot_on_gpu(settings, readers.get(name))
         loaded[name] = to_loaded_engine(booted)
         return booted
 
-    total, others = measure_memory(CudaDevice(next(iter(configs.values())).gpu.kernels))
+    device = CudaDevice(next(iter(configs.values())).gpu.kernels)
+    total, others = measure_memory(device)
     members, space = plan_time_sharing(
-        configs, total, free_memory(), load_on_gpu, other_bytes=others, can_sleep=time_sharing.models_can_sleep
+        *(configs, total, free_memory(), load_on_gpu),
+        other_bytes=others,
+        can_sleep=time_sharing.models_can_sleep,
+        kernels=name_kernels(device.torch_device),
     )
     max_waiting = max(config.scheduler.max_waiting for config in configs.values())
     return EngineGroup(members, space, time_sharing, max_waiting=max_waiting), loaded
@@ -181,13 +186,14 @@ def plan_time_sharing(
     other_bytes: int = 0,
     *,
     can_sleep: bool = False,
+    kernels: str = "",
 ) -> tuple[dict[str, SwappedEngine], int]:
     """Plan the memory of models that share a GPU with `device_bytes` on a host with `free_host_bytes`.
 
     Return the models by name, not loaded yet, and the bytes that all models that are awake may use together. Raises
     ModelError if the models do not fit. `load`: a function that loads the model with a name and its settings.
     `other_bytes`: of the GPU's memory, what other processes use. `can_sleep`: models may have to sleep although they
-    fit."""
+    fit. `kernels`: see `plan_engine_memory`."""
     for name, config in configs.items():
         if config.speculation.uses_draft_model:
             message = f"speculate of the model {name!r} is {config.speculation.speculate}, but models that share a GPU"
@@ -205,6 +211,7 @@ def plan_time_sharing(
                 packed=w.is_packed,
                 narrow=w.narrow,
                 other_bytes=other_bytes,
+                kernels=kernels,
             )
             for name, w in weighed.items()
         }

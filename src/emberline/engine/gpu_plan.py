@@ -18,6 +18,7 @@ from emberline.engine.gpu_set import GPUSet
 from emberline.engine.group_choice import choose_groups, max_planned_tokens
 from emberline.engine.memory_plan import does_not_fit_error
 from emberline.engine.model_support import reject_unpackable_dtype
+from emberline.engine.step_peak import choose_step_kernels
 from emberline.engine.step_sizes import StepLimits, StepSizes
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config_outline import add_mtp_head, read_outline, select_planned_text
@@ -27,7 +28,7 @@ from emberline.models.outline import ModelOutline
 from emberline.models.quantisation_config import WeightFormat
 from emberline.models.weight_dtype import check_requested_dtype
 from emberline.models.weight_form import check_requested_weights
-from emberline.models.weight_formats import choose_online_format, is_quantisable, read_weight_formats
+from emberline.models.weight_formats import NarrowSize, choose_online_format, is_quantisable, read_weight_formats
 from emberline.models.weight_parts import WeightKind, WeightPart, is_head_large, list_weight_parts
 
 KVSharing = Literal["one GPU", "tensor parallel", "context parallel", "data-parallel attention"]
@@ -210,6 +211,18 @@ class _WeightPolicy:
         plain = FORMAT_NAMES[width]
         return ("uw12" if self.setting == "packed" else f"{plain}+uw12" if both else plain) if can_pack else plain, size
 
+    def list_quantised_sizes(self, outline: ModelOutline) -> list[NarrowSize]:
+        """Return the sizes of the matrices that stay quantised."""
+        found = ((part, self._find_quantised(part)) for part in list_weight_parts(outline))
+        return [
+            NarrowSize(
+                *(part.rows, part.columns, part.num_matrices),
+                *(part.num_matrices * kept.kept_bytes(part.rows, part.columns), kept.name, kept.group_columns),
+            )
+            for part, kept in found
+            if kept is not None
+        ]
+
     def _find_quantised(self, part: WeightPart) -> WeightFormat | None:
         if not is_quantisable(part) or self.dtype != "bfloat16":
             return None
@@ -262,18 +275,24 @@ def _plan_one(
     tables = _choose_tables(local, max_context)
     num_tables = 1 if tables is None else len(tables.windows)
     limits = StepLimits(
-        dtype_bytes=memory.DTYPE_BYTES[weights.dtype],
+        kernels=choose_step_kernels(
+            part,
+            settings.gpu.named_kernels or gpus.kernels,
+            memory.DTYPE_BYTES[weights.dtype],
+            packed=weights.setting == "packed",
+            narrow=weights.list_quantised_sizes(part),
+        ),
         kv_dtype_bytes=width,
         block_size=scheduler.block_size,
         max_running=scheduler.max_running,
         max_batch_tokens=scheduler.max_batch_tokens,
         max_context=max_context,
         max_new_tokens=settings.speculation.max_new_tokens,
-        packed=weights.setting == "packed",
         tiers=settings.tiers.has_tiers,
         transfer=settings.transfer is not None,
         block_tables=num_tables,
         exchanging_ranks=gpus.count if sharing == "data-parallel attention" else 1,
+        has_ranks=gpus.count > 1,
     )
     block_bytes = num_tables * _block_bytes(local, tables)  # of all groups
     sizes = StepSizes.of(part, outline.vocab)

@@ -1,7 +1,8 @@
 """plan_memory: how a GPU's memory is used, computed in advance from the model's config.
 
-Everything except the KV cache is counted first, as if no two buffers shared memory. The KV cache gets the remaining
-memory. This module needs no torch."""
+Everything except the KV cache is counted first. Of the buffers of a step, those are counted that exist at its peak
+(`step_peak.py`), with the kernels that compute it. The KV cache gets the remaining memory. This module needs no
+torch."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes, m
 from emberline.engine.group_choice import choose_groups, max_planned_tokens
 from emberline.engine.memory_plan import MemoryPlan, does_not_fit_error
 from emberline.engine.model_support import reject_unpackable_dtype, reject_unsupported_on_gpu
-from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.engine.state_plan import StatePlanner
+from emberline.engine.step_peak import LogitMemory, choose_step_kernels, exchange_bytes, layer_bytes, unpacked_bytes
 from emberline.engine.step_sizes import StepLimits, StepSizes
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kv.layer_groups import LayerGroups
@@ -29,7 +30,6 @@ from emberline.models.weight_parts import WeightPart, is_head_large, list_weight
 DEFAULT_UTILIZATION = GPUConfig().gpu_memory_utilization
 RESERVE_BYTES = 2 << 30  # CUDA context, libraries, compiled kernels, workspaces of cuBLAS and of split products
 GRAPH_BYTES = 8 << 20  # one captured graph: a few hundred nodes and their arguments; all share activations
-LOGIT_COPIES = 2  # the logits, and the sampler's working copy
 COPY_PIECES = 4  # scratch buffers for copies to and from other tiers: two for each direction, used in turn
 COPY_PIECE_BYTES = 64 << 20  # or one block, if that is larger
 TRANSFER_SLOTS = 4  # buffers for each direction of KV transfers
@@ -37,11 +37,11 @@ TRANSFER_SLOTS = 4  # buffers for each direction of KV transfers
 TRANSFER_SLOT_BYTES = 4 << 20
 MAX_BLOCK_TOKENS = 64
 MIN_WIDENED_TOKENS = 32_768  # so that a few prompts with long cached prefixes can be in one step
+DRAFT_INPUT_COPIES = 4  # of a draft model's hidden states: a token's embedding, its state, and both side by side
 MIN_KV_BLOCKS = 2
 F32_BYTES = 4
 MAX_PACKED_BITS = 12.2  # per weight: 12, and the escaped ones in full
 PACKED_GRAIN, PACKED_BLOCK_ROWS = 64, 16  # matrices are packed if rows and columns are multiples of 64; rows per header
-MAX_UNPACKED_WEIGHTS = 8192 * 4096  # weights of a packed output head that kernels/gpu.py unpacks at a time
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float8": 1}
 
 
@@ -88,11 +88,13 @@ def plan_engine_memory(
     draft: DraftMemory = NO_DRAFT_MODEL,
     other_bytes: int = 0,
     groups: LayerGroups | None = None,
+    kernels: str = "",
 ) -> MemoryPlan:
     """Return the plan of an engine with these settings and weights of this dtype. `draft`: of its draft model.
 
     `narrow`: matrices that are kept quantised. `other_bytes`: what other processes use of the GPU's memory. `groups`:
-    of a rank's layers; None: of all. Raises ModelError if the model does not fit, UnsupportedModel if it cannot run."""
+    of a rank's layers; None: of all. `kernels`: those of the GPU, hopper or portable; empty: unless the settings name
+    them, it is enough for both. Raises ModelError if the model does not fit, UnsupportedModel if it cannot run."""
     reject_unsupported_on_gpu(config, settings)
     reject_unsupported_experts(config, settings)
     kv_bytes, context = DTYPE_BYTES[kv_dtype(settings, dtype)], choose_max_context(config, settings)
@@ -125,6 +127,8 @@ def plan_engine_memory(
         draft=draft,
         max_new_tokens=new_tokens,
         exchanging_ranks=settings.parallel.exchanging_ranks,
+        has_ranks=settings.parallel.num_ranks > 1,
+        kernels=kernels or settings.gpu.named_kernels,
         utilization=settings.gpu.gpu_memory_utilization,
         other_bytes=other_bytes,
     )
@@ -186,6 +190,8 @@ def plan_memory(
     draft: DraftMemory = NO_DRAFT_MODEL,
     max_new_tokens: int = 1,
     exchanging_ranks: int = 1,
+    has_ranks: bool = False,
+    kernels: str = "",
     utilization: float = DEFAULT_UTILIZATION,
     other_bytes: int = 0,
 ) -> MemoryPlan:
@@ -193,12 +199,13 @@ def plan_memory(
 
     `groups`: layers that share block tables; None: all share one. `kv_tokens`: the size of the KV cache in tokens;
     None: as many as fit. `state_slots`: slots for recurrent states; None: as many as are useful and fit. `tiers`,
-    `transfer`: reserve buffers for KV blocks that move. `both`, `narrow`: see `weight_bytes`. `utilization`: see
-    `usable_bytes`. See StepLimits for the others."""
+    `transfer`: reserve buffers for KV blocks that move. `both`, `narrow`: see `weight_bytes`. `kernels`: see
+    `StepKernels.of`. `utilization`: see `usable_bytes`. See StepLimits for the others."""
     groups = groups or LayerGroups.single(config.layers)
     tables, running = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
-    sizes = dtype_bytes, kv_dtype_bytes, block_size, *running
-    limits = StepLimits(*sizes, packed, tiers, transfer, block_tables=tables, exchanging_ranks=exchanging_ranks)
+    step_kernels = choose_step_kernels(outline_of(config), kernels, dtype_bytes, packed=packed, narrow=narrow)
+    sizes = step_kernels, kv_dtype_bytes, block_size, *running, tiers, transfer
+    limits = StepLimits(*sizes, block_tables=tables, exchanging_ranks=exchanging_ranks, has_ranks=has_ranks)
     token_bytes = kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + draft.kv_token_values * kv_dtype_bytes
     block_bytes = token_bytes * block_size
     weights = weight_bytes(config, dtype_bytes, packed=packed, both=both, narrow=narrow) + draft.weight_bytes
@@ -231,31 +238,23 @@ def step_bytes(
     sizes: StepSizes, limits: StepLimits, block_bytes: int, draft: DraftMemory = NO_DRAFT_MODEL
 ) -> dict[str, int]:
     """Return the bytes of everything on a GPU but weights and KV cache. `block_bytes`: of a KV block."""
-    tokens, running = limits.max_batch_tokens, limits.max_running
+    tokens, running, kernels = limits.max_batch_tokens, limits.max_running, limits.kernels
     ranks = limits.exchanging_ranks
     grid = ShapeGrid.for_model(sizes.layer_weights, tokens, has_experts=sizes.has_experts, exchanging_ranks=ranks)
     shapes = captured_shapes(running, tokens, grid, queries=sizes.list_row_queries(limits.max_new_tokens))
     largest = max(shape.singles + shape.tokens for shape in shapes)
     chains = sum(not shape.chunks for shape in shapes) if limits.max_new_tokens > 1 else 0  # of a draft model
-    graphs = len(shapes) + chains
-    scratch = _scratch_bytes(sizes, limits) + draft.scratch_bytes(running, limits.max_new_tokens)
-    scratch += _vocab_table_bytes(sizes.vocab, running) + limits.packed * _unpacked_bytes(sizes)
-    has_widened = not sizes.has_latents and limits.kv_dtype_bytes == DTYPE_BYTES["float8"]
-    if has_widened and limits.dtype_bytes == DTYPE_BYTES["bfloat16"]:
-        wide = sizes.cached_values * DTYPE_BYTES["bfloat16"]
-        scratch += wide * limits.block_size * max_widened_blocks(limits.block_size, limits.max_context, tokens)
-    scratch += limits.tiers * COPY_PIECES * blocks_per_scratch_buffer(block_bytes) * block_bytes
-    scratch += limits.transfer * 2 * TRANSFER_SLOTS * transfer_slot_bytes(sizes.cached_values * limits.kv_dtype_bytes)
-    draft_logits = 0 if draft.sizes is None else running  # in the memory of captured graphs
+    layers = _peak_bytes(sizes, limits, draft, max(tokens, running), largest)
+    logits = LogitMemory.of(sizes.vocab, running, has_draft_model=draft.sizes is not None, has_ranks=limits.has_ranks)
     return {
-        "activations": _activation_bytes(sizes, limits.dtype_bytes, max(tokens, running))
-        + draft.state_values * limits.dtype_bytes * (grid.pad_token_count(tokens) + max_step_rows(running))
-        + sizes.exchange_bytes(limits.dtype_bytes, ranks, tokens, tokens + ranks - 1),
-        "scratch": scratch,
-        "logits": F32_BYTES * sizes.vocab * (LOGIT_COPIES * (running + MAX_SCORED_TOKENS) + draft_logits),
-        "graphs": graphs * GRAPH_BYTES
-        + _activation_bytes(sizes, limits.dtype_bytes, grid.max_tokens + grid.coarse_grain)
-        + sizes.exchange_bytes(limits.dtype_bytes, ranks, largest, ranks * largest),
+        "activations": layers
+        + draft.state_values * kernels.dtype_bytes * (grid.pad_token_count(tokens) + max_step_rows(running))
+        + exchange_bytes(sizes, kernels, ranks, tokens, tokens + ranks - 1, largest),
+        "scratch": _scratch_bytes(sizes, limits, block_bytes, draft),
+        "logits": logits.kept + max(0, logits.of_step - layers),  # both phases of a step use the same memory
+        "graphs": (len(shapes) + chains) * GRAPH_BYTES
+        + max(logits.of_captured, _peak_bytes(sizes, limits, draft, largest, largest))
+        + exchange_bytes(sizes, kernels, ranks, largest, ranks * largest, largest),
         "reserve": RESERVE_BYTES,
     }
 
@@ -361,30 +360,32 @@ def transfer_slot_bytes(token_bytes: int) -> int:
     return max(TRANSFER_SLOT_BYTES, MAX_BLOCK_TOKENS * token_bytes)
 
 
-def _activation_bytes(sizes: StepSizes, dtype_bytes: int, tokens: int) -> int:
-    """Return the bytes of all activations of a step.
+def _peak_bytes(sizes: StepSizes, limits: StepLimits, draft: DraftMemory, rows: int, max_tuned_rows: int) -> int:
+    """Return what the layers of a model, or those of its draft model after them, allocate in a step."""
+    found = layer_bytes(sizes, limits.kernels, rows, max_tuned_rows, has_ranks=limits.has_ranks)
+    if draft.sizes is None:
+        return found
+    inputs = DRAFT_INPUT_COPIES * limits.kernels.dtype_bytes * rows * draft.sizes.hidden
+    return max(found, inputs + layer_bytes(draft.sizes, limits.kernels, rows, max_tuned_rows))
 
-    These are x and its normed copy; q, k and v; the output of attention; gate and up; and their product. Layers that
-    norm or scale outputs, or share a norm, have another copy of x."""
-    return dtype_bytes * tokens * (sizes.state_copies * sizes.hidden + sizes.layer_values)
 
-
-def _scratch_bytes(sizes: StepSizes, limits: StepLimits) -> int:
-    running, context = limits.max_running, limits.max_context
-    partials = sizes.partial_result_bytes(running, limits.max_new_tokens, max_step_rows(running)) + sizes.expanded_bytes
+def _scratch_bytes(sizes: StepSizes, limits: StepLimits, block_bytes: int, draft: DraftMemory) -> int:
+    tokens, running, context = limits.max_batch_tokens, limits.max_running, limits.max_context
+    size = sizes.partial_result_bytes(running, limits.max_new_tokens, max_step_rows(running)) + sizes.expanded_bytes
+    size += draft.scratch_bytes(running, limits.max_new_tokens)
     # int32; one is being copied while the other is used
-    tables = 2 * running * limits.block_tables * -(-context // limits.block_size) * 4
-    return partials + tables + context * sizes.rope_values * F32_BYTES
+    size += 2 * running * limits.block_tables * -(-context // limits.block_size) * 4
+    size += context * sizes.rope_values * F32_BYTES
+    size += _vocab_table_bytes(sizes.vocab, running) + unpacked_bytes(sizes, limits.kernels)
+    has_widened = not sizes.has_latents and limits.kv_dtype_bytes == DTYPE_BYTES["float8"]
+    if has_widened and limits.kernels.dtype_bytes == DTYPE_BYTES["bfloat16"]:
+        wide = sizes.cached_values * DTYPE_BYTES["bfloat16"]
+        size += wide * limits.block_size * max_widened_blocks(limits.block_size, context, tokens)
+    size += limits.tiers * COPY_PIECES * blocks_per_scratch_buffer(block_bytes) * block_bytes
+    slot_bytes = transfer_slot_bytes(sizes.cached_values * limits.kv_dtype_bytes)
+    return size + limits.transfer * 2 * TRANSFER_SLOTS * slot_bytes
 
 
 def _vocab_table_bytes(vocab: int, max_running: int) -> int:
     """Return the bytes of token counts for penalties (16 bits each) and of grammar masks (one bit each)."""
     return (max_running + 1) * (2 * (vocab + 7) + (vocab + 31) // 8)
-
-
-def _unpacked_bytes(sizes: StepSizes) -> int:
-    """Return the maximum bytes of weights that are unpacked at the same time, in steps with many rows.
-
-    These are two matrices of a layer, since one is unpacked while the other is used, and a part of the output head."""
-    head = min(MAX_UNPACKED_WEIGHTS, sizes.vocab * sizes.hidden)
-    return DTYPE_BYTES["bfloat16"] * (2 * sizes.widest_matrix + head)

@@ -33,14 +33,21 @@ class RankPlan:
 
 
 def plan_ranks(
-    checkpoint: Checkpoint, config: ModelConfig, settings: EngineConfig, gpu_bytes: int, dtype: str
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    settings: EngineConfig,
+    gpu_bytes: int,
+    dtype: str,
+    *,
+    kernels: str = "",
 ) -> list[RankPlan]:
-    """Return the plans of the ranks of --tp, --pp and --ep, each on a GPU with `gpu_bytes`.
+    """Return the plans of the ranks of --tp, --pp and --ep, each on a GPU with `gpu_bytes` that has these kernels.
 
     All ranks have as many KV blocks, and slots for recurrent states, as fit on the one with the least room. Raises
     InvalidRequest if the model cannot be divided so, and ModelError if a rank's part does not fit."""
     layout = Layout.of_gpus(settings.parallel)
-    plans = [_plan_rank(checkpoint, config, settings, gpu_bytes, dtype, layout, r) for r in range(layout.num_ranks)]
+    args = checkpoint, config, settings, gpu_bytes, dtype, kernels, layout
+    plans = [_plan_rank(*args, rank) for rank in range(layout.num_ranks)]
     tokens = min(plan.kv_tokens for plan in plans)
     slots = min((plan.state_slots for plan in plans if plan.state_slots), default=0)
     by_plan: dict[MemoryPlan, list[int]] = {}
@@ -57,6 +64,7 @@ def _plan_rank(
     settings: EngineConfig,
     gpu_bytes: int,
     dtype: str,
+    kernels: str,
     layout: Layout,
     rank: int,
 ) -> MemoryPlan:
@@ -66,4 +74,5 @@ def _plan_rank(
         *(shard.shard_config(config), stage, settings, context, (gpu_bytes, 0), dtype),
         packed=memory.uses_packed_weights(checkpoint, settings, dtype, config),
         narrow=estimate_narrow_part(checkpoint, config, settings, dtype, shard, stage),
+        kernels=kernels,
     )[0]

@@ -23,6 +23,7 @@ from emberline.engine.grammar_thread import GrammarThread
 from emberline.engine.penalties import PenaltyCounts
 from emberline.engine.token_rules import TokenMasker, fill_masks, make_masker
 from emberline.kernels import ops
+from emberline.kernels.sampling_arguments import LogProbs
 
 if TYPE_CHECKING:  # needs llguidance, which a machine without structured output may lack
     from emberline.engine.grammar import GrammarCompiler, GrammarMatcher
@@ -292,9 +293,13 @@ def split_logit_rows(work: Sequence[WorkItem]) -> tuple[list[tuple[WorkItem, sli
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top_counts: Sequence[int]) -> list[TokenLogprob]:
     if not tokens:
         return []
-    chosen, top_ids, top_values, rank = ops.log_probs(
-        logits, torch.tensor(tokens, device=logits.device), max(top_counts)
-    )
+    found = ops.log_probs(logits, torch.tensor(tokens, device=logits.device), max(top_counts))
+    return list_logprobs(found, top_counts)
+
+
+def list_logprobs(found: LogProbs, top_counts: Sequence[int]) -> list[TokenLogprob]:
+    """Return the log-probabilities of tokens. `top_counts`: how many of the most likely tokens each has beside it."""
+    chosen, top_ids, top_values, rank = found
     ids, values = top_ids.tolist(), top_values.tolist()
     return [
         TokenLogprob(c, r, list(zip(ids[i][:n], values[i][:n], strict=True)))

@@ -26,12 +26,13 @@ def plan_stage_memory(
     packed: bool,
     narrow: Sequence[NarrowSize],
     draft: DraftMemory = NO_DRAFT_MODEL,
+    kernels: str = "",
 ) -> tuple[MemoryPlan, ModelConfig]:
     """Return the plan of a stage of a model, and the config of the layers that the stage has.
 
     `config`: of all layers, with the rank's shard of each. `stage`: None: all layers. `device_memory`: bytes of the
-    GPU's memory, and of these, what others use. Raises ModelError if the part does not fit, InvalidRequest if the stage
-    cannot be computed."""
+    GPU's memory, and of these, what others use. `kernels`: see `plan_engine_memory`. Raises ModelError if the part does
+    not fit, InvalidRequest if the stage cannot be computed."""
     groups = choose_groups(config.windows, context, config.parts.attention.state_layers)
     own = config
     if stage is not None:
@@ -49,5 +50,6 @@ def plan_stage_memory(
         draft=draft,
         other_bytes=device_memory[1],
         groups=groups,
+        kernels=kernels,
     )
     return plan, own

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emberline.kernels import work_limits
+from emberline.kernels.step_memory import ExpertNetwork, GatedNetwork, StepKernels
 from emberline.models.outline import LayerOutline, ModelOutline
 from emberline.models.weight_parts import WeightPart, list_weight_parts
 
@@ -17,15 +18,15 @@ UNPACKED_KINDS = ("attention", "dense ffn", "shared experts")  # whose packed ma
 MAX_KEY_PARTS = 16  # parts into which attention splits a request's keys, on average over a full batch
 MAX_SMS = 192  # multiprocessors of a GPU, at most: an H200 has 132, the largest GPU of capability 12.0 has 188
 EXPANDED_HEAD_BYTES = 640  # key and value of a head, and a share of the latent
-F32_BYTES, F64_BYTES = 4, 8
+F32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
     hidden: int
     state_copies: int  # copies of the hidden state
-    layer_values: int  # numbers per token that the widest layer computes besides the hidden state
-    ffn_values: int  # numbers per token that the widest feed-forward network computes
+    attention_values: int  # numbers per token that the widest attention computes besides the hidden state
+    networks: frozenset[GatedNetwork | ExpertNetwork]  # feed-forward networks of all layers
     heads: int
     output_dim: int  # numbers of one head's output of attention, before any projection
     cached_values: int  # numbers per token that a layer keeps in the KV cache
@@ -46,8 +47,8 @@ class StepSizes:
         return StepSizes(
             hidden=outline.hidden,
             state_copies=outline.state_copies,
-            layer_values=max(_attention_values(outline, layer) + _ffn_values(outline, layer) for layer in layers),
-            ffn_values=max(_ffn_values(outline, layer) for layer in layers),
+            attention_values=max(_attention_values(outline, layer) for layer in layers),
+            networks=frozenset(_describe_network(outline, layer) for layer in layers),
             heads=outline.heads,
             output_dim=outline.head_dim if latent is None else latent.kv_rank,
             cached_values=cached,
@@ -77,19 +78,6 @@ class StepSizes:
         places = work_limits.max_latent_places(max_rows, self.heads, MAX_SMS)
         return places * queries * self.heads * (self.cached_values + 2) * F32_BYTES
 
-    def exchange_bytes(self, dtype_bytes: int, ranks: int, own: int, total: int) -> int:
-        """Return the bytes that a step needs for rows of other ranks, if ranks attend to requests of their own.
-
-        `own`: rows of this rank. `total`: of all ranks. Feed-forward networks compute these: there are their inputs,
-        and outputs that are not summed yet. A rank copies its inputs for each rank that it sends them to, and later
-        receives an output of each of its rows from every rank, which it sums in float32. If experts may move, these
-        outputs and sums are in float64."""
-        if ranks == 1:
-            return 0
-        output, sum_ = (F64_BYTES, F64_BYTES) if self.has_movable_experts else (dtype_bytes, F32_BYTES)
-        copies = dtype_bytes * total + output * (total + ranks * own) + sum_ * own
-        return self.hidden * copies + dtype_bytes * self.ffn_values * (total - own)
-
     @property
     def expanded_bytes(self) -> int:
         """The bytes of keys and values that latent attention computes from cached latents, with the latents."""
@@ -100,18 +88,18 @@ class StepSizes:
 class StepLimits:
     """Limits and formats of an engine's steps."""
 
-    dtype_bytes: int
+    kernels: StepKernels
     kv_dtype_bytes: int
     block_size: int
     max_running: int
     max_batch_tokens: int
     max_context: int
     max_new_tokens: int = 1  # of a request in a step, with its draft
-    packed: bool = False
     tiers: bool = False
     transfer: bool = False
     block_tables: int = 1  # of a request
     exchanging_ranks: int = 1  # ranks that attend to requests of their own, and exchange the rows of each step
+    has_ranks: bool = False  # whether several ranks compute the model
 
 
 def _count_used_weights(outline: ModelOutline, part: WeightPart) -> int:
@@ -142,11 +130,11 @@ def _attention_values(outline: ModelOutline, layer: LayerOutline) -> int:
     return q * (1 + outline.has_query_gate) + 2 * kv + q
 
 
-def _ffn_values(outline: ModelOutline, layer: LayerOutline) -> int:
-    """Return the numbers per token of gate, up and their product; of experts also the scores and each output."""
+def _describe_network(outline: ModelOutline, layer: LayerOutline) -> GatedNetwork | ExpertNetwork:
+    hidden, has_silu = outline.hidden, not outline.has_gelu
     if not layer.has_experts:
-        return 3 * outline.ffn
+        return GatedNetwork(hidden, outline.ffn, has_silu, has_biases=outline.ffn_vectors > 0)
     assert outline.experts is not None
     experts = outline.experts
-    slots = 2 * experts.num_slots  # by which rows are sorted; at most twice as wide as the other numbers
-    return experts.count + slots + experts.chosen * (3 * experts.ffn + outline.hidden) + 3 * experts.shared_ffn
+    shared = GatedNetwork(hidden, experts.shared_ffn) if experts.shared_ffn else None
+    return ExpertNetwork(hidden, experts.ffn, experts.count, experts.chosen, shared, experts.num_slots)

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 MAX_LENGTH = 1 << 24  # keys of a row, by default
 PREFILL_TILE_QUERIES = 128  # queries in a prefill tile
-GATE_GROUP_ROWS = (
-    16  # gate rows that alternate with as many up rows, so that a kernel computes both factors of an output
-)
 
 # Measured on an H200, per microsecond: bytes that the device reads, and floating-point operations of one SM.
 READ_BYTES_PER_US, SM_FLOP_PER_US = 4.1e6, 5.2e6

@@ -49,5 +49,10 @@ def selected_gpu_kernels() -> GPUKernels:
     return _selected
 
 
+def name_kernels(device: torch.device) -> str:
+    """Return the name of the kernels that compute on a device; empty for a CPU."""
+    return selected_gpu_kernels().name if device.type == "cuda" else ""
+
+
 def has_hopper_kernels() -> bool:
     return selected_gpu_kernels().name == "hopper"

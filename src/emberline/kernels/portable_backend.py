@@ -29,7 +29,7 @@ from emberline.kernels.arguments import (
     PerHeadWeights,
     PositionShift,
 )
-from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
+from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.cuda import cublas, latent, uw12
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
@@ -56,8 +56,7 @@ from emberline.kernels.triton import (
 from emberline.kernels.triton import decode as split_decode
 from emberline.kernels.triton import linear as few_rows
 from emberline.kernels.weight_unpacker import WeightUnpacker, is_packed
-
-MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
+from emberline.kernels.work_limits import GATE_GROUP_ROWS, MAX_UNPACKED_WEIGHTS
 
 
 class PortableBackend(OpBackend):

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from emberline.kernels.quantised_matrix import QuantisedMatrix, slice_rows
 from emberline.kernels.triton import activation, narrow
+from emberline.kernels.work_limits import MAX_DEQUANTISED_WEIGHTS
 
 MAX_DECODED_ROWS = 128  # rows of x for which codes are decoded in registers
-MAX_DEQUANTISED_WEIGHTS = 8192 * 4096  # weights that are dequantised at a time, at most
 
 
 def supports(matrix: QuantisedMatrix) -> bool:
@@ -58,4 +58,5 @@ def _multiply_dequantised(
             torch.mm(x, rows.t(), out=target)
         else:
             torch.mm(x, rows.t(), out_dtype=out.dtype, out=target)
+        del rows  # its memory is used again for the next part
     return out if bias is None else out.add_(bias)

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from emberline.core.config import kernel_dir
-from emberline.kernels.attention_plan import GATE_GROUP_ROWS
 from emberline.kernels.cuda import cublas, gemm, nvrtc, wide
 from emberline.kernels.cuda.cublas import OWN_KERNEL, CublasError, Matmul, MatmulProblem, ProductKind
 from emberline.kernels.cuda.driver import CudaDriverError
@@ -33,6 +32,7 @@ from emberline.kernels.cuda.linear import BF16Weight
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.triton import activation, jit
 from emberline.kernels.triton import linear as few_rows
+from emberline.kernels.work_limits import GATE_GROUP_ROWS
 
 log = logging.getLogger("emberline.kernels")
 TIMING_ROUNDS = 3

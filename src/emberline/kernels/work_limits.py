@@ -1,6 +1,11 @@
-"""How much work a step's decode rows may have at most, by which memory is planned. This module needs no numpy."""
+"""Limits of kernels, by which memory is planned: work of decode rows, and shapes of products.
+
+This module needs no numpy."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator
 
 CTAS_PER_SM = 2  # CTAs, and so parts, that a multiprocessor (SM) computes at the same time
 MAX_ROW_HEADS = 32  # queries of a decode row times query heads per KV head
@@ -8,6 +13,29 @@ MAX_HEADS_OF_SMALL_CTA = 16  # rows with more of these take a CTA of twice the s
 MAX_SMALL_HEAD_DIM = 128  # the sums of larger heads leave room for only one CTA on an SM
 MAX_LATENT_PAIRS = 64  # pairs (query, head) of a program of latent attention, whose sums fit into registers
 MAX_EXPANDED_HEADS = 1 << 18  # cached tokens times heads for which latent attention has keys and values at a time
+# Rows of gate that alternate with as many rows of up on a GPU, so that a kernel computes both factors of an output.
+GATE_GROUP_ROWS = 16
+MIN_GEMM_ROWS, MAX_GEMM_ROWS = 129, 32768  # rows of x that cuda/gemm.py multiplies, also with silu(gate) * up
+GEMM_ROW_GRAIN, GEMM_COLUMN_GRAIN = 64, 64  # of its weights
+FP8_ROW_GRAIN, FP8_COLUMN_GRAIN, MAX_FP8_COLUMNS = 64, 16, 32768  # of float8 weights, whose inputs are quantised
+# Pairs (rows of an expert on average up to which, rows of a tile of rows that are sorted by expert) of bf16 and uw12
+# weights and of 4-bit codes; 0: kernels that leave no places in tiles unused. The fastest of some, measured on an H200.
+PLAIN_TILE_ROWS = ((96.0, 0), (320.0, 256), (math.inf, 0))
+PACKED_TILE_ROWS = ((12.0, 32), (52.0, 64), (96.0, 128), (math.inf, 256))
+NARROW_TILE_ROWS = ((16.0, 0), (24.0, 32), (48.0, 64), (math.inf, 128))
+MAX_TILE_ROWS, GATHERED_TILE_ROWS = 256, 32  # the largest tiles, and those whose rows kernels fetch one by one
+MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an output head that are unpacked at a time, at most
+MAX_DEQUANTISED_WEIGHTS = 8192 * 4096  # elements of a quantised matrix that are dequantised at a time, at most
+MAX_GATHERED_LOGITS = 64  # rows whose logits ranks exchange at a time, in steps that are not captured
+# Pairs (row of x, one of its experts) of a pass of a mixture: each pass reads the weights of the experts again. 65,536
+# pairs of Qwen3-30B-A3B, with bf16 weights, take 1.16 ms on an H200 (534 TFLOP/s), and reading the 1.21 GB of a layer
+# takes 0.29 ms (4.2 TB/s). With 327,680 pairs, 2,560 for each of 128 experts, reading it again takes 5 % of the time of
+# the products, and less as far as weights are read while others are multiplied, or are smaller than bf16.
+MIN_EXPERT_PAIRS, PAIRS_PER_EXPERT = 5 << 16, 2560
+PASS_ROW_GRAIN = 128  # rows of all passes but the last are a multiple
+# Places of rows that are sorted for products with 4-bit codes, into which inputs are copied at a time: enough for 1,152
+# tokens of Kimi K2.5, so that steps with few prompt tokens are computed at once.
+MAX_COPIED_PLACES = 24 << 10
 
 
 def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
@@ -45,3 +73,31 @@ def max_latent_items(rows: int, heads: int, num_sms: int) -> int:
 def max_latent_places(rows: int, heads: int, num_sms: int) -> int:
     """Return how many partial results latent attention has memory for: one for each item, and one for each row."""
     return max_latent_items(rows, heads, num_sms) + rows
+
+
+def max_pass_rows(experts: int, experts_per_row: int) -> int:
+    """Return the rows of x of a pass of a mixture of experts, at most."""
+    rows = max(MIN_EXPERT_PAIRS, PAIRS_PER_EXPERT * experts) // experts_per_row
+    return max(1, rows // PASS_ROW_GRAIN) * PASS_ROW_GRAIN
+
+
+def split_evenly(count: int, limit: int, grain: int = 1) -> Iterator[slice]:
+    """Yield parts of at most `limit` items, as few as possible and about equal. All but the last are multiples of
+    `grain`, as `limit` must be."""
+    if count <= limit:
+        yield slice(0, count)
+        return
+    size = -(-count // -(-count // limit))
+    size = -(-size // grain) * grain
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def can_use_gemm(n: int, k: int) -> bool:
+    """Return whether cuda/gemm.py multiplies by bf16 weights of this shape."""
+    return n > 0 and n % GEMM_ROW_GRAIN == 0 and k > 0 and k % GEMM_COLUMN_GRAIN == 0
+
+
+def supports_fp8_shape(n: int, k: int) -> bool:
+    """Return whether a GPU has products with float8 weights of this shape whose inputs are quantised too."""
+    return n > 0 and n % FP8_ROW_GRAIN == 0 and 0 < k <= MAX_FP8_COLUMNS and k % FP8_COLUMN_GRAIN == 0

@@ -91,6 +91,7 @@ def outline_of(config: ModelConfig) -> ModelOutline:
         latent=latent,
         state=attention.state,
         ffn_vectors=(2 * config.ffn + config.hidden) * config.mlp_bias,
+        has_gelu=config.parts.activation != "silu",
         state_copies=2 if config.parts == LLAMA_PARTS else 3,
         experts=None if experts is None else _expert_sizes(experts),
     )

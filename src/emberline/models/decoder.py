@@ -103,6 +103,7 @@ class ParallelLayer:
                 x, normed = x[rows], normed[rows]
             if len(x):
                 x = add_output(mixed, self.attention.o, x, self.attention.scaling, batch.unpacker)
+            del mixed  # so that its memory is free for the feed-forward network
         has_rows = len(x) if exchange is None else exchange.total
         return self.ffn(x, batch.unpacker, exchange, normed) if has_rows else x
 

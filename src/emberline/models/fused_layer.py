@@ -53,7 +53,10 @@ class FusedLayer:
         x = x if rows is None else x[rows]
         if not len(x):
             return x, None
-        inputs = self._add_and_norm(x, ops.linear(mixed, attention.o, unpacker=unpacker), ffn.gate_up)
+        attended = ops.linear(mixed, attention.o, unpacker=unpacker)
+        del mixed  # so that its memory is free for the feed-forward network
+        inputs = self._add_and_norm(x, attended, ffn.gate_up)
+        del attended
         partial = ops.linear(
             ffn.compute_inner(inputs, replace(ffn.gate_up, norm=None), unpacker), ffn.down, unpacker=unpacker
         )

@@ -104,6 +104,7 @@ class ModelOutline:
     attention_vectors: int = 0  # biases, norms of heads and sinks of a layer with attention
     ffn_vectors: int = 0  # biases of a dense layer's feed-forward network
     has_query_gate: bool = False  # whether the query projection has a second half that gates the output
+    has_gelu: bool = False  # whether the activation of dense layers is gelu instead of silu
     state_copies: int = 2  # copies of the hidden state in a step
     latent: LatentConfig | None = None
     state: StateSizes | None = None

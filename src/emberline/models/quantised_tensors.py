@@ -44,7 +44,8 @@ def list_narrow_tensors(selected: Checkpoint, *, has_query_gate: bool = False) -
         is_dequantised = DEQUANTISED_TENSORS.search(name) or (has_query_gate and GATED_QUERY_TENSORS.search(name))
         if isinstance(info, QuantisedTensorInfo) and not is_dequantised:
             rows, columns = info.shape[-2:][:: -1 if info.is_transposed else 1]
-            sizes.append(NarrowSize(rows, columns, prod(info.shape[:-2]), info.kept_bytes))
+            form = info.format.name, info.format.group_columns
+            sizes.append(NarrowSize(rows, columns, prod(info.shape[:-2]), info.kept_bytes, *form))
     return sizes
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from emberline.hub.tensorfile import TensorInfo
-from emberline.kernels.attention_plan import GATE_GROUP_ROWS
+from emberline.kernels.work_limits import GATE_GROUP_ROWS
 from emberline.models.direct_io import FileChunk
 
 

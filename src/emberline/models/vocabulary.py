@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import Communicator
+from emberline.kernels.work_limits import MAX_GATHERED_LOGITS, split_evenly
 from emberline.models.outline import divide_vocabulary
 from emberline.models.row_exchange import RowExchange
 from emberline.models.weights import Weights
@@ -40,8 +42,21 @@ class VocabularyPart:
         return self.comm.all_reduce(rows) if exchange is None else exchange.sum_own(rows)
 
     def compute_logits(self, x: Tensor, head: ops.LinearLayer, out: Tensor | None) -> Tensor:
-        """Return the logits of all tokens. `head`: the rows that this rank has. `out`: what receives the result."""
+        """Return the logits of all tokens. `head`: the rows that this rank has.
+
+        `out`: what receives the result, of a captured step; None: a new tensor, whose rows are exchanged in parts."""
+        if out is not None:
+            return out.copy_(self._gather_logits(x, head))
+        parts = list(split_evenly(len(x), MAX_GATHERED_LOGITS))
+        if len(parts) == 1:
+            return self._gather_logits(x, head).contiguous()
+        logits = x.new_empty(len(x), self.vocab, dtype=torch.float32)
+        for part in parts:
+            logits[part] = self._gather_logits(x[part], head)
+        return logits
+
+    def _gather_logits(self, x: Tensor, head: ops.LinearLayer) -> Tensor:
         own = ops.linear(x, head, float32_output=True)
-        padded = F.pad(own, (0, self.part_size - len(self.tokens)))
-        logits = self.comm.all_gather(padded)[:, : self.vocab]
-        return logits.contiguous() if out is None else out.copy_(logits)
+        if self.part_size > len(self.tokens):
+            own = F.pad(own, (0, self.part_size - len(self.tokens)))
+        return self.comm.all_gather(own)[:, : self.vocab]

@@ -34,6 +34,8 @@ class NarrowSize:
     columns: int
     num_matrices: int
     num_bytes: int  # of all of them
+    kind: str = ""  # of the codes: fp8, int4, mxfp4 or nvfp4; others have no kernels of their own on any GPU
+    group_columns: int = 0  # columns that share a scale; 0: the whole row
 
 
 def read_weight_formats(config: Mapping[str, Any], outline: ModelOutline) -> dict[WeightKind, WeightFormat]:
@@ -72,7 +74,8 @@ def list_online_sizes(outline: ModelOutline, name: str) -> list[NarrowSize]:
         found = choose_online_format(name, part.columns) if is_quantisable(part) else None
         if found is not None:
             num_bytes = part.num_matrices * found.kept_bytes(part.rows, part.columns)
-            sizes.append(NarrowSize(part.rows, part.columns, part.num_matrices, num_bytes))
+            group = found.group_columns
+            sizes.append(NarrowSize(part.rows, part.columns, part.num_matrices, num_bytes, found.name, group))
     return sizes
 
 

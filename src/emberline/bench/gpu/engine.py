@@ -21,6 +21,7 @@ from emberline.bench.gpu.job_run import (
     SteadyPhase,
     run_job,
 )
+from emberline.bench.gpu.largest_step import run_largest_steps
 from emberline.bench.gpu.limits import H200, choose_limits, compute_token_cost, min_decode_step_ms, min_prefill_ms
 from emberline.bench.gpu.model import LLAMA_8B, GPURandomWeights
 from emberline.bench.gpu.shapes import DEFAULT_SHAPE, BenchShape, find_routing, find_shape, shape_of
@@ -29,6 +30,7 @@ from emberline.bench.machine_limits import MachineLimits, TokenCost
 from emberline.bench.report import BenchReport
 from emberline.core.engine_config import ONLINE_FORMATS, EngineConfig
 from emberline.core.params import SamplingParams
+from emberline.engine.memory import GRAPH_BYTES
 from emberline.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -177,19 +179,37 @@ def measure(
         if shape.hf_config is LLAMA_8B and is_measurement_selected(name, name_patterns):
             sample = partial(_run_sampled_job, booted.engine)
             run_measurement(report, name, partial(sampled_decode.measure, report, sample, name, rounds or ROUNDS))
-    _add_memory(report, booted)
+    _add_memory(report, booted, shape.prompt_vocab)
     report.config["stats"] = {k: v for k, v in asdict(booted.engine.stats()).items() if k != "residency"}
 
 
-def _add_memory(report: BenchReport, booted: BootedGPUEngine) -> None:
-    """Add the memory that the plan expected to be used, and what the driver says is used after all measurements."""
+def _add_memory(report: BenchReport, booted: BootedGPUEngine, vocab: int) -> None:
+    """Add the memory that the plan expected to be used, and what the driver says is used after the largest steps.
+
+    `memory_expected` is the plan without the graphs of shapes that were not captured. `memory_tensors` is the peak of
+    what torch has allocated since all weights were loaded, `memory_cached` what torch holds beyond that peak, and
+    `memory_other` the rest: graphs, kernels and libraries."""
     import torch
 
+    before, _ = torch.cuda.mem_get_info()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run_largest_steps(booted, vocab)
+    torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
     planned, used = booted.plan.total - booted.plan.spare_bytes, total - free
+    missing = booted.runner.num_unprepared
+    expected = planned - missing * GRAPH_BYTES
     report.add("memory_planned", planned / 2**30, "GiB")
+    report.add("memory_expected", expected / 2**30, "GiB")
     report.add("memory_used", used / 2**30, "GiB")
-    report.add("plan_error", 100 * abs(used - planned) / planned, "%")
+    report.add("plan_error", 100 * abs(used - expected) / expected, "%")
+    report.add("memory_before_largest_step", (total - before) / 2**30, "GiB")
+    report.add("memory_tensors", peak / 2**30, "GiB")
+    report.add("memory_cached", (reserved - peak) / 2**30, "GiB")
+    report.add("memory_other", (used - reserved) / 2**30, "GiB")
+    report.add("graphs_not_captured", missing, f"of {len(booted.runner.shapes)} shapes")
 
 
 def _make_counter(booted: BootedGPUEngine, shape: BenchShape) -> Callable[[int], float] | None:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
-from emberline.kernels.attention_plan import GATE_GROUP_ROWS
 from emberline.kernels.cuda import gemm
 from emberline.kernels.cuda.linear import BF16Weight
 from emberline.kernels.triton import activation
+from emberline.kernels.work_limits import GATE_GROUP_ROWS
 
 FLOPS = 758e12  # FLOP per second of a dense bf16 product on an H200, measured
 SHAPES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}  # k, n

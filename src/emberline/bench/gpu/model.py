@@ -116,7 +116,8 @@ class GPURandomWeights(Weights):
         if narrow is None:
             return drawn
         experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, narrow, narrow.nbytes, gated)
-        self.narrow_sizes.append(NarrowSize(n, k, count, ops.count_quantised_bytes(self.device, narrow)))
+        kept = ops.count_quantised_bytes(self.device, narrow)
+        self.narrow_sizes.append(NarrowSize(n, k, count, kept, narrow.kind, narrow.group_columns))
         matrices = quantise_rows(drawn, narrow)
         self.loaded_bytes = taken - drawn.nbytes + ops.fill_quantised_experts(experts, matrices)
         return experts
@@ -156,7 +157,8 @@ class GPURandomWeights(Weights):
         if not full_precision and (shape := self._describe_narrow(rows, columns)) is not None:
             weight = ops.empty_quantised_weight(shape, self.device, gated=gated)
             drawn, taken = self.stack(parts, columns), self.loaded_bytes
-            self.narrow_sizes.append(NarrowSize(rows, columns, 1, ops.count_quantised_bytes(self.device, shape)))
+            kept = ops.count_quantised_bytes(self.device, shape)
+            self.narrow_sizes.append(NarrowSize(rows, columns, 1, kept, shape.kind, shape.group_columns))
             matrix = quantise_rows(drawn, shape)
             self.loaded_bytes = taken - drawn.nbytes + ops.fill_quantised_weight(weight, matrix)
             return weight

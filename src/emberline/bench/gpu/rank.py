@@ -115,7 +115,8 @@ class RankWeights(GPURandomWeights):
         count, n, k = shape
         described = split_experts(describe_quantised(self._expert_format, count * n, k), count)
         experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, described, described.nbytes, gated)
-        self.narrow_sizes.append(NarrowSize(n, k, count, ops.count_quantised_bytes(self.device, described)))
+        kept = ops.count_quantised_bytes(self.device, described)
+        self.narrow_sizes.append(NarrowSize(n, k, count, kept, described.kind, described.group_columns))
         self.loaded_bytes += ops.fill_quantised_experts(experts, self._draw_codes(described))
         return experts
 

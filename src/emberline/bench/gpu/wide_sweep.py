@@ -20,12 +20,12 @@ from torch import Tensor
 
 from emberline.bench.gpu.linear import SHAPES
 from emberline.bench.gpu.timing import bind_arguments, count_input_sets, time_graph_replay
-from emberline.kernels.attention_plan import GATE_GROUP_ROWS
 from emberline.kernels.cuda import nvrtc, wide
 from emberline.kernels.cuda.driver import CudaDriverError, count_sms
 from emberline.kernels.cuda.linear import BF16Weight
 from emberline.kernels.cuda.uw12 import UW12Weight, pack
 from emberline.kernels.triton import activation
+from emberline.kernels.work_limits import GATE_GROUP_ROWS
 
 # Rows of x, and whether weights are packed.
 SWEEP_CASES = (

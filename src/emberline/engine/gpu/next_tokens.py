@@ -103,14 +103,16 @@ class TokenSampler:
             if not waits:
                 sampled.launch_drafting()
 
-        def finish() -> StepResult:
+        plan, failures, began, count_prepared = step.plan, step.failures, step.began, step.count_prepared
+
+        def finish() -> StepResult:  # it does not keep the logits
             tokens, lost = sampled.wait_for_tokens_and_failures()
             self._sample_waiting_step()
             prompts = {name: score() for name, score in scores.items()}
-            forced = self._rows.forced_tokens(tokens) if step.plan.reports_forced else {}
-            seconds = sampled.end_event.seconds_since(step.began)
-            drafted, failed = sampled.read_drafts(), step.failures | lost
-            return StepResult(step.plan.step, tokens, prompts, failed, seconds, forced, drafted, step.count_prepared())
+            forced = self._rows.forced_tokens(tokens) if plan.reports_forced else {}
+            seconds = sampled.end_event.seconds_since(began)
+            drafted, failed = sampled.read_drafts(), failures | lost
+            return StepResult(plan.step, tokens, prompts, failed, seconds, forced, drafted, count_prepared())
 
         return finish
 
@@ -148,11 +150,11 @@ class TokenReceiver:
             tokens = torch.zeros_like(indexes)  # ids of tokens also while a rank starts and receives nothing
             self._comm.broadcast(tokens, 0)
             self._rows.newest.index_copy_(0, indexes, tokens)
-        end = self._stream.record_event()
+        end, number, began = self._stream.record_event(), step.plan.step, step.began
 
-        def finish() -> StepResult:
+        def finish() -> StepResult:  # it does not keep the logits
             end.wait()
-            return StepResult(step.plan.step, {}, seconds=end.seconds_since(step.began))
+            return StepResult(number, {}, seconds=end.seconds_since(began))
 
         return finish
 

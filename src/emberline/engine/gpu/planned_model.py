@@ -21,6 +21,7 @@ from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.stage_memory import plan_stage_memory
 from emberline.engine.state_memory import allocate_device_states
 from emberline.kernels import ops
+from emberline.kernels.gpu_choice import name_kernels
 from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config import ModelConfig
@@ -63,6 +64,7 @@ class PlannedModel:
             packed=weights.packed,
             narrow=weights.narrow_sizes,
             draft=measure_draft_model(draft),
+            kernels=name_kernels(device.torch_device),
         )
         groups = choose_groups(model.config.windows, model.context, model.config.parts.attention.state_layers)
         return PlannedModel(model, draft, settings, device, plan, config, groups)

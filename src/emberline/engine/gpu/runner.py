@@ -73,13 +73,11 @@ class GPURunner:
         self.groups = groups or LayerGroups.single(model.config.layers)
         self.rank = rank or RankRole.alone(model.config, self.groups, 0 if states is None else states.num_slots)
         self.states, self.num_state_slots = states, self.rank.num_state_slots
-        self.vocab_size = model.config.vocab
-        self.eos = eos
+        self.vocab_size, self.eos = model.config.vocab, eos
         self._make_state, self.prepare = make_state, make_state.prepare
         max_draft = 0 if draft_model is None else settings.speculation.max_draft_tokens
         width = -(-max_context // self._block_size)
-        tables = len(self.groups.windows)
-        running = limits.max_running
+        tables, running = len(self.groups.windows), limits.max_running
         self._rows = DeviceRows(running, width, device.torch_device, max_draft, tables, states)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         max_queries = min(settings.speculation.max_new_tokens, max_row_queries(model.config, draft_model))
@@ -278,7 +276,12 @@ class GPURunner:
     @property
     def is_preparing(self) -> bool:
         """Whether there are shapes of steps left to capture in idle time."""
-        return self.graphs and self._next_shape < len(self.shapes)
+        return self.num_unprepared > 0
+
+    @property
+    def num_unprepared(self) -> int:
+        """The number of shapes of steps that are left to capture in idle time."""
+        return len(self.shapes) - self._next_shape if self.graphs else 0
 
     def prepare_next(self) -> bool:
         """Capture a step of the next shape, filled with padding only; return False if all shapes are captured."""

@@ -43,6 +43,7 @@ class DeviceMeasured(msgspec.Struct, tag=True):
 
     total_bytes: int
     other_bytes: int  # of these, what other processes use
+    kernels: str = ""  # of the GPU; empty: not known
 
 
 class GPUMemoryBudget(msgspec.Struct, frozen=True):

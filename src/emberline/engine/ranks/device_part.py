@@ -33,6 +33,7 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.comm.communicator import CollectivesUnavailable, Communicator
 from emberline.kernels.comm.connect import connect_device_group
 from emberline.kernels.comm.startup import StartupCommunicator
+from emberline.kernels.gpu_choice import name_kernels
 from emberline.kv.transfer.layout import KVLayout
 from emberline.models.config import ModelConfig
 from emberline.models.loader import DTYPES, compute_fingerprint
@@ -243,8 +244,9 @@ def measure_share(device: Device, ranks_per_gpu: int) -> tuple[int, int]:
 
 
 def measure_device(config: EngineConfig) -> DeviceMeasured:
-    """Return the memory of this process's GPU, or of one rank's share of it."""
-    return DeviceMeasured(*measure_share(CudaDevice(config.gpu.kernels), config.parallel.ranks_per_gpu))
+    """Return the kernels of this process's GPU, and its memory or one rank's share of it."""
+    device = CudaDevice(config.gpu.kernels)
+    return DeviceMeasured(*measure_share(device, config.parallel.ranks_per_gpu), name_kernels(device.torch_device))
 
 
 def describe_device(device: Device) -> str:

@@ -65,7 +65,7 @@ def plan_rank_sharing(
     """Plan the memory of models that share these GPUs, on a host with `free_host_bytes`.
 
     `can_sleep`: models may have to sleep although they fit. Raises ModelError if the models do not fit."""
-    models = {name: PlannedDivision(division) for name, division in divisions.items()}
+    models = {name: PlannedDivision(division, gpus[0].kernels) for name, division in divisions.items()}
     utilization = min(division.config.gpu.gpu_memory_utilization for division in divisions.values())
     buffers = sum(each.buffer_bytes for each in models.values())
     gpu = find_smallest_gpu(gpus, utilization, buffers + (len(models) - 1) * memory.RESERVE_BYTES)
@@ -115,8 +115,9 @@ class PlannedDivision:
     Only the first rank of each stage is planned. It has the largest part of the vocabulary, so no other rank of the
     stage needs more memory."""
 
-    def __init__(self, division: DeviceDivision) -> None:
-        self._division, settings = division, division.config
+    def __init__(self, division: DeviceDivision, kernels: str = "") -> None:
+        """`kernels`: of the GPUs; see `plan_engine_memory`."""
+        self._division, self._kernels, settings = division, kernels, division.config
         self._checkpoint = Checkpoint.open(Path(settings.model))
         self._dtype = choose_weight_dtype(self._checkpoint, settings.dtype, on_gpu=True)
         self._packed = memory.uses_packed_weights(self._checkpoint, settings, self._dtype, division.model)
@@ -150,6 +151,7 @@ class PlannedDivision:
                 *(self._own_config, stage, settings, self._context, device_memory, self._dtype),
                 packed=self._packed,
                 narrow=narrow,
+                kernels=self._kernels,
             )[0]
             for stage, narrow in zip(self._stages, self._narrow, strict=True)
         ]

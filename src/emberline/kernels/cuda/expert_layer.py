@@ -1,11 +1,15 @@
 """ExpertLayer: runs a mixture of experts on an NVIDIA GPU.
 
+Many rows are computed in passes, which bound the memory of the experts' inputs and outputs. A pass computes what a step
+with its rows would, and reads the weights of the experts again.
+
 With few rows, the shared expert runs in a second stream. So its weights are read while the router runs and the rows are
 sorted by expert, which leaves most of the memory bandwidth unused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -21,6 +25,7 @@ from emberline.kernels.triton import router as triton_router
 from emberline.kernels.triton.exact_sums import sum_exactly
 from emberline.kernels.triton.grouped import add_expert_outputs
 from emberline.kernels.triton.slotted_rows import select_slots
+from emberline.kernels.work_limits import PASS_ROW_GRAIN, max_pass_rows, split_evenly
 
 UNUSED_TILE_ROWS = 16  # of tiles into which rows are sorted that are sent to other ranks
 MAX_ROWS_IN_TWO_STREAMS = 64  # with 256 rows of DeepSeek-V2-Lite, one stream is 3 % faster
@@ -37,24 +42,27 @@ class ExpertLayer:
 
     def run(self, x: Tensor, mixture: Mixture, out: Tensor) -> Tensor:
         """Add the output of the mixture for x to `out`, which may be x, and return `out`."""
+        for part in _split_rows(len(x), mixture):
+            self._run_pass(x[part], mixture, out[part])
+        return out
+
+    def _run_pass(self, x: Tensor, mixture: Mixture, out: Tensor) -> None:
         shared = mixture.shared
         normed, logits = self._norm_and_score(x, mixture)
         if shared is None:
-            if self._uses_hopper and routed_experts.add_selected_experts(out, normed, logits, mixture):
-                return out
-            return self._add_experts(out, normed, logits, mixture)
+            if not self._uses_hopper or not routed_experts.add_selected_experts(out, normed, logits, mixture):
+                self._add_experts(out, normed, logits, mixture)
+            return
         assert mixture.clamp is None, "no shared expert has a clamped activation"
         second, gate = self._get_second_stream(x.device), None
         if shared.gate is not None:
             gate = self._backend.linear(normed, LinearLayer(shared.gate), LinearOutput(float32=True))
         if len(x) <= MAX_ROWS_IN_TWO_STREAMS:
-            return self._run_in_two_streams(second, out, normed, logits, mixture, gate)
-        inner = self._backend.gate_up_silu(normed, LinearLayer(shared.expert.gate_up))
+            self._run_in_two_streams(second, out, normed, logits, mixture, gate)
+            return
         adds = gate is None and shared.scale == 1.0
-        outputs = self._backend.linear(
-            inner, LinearLayer(shared.expert.down), LinearOutput(add_to=out if adds else None)
-        )
-        return self._add_experts(out, normed, logits, mixture, None if adds else outputs, gate)
+        outputs = self._compute_shared(normed, shared, out if adds else None)
+        self._add_experts(out, normed, logits, mixture, None if adds else outputs, gate)
 
     def select(self, x: Tensor, mixture: Mixture) -> SelectedExperts:
         """Norm the rows of x, and select the experts of each row, of those of all ranks."""
@@ -71,7 +79,10 @@ class ExpertLayer:
         assert isinstance(mixture.experts, StackedExperts)
         logits = torch.zeros(len(x), mixture.experts.count, dtype=torch.float32, device=x.device)
         logits.scatter_(1, numbers.long()[:, None], 1.0)
-        return self._add_experts(torch.zeros_like(x), x, logits, given)
+        out = torch.zeros_like(x)
+        for part in _split_rows(len(x), given):
+            self._add_experts(out[part], x[part], logits[part], given)
+        return out
 
     def sum_own(self, x: Tensor, mixture: Mixture) -> OwnSums:
         """Return what this rank adds to the output of a mixture with slots: see `expert_ops.sum_own_experts`.
@@ -93,11 +104,8 @@ class ExpertLayer:
 
     def add_shared(self, out: Tensor, normed: Tensor, shared: SharedExpert) -> Tensor:
         """Add the output of the shared expert for normed rows to `out` in place and return that."""
-        inner = self._backend.gate_up_silu(normed, LinearLayer(shared.expert.gate_up))
         adds = shared.gate is None and shared.scale == 1.0
-        outputs = self._backend.linear(
-            inner, LinearLayer(shared.expert.down), LinearOutput(add_to=out if adds else None)
-        )
+        outputs = self._compute_shared(normed, shared, out if adds else None)
         if adds:
             return outputs
         weights = torch.full((len(out), 1), shared.scale, dtype=torch.float32, device=out.device)
@@ -155,6 +163,11 @@ class ExpertLayer:
             shared=outputs, shared_gate=gate, shared_scale=shared.scale,
         )  # fmt: skip
 
+    def _compute_shared(self, normed: Tensor, shared: SharedExpert, add_to: Tensor | None) -> Tensor:
+        """Return the outputs of the shared expert, or `add_to`, to which they are added in place."""
+        inner = self._backend.gate_up_silu(normed, LinearLayer(shared.expert.gate_up))
+        return self._backend.linear(inner, LinearLayer(shared.expert.down), LinearOutput(add_to=add_to))
+
     def _run_shared(self, normed: Tensor, shared: SharedExpert, inner: Tensor, outputs: Tensor) -> None:
         self._backend.gate_up_silu(normed, LinearLayer(shared.expert.gate_up), out=inner)
         self._backend.linear(inner, LinearLayer(shared.expert.down), LinearOutput(out=outputs))
@@ -181,3 +194,9 @@ class ExpertLayer:
         if self._uses_hopper:
             return routed_experts.run_routed_experts(normed, logits, mixture)
         return routed_experts.RoutedOutputs(experts.run_routed_experts(normed, logits, mixture, pdl=True))
+
+
+def _split_rows(rows: int, mixture: Mixture) -> Iterator[slice]:
+    """Yield the rows of each pass."""
+    limit = max_pass_rows(mixture.router.n, mixture.routing.experts_per_row)
+    return split_evenly(rows, limit, PASS_ROW_GRAIN)

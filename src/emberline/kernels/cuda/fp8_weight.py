@@ -13,15 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.kernels.attention_plan import GATE_GROUP_ROWS
 from emberline.kernels.cuda.driver import TensorMap, make_tensor_map
 from emberline.kernels.quantised_matrix import QuantisedMatrix
+from emberline.kernels.work_limits import (
+    FP8_COLUMN_GRAIN,
+    FP8_ROW_GRAIN,
+    GATE_GROUP_ROWS,
+    MAX_FP8_COLUMNS,
+    supports_fp8_shape,
+)
 
 UNIT_K = 128  # columns (k) that a kernel reads at a time
-BLOCK_ROWS, TILE_ROWS = 16, 64  # rows that share a scale, and rows that a warpgroup computes
-ORDER_GROUP = 16  # columns among which codes are in another order
+BLOCK_ROWS, TILE_ROWS = 16, FP8_ROW_GRAIN  # rows that share a scale, and rows that a warpgroup computes
+ORDER_GROUP = FP8_COLUMN_GRAIN  # columns among which codes are in another order
 MAX_TILE_BLOCKS = 4  # blocks of rows in a tile: a tile may exceed n by one less
-MAX_K = 32768  # columns of which quantise.cu has one row in registers
+MAX_K = MAX_FP8_COLUMNS  # columns of which quantise.cu has one row in registers
 
 
 class _KernelRows(ctypes.Structure):
@@ -91,7 +97,7 @@ class FP8Weight:
 
 def supports_shape(n: int, k: int) -> bool:
     """Return whether our kernels have products with float8 weights of this shape."""
-    return n > 0 and n % TILE_ROWS == 0 and 0 < k <= MAX_K and k % ORDER_GROUP == 0
+    return supports_fp8_shape(n, k)
 
 
 def supports(matrix: QuantisedMatrix) -> bool:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, count_sms, make_tensor_map
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, SLOT_K, BF16Weight, choose_epilogue
+from emberline.kernels.work_limits import MAX_GEMM_ROWS, MIN_GEMM_ROWS, can_use_gemm
 
 FILE = "gemm.cu"
-MIN_ROWS, MAX_ROWS = 129, 32768
+MIN_ROWS, MAX_ROWS = MIN_GEMM_ROWS, MAX_GEMM_ROWS
 EPILOGUES = ("STORE", "ADD", "GATED")
 TILE_ROWS, THREADS, PANEL_SIZE = (
     128,
@@ -66,7 +67,7 @@ VARIANTS = tuple(plan.kernel_name(epilogue) for plan, epilogue in product(PLANS 
 
 
 def supports(m: int, n: int, k: int) -> bool:
-    return MIN_ROWS <= m <= MAX_ROWS and n > 0 and n % 64 == 0 and k > 0 and k % SLOT_K == 0
+    return MIN_ROWS <= m <= MAX_ROWS and can_use_gemm(n, k)
 
 
 def linear(

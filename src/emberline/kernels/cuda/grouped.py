@@ -15,9 +15,10 @@ from emberline.kernels.cuda.driver import CudaKernel, CudaModule, count_sms, mak
 from emberline.kernels.cuda.expert_matrices import ExpertMatrices
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, SLOT_K
 from emberline.kernels.triton.routing import SortedRows
+from emberline.kernels.work_limits import GATHERED_TILE_ROWS, MAX_TILE_ROWS
 
 FILE = "grouped.cu"
-BOX_ROWS = 32  # rows of x that a copy fetches, if they are sorted
+BOX_ROWS = GATHERED_TILE_ROWS  # rows of x that a copy fetches, if they are sorted
 # Units of 64 k of each CTA's first rows that are read while rows are still sorted, with enough rows of each expert.
 PREFETCHED_UNITS, MIN_PREFETCHED_ROWS = 8, 2
 PRODUCER_THREADS = {32: 32, 64: 32, 128: 32, 256: 128}  # by the rows of a tile
@@ -53,7 +54,8 @@ class ExpertTilePlan:
 
 # For up to about 12, 40 and 96 rows of an expert, and for more.
 TILES_OF_32, TILES_OF_64 = ExpertTilePlan(2, 32, 2), ExpertTilePlan(2, 64, 2)
-TILES_OF_128, TILES_OF_256 = ExpertTilePlan(2, 128), ExpertTilePlan(2, 256, share=2)
+TILES_OF_128, TILES_OF_256 = ExpertTilePlan(2, 128), ExpertTilePlan(2, MAX_TILE_ROWS, share=2)
+PLANS_BY_ROWS = {plan.tile_rows: plan for plan in (TILES_OF_32, TILES_OF_64, TILES_OF_128, TILES_OF_256)}
 
 
 def multiply_tiles(

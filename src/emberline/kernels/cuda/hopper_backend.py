@@ -24,7 +24,7 @@ from torch import Tensor
 
 from emberline.kernels import worklist
 from emberline.kernels.arguments import AttentionInputs, LinearLayer, LinearOutput
-from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
+from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.attention_support import ScoreKind
 from emberline.kernels.cuda import (
     cublas,
@@ -63,6 +63,7 @@ from emberline.kernels.portable_backend import (
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.triton import activation, attention, narrow, widen
 from emberline.kernels.weight_unpacker import WeightUnpacker
+from emberline.kernels.work_limits import GATE_GROUP_ROWS
 
 # Pairs (n * k, m): a matrix of more than n * k elements that is kept in both forms is read as uw12 up to m rows of x.
 MAX_PACKED_ROWS = ((4096 * 16384, 128), (4096 * 4096, 64), (0, 32))

@@ -14,13 +14,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from emberline.kernels.attention_plan import GATE_GROUP_ROWS
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, count_sms
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES
 from emberline.kernels.cuda.narrow_layout import NarrowWeight
 from emberline.kernels.mixture import ClampedSwiGLU
 from emberline.kernels.narrow_size import BLOCK_ROWS
 from emberline.kernels.triton.routing import SortedRows
+from emberline.kernels.work_limits import GATE_GROUP_ROWS
 
 FILE = "narrow.cu"
 MAX_ROWS = 128  # of a dense product: with more, unpacking the matrix for cuBLAS is faster

@@ -28,7 +28,8 @@ from emberline.kernels.cuda.narrow_layout import NarrowWeight
 from emberline.kernels.cuda.wide import MAX_CLUSTERS
 from emberline.kernels.mixture import ClampedSwiGLU
 from emberline.kernels.narrow_size import UNIT_COLUMNS
-from emberline.kernels.triton.routing import SortedRows
+from emberline.kernels.triton.routing import SortedRows, select_tiles
+from emberline.kernels.work_limits import MAX_COPIED_PLACES, split_evenly
 
 FILE = "narrow_wide.cu"
 MIN_ROWS, MAX_ROWS = 9, 256  # of a dense product
@@ -123,14 +124,22 @@ def multiply_gate_up(
     pdl: bool = True,
     plan: WideNarrowPlan | None = None,
 ) -> Tensor:
-    """Return the activations [places, width] of the rows' experts, in the order of `rows.order`."""
+    """Return the activations [places, width] of the rows' experts, in the order of `rows.order`.
+
+    Inputs are copied to the places of some tiles at a time. The tiles of an expert are adjacent, so its weights are
+    read again only if they are in two parts.
+    """
     assert len(x) == len(rows.weights) // rows.experts_per_row
     sources = rows.order.clamp(0, len(rows.weights) - 1) // rows.experts_per_row
-    inputs = x.index_select(0, sources)  # `sort_rows` needs places, which the experts of other ranks do not have
     out = x.new_empty(len(rows.order), w.n // 2)
-    problem = describe_gate_up(inputs, w, out, bias, clamp)
-    problem.keeps_order = True
-    _launch_sorted(problem, inputs, w, rows, plan, scaled=scaled, pdl=pdl)
+    for tiles in split_evenly(rows.max_tiles, MAX_COPIED_PLACES // rows.tile_rows):
+        places = slice(tiles.start * rows.tile_rows, tiles.stop * rows.tile_rows)
+        # `sort_rows` needs places, which the experts of other ranks do not have
+        inputs = x.index_select(0, sources[places])
+        problem = describe_gate_up(inputs, w, out[places], bias, clamp)
+        problem.keeps_order = True
+        _launch_sorted(problem, inputs, w, select_tiles(rows, tiles), plan, scaled=scaled, pdl=pdl)
+        del inputs  # before those of the next part are allocated
     return out
 
 

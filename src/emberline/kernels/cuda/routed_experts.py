@@ -6,7 +6,6 @@ rows are sorted by expert, for the kernels of `grouped.py`, or of `triton/groupe
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from emberline.kernels.mixture import Mixture, Routing, StackedExperts
 from emberline.kernels.packed_weight import PackedExperts
 from emberline.kernels.triton import experts as triton_experts
 from emberline.kernels.triton import routing as triton_routing
+from emberline.kernels.work_limits import PACKED_TILE_ROWS, PLAIN_TILE_ROWS
 
 # The fastest plans of some that were measured on an H200 with the experts of Qwen3-30B-A3B.
 MAX_SELECTED_ROWS = 2  # rows of x up to which the kernels of `few_experts.py` are used
@@ -28,13 +28,8 @@ GATE_UP_PLANS = {False: GateUpPlan(2, 4), True: GateUpPlan(4, 2)}  # for plain a
 DOWN_PLAN = DownPlan(12, 3)
 MAX_FUSED_ROWS = 0.75  # rows of a packed expert on average up to which one kernel computes both products
 # Pairs (rows of an expert on average, plan of both products). None: the kernels of Triton.
-PACKED_PLANS = (
-    (12.0, grouped.TILES_OF_32),
-    (52.0, grouped.TILES_OF_64),
-    (96.0, grouped.TILES_OF_128),
-    (math.inf, grouped.TILES_OF_256),
-)
-PLAIN_PLANS = ((96.0, None), (320.0, grouped.TILES_OF_256), (math.inf, None))
+PACKED_PLANS = tuple((limit, grouped.PLANS_BY_ROWS[rows]) for limit, rows in PACKED_TILE_ROWS)
+PLAIN_PLANS = tuple((limit, grouped.PLANS_BY_ROWS.get(rows)) for limit, rows in PLAIN_TILE_ROWS)
 
 
 class RoutedOutputs(NamedTuple):
@@ -86,6 +81,7 @@ def run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture) -> Rout
     rows = routing.route_rows(logits, rules, plan.tile_rows)
     x = normed if plan.gathers else routing.sort_rows(normed, rows)
     inner = grouped.multiply_tiles(x, gate_up, rows, plan, scaled=rules.scales_inputs)
+    del x  # so that its memory is free for the outputs, which are written after the inputs were read
     outputs = grouped.multiply_tiles(inner, down, rows, plan)
     return RoutedOutputs(outputs, rows.places, None if rules.scales_inputs else rows.weights)
 

@@ -308,6 +308,19 @@ def route_rows(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = Fa
     return found if rules.own is None else select_own_tiles(found, rules.own)
 
 
+def select_tiles(rows: SortedRows, tiles: slice) -> SortedRows:
+    """Return the rows with these tiles only, of those that they may have."""
+    if tiles == slice(0, rows.max_tiles):
+        return rows
+    return replace(
+        rows,
+        order=rows.order[tiles.start * rows.tile_rows : tiles.stop * rows.tile_rows],
+        tile_experts=rows.tile_experts[tiles],
+        tile_counts=rows.tile_counts[tiles],
+        num_tiles=(rows.num_tiles - tiles.start).clamp_(0, tiles.stop - tiles.start),
+    )
+
+
 def select_own_tiles(rows: SortedRows, own: range) -> SortedRows:
     """Return the rows with the tiles of some consecutive experts only, whose numbers then begin at 0."""
     tile = torch.arange(rows.max_tiles, device=rows.chosen.device)

@@ -1,0 +1,134 @@
+"""layer_bytes, LogitMemory: what a step allocates in one of its layers, and for its logits.
+
+A layer frees what it allocated, and the logits are computed after the last layer, so a step's peak is the larger of
+both. This module needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from emberline.engine.gpu.shape import max_step_rows
+from emberline.engine.scheduler import MAX_SCORED_TOKENS
+from emberline.engine.step_sizes import StepSizes
+from emberline.kernels.step_memory import ExpertNetwork, GatedNetwork, NarrowShape, StepKernels
+from emberline.kernels.work_limits import MAX_DEQUANTISED_WEIGHTS, MAX_GATHERED_LOGITS, MAX_UNPACKED_WEIGHTS
+from emberline.models.outline import ModelOutline
+from emberline.models.weight_formats import NarrowSize
+from emberline.models.weight_parts import list_weight_parts
+
+BF16_BYTES, F32_BYTES, F64_BYTES = 2, 4, 8
+# Rows of logits for each request in a step that is not captured: its own, and a copy that sampling leaves unchanged,
+# for log-probabilities.
+COPIES_OF_SAMPLED_ROWS = 2
+# Copies of the hidden state beside a feed-forward network of a rank: the state, outputs that are not summed yet, and
+# the layer's first norm, or zeros to which experts add their outputs. A dense network may get its inputs normed.
+STATES_BESIDE_EXPERTS, STATES_BESIDE_DENSE = 3, 4
+# Copies of logits that ranks exchange at a time, beside the result: all ranks' parts, and this rank's part, padded.
+COPIES_OF_GATHERED_ROWS = 2
+
+
+def choose_step_kernels(
+    outline: ModelOutline, kernels: str, dtype_bytes: int, *, packed: bool = False, narrow: Sequence[NarrowSize] = ()
+) -> StepKernels:
+    """Return the kernels for a model's weights; see `StepKernels.of`. `narrow`: matrices that are kept quantised."""
+    parts = [part for part in list_weight_parts(outline) if part.kind == "routed experts"]
+    # The rows of gate and up may be stored in two matrices.
+    shapes = {(rows, part.columns) for part in parts for rows in (part.rows, part.rows // 2)}
+    of_experts = [each for each in narrow if (each.rows, each.columns) in shapes]
+    num_kept = sum(each.rows * each.columns * each.num_matrices for each in of_experts)
+    num_routed = sum(part.num_weights for part in parts)
+    # If more weights have these shapes than routed experts have, some are of shared experts or dense layers.
+    others = [each for each in narrow if each not in of_experts or num_kept > num_routed]
+    return StepKernels.of(
+        kernels,
+        dtype_bytes,
+        packed=packed,
+        narrow={_describe_shape(each) for each in others},
+        narrow_experts={_describe_shape(each) for each in of_experts},
+        has_other_experts=num_kept < num_routed,
+    )
+
+
+def layer_bytes(
+    sizes: StepSizes, kernels: StepKernels, rows: int, max_tuned_rows: int, *, has_ranks: bool = False
+) -> int:
+    """Return what the largest layer allocates for so many rows of the hidden state, with that state.
+
+    Attention needs the state, a normed copy, queries, keys, values and its outputs, which are freed before the
+    feed-forward network. `has_ranks`: whether outputs of several ranks are summed. Then inputs and outputs of products
+    are tensors of their own."""
+    state, values = kernels.dtype_bytes * rows * sizes.hidden, kernels.dtype_bytes * rows * sizes.attention_values
+    if not has_ranks:
+        network = network_bytes(sizes, kernels, rows, max_tuned_rows)
+        return max(sizes.state_copies * state + values, (sizes.state_copies - 1) * state + network)
+    found = (sizes.state_copies + 1) * state + values
+    for each in sizes.networks:
+        beside = STATES_BESIDE_EXPERTS if isinstance(each, ExpertNetwork) else STATES_BESIDE_DENSE
+        found = max(found, beside * state + _one_network_bytes(each, kernels, rows, max_tuned_rows))
+    return found
+
+
+def network_bytes(sizes: StepSizes, kernels: StepKernels, rows: int, max_tuned_rows: int) -> int:
+    """Return what the largest feed-forward network allocates beside the hidden state, with the normed copy of it."""
+    return max(_one_network_bytes(network, kernels, rows, max_tuned_rows) for network in sizes.networks)
+
+
+def exchange_bytes(
+    sizes: StepSizes, kernels: StepKernels, ranks: int, own: int, total: int, max_tuned_rows: int
+) -> int:
+    """Return the bytes that a step needs for rows of other ranks, if ranks attend to requests of their own.
+
+    `own`: rows of this rank. `total`: of all ranks. Feed-forward networks compute these: there are their inputs, and
+    outputs that are not summed yet. A rank copies its inputs for each rank that it sends them to, and later receives an
+    output of each of its rows from every rank, which it sums in float32. If experts may move, these outputs and sums
+    are in float64."""
+    if ranks == 1:
+        return 0
+    output, sum_ = (F64_BYTES, F64_BYTES) if sizes.has_movable_experts else (kernels.dtype_bytes, F32_BYTES)
+    copies = kernels.dtype_bytes * total + output * (total + ranks * own) + sum_ * own
+    of_all, of_own = (network_bytes(sizes, kernels, rows, max_tuned_rows) for rows in (total, own))
+    return sizes.hidden * copies + of_all - of_own
+
+
+def unpacked_bytes(sizes: StepSizes, kernels: StepKernels) -> int:
+    """Return the maximum bytes of weights that are unpacked at the same time, in steps with many rows.
+
+    These are two matrices of a layer, since one is unpacked while the other is used, and a part of the output head or
+    of another matrix."""
+    whole = 2 * sizes.widest_matrix if kernels.unpacks_matrices else 0
+    head = min(MAX_UNPACKED_WEIGHTS, sizes.vocab * sizes.hidden) if kernels.packs_head else 0
+    part = min(MAX_DEQUANTISED_WEIGHTS, sizes.widest_matrix) if kernels.dequantises_parts else 0
+    return BF16_BYTES * (whole + max(head, part))
+
+
+@dataclass(frozen=True, slots=True)
+class LogitMemory:
+    """The bytes of logits, in float32."""
+
+    kept: int  # between steps: of captured steps and drafts
+    of_step: int  # of the largest step that is not captured, with the copies that sampling makes
+    of_captured: int  # in the memory of captured steps
+
+    @staticmethod
+    def of(vocab: int, max_running: int, *, has_draft_model: bool = False, has_ranks: bool = False) -> LogitMemory:
+        rows, scored = max_step_rows(max_running), MAX_SCORED_TOKENS
+        kept = rows + has_draft_model * max_running
+        step, captured = COPIES_OF_SAMPLED_ROWS * max_running + scored, 0
+        if has_ranks:
+            gathered = min(MAX_GATHERED_LOGITS, max_running + scored)
+            step = max(step, max_running + scored + COPIES_OF_GATHERED_ROWS * gathered)
+            captured = COPIES_OF_GATHERED_ROWS * rows
+        return LogitMemory(*(F32_BYTES * vocab * count for count in (kept, step, captured)))
+
+
+def _describe_shape(narrow: NarrowSize) -> NarrowShape:
+    return narrow.kind, narrow.rows, narrow.columns, narrow.group_columns
+
+
+def _one_network_bytes(
+    network: GatedNetwork | ExpertNetwork, kernels: StepKernels, rows: int, max_tuned_rows: int
+) -> int:
+    if isinstance(network, ExpertNetwork):
+        return kernels.expert_bytes(network, rows, max_tuned_rows)
+    return kernels.gated_bytes(network, rows, max_tuned_rows)
