@@ -24,7 +24,7 @@ from emberline.engine.gpu.attention_planner import make_attention_planner
 from emberline.engine.gpu.batch import DeviceBatch
 from emberline.engine.gpu.copier import DeviceCopier
 from emberline.engine.gpu.device import Device
-from emberline.engine.gpu.draft_boot import max_row_queries
+from emberline.engine.gpu.draft_boot import summarise_draft_model
 from emberline.engine.gpu.drafting import DeviceDrafting
 from emberline.engine.gpu.expert_kernels import launch_expert_kernels
 from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs, max_input_bytes
@@ -76,13 +76,14 @@ class GPURunner:
         self.vocab_size = model.config.vocab
         self.eos = eos
         self._make_state, self.prepare = make_state, make_state.prepare
-        max_draft = 0 if draft_model is None else settings.speculation.max_draft_tokens
+        self._drafts = drafts = self.rank.draft_model or summarise_draft_model(model.config, draft_model)
+        max_draft = settings.speculation.max_draft_tokens if drafts.exists else 0
         width = -(-max_context // self._block_size)
         tables = len(self.groups.windows)
         running = limits.max_running
         self._rows = DeviceRows(running, width, device.torch_device, max_draft, tables, states)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
-        max_queries = min(settings.speculation.max_new_tokens, max_row_queries(model.config, draft_model))
+        max_queries = min(settings.speculation.max_new_tokens, drafts.max_row_queries)
         self._attention_planner = make_attention_planner(model, cache, settings, max_context, max_queries)
         self._max_queries = self._attention_planner.limit_queries(max_queries)
         self._row_queries = self._attention_planner.list_row_queries(self._max_queries)
@@ -108,7 +109,8 @@ class GPURunner:
         self._drafting: DeviceDrafting | None = None
         if draft_model is not None:
             target = heads, model.dtype, self._max_queries, max_step_tokens(self.shapes, self._grid, limits)
-            self._drafting = DeviceDrafting(draft_model, cache, self._rows, device, limits, self.graphs, target)
+            args = draft_model, cache, self._rows, device, limits, self.graphs, target
+            self._drafting = DeviceDrafting(*args, self.rank.share_tokens)
 
     @property
     def model_configs(self) -> list[ModelConfig]:
@@ -370,7 +372,7 @@ class GPURunner:
         return StepInputs(
             tokens=staged.put(batch.tokens),
             newest_index=staged.put(batch.newest_index),
-            shifts=None if self.draft_model is None else (staged.put(batch.token_shifts), staged.put(batch.row_shifts)),
+            shifts=(staged.put(batch.token_shifts), staged.put(batch.row_shifts)) if self._drafts.exists else None,
             slots=staged.put(batch.slots),
             positions=staged.put(batch.positions),
             context=staged.put(batch.starts),
@@ -393,5 +395,6 @@ class GPURunner:
 
     def _run_model(self, inputs: StepInputs, out: Tensor | None) -> Tensor:
         capture = None if self._drafting is None else self._drafting.capture
-        batch = build_step_batch(inputs, self._rows, self.cache, self.rank.groups, capture, self.states)
+        args = inputs, self._rows, self.cache, self.rank.groups, capture, self.states
+        batch = build_step_batch(*args, computes_all_rows=self._drafts.reads_output)
         return self.rank.run_model(self.model, batch, out)
