@@ -24,6 +24,7 @@ from emberline.engine.ranks.device_part import DeviceConnections, DevicePart
 from emberline.engine.ranks.device_rank import allocate_part, make_part_transfers
 from emberline.engine.ranks.device_region import allocate_transfer_slots
 from emberline.engine.ranks.device_tiers import DeviceHostTier, describe_caches
+from emberline.engine.ranks.draft_model import load_draft_model_of_ranks
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
@@ -59,7 +60,11 @@ def load_host_part(
         model = load_stacked(checkpoint, config, stage, shard, shards)
     else:
         model = load_checkpoint(checkpoint, config.dtype, config.requested_context, None, stage, shard, shards)
-    planned = PlannedModel.of(model, Weights(checkpoint), config, HostDevice(), device_memory, stage=stage)
+    draft = None
+    if rank == layout.leader:
+        draft = load_draft_model_of_ranks(config, checkpoint, model, lambda source: Weights(source, model.dtype))
+    args = model, Weights(checkpoint), config, HostDevice(), device_memory
+    planned = PlannedModel.of(*args, draft=draft, stage=stage)
     return DevicePart(planned, None, stage, connections, model.fingerprint)
 
 
@@ -97,7 +102,8 @@ class DeviceThreadRanks(ThreadRanks):
         self.device_host = DeviceHostTier.make(config, self.memory, layout, model.kv_heads, described)
         whole = self.device_leader.describe_whole_blocks(model, "")
         self.slots = allocate_transfer_slots(config, self.memory, layout, whole)
-        message = describe_caches(num_blocks, num_slots, self.device_host, self.slots)
+        draft = self.device_leader.planned.draft_summary
+        message = describe_caches(num_blocks, num_slots, self.device_host, self.slots, draft)
         allocate_leader(config, layout.leader, self.device_leader, num_blocks, num_slots, self.device_host)
         self._num_copied, self._num_finished = dict.fromkeys(layout.followers, 0), 0
         self._reports: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in layout.followers}

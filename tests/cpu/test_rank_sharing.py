@@ -130,7 +130,7 @@ def test_processes_end_if_the_models_do_not_fit(homes: dict[str, Path], monkeypa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"speculate": "draft:other"}, "speculate does not work with 2 ranks"),
+        ({"speculate": "draft:other"}, "models that share GPUs or sleep cannot have draft models"),
         (
             {"nodes": 2, "master": "10.0.0.1:29500"},
             "nodes is 2, but models that share GPUs or sleep must have all ranks on one",

@@ -321,6 +321,33 @@ def test_each_rank_is_planned_with_its_part_of_the_model(run: Run, tmp_path: Pat
     assert code == 1 and re.search(r"^!!  gpu memory +the model does not fit into GPU memory", output, re.M)
 
 
+def test_draft_model_is_planned_on_the_first_rank(run: Run, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    options = "--model", model, "--tp", "4", "--gpu-memory", H200.memory_bytes
+    plain, (code, output) = run(*options)[1], run(*options, "--speculate", f"draft:{model}")
+    assert code == 0 and re.findall(r"^ok    (ranks? .*?) +\S+ GiB on each GPU$", output, re.M) == [
+        "rank 0",
+        "ranks 1 to 3",
+    ]
+    first, others = (float(size) for size in re.findall(r"^ok      weights +(\S+) GiB$", output, re.M))
+    whole = weight_bytes(ModelConfig.from_hf(LLAMA_8B), 2) / 2**30
+    assert first - others == pytest.approx(whole, abs=0.02)
+    counts = re.findall(r"^ok      kv cache +\S+ GiB: (\d+) tokens", output, re.M)
+    (most,) = re.findall(r"^ok      kv cache +\S+ GiB: (\d+) tokens", plain, re.M)
+    assert len(counts) == 2 and len(set(counts)) == 1 and int(counts[0]) < int(most)
+    alone = "--model", model, "--gpu-memory", H200.memory_bytes
+    (one,) = re.findall(r"^ok    weights +(\S+) GiB$", run(*alone, "--speculate", f"draft:{model}")[1], re.M)
+    assert float(one) == pytest.approx(2 * whole, abs=0.02)
+    for more, message in (
+        (("--pp", "2", "--speculate", f"draft:{model}"), "speculate does not work with 2 ranks"),
+        (("--tp", "2", "--speculate", "mtp"), "no head for multi-token prediction is known for llama"),
+    ):
+        code, output = run(*alone, *more)
+        assert code == 1 and re.search(rf"^!!  gpu memory +.*{message}", output, re.M)
+    code, output = run("--model", model, "--gpus", "2xH200", "--speculate", f"draft:{model}")
+    assert code == 1 and f"so it cannot count draft:{model}" in output
+
+
 @pytest.mark.parametrize("weights", ["auto", "fp8"])
 def test_quantised_ranks_need_their_share_of_the_weights(run: Run, tmp_path: Path, weights: str) -> None:
     model = write_whole_model(tmp_path / "m", is_fp8=weights == "auto")

@@ -22,8 +22,8 @@ from emberline.kernels.comm.communicator import RankLost
 
 def normalise(item: WorkItem) -> tuple[object, ...]:
     tables = [list(table) for table in item.window_blocks]
-    fields = item.samples, item.prompt_logprobs, item.num_draft, item.state, tables, item.home
-    return item.start, list(item.tokens), list(item.blocks), *fields
+    fields = item.samples, item.prompt_logprobs, item.num_draft, item.num_propose, item.max_shift, item.state
+    return item.start, list(item.tokens), list(item.blocks), *fields, tables, item.home
 
 
 class RandomWork:
@@ -57,6 +57,7 @@ class RandomWork:
         item.blocks = [*blocks, *(pick.randrange(1 << 20) for _ in range(pick.randrange(3)))]
         item.samples, item.prompt_logprobs = pick.random() < 0.8, pick.random() < 0.1
         item.num_draft = pick.choice((0, 0, 0, 2))
+        item.num_propose, item.max_shift = pick.choice((0, 0, 3)), pick.choice((0, 0, 0, 2))
         item.state = pick.choice((None, StateWork(3, load_from=4, save_to=1, save_end=9)))
         item.window_blocks = pick.choice(((), ([0, 0, 7], [5]), ([0], [0])))
 

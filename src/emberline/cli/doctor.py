@@ -46,7 +46,7 @@ CPU_FEATURES = (
 )
 PLAN_SETTINGS = (
     *("dtype", "weights", "gpu_memory_utilization", "kv_dtype", "kv_memory", "block_size"),
-    *("max_context", "max_batch_tokens", "max_running", "tp", "pp", "ep", "kernels"),
+    *("max_context", "max_batch_tokens", "max_running", "tp", "pp", "ep", "kernels", "speculate", "max_draft"),
 )
 
 
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gpus is not None:
         return _run_plan(args)
     if args.mtp:
-        message = "--mtp needs --gpus: without --gpus, doctor always shows whether the checkpoint has an MTP head"
+        message = "--mtp needs --gpus: without --gpus, --speculate mtp counts the head of the checkpoint"
         print(json.dumps({"error": message, "hint": "add --gpus"}) if args.json else f"!!  plan  {message}")
         return 1
     gpus = detect_gpus()
@@ -113,6 +113,9 @@ def _run_plan(args: argparse.Namespace) -> int:
 
     try:
         settings = _plan_settings(args).with_gpu_defaults()
+        if settings.speculation.draft_source is not None:
+            message = f"--gpus plans from config.json alone, so it cannot count {settings.speculation.speculate}"
+            raise InvalidRequest(message, param="speculate", hint="drop --speculate, or use --gpu-memory")
         if settings.parallel.num_ranks > 1:
             message = f"--gpus {args.gpus} plans for all of these GPUs, so --tp and --pp cannot be set too"
             raise InvalidRequest(message, param="tp", hint="drop --tp and --pp, or --gpus")
@@ -326,10 +329,10 @@ def _check_quantised_weights(
 
 
 def _plan_settings(args: argparse.Namespace) -> EngineConfig:
+    given = given_options(args, EngineConfig) | ({"speculate": "mtp"} if args.mtp else {})
     return EngineConfig.build(
         "",
-        **given_options(args, EngineConfig),
-        speculate="mtp" if args.mtp else None,
+        **given,
         kv_host_memory=1 if args.tiers else None,
         transfer=TransferConfig("doctor") if args.transfer else None,
     )

@@ -10,11 +10,12 @@ from emberline.cli.doctor_gpu import DetectedGPU
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest
 from emberline.engine import memory
+from emberline.engine.draft_estimate import estimate_draft_memory
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.narrow_estimate import describe_narrow_sizes, estimate_narrow_sizes
 from emberline.engine.rank_plan import RankPlan, plan_ranks
-from emberline.engine.ranks.device_settings import check_gpu_count
+from emberline.engine.ranks.device_settings import check_device_drafts, check_device_settings, check_gpu_count
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.settings import check_divisible
 from emberline.hub.checkpoint import Checkpoint
@@ -52,9 +53,12 @@ def check_gpu_memory(
     packed = memory.uses_packed_weights(checkpoint, settings, dtype, config)
     narrow = estimate_narrow_sizes(checkpoint, config, settings, dtype)
     if settings.parallel.num_ranks > 1:
+        check_device_settings(settings, settings.parallel.num_ranks)
+        check_device_drafts(settings, config)
         plans = plan_ranks(checkpoint, config, settings, gpu_bytes, dtype, kernels=kernels)
     else:
-        forms: dict[str, Any] = {"packed": packed, "narrow": narrow, "kernels": kernels}
+        draft = estimate_draft_memory(settings, checkpoint, config, dtype)
+        forms: dict[str, Any] = {"packed": packed, "narrow": narrow, "kernels": kernels, "draft": draft}
         plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, **forms)
         plans = [RankPlan((0,), plan)]
     form = "packed" if packed else "both plain and packed" if settings.gpu.weights == "both" else "plain"

@@ -25,6 +25,10 @@ SPLIT_NOTES = (
 )
 MARGIN_NOTE = "spare is mostly what --gpu-memory-utilization leaves to other processes and fragmentation"
 DRAFT_NOTE = "layers for multi-token prediction are not counted without --mtp"
+WHOLE_HEAD_NOTE = (
+    "the head for multi-token prediction is divided here, but the engine keeps it whole on one GPU, and not with"
+    " --dp-attention; doctor --model DIR --tp N --speculate mtp plans that"
+)
 FORMATS_NOTE = (
     "{} weights stay quantised on a GPU; a matrix whose parts have different formats becomes bf16. --weights packed"
     " packs the others"
@@ -147,7 +151,8 @@ def _notes(plan: GPUSetPlan) -> list[str]:
     names = sorted({share.format for share in plan.weights} & set(QUANTISED_FORMATS))
     formats = (FORMATS_NOTE.format(", ".join(names)),) if names else ()
     uncounted = () if plan.has_mtp_head else (DRAFT_NOTE,)
-    return [*several, *grouped, *formats, MARGIN_NOTE, *uncounted]
+    heads = (WHOLE_HEAD_NOTE,) if plan.has_mtp_head and several else ()
+    return [*several, *heads, *grouped, *formats, MARGIN_NOTE, *uncounted]
 
 
 def _groups_note(plan: GPUSetPlan) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from emberline.core.engine_config import EngineConfig
 from emberline.engine import memory
+from emberline.engine.draft_estimate import estimate_draft_memory
+from emberline.engine.memory import NO_DRAFT_MODEL, DraftMemory
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.narrow_estimate import estimate_narrow_part
 from emberline.engine.ranks.layout import Layout
@@ -46,8 +48,9 @@ def plan_ranks(
     All ranks have as many KV blocks, and slots for recurrent states, as fit on the one with the least room. Raises
     InvalidRequest if the model cannot be divided so, and ModelError if a rank's part does not fit."""
     layout = Layout.of_gpus(settings.parallel)
+    draft = estimate_draft_memory(settings, checkpoint, config, dtype)
     args = checkpoint, config, settings, gpu_bytes, dtype, kernels, layout
-    plans = [_plan_rank(*args, rank) for rank in range(layout.num_ranks)]
+    plans = [_plan_rank(*args, r, draft if r == layout.leader else NO_DRAFT_MODEL) for r in range(layout.num_ranks)]
     tokens = min(plan.kv_tokens for plan in plans)
     slots = min((plan.state_slots for plan in plans if plan.state_slots), default=0)
     by_plan: dict[MemoryPlan, list[int]] = {}
@@ -67,6 +70,7 @@ def _plan_rank(
     kernels: str,
     layout: Layout,
     rank: int,
+    draft: DraftMemory,
 ) -> MemoryPlan:
     shard, stage = layout.shard(rank), layout.stage(rank, config)
     context = memory.choose_max_context(config, settings)
@@ -75,4 +79,5 @@ def _plan_rank(
         packed=memory.uses_packed_weights(checkpoint, settings, dtype, config),
         narrow=estimate_narrow_part(checkpoint, config, settings, dtype, shard, stage),
         kernels=kernels,
+        draft=draft,
     )[0]

@@ -245,21 +245,23 @@ class DecoderModel:
     def _run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         capture, last = batch.capture, self.layers[-1]
         captures_output = capture is not None and len(self.layers) in capture.layers
+        keeps_rows = captures_output or batch.computes_all_rows
         views = zip(self.layers, batch.layer_views(len(self.layers)), strict=True)
         fused, normed = [*map(_as_fused_layer, self.layers), None] if batch.exchange is None else [], None
         for index, (layer, (layer_batch, keys, values)) in enumerate(views):
             if capture is not None:
                 capture.copy_input(index, x)
             # Rows without requested logits are dropped once the last layer has cached their keys and values.
-            rows = batch.logit_rows if layer is last and not captures_output else None
+            rows = batch.logit_rows if layer is last and not keeps_rows else None
             if fused and (parts := fused[index]) is not None:
                 x, normed = parts.run(x, normed, keys, values, layer_batch, rows, fused[index + 1])
             else:
                 x = layer(x, keys, values, layer_batch, rows)
             ops.mark_progress()
-        if capture is None or not captures_output:
+        if not keeps_rows:
             return x
-        capture.copy_input(len(self.layers), x)
+        if capture is not None:
+            capture.copy_input(len(self.layers), x)
         return x if batch.logit_rows is None else x[batch.logit_rows]
 
 

@@ -305,8 +305,7 @@ class DeviceWeights(Weights):
         self, parts: Sequence[StackPart], shape: QuantisedMatrix, *, gated: bool
     ) -> ops.PackedExperts:
         pending = PendingExperts(shape, self.device, len(parts), self._add_loaded_bytes, gated=gated)
-        num_bytes = ops.count_quantised_bytes(self.device, shape)
-        sizes = shape.n, shape.k, len(shape.codes), num_bytes
+        sizes = shape.n, shape.k, len(shape.codes), ops.count_quantised_bytes(self.device, shape)
         self.narrow_sizes.append(NarrowSize(*sizes, shape.kind, shape.group_columns))
         if isinstance(self.checkpoint.tensor_info(parts[0].name), QuantisedTensorInfo):
             for name, _, select in parts:

@@ -10,65 +10,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.core.errors import ModelFileError
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.models.attention import make_attention_layer
 from emberline.models.config import ModelConfig
+from emberline.models.eagle3_config import EMBEDDING_NAMES, IGNORABLE_TENSORS, NUM_CAPTURED_LAYERS, Eagle3Config
 from emberline.models.ffn import FeedForward
-from emberline.models.fields import ConfigFields
 from emberline.models.forward import ForwardBatch
 from emberline.models.layers import load_linear
 from emberline.models.rope import make_cos_sin_table
 from emberline.models.weights import Weights
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-NUM_CAPTURED_LAYERS = 3
 LAYER_NAMES = ("midlayer", "layers.0", "model.midlayer", "model.layers.0")  # of the layer, in published checkpoints
-EMBEDDING_NAMES = ("embed_tokens.weight", "model.embed_tokens.weight")
-IGNORABLE_TENSORS = r"t2d|.*rotary_emb\.inv_freq"  # t2d marks the tokens of the draft vocabulary, as d2t does
-
-
-@dataclass(frozen=True, slots=True)
-class Eagle3Config:
-    """The checked config of a head, from its config.json."""
-
-    model: ModelConfig  # shape of its layer; `vocab` is the target model's
-    draft_vocab: int  # tokens that it can predict
-    captured_layers: tuple[int, ...]
-    norm_before_residual: bool  # whether the residual is the normed hidden state
-
-    @staticmethod
-    def from_checkpoint(checkpoint: Checkpoint, target: ModelConfig) -> Eagle3Config:
-        """Read the config of a head. Raise UnsupportedModel if it does not belong to the target model."""
-        fields = ConfigFields(checkpoint.config, "config.json")
-        classes = fields.text_list("architectures")
-        if ARCHITECTURE not in classes:
-            found = classes[0][:80] if classes else "no architecture"
-            raise UnsupportedModel(
-                f"{checkpoint.directory} has {found}, not an EAGLE-3 head",
-                hint=f"its architecture must be {ARCHITECTURE}",
-            )
-        model = ModelConfig.from_hf({**checkpoint.config, "model_type": "llama", "architectures": None})
-        if model.layers != 1:
-            raise UnsupportedModel(f"{checkpoint.directory} has {model.layers} layers; an EAGLE-3 head has one")
-        states = fields.size("target_hidden_size", model.hidden, maximum=1 << 17)
-        for name, ours, theirs in (
-            ("hidden size", model.hidden, target.hidden),
-            ("hidden size of the target model", states, target.hidden),
-            ("vocabulary", model.vocab, target.vocab),
-        ):
-            if ours != theirs:
-                raise UnsupportedModel(
-                    f"the EAGLE-3 head in {checkpoint.directory} has a {name} of {ours}; the model has {theirs}",
-                    hint="use a head that was trained for this model",
-                )
-        return Eagle3Config(
-            model=model,
-            draft_vocab=fields.size("draft_vocab_size", model.vocab, maximum=model.vocab),
-            captured_layers=_read_captured_layers(fields, target.layers),
-            norm_before_residual=fields.flag("norm_before_residual", False),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,39 +106,6 @@ def load_eagle3_head(
     head = Eagle3Head.load(Eagle3Config.from_checkpoint(checkpoint, target), weights, context, embedding)
     weights.finish(IGNORABLE_TENSORS)
     return replace(head, weight_bytes=weights.loaded_bytes)
-
-
-def _read_captured_layers(fields: ConfigFields, layers: int) -> tuple[int, ...]:
-    """Return the layers of the target model whose inputs the head reads: by default, two early, middle and late ones.
-
-    Checkpoints of several publishers name the field differently, or leave it out."""
-    nested = fields.values.get("eagle_config")
-    places = [nested, fields.values] if isinstance(nested, dict) else [fields.values]
-    name = "eagle_aux_hidden_state_layer_ids"
-    listed = next((place[name] for place in places if place.get(name) is not None), None)
-    if listed is None:
-        return default_captured_layers(layers)
-    is_valid = (
-        isinstance(listed, list)
-        and len(listed) == NUM_CAPTURED_LAYERS
-        and all(type(layer) is int and 0 <= layer < layers for layer in listed)
-        and listed == sorted(set(listed))
-    )
-    if not is_valid:
-        raise fields.invalid_error(name, f"{NUM_CAPTURED_LAYERS} ascending layers from 0 to {layers - 1}")
-    return tuple(listed)
-
-
-def default_captured_layers(layers: int) -> tuple[int, ...]:
-    """Return the layers that a head reads if its config names none. A model needs at least three layers."""
-    if layers < NUM_CAPTURED_LAYERS:
-        raise UnsupportedModel(
-            f"an EAGLE-3 head needs a model with at least {NUM_CAPTURED_LAYERS} layers, not {layers}"
-        )
-    low, middle, high = 2, layers // 2, layers - 3
-    if low < middle < high:
-        return low, middle, high
-    return 0, layers // 2, layers - 1
 
 
 def _load_target_ids(weights: Weights, config: Eagle3Config) -> Tensor | None:

@@ -62,6 +62,8 @@ class ForwardBatch:
     plan: ops.AttentionPlan | None = None  # how the attention is split into work for a GPU
     unpacker: ops.WeightUnpacker | None = None  # state for unpacking weights, on a device that keeps them packed
     capture: HiddenCapture | None = None
+    # Whether the last layer computes all rows, not only `logit_rows`: the leader of several ranks captures its output.
+    computes_all_rows: bool = False
     # If layers with an attention window have block tables of their own: their metadata, one for each group of layers,
     # and for each layer its group (0: `attention`) and its index in the cache's first dimension.
     window_attention: tuple[ops.AttentionMetadata, ...] = ()

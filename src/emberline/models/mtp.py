@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from emberline.core.errors import UnsupportedModel
 from emberline.kernels import ops
 from emberline.models.attention import PositionTables
 from emberline.models.config import ModelConfig
@@ -24,6 +23,13 @@ from emberline.models.forward import ForwardBatch
 from emberline.models.gated_attention import GatedAttention
 from emberline.models.layers import load_linear
 from emberline.models.moe import SparseFeedForward
+from emberline.models.mtp_config import (
+    add_head_layer,
+    check_has_head,
+    has_experts,
+    name_head_tensors,
+    select_head_layer,
+)
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.tensor_names import load_or_list_missing
 from emberline.models.weights import Weights
@@ -55,7 +61,7 @@ class MTPHead:
             return weights.load_vector(f"{name}.weight", hidden, offset=config.parts.norm_offset)
 
         return MTPHead(
-            config=_select_layer(config, has_experts=_has_experts(config)),
+            config=select_head_layer(config),
             captured_layers=(config.layers,),
             weight_bytes=0,
             target_norm=target.head.norm,
@@ -95,69 +101,15 @@ class MTPHead:
         return ops.linear(inputs, self.projection)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadTensorNames:
-    """The names of a head's tensors; those of norms and of the projection without `.weight`."""
-
-    layer: str  # how the names of its layer's tensors begin
-    embedding_norm: str
-    hidden_norm: str
-    projection: str
-    norm: str
-    embedding: str
-    head: str
-
-
-def name_head_tensors(config: ModelConfig) -> HeadTensorNames:
-    at = config.mtp_tensor_prefix
-    if ARCHITECTURES[config.model_type].mtp_module:
-        return HeadTensorNames(
-            layer=f"{at}layers.0",
-            embedding_norm=f"{at}pre_fc_norm_embedding",
-            hidden_norm=f"{at}pre_fc_norm_hidden",
-            projection=f"{at}fc",
-            norm=f"{at}norm",
-            embedding=f"{at}embed_tokens.weight",
-            head=f"{at}lm_head.weight",
-        )
-    return HeadTensorNames(
-        layer=at[:-1],
-        embedding_norm=f"{at}enorm",
-        hidden_norm=f"{at}hnorm",
-        projection=f"{at}eh_proj",
-        norm=f"{at}shared_head.norm",
-        embedding=f"{at}embed_tokens.weight",
-        head=f"{at}shared_head.head.weight",
-    )
-
-
 def load_mtp_head(weights: Weights, target: DecoderModel) -> MTPHead:
     """Load the head for multi-token prediction that the checkpoint of the target model has.
 
     Raise UnsupportedModel if it has none, ModelFileError if tensors of the head are missing or damaged."""
-    _check_has_head(weights, target.config)
+    check_has_head(weights.checkpoint, target.config)
     ignorable = rf"(?!{re.escape(target.config.mtp_tensor_prefix)}).*|.*\.rotary_emb\.inv_freq"
     head = load_or_list_missing(lambda source: MTPHead.load(source, target), weights, ignorable)
     weights.finish(ignorable)
     return replace(head, weight_bytes=weights.loaded_bytes)
-
-
-def _check_has_head(weights: Weights, config: ModelConfig) -> None:
-    directory, hint = weights.checkpoint.directory, "use another method of --speculate, such as auto"
-    field = ARCHITECTURES[config.model_type].mtp_layers_field
-    if not field:
-        raise UnsupportedModel(
-            f"speculate is mtp, but no head for multi-token prediction is known for {config.model_type}", hint=hint
-        )
-    if not config.mtp_layers:
-        message = f"speculate is mtp, but {field} is 0 or missing in config.json of {directory}"
-        raise UnsupportedModel(message, hint=hint)
-    prefix = config.mtp_tensor_prefix
-    if not any(name.startswith(prefix) for name in weights.checkpoint.tensor_names()):
-        raise UnsupportedModel(
-            f"speculate is mtp, but {directory} has no tensors '{prefix}*', although {field} is {config.mtp_layers}",
-            hint=f"use a checkpoint that contains the MTP head, or {hint}",
-        )
 
 
 def _is_shared(weights: Weights, name: str, original: str, config: ModelConfig) -> bool:
@@ -167,7 +119,7 @@ def _is_shared(weights: Weights, name: str, original: str, config: ModelConfig) 
 
 def _load_layer(weights: Weights, target: DecoderModel, at: str) -> DecoderLayer | ParallelLayer:
     """Load the layer of the head. `at`: how the names of its tensors begin."""
-    config, index = _with_layer(target.config), target.config.layers
+    config, index = add_head_layer(target.config), target.config.layers
     attention = next(each for layer in reversed(target.layers) if not isinstance(each := layer.attention, DeltaNet))
     if not isinstance(attention, GatedAttention):
         return DecoderLayer.load(config, weights, index, PositionTables(attention.layer.cos_sin))
@@ -175,26 +127,6 @@ def _load_layer(weights: Weights, target: DecoderModel, at: str) -> DecoderLayer
     return DecoderLayer(
         GatedAttention.load_from(config, weights, index, tables, at),
         SparseFeedForward.load_from(config, spec, weights, at)
-        if spec is not None and _has_experts(config)
+        if spec is not None and has_experts(config)
         else FeedForward.load_from(config, weights, at),
     )
-
-
-def _has_experts(config: ModelConfig) -> bool:
-    return config.experts is not None and any(config.experts.layers)
-
-
-def _with_layer(config: ModelConfig) -> ModelConfig:
-    """Return the target model's config with the head's layer added after the last."""
-    experts = config.experts
-    if experts is not None:
-        experts = replace(experts, layers=(*experts.layers, _has_experts(config)))
-    return replace(config, layers=config.layers + 1, windows=(*config.windows, 0), experts=experts)
-
-
-def _select_layer(config: ModelConfig, *, has_experts: bool) -> ModelConfig:
-    """Return the config of a model that has the head's layer only."""
-    experts = None if config.experts is None or not has_experts else replace(config.experts, layers=(True,))
-    attention = replace(config.parts.attention, state=None, state_layers=())
-    parts = replace(config.parts, attention=attention)
-    return replace(config, layers=1, windows=(0,), experts=experts, mtp_layers=0, parts=parts)

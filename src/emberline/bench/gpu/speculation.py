@@ -32,7 +32,8 @@ from emberline.core.errors import EmberlineError
 from emberline.engine.speculation.drafter import Drafter
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
-from emberline.models.eagle3 import Eagle3Config, Eagle3Head, default_captured_layers
+from emberline.models.eagle3 import Eagle3Head
+from emberline.models.eagle3_config import Eagle3Config, default_captured_layers
 from emberline.models.forward import ForwardBatch
 
 if TYPE_CHECKING:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from emberline.core.engine_config import SpeculationConfig
 from emberline.engine.gpu.device import Device
+from emberline.engine.gpu.draft_summary import DraftModelSummary
 from emberline.engine.memory import NO_DRAFT_MODEL, DraftMemory
 from emberline.engine.speculation.draft_loader import load_draft_model
 from emberline.hub.checkpoint import Checkpoint
@@ -22,18 +24,28 @@ def load_on_device(
     """Return the draft model that the settings name, on the device; None if they name none.
 
     `packed`: with packed weights (12 bits each), unless it has experts."""
-
-    def open_weights(checkpoint: Checkpoint) -> DeviceWeights:
-        is_sparse = settings.method == "draft" and ModelConfig.from_checkpoint(checkpoint).experts is not None
-        return DeviceWeights(checkpoint, target.dtype, device.torch_device, packed=packed and not is_sparse)
-
+    open_weights = partial(open_draft_weights, settings, target, device, packed=packed)
     return load_draft_model(settings, target, target_directory, open_weights)
+
+
+def open_draft_weights(
+    settings: SpeculationConfig, target: DecoderModel, device: Device, checkpoint: Checkpoint, *, packed: bool = False
+) -> DeviceWeights:
+    """Return the tensors of a checkpoint in the target model's dtype. `packed`: see `load_on_device`."""
+    is_sparse = settings.method == "draft" and ModelConfig.from_checkpoint(checkpoint).experts is not None
+    return DeviceWeights(checkpoint, target.dtype, device.torch_device, packed=packed and not is_sparse)
 
 
 def measure_draft_model(draft: DraftModel | None) -> DraftMemory:
     if draft is None:
         return NO_DRAFT_MODEL
     return DraftMemory.of(draft.weight_bytes, draft.config, len(draft.captured_layers))
+
+
+def summarise_draft_model(target: ModelConfig, draft: DraftModel | None) -> DraftModelSummary:
+    """Return what every rank must know. `target`: of the part of the target model that one rank has."""
+    reads_output = draft is not None and target.layers in draft.captured_layers
+    return DraftModelSummary(max_row_queries(target, draft), draft is not None, reads_output)
 
 
 def max_row_queries(target: ModelConfig, draft: DraftModel | None) -> int:

@@ -24,7 +24,9 @@ from emberline.engine.gpu.device import Device, DeviceEvent
 from emberline.engine.gpu.draft_inputs import DraftInputs, DraftRows, stage_draft_inputs
 from emberline.engine.gpu.graphs import StepInputs
 from emberline.engine.gpu.rows import DeviceRows, HostDrafts
+from emberline.engine.gpu.sampling import ShareTokens
 from emberline.engine.gpu.shape import StepShape, max_draft_rows, max_step_rows, pad_row_count
+from emberline.engine.gpu.shared_drafts import DraftSender
 from emberline.engine.gpu.staging import InputStaging, StagedInputs, copy_to_host
 from emberline.engine.speculation.draft_cache import make_draft_cache
 from emberline.kernels import ops
@@ -57,11 +59,13 @@ class DeviceDrafting:
         limits: SchedulerConfig,
         graphs: bool,
         target_shape: tuple[tuple[int, int, int], torch.dtype, int, int],
+        share_tokens: ShareTokens | None = None,
     ) -> None:
         """`graphs`: whether to capture CUDA graphs.
 
         `target_shape`: of the target model, (query heads, KV heads, head size), the dtype of its activations, and
-        the tokens of a row of its attention and those of a step, with padding, at most."""
+        the tokens of a row of its attention and those of a step, with padding, at most. `share_tokens`: sends drafts to
+        the other ranks; None: there are none."""
         target_heads, dtype, max_queries, max_step_tokens = target_shape
         max_running, max_batch_tokens = limits.max_running, limits.max_batch_tokens
         cache = make_draft_cache(model, target_cache, str(device.torch_device))
@@ -87,6 +91,7 @@ class DeviceDrafting:
         max_sampled = max_step_rows(max_running) + max_batch_tokens + rows.max_draft
         self._sampled = torch.zeros(max_sampled, dtype=torch.int64, device=device.torch_device)
         self._drafts = torch.zeros(max_rows, rows.max_draft, dtype=torch.int64, device=device.torch_device)
+        self._sender = None if share_tokens is None else DraftSender(share_tokens, max_rows, rows)
         self._captured = _allocate_captured_states(model, max_step_tokens, dtype, device)
         self._graphs = graphs
         self._max_running = max_running
@@ -107,7 +112,8 @@ class DeviceDrafting:
         captured = [] if self._captured is None else [self._captured]
         scratch = self._planner.scratch_buffers()
         kept = [self._sampled, self._drafts, self._staging.device]
-        return [self.cache.keys, self.cache.values, *kept, *captured, *scratch]
+        sent = [] if self._sender is None else [self._sender.message]
+        return [self.cache.keys, self.cache.values, *kept, *sent, *captured, *scratch]
 
     def drop_device_addresses(self) -> None:
         self._replays.clear()
@@ -201,6 +207,8 @@ class DeviceDrafting:
         self._run_or_replay(prepared, step)
         if not prepared.inputs.length:
             return dict
+        if self._sender is not None:
+            self._sender.send(len(prepared.rows.work))
         drafts = HostDrafts(copy_to_host(self._drafts[: len(prepared.rows.work), : prepared.inputs.length]))
         for i, row in enumerate(prepared.rows.request_rows):
             row.drafts = drafts, i
@@ -260,9 +268,9 @@ class DeviceDrafting:
             token, hidden = model.forward(batch, hidden)
             found.append(token)
         values = torch.stack(found, dim=1)
-        newest_rows = rows.newest.view(-1, 1 + rows.max_draft)
-        newest_rows[:, : 1 + inputs.length].index_copy_(0, inputs.rows, values)
-        rows.accepted.index_copy_(0, inputs.rows, accepted)
+        rows.store_drafts(inputs.rows, accepted, values)
+        if self._sender is not None:
+            self._sender.fill(accepted, values)
         self._drafts[: len(values), : inputs.length].copy_(values[:, 1:])
 
     def _step_batch(

@@ -29,6 +29,8 @@ def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = (), *, pac
     facts += [nvrtc.digest_sources(driver.device_options()), ops.selected_gpu_kernels().name]
     facts.append(f"packed: {packed}")
     facts.append(f"drafts of recurrent layers: {runner.states is not None and runner.states.max_draft > 0}")
+    if runner.rank.draft_model is not None:
+        facts.append(f"drafts of the leader: {runner.rank.draft_model}")
     if runner.rank.exchanging_ranks > 1:
         facts.append(f"rows of {runner.rank.exchanging_ranks} ranks")
     slots = {each.movable.slots.count for each in runner.model.movable_layers.values() if each.movable is not None}

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from emberline.core.plan import StepPlan, StepResult, WorkItem
 from emberline.engine.gpu.device import Device, DeviceEvent
+from emberline.engine.gpu.draft_inputs import DraftRows
 from emberline.engine.gpu.penalties import DevicePenalties
 from emberline.engine.gpu.prompt_scores import score_prompts
 from emberline.engine.gpu.rows import DeviceRows
@@ -24,6 +26,7 @@ from emberline.engine.gpu.sampling import (
     list_newest_indexes,
     words_per_mask,
 )
+from emberline.engine.gpu.shared_drafts import receive_drafts
 from emberline.engine.gpu.staging import RING_BUFFERS, InputStaging
 from emberline.kernels.comm.communicator import Communicator
 
@@ -135,7 +138,7 @@ class TokenSampler:
 
 
 class TokenReceiver:
-    """Receives the tokens that another rank samples."""
+    """Receives the tokens that another rank samples, and the drafts of its draft model."""
 
     def __init__(self, rows: DeviceRows, device: Device, max_input_bytes: int, comm: Communicator | None) -> None:
         """`comm`: the ranks that get tokens, of which the first samples; None: plans have no pending tokens."""
@@ -146,10 +149,13 @@ class TokenReceiver:
         if self._comm is not None and (work := step.sampled_work):
             staged = self._inputs.new_inputs()
             indexes = staged.put(list_newest_indexes(work, self._rows))
+            drafted = staged.put(self._list_drafted_rows(step))
             staged.send()
             tokens = torch.zeros_like(indexes)  # ids of tokens also while a rank starts and receives nothing
             self._comm.broadcast(tokens, 0)
             self._rows.newest.index_copy_(0, indexes, tokens)
+            if len(drafted):
+                receive_drafts(self._comm, self._rows, drafted)
         end, number, began = self._stream.record_event(), step.plan.step, step.began
 
         def finish() -> StepResult:  # it does not keep the logits
@@ -157,6 +163,12 @@ class TokenReceiver:
             return StepResult(number, {}, seconds=end.seconds_since(began))
 
         return finish
+
+    def _list_drafted_rows(self, step: ComputedStep) -> np.ndarray:
+        """Return the rows of the requests for which the leader's draft model drafts behind this step."""
+        has_drafts = self._rows.max_draft > 0
+        found = DraftRows.select(step.singles, step.chunks, self._rows).request_rows if has_drafts else []
+        return np.array([row.index for row in found], np.int64)
 
     def device_buffers(self) -> list[Tensor]:
         return [self._inputs.device]

@@ -11,13 +11,15 @@ from emberline.core.engine_config import EngineConfig
 from emberline.engine import kv_shape, memory
 from emberline.engine.gpu.attention_log import log_portable_attention
 from emberline.engine.gpu.device import Device
-from emberline.engine.gpu.draft_boot import measure_draft_model
+from emberline.engine.gpu.draft_boot import measure_draft_model, summarise_draft_model
+from emberline.engine.gpu.draft_summary import DraftModelSummary
 from emberline.engine.gpu.rank_role import RankRole
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_token_counts
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.sampler import SamplingStateFactory
+from emberline.engine.speculation.draft_cache import draft_block_bytes
 from emberline.engine.stage_memory import plan_stage_memory
 from emberline.engine.state_memory import allocate_device_states
 from emberline.kernels import ops
@@ -74,6 +76,16 @@ class PlannedModel:
         """The shape of this rank's part of a KV block."""
         dtype = KV_DTYPES[memory.kv_dtype(self.settings, str(self.model.dtype).removeprefix("torch."))]
         return kv_shape.make_kv_shape(self.own_config, self.settings.scheduler.block_size, dtype, self.plan.groups)
+
+    @property
+    def draft_summary(self) -> DraftModelSummary | None:
+        """What the other ranks must know of the draft model; None: there is none."""
+        return None if self.draft is None else summarise_draft_model(self.model.config, self.draft)
+
+    @property
+    def draft_block_bytes(self) -> int:
+        """The bytes of a block of the KV cache of the draft model, if there is one."""
+        return 0 if self.draft is None else draft_block_bytes(self.draft, self.kv_shape)
 
     def make_runner(
         self,

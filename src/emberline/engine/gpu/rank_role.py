@@ -8,9 +8,11 @@ from functools import partial
 from torch import Tensor
 
 from emberline.engine.gpu.device import Device
+from emberline.engine.gpu.draft_summary import DraftModelSummary
 from emberline.engine.gpu.next_tokens import NextTokens, TokenReceiver, TokenSampler
 from emberline.engine.gpu.own_rows import OwnRows
 from emberline.engine.gpu.rows import DeviceRows
+from emberline.engine.gpu.sampling import ShareTokens
 from emberline.kernels.comm.communicator import Communicator
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config import ModelConfig
@@ -31,6 +33,8 @@ class RankRole:
     attends_to_own: bool = False  # whether this rank has the KV cache of requests of its own, and attends to these
     pages_per_slot: int = 0  # pages of the states of a sequence, on every rank; 0: as many as those of this rank need
     counts_rows: bool = False  # whether the rows of each expert are counted, because experts may move between ranks
+    # On a rank that verifies the drafts of the leader's draft model: what it must know of that; None on the others.
+    draft_model: DraftModelSummary | None = None
 
     @staticmethod
     def alone(config: ModelConfig, groups: LayerGroups, num_state_slots: int) -> RankRole:
@@ -70,14 +74,22 @@ class RankRole:
         return OwnRows(self.shards, max_logits, counts_rows=self.counts_rows)
 
     def make_next_tokens(self, rows: DeviceRows, device: Device, vocab_size: int, max_input_bytes: int) -> NextTokens:
-        """Return how the requests of a step get their next tokens.
+        """Return how the requests of a step get their next tokens."""
+        if not self.is_leader:
+            return TokenReceiver(rows, device, max_input_bytes, self._token_ranks)
+        return TokenSampler(rows, device, vocab_size, max_input_bytes, self.share_tokens, self.num_plans + 1)
+
+    @property
+    def share_tokens(self) -> ShareTokens | None:
+        """What queues the sending of the leader's tokens to the ranks that embed them; None: no other rank does."""
+        return None if (comm := self._token_ranks) is None else partial(_send_tokens, comm)
+
+    @property
+    def _token_ranks(self) -> Communicator | None:
+        """The ranks that embed tokens which only the device of the leader knows.
 
         With several stages, a request is planned when its newest token is known: no rank needs it from the device."""
-        comm = self.shards if self.stages is None else None
-        if not self.is_leader:
-            return TokenReceiver(rows, device, max_input_bytes, comm)
-        share = None if comm is None else partial(_send_tokens, comm)
-        return TokenSampler(rows, device, vocab_size, max_input_bytes, share, self.num_plans + 1)
+        return self.shards if self.stages is None else None
 
     def run_model(self, model: DecoderModel, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         """Queue this rank's part of a forward pass, and return the logits; without rows, if another stage has them."""

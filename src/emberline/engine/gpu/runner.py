@@ -24,7 +24,7 @@ from emberline.engine.gpu.attention_planner import make_attention_planner
 from emberline.engine.gpu.batch import DeviceBatch
 from emberline.engine.gpu.copier import DeviceCopier
 from emberline.engine.gpu.device import Device
-from emberline.engine.gpu.draft_boot import max_row_queries
+from emberline.engine.gpu.draft_boot import summarise_draft_model
 from emberline.engine.gpu.drafting import DeviceDrafting
 from emberline.engine.gpu.expert_kernels import launch_expert_kernels
 from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs, max_input_bytes
@@ -68,19 +68,19 @@ class GPURunner:
         `states`: memory of recurrent layers, with a slot for padding; None: the model has none. `rank`: this runner's
         part of an engine on several ranks, of which `model`, `cache` and `states` are; None: there is only one rank."""
         limits = settings.scheduler
-        self.model, self.cache = model, cache
+        self.model, self.cache, self.step_stream = model, cache, device.step_stream
         self.num_blocks, self._block_size = cache.num_blocks, cache.shape.block_size
         self.groups = groups or LayerGroups.single(model.config.layers)
         self.rank = rank or RankRole.alone(model.config, self.groups, 0 if states is None else states.num_slots)
         self.states, self.num_state_slots = states, self.rank.num_state_slots
-        self.vocab_size, self.eos = model.config.vocab, eos
+        self.vocab_size, self.eos, self.max_batch_tokens = model.config.vocab, eos, limits.max_batch_tokens
         self._make_state, self.prepare = make_state, make_state.prepare
-        max_draft = 0 if draft_model is None else settings.speculation.max_draft_tokens
-        width = -(-max_context // self._block_size)
-        tables, running = len(self.groups.windows), limits.max_running
+        self._drafts = drafts = self.rank.draft_model or summarise_draft_model(model.config, draft_model)
+        max_draft = settings.speculation.max_draft_tokens if drafts.exists else 0
+        width, tables, running = -(-max_context // self._block_size), len(self.groups.windows), limits.max_running
         self._rows = DeviceRows(running, width, device.torch_device, max_draft, tables, states)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
-        max_queries = min(settings.speculation.max_new_tokens, max_row_queries(model.config, draft_model))
+        max_queries = min(settings.speculation.max_new_tokens, drafts.max_row_queries)
         self._attention_planner = make_attention_planner(model, cache, settings, max_context, max_queries)
         self._max_queries = self._attention_planner.limit_queries(max_queries)
         self._row_queries = self._attention_planner.list_row_queries(self._max_queries)
@@ -88,16 +88,13 @@ class GPURunner:
         self.exact = settings.gpu.exact  # whether a token's logits have the same bits in any batch
         self.graphs = settings.gpu.graphs  # whether steps are captured; False while another thread uses the device
         self._grid = shape_grid_for(model.config, limits.max_batch_tokens, self.rank.exchanging_ranks)
-        self.shapes = order_by_expected_use(
-            captured_shapes(running, limits.max_batch_tokens, self._grid, queries=self._row_queries)
-        )
+        shapes = captured_shapes(running, limits.max_batch_tokens, self._grid, queries=self._row_queries)
+        self.shapes = order_by_expected_use(shapes)
         self._next_shape = 0  # index of the first shape that was not captured ahead of its first use
-        self.max_batch_tokens = limits.max_batch_tokens
         size = max_input_bytes(limits, self._attention_planner, tables)
         self._own_rows = self.rank.make_own_rows(max_step_rows(running))
         ahead = model.make_unpacker(device.step_stream, device.new_stream(), exchanges_rows=self.rank.attends_to_own)
         staging, self._table_inputs = (InputStaging(size, device, self.rank.num_plans + 1) for _ in range(2))
-        self.step_stream = device.step_stream
         self._graphs = StepGraphs(device.step_stream, staging, ahead, max_step_rows(running))
         self._next_tokens = self.rank.make_next_tokens(self._rows, device, self.vocab_size, size)
         copies = None if states is None else DeviceStateCopies(states, cache, self.rank.pages_per_slot)
@@ -107,7 +104,8 @@ class GPURunner:
         self._drafting: DeviceDrafting | None = None
         if draft_model is not None:
             target = heads, model.dtype, self._max_queries, max_step_tokens(self.shapes, self._grid, limits)
-            self._drafting = DeviceDrafting(draft_model, cache, self._rows, device, limits, self.graphs, target)
+            args = draft_model, cache, self._rows, device, limits, self.graphs, target
+            self._drafting = DeviceDrafting(*args, self.rank.share_tokens)
 
     @property
     def model_configs(self) -> list[ModelConfig]:
@@ -374,7 +372,7 @@ class GPURunner:
         return StepInputs(
             tokens=staged.put(batch.tokens),
             newest_index=staged.put(batch.newest_index),
-            shifts=None if self.draft_model is None else (staged.put(batch.token_shifts), staged.put(batch.row_shifts)),
+            shifts=(staged.put(batch.token_shifts), staged.put(batch.row_shifts)) if self._drafts.exists else None,
             slots=staged.put(batch.slots),
             positions=staged.put(batch.positions),
             context=staged.put(batch.starts),
@@ -397,5 +395,6 @@ class GPURunner:
 
     def _run_model(self, inputs: StepInputs, out: Tensor | None) -> Tensor:
         capture = None if self._drafting is None else self._drafting.capture
-        batch = build_step_batch(inputs, self._rows, self.cache, self.rank.groups, capture, self.states)
+        args = inputs, self._rows, self.cache, self.rank.groups, capture, self.states
+        batch = build_step_batch(*args, computes_all_rows=self._drafts.reads_output)
         return self.rank.run_model(self.model, batch, out)

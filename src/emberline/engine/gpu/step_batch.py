@@ -23,11 +23,14 @@ def build_step_batch(
     groups: LayerGroups,
     capture: HiddenCapture | None,
     states: StateCache | None = None,
+    *,
+    computes_all_rows: bool = False,
 ) -> ForwardBatch:
     """Queue what prepares a forward pass, and return its batch.
 
     Tokens that only the device knows are filled in, and positions are moved past the accepted tokens of drafts. The
-    block tables of all groups of layers are selected at once, so the time does not depend on the number of groups."""
+    block tables of all groups of layers are selected at once, so the time does not depend on the number of groups.
+    `computes_all_rows`: see ForwardBatch."""
     tokens, slots = ops.fill_newest_tokens(inputs.tokens, inputs.newest_index, rows.newest), inputs.window_slots
     if inputs.shifts is not None:
         inputs.tokens.copy_(tokens)  # sampling overwrites `newest`, which the draft model needs
@@ -66,6 +69,7 @@ def build_step_batch(
         conv_states=None if states is None else states.conv,
         matrix_states=None if states is None else states.matrices,
         state_slots=inputs.state_slots,
+        computes_all_rows=computes_all_rows,
         **recurrent._asdict(),
         **({} if inputs.exchanged is None else inputs.exchanged.make_batch_fields(tokens)),
     )

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from emberline.core.engine_config import EngineConfig
+from emberline.engine.gpu.draft_summary import DraftModelSummary
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.buffer_parts import BufferParts
 from emberline.engine.ranks.layout import Layout
@@ -69,6 +70,7 @@ class RankLoaded(msgspec.Struct, tag=True):
     block_bytes: int  # of this rank's part of a KV block
     slot_bytes: int  # of this rank's part of a request's recurrent states
     draft_bytes: int = 0  # of recurrent layers, for the drafted tokens of a running request
+    draft_block_bytes: int = 0  # on a GPU: of a block of the KV cache of the leader's draft model
     max_blocks: int = 0  # that fit on this rank's GPU, and slots; 0 on a CPU
     max_slots: int = 0
     fixed_bytes: int = 0  # of its GPU that are freed when the model sleeps, without KV blocks
@@ -97,6 +99,9 @@ class AllocateCaches(msgspec.Struct, tag=True):
     host_buffers: BufferArea | None = None  # None: there are no KV tiers
     transfer_slots: BufferArea | None = None  # on GPUs: of DeviceGroupRegion; None: no blocks are exchanged
     buffer_parts: BufferParts | None = None  # the division of these buffers among GPUs; None: they have whole blocks
+    draft_model: DraftModelSummary | None = (
+        None  # on GPUs: the leader's, whose drafts all ranks verify; None: it has none
+    )
 
 
 class RankReady(msgspec.Struct, tag=True):

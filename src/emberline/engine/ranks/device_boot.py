@@ -126,7 +126,7 @@ class DeviceDivision:
         host = DeviceHostTier.make(config, group.memory, layout, model.kv_heads, parts)
         whole = part.describe_whole_blocks(model, "")
         slots = allocate_transfer_slots(config, group.memory, layout, whole)
-        group.send(describe_caches(num_blocks, num_slots, host, slots))
+        group.send(describe_caches(num_blocks, num_slots, host, slots, part.planned.draft_summary))
         seconds = allocate_leader(config, layout.leader, part, num_blocks, num_slots, host)
         ready = group.wait_for(RankReady)
         check_same_forms(describe_expert_forms(part.runner.model), ready, layout)
@@ -137,9 +137,11 @@ class DeviceDivision:
         gc.freeze()  # as on one GPU: objects of the start are permanent
         seconds = {"plan": planned - began, "load": loaded - planned, **seconds}
         weights = {rank: report.weight_bytes for rank, report in ready.items()}
-        weights[layout.leader] = part.runner.model.weight_bytes
+        draft = part.planned.draft
+        weights[layout.leader] = part.runner.model.weight_bytes + (0 if draft is None else draft.weight_bytes)
         ranks = tuple(_summarise_rank(layout, rank, parts[rank], weights[rank], part.runner) for rank in sorted(parts))
-        nbytes = max(each.fixed_bytes + num_blocks * each.block_bytes for each in parts.values())
+        blocks = {rank: num_blocks * (each.block_bytes + each.draft_block_bytes) for rank, each in parts.items()}
+        nbytes = max(each.fixed_bytes + blocks[rank] for rank, each in parts.items())
         return LoadedDeviceRanks(_describe_engine(config, engine, part, ranks, seconds), nbytes)
 
 
@@ -214,7 +216,8 @@ def make_device_engine(
 
 
 def _summarise_rank(layout: Layout, rank: int, part: RankLoaded, weight_bytes: int, leader: GPURunner) -> RankSummary:
-    kv_bytes = leader.num_blocks * part.block_bytes + leader.num_state_slots * part.slot_bytes
+    block_bytes = part.block_bytes + part.draft_block_bytes
+    kv_bytes = leader.num_blocks * block_bytes + leader.num_state_slots * part.slot_bytes
     return RankSummary(rank, rank // layout.tp, rank % layout.tp, part.layers, weight_bytes, kv_bytes)
 
 

@@ -15,6 +15,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.engine import expert_limits, memory
 from emberline.engine.gpu.boot import fill_and_identify, load_codec
 from emberline.engine.gpu.device import CudaDevice, Device, measure_memory
+from emberline.engine.gpu.draft_summary import DraftModelSummary
 from emberline.engine.gpu.planned_model import PlannedModel
 from emberline.engine.gpu.portable_limits import reject_unsupported_settings
 from emberline.engine.gpu.rank_role import RankRole
@@ -23,6 +24,7 @@ from emberline.engine.gpu.shape import captured_shapes, max_step_tokens
 from emberline.engine.gpu.weight_format import open_device_weights
 from emberline.engine.ranks.buffer_parts import BufferParts
 from emberline.engine.ranks.control import DeviceMeasured, GPUMemoryBudget, RankLoaded
+from emberline.engine.ranks.device_draft_model import load_draft_model_on_gpu
 from emberline.engine.ranks.device_experts import prepare_movable_experts
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
@@ -130,12 +132,14 @@ class DevicePart:
         )
         weights.reads_ranges = True  # also if the rank has whole tensors of some layers
         model = load_model(own_config, weights, context, stage)
+        is_leader = rank == layout.leader
+        draft = load_draft_model_on_gpu(config, checkpoint, model, device, packed=packed) if is_leader else None
         sizes = measure_share(device, config.parallel.ranks_per_gpu)
         if shared is None:
             sizes = sizes[0], sizes[1] + sum(each.group.nbytes for each in connections.all)
         else:
             sizes, config = (shared.total_bytes, shared.other_bytes), config.with_settings(kv_memory=shared.kv_memory)
-        planned = PlannedModel.of(model, weights, config, device, sizes, stage=stage)
+        planned = PlannedModel.of(model, weights, config, device, sizes, draft=draft, stage=stage)
         fingerprint = compute_fingerprint(checkpoint, model_config, dtype, context)
         return DevicePart(planned, weights, stage, connections, fingerprint)
 
@@ -150,6 +154,7 @@ class DevicePart:
             max_blocks=plan.kv_blocks,
             max_slots=plan.state_slots,
             fixed_bytes=plan.fixed_bytes - plan.reserve,
+            draft_block_bytes=self.planned.draft_block_bytes,
             device_name=describe_device(self.planned.device),
         )
 
@@ -160,10 +165,12 @@ class DevicePart:
         make_state: SamplingStateFactory,
         runner_class: Callable[..., GPURunner] = GPURunner,
         pages_per_slot: int = 0,
+        draft_model: DraftModelSummary | None = None,
     ) -> dict[str, float]:
         """Allocate the caches, wait for the weights, and compile and try the kernels, without other ranks.
 
-        `pages_per_slot`: BufferParts.pages_per_slot, if there are tiers. Return the seconds of each phase, by name."""
+        `pages_per_slot`: BufferParts.pages_per_slot, if there are tiers. `draft_model`: of the leader, on another rank.
+        Return the seconds of each phase, by name."""
         is_leader = self.stage.is_last and (self.connections.shards is None or self.connections.shards.rank == 0)
         stages, shards = (
             cast("Communicator | None", each) for each in (self.connections.stages, self.connections.shards)
@@ -175,6 +182,7 @@ class DevicePart:
             attends_to_own=parallel.dp_attention,
             pages_per_slot=pages_per_slot,
             counts_rows=parallel.redundant_experts > 0,
+            draft_model=draft_model,
         )
         self.runner = self.planned.make_runner(make_state, num_blocks, num_slots, role, runner_class)
         seconds: dict[str, float] = {}

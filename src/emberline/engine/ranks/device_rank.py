@@ -84,7 +84,7 @@ def allocate_part(part: DevicePart, sizes: AllocateCaches, rank: int, memory: Gr
     """Allocate the caches of a rank other than the leader; return the buffers of the host tier, if there is one."""
     make_state, places = SamplingStateFactory(frozenset(), None), sizes.buffer_parts
     pages = 0 if places is None else places.pages_per_slot
-    part.allocate(sizes.num_blocks, sizes.num_slots, make_state, pages_per_slot=pages)
+    part.allocate(sizes.num_blocks, sizes.num_slots, make_state, pages_per_slot=pages, draft_model=sizes.draft_model)
     if sizes.host_buffers is None or places is None:
         return None
     buffers = HostBuffers(memory, sizes.host_buffers)

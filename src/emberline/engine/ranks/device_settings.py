@@ -26,7 +26,7 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
     parallel, field = config.parallel, "tp" if config.parallel.tp > 1 else "pp"
     ranks = f"{parallel.num_ranks} ranks (tp {parallel.tp}, pp {parallel.pp})"
     unsupported = {
-        "speculate": config.speculation.uses_draft_model or (parallel.pp > 1 and config.speculation.speculate != "off"),
+        "speculate": parallel.pp > 1 and config.speculation.speculate != "off",
         "launcher": parallel.launcher != "processes",
         "exact": config.gpu.exact,
         "overlap": not config.gpu.overlap,  # set by programs only

@@ -9,6 +9,7 @@ import torch
 
 from emberline.core.engine_config import EngineConfig
 from emberline.engine.boot_parts import make_tiers
+from emberline.engine.gpu.draft_summary import DraftModelSummary
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.ranks.boot import make_shared_host_tier
 from emberline.engine.ranks.buffer_parts import BufferParts
@@ -54,9 +55,15 @@ class DeviceHostTier:
 
 
 def describe_caches(
-    num_blocks: int, num_slots: int, host: DeviceHostTier | None, slots: HostBuffers | None
+    num_blocks: int,
+    num_slots: int,
+    host: DeviceHostTier | None,
+    slots: HostBuffers | None,
+    draft_model: DraftModelSummary | None = None,
 ) -> AllocateCaches:
-    """Return the message that lets the other ranks allocate their caches. `slots`: of DeviceGroupRegion, if any."""
+    """Return the message that lets the other ranks allocate their caches.
+
+    `slots`: of DeviceGroupRegion, if any. `draft_model`: of the leader, if any."""
     return AllocateCaches(
         num_blocks,
         num_slots,
@@ -64,4 +71,5 @@ def describe_caches(
         host_buffers=None if host is None else host.buffers.area,
         buffer_parts=None if host is None else host.parts,
         transfer_slots=None if slots is None else slots.area,
+        draft_model=draft_model,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,21 +19,27 @@ from emberline.models.stage import Stage
 from emberline.models.weight_form import choose_weight_form
 from emberline.models.weights import Weights
 
+OpenWeights = Callable[[Checkpoint], Weights]
 
-def load_draft_model_of_ranks(config: EngineConfig, checkpoint: Checkpoint, part: DecoderModel) -> DraftModel | None:
+
+def load_draft_model_of_ranks(
+    config: EngineConfig, checkpoint: Checkpoint, part: DecoderModel, open_weights: OpenWeights | None = None
+) -> DraftModel | None:
     """Return the whole draft model that the settings name; None if they name none.
 
     `part`: the leader's part of the target model, whose checkpoint this is. A head that shares the target's embedding
-    or output head gets whole ones. Raises UnsupportedModel or ModelFileError."""
+    or output head gets whole ones. `open_weights`: returns the tensors of a checkpoint for the leader's device; None:
+    for a CPU. Raises UnsupportedModel or ModelFileError."""
     if not config.speculation.uses_draft_model:
         return None
     from emberline.engine.speculation.draft_loader import load_draft_model
 
     dtype = torch.bfloat16 if part.dtype is torch.float16 else part.dtype
 
-    def open_weights(source: Checkpoint) -> Weights:
+    def open_host_weights(source: Checkpoint) -> Weights:
         return Weights(source, dtype, form=choose_weight_form(source, config.dtype))
 
+    open_weights = open_weights or open_host_weights
     target = replace(part, config=ModelConfig.from_checkpoint(checkpoint), vocabulary=None)
     if config.speculation.method != "draft":
         target = _load_vocabulary(target, open_weights(checkpoint), needs_head=config.speculation.method == "mtp")
@@ -47,6 +54,7 @@ def _load_vocabulary(target: DecoderModel, weights: Weights, *, needs_head: bool
     config = target.config
     stage = Stage.of(config) if needs_head else Stage(0, 2, range(config.layers))
     embedding, head = load_vocabulary_matrices(config, weights, stage)
+    weights.finish(".*")  # the ranks have the other tensors
     return replace(target, embedding=embedding, head=replace(target.head, weight=head))
 
 

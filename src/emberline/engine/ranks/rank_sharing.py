@@ -39,6 +39,10 @@ def check_shareable(configs: Mapping[str, EngineConfig]) -> None:
     first, of_first = next(iter(configs.items()))
     for name, config in configs.items():
         parallel = config.parallel
+        if config.speculation.uses_draft_model:
+            message = f"speculate of the model {name!r} is {config.speculation.speculate}, but models that share GPUs"
+            hint = "serve it alone, and without --can-sleep"
+            raise InvalidRequest(f"{message} or sleep cannot have draft models", param="speculate", hint=hint)
         for setting, value, default in (("nodes", parallel.nodes, 1), ("launcher", parallel.launcher, "processes")):
             if value != default:
                 message = (

@@ -2,9 +2,8 @@
 
 A step mostly continues requests of an earlier one, so only what changed is encoded: new tokens, and new blocks at the
 ends of the block tables. With several stages, steps of different requests alternate, so requests are remembered over
-as many steps as there are stages. Fields that only the leader's draft model and KV transfers use are not encoded. Both
-sides work by columns, because a loop over 256 items in Python costs more than all the rest. This module does not import
-torch.
+as many steps as there are stages. Fields that only KV transfers use are not encoded. Both sides work by columns,
+because a loop over 256 items in Python costs more than all the rest. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ class RareFields(msgspec.Struct, array_like=True):
     state: StateWork | None = None
     # For each group of layers with a window: the number of released blocks, and the blocks after them.
     windows: Sequence[tuple[int, Sequence[int]]] = ()
+    num_propose: int = 0
+    max_shift: int = 0
 
 
 class EncodedWork(msgspec.Struct, array_like=True):
@@ -205,18 +206,27 @@ class WorkDecoder:
     def _set_rare_fields(self, items: Sequence[WorkItem], rare: dict[int, RareFields]) -> None:
         for item in self._rare_items:
             item.prompt_logprobs, item.num_draft, item.state, item.window_blocks = False, 0, None, ()
+            item.num_propose = item.max_shift = 0
         self._rare_items = [items[index] for index in rare]
         for item, fields in zip(self._rare_items, rare.values(), strict=True):
             item.prompt_logprobs, item.num_draft, item.state = fields.prompt_logprobs, fields.num_draft, fields.state
             item.window_blocks = [[*[0] * released, *blocks] for released, blocks in fields.windows]
+            item.num_propose, item.max_shift = fields.num_propose, fields.max_shift
 
 
 def _collect_rare_fields(work: Sequence[WorkItem]) -> dict[int, RareFields]:
     """Return the rare fields of items that have some, by index."""
     return {
-        index: RareFields(w.prompt_logprobs, w.num_draft, w.state, [_trim_released_blocks(t) for t in w.window_blocks])
+        index: RareFields(
+            w.prompt_logprobs,
+            w.num_draft,
+            w.state,
+            [_trim_released_blocks(table) for table in w.window_blocks],
+            w.num_propose,
+            w.max_shift,
+        )
         for index, w in enumerate(work)
-        if w.num_draft or w.window_blocks or w.state is not None or w.prompt_logprobs
+        if w.num_draft or w.window_blocks or w.state is not None or w.prompt_logprobs or w.num_propose or w.max_shift
     }
 
 

@@ -1,0 +1,79 @@
+"""estimate_draft_memory: what a draft model adds to the memory of its GPU, before it is loaded.
+
+The draft model is whole: with several ranks, it is on the GPU of the leader. This module needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from math import prod
+
+from emberline.core.engine_config import EngineConfig
+from emberline.engine import memory
+from emberline.engine.memory import NO_DRAFT_MODEL, DraftMemory
+from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.source import resolve_model
+from emberline.models.config import ModelConfig
+from emberline.models.eagle3_config import EMBEDDING_NAMES, IGNORABLE_TENSORS, Eagle3Config
+from emberline.models.mtp_config import check_has_head, name_head_tensors, select_head_layer
+from emberline.models.quantised_tensors import QuantisedTensorInfo, list_quantised_sizes, select_model_tensors
+from emberline.models.weight_parts import WeightPart
+
+
+def estimate_draft_memory(
+    settings: EngineConfig, checkpoint: Checkpoint, target: ModelConfig, dtype: str
+) -> DraftMemory:
+    """Return what the draft model that the settings name adds; nothing if they name none.
+
+    `checkpoint`, `target`: of the whole target model. `dtype`: of its weights. A head with copies of the target's
+    embedding and output head counts as one without. Raises EmberlineError if there is no such draft model."""
+    speculation, packed = settings.speculation, memory.uses_packed_weights(checkpoint, settings, dtype, target)
+    if not speculation.uses_draft_model:
+        return NO_DRAFT_MODEL
+    counter = WeightCounter(memory.DTYPE_BYTES[dtype], packed=packed)
+    # Each rank has only some rows of the embedding and the output head, so the leader needs whole ones for its head.
+    copies, shape = int(settings.parallel.num_ranks > 1), (target.vocab, target.hidden)
+    embedding = copies * prod(shape) * counter.width  # never packed, unless it is the output head too
+    if speculation.draft_source is None:
+        check_has_head(checkpoint, target)
+        names = name_head_tensors(target)
+        selected = select_model_tensors(checkpoint)
+        own = {name for name in selected.tensors if name.startswith(target.mtp_tensor_prefix)}
+        size = counter.count(selected, own - {names.embedding, names.head})
+        size += copies * counter.count_matrix(*shape) + embedding * (not target.tie_embeddings)
+        return DraftMemory.of(size, select_head_layer(target), 1)
+    source = Checkpoint.open(resolve_model(speculation.draft_source))
+    if speculation.method == "eagle3":
+        head = Eagle3Config.from_checkpoint(source, target)
+        own = {name for name in source.tensors if not re.fullmatch(IGNORABLE_TENSORS, name)}
+        size = counter.count(source, own) + embedding * own.isdisjoint(EMBEDDING_NAMES)
+        return DraftMemory.of(size, head.model, len(head.captured_layers))
+    config = ModelConfig.from_checkpoint(source)
+    narrow = list_quantised_sizes(source) if dtype == "bfloat16" else []
+    packed = packed and config.experts is None
+    return DraftMemory.of(memory.weight_bytes(config, counter.width, packed=packed, narrow=narrow), config, 0)
+
+
+class WeightCounter:
+    """Counts the bytes of tensors on a GPU."""
+
+    def __init__(self, width: int, *, packed: bool) -> None:
+        """`width`: bytes of a number of a plain matrix. `packed`: whether matrices are kept in 12 bits per weight."""
+        self.width, self._packed = width, packed
+
+    def count(self, checkpoint: Checkpoint, names: Iterable[str]) -> int:
+        return sum(self._count_tensor(checkpoint, name) for name in names)
+
+    def count_matrix(self, rows: int, columns: int, count: int = 1) -> int:
+        return memory.weight_part_bytes(WeightPart("head", rows, columns, count), self.width, packed=self._packed)
+
+    def _count_tensor(self, checkpoint: Checkpoint, name: str) -> int:
+        tensor = checkpoint.tensors[name]
+        if isinstance(tensor, QuantisedTensorInfo):
+            return tensor.kept_bytes
+        if tensor.dtype == "I64":
+            return tensor.nbytes
+        if len(tensor.shape) < 2:  # norms and biases
+            return memory.F32_BYTES * prod(tensor.shape)
+        *counts, rows, columns = tensor.shape
+        return self.count_matrix(rows, columns, prod(counts))
