@@ -13,8 +13,10 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +26,10 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+
+from emberline.models.coded_tensor_load import MAX_RUN_BYTES
+from emberline.models.reader import CHUNK_BYTES
+from emberline.models.weight_uploader import DECODE_SLOTS, STAGING_SLOTS
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/emberline"
@@ -240,3 +246,34 @@ def test_the_autoscaler_reads_all_routers_with_a_certificate_and_may_replace_pod
     assert "/tls" in [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
     (role,) = (each for each in manifests if each["kind"] == "Role")
     assert {"list", "patch", "delete"} == {*next(r["verbs"] for r in role["rules"] if r["resources"] == ["pods"])}
+
+
+def parse_memory(text: str) -> int:
+    assert text.endswith("Gi"), text
+    return int(text.removesuffix("Gi")) << 30
+
+
+def list_gpu_pools() -> list[dict[str, Any]]:
+    """Return the pools with GPUs in the examples of docs/deploy.md and of tests/chart."""
+    document = (ROOT / "docs/deploy.md").read_text()
+    blocks = re.findall(r"(?:^ {4}\S.*\n)*^ {4}pools:\n(?:^ {4}.*\n)+", document, re.MULTILINE)
+    texts = [*map(textwrap.dedent, blocks), *(file.read_text() for file in CASES.glob("*.values.yaml"))]
+    pools = [pool for text in texts for pool in (yaml.safe_load(text).get("pools") or {}).values()]
+    return [pool for pool in pools if pool.get("gpus")]
+
+
+def test_examples_with_a_gpu_have_memory_for_a_model_of_any_size() -> None:
+    """Buffers take half of the limit while the model loads; values.yaml explains what the other half must hold."""
+    pools, defaults = list_gpu_pools(), yaml.safe_load((CHART / "values.yaml").read_text())
+    pinned = STAGING_SLOTS * CHUNK_BYTES + DECODE_SLOTS * MAX_RUN_BYTES
+    needed = (4 << 30) + pinned + parse_memory(defaults["pools"]["decode"]["sharedMemory"])
+    limits = [parse_memory(pool.get("resources", {}).get("limits", {}).get("memory", "6Gi")) for pool in pools]
+    assert len(pools) == 6 and all(limit // 2 >= needed for limit in limits)
+    containers = [pod["spec"]["containers"][0] for pod in all_pods()]
+    workers = [each for each in containers if "nvidia.com/gpu" in each["resources"]["limits"]]
+    assert len(workers) == 2
+    for worker in workers:
+        resources = worker["resources"]
+        assert "--kv-store-memory=4G" in worker["args"]
+        assert parse_memory(resources["limits"]["memory"]) // 2 >= needed + 4 * 10**9  # of the store
+        assert resources["requests"]["memory"] == resources["limits"]["memory"]

@@ -50,6 +50,12 @@ def test_a_missing_slo_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "write emberline autoscale --slo .. smollm2" in capsys.readouterr().err
 
 
+def test_the_port_of_the_metrics_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--metrics-port", "99999", "--logs", str(tmp_path), "--worker-command", COMMAND]
+    assert main([*SLO, "--router", "http://127.0.0.1:9", *words]) == 1
+    assert "(hint: choose another --metrics-port)" in capsys.readouterr().err
+
+
 def test_the_command_in_the_documentation_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = re.findall("^ {4}emberline (autoscale .*)$", DOCUMENT.read_text(), re.MULTILINE)
     settings: list[AutoscalerSettings] = []

@@ -111,3 +111,21 @@ def test_engine_of_a_gateway_that_is_no_url_is_named(engine: str) -> None:
 def test_router_setting_that_is_no_number_is_named(name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{name} is nan"):
         RouterConfig(**{name: float("nan")})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        ({"x-vendor-key": 12345}, "otlp_headers.x-vendor-key is of type int"),
+        ({"x-vendor-key": ["12345"]}, "otlp_headers.x-vendor-key is of type list"),
+        ({"x-vendor-key": "12345\n"}, "otlp_headers.x-vendor-key has a character other than"),
+        ({"x vendor": "12345"}, "'x vendor', a name that HTTP does not allow"),
+    ],
+)
+def test_headers_for_the_collector_that_are_no_text_are_named(headers: dict[str, object], reason: str) -> None:
+    parser = argparse.ArgumentParser()
+    gateway.add_arguments(parser)
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        gateway.build_config({"otlp_headers": headers}, parser.parse_args([]))
+    assert caught.value.param == "otlp_headers" and "12345" not in str(caught.value)
+    assert gateway.build_config({"otlp_headers": {"x-vendor-key": "12345"}}, parser.parse_args([])).otlp_headers

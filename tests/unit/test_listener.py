@@ -29,6 +29,13 @@ def test_address_of_another_machine_is_named() -> None:
         bind_listener("192.0.2.1", 0)  # reserved for documentation
 
 
+@pytest.mark.parametrize(("address", "option"), [(("127.0.0.1", 99_999), "port"), (("192.0.2.1", 0), "host")])
+def test_hint_names_the_option_of_this_address(address: tuple[str, int], option: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        bind_listener(*address, option_prefix="--metrics-")
+    assert f"--metrics-{option}" in (caught.value.hint or "")
+
+
 def test_503_while_loading_then_served() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})

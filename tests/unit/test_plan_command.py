@@ -12,6 +12,7 @@ import pytest
 
 from emberline.cli.__main__ import main
 from emberline.core.errors import InvalidRequest
+from emberline.planner import fleet_plan
 from emberline.planner.accuracy import SimulationError
 from emberline.planner.plan_page import render_page
 
@@ -123,6 +124,17 @@ def test_bad_input(changes: dict[str, str], named: str, hint: str, capsys: pytes
     message = error_of(capsys, **changes)
     assert named in message
     assert not hint or hint in message.partition("(hint: ")[2]
+
+
+@pytest.mark.parametrize("option", ["json", "html"])
+def test_output_that_cannot_be_written_is_refused_before_the_plan_is_computed(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("the plan was computed")
+
+    monkeypatch.setattr(fleet_plan, "plan_fleet", fail)
+    assert f"--{option} is '{tmp_path}', which is a directory" in error_of(capsys, **{option: str(tmp_path)})
 
 
 def test_empty_list_of_weight_formats_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:

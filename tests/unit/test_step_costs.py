@@ -12,7 +12,7 @@ import pytest
 from emberline.bench.cost_tables import build_h200_tables
 from emberline.core.clock import ManualClock
 from emberline.core.engine_config import EngineConfig, SchedulerConfig
-from emberline.core.errors import InvalidRequest, ModelFileError
+from emberline.core.errors import InvalidRequest
 from emberline.core.params import SamplingParams
 from emberline.core.plan import StepPlan, WorkItem
 from emberline.core.request import Submission
@@ -113,8 +113,11 @@ def test_bad_tables_are_refused(tmp_path: Path, change: dict[str, Any], param: s
 
 
 def test_file_without_a_table_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError):
-        StepCostTable.load(tmp_path / "absent.json")
+    (tmp_path / "text.json").write_text("no JSON")
+    for name, reason in (("absent.json", "cannot read"), ("text.json", "not valid JSON")):
+        with pytest.raises(InvalidRequest, match=reason) as refused:
+            StepCostTable.load(tmp_path / name)
+        assert refused.value.param == "step_costs" and "emberline bench step-costs" in str(refused.value)
     for text in ('{"bench": "router", "config": {}}', '{"bench": "router", "config": "fast"}'):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(InvalidRequest, match="no cost table"):
@@ -175,7 +178,7 @@ def test_only_engines_on_a_cpu_are_paced() -> None:
         EngineConfig.build("model", step_costs="table.json").with_gpu_defaults()
     executor: Any = object()
     assert pace_executor(executor, None) is executor
-    with pytest.raises(ModelFileError):
+    with pytest.raises(InvalidRequest):
         pace_executor(executor, "absent.json")
 
 

@@ -54,8 +54,9 @@ async def run_autoscaler(
     server = None
     try:
         if metrics_address is not None:
+            listener = bind_listener(metrics_address.host, metrics_address.port, option_prefix="--metrics-")
             server = HTTPServer(MetricsApp(autoscaler))
-            await server.start(bind_listener(metrics_address.host, metrics_address.port))
+            await server.start(listener)
         await wait_for_router(router, stop)
         log.info("Autoscaler ready: routers=%s slo=%s pools=%s", router.url, settings.slo, _describe_pools(settings))
         await autoscaler.run(stop)

@@ -34,6 +34,7 @@ from emberline.cli.bench_options import (
 )
 from emberline.cli.interrupt import interrupt_on_termination
 from emberline.core.jsonfile import read_object
+from emberline.core.output_file import check_output_file
 
 if TYPE_CHECKING:
     from emberline.bench.client import CompletionClient
@@ -90,8 +91,10 @@ def run(args: argparse.Namespace) -> int:
     if args.what == "plot":
         from emberline.bench.plot import draw_plot
 
+        check_output_file(args.out, "--out")
         draw_plot(args.files, args.out)
         return 0
+    check_output_file(args.json, "--json", creates_directory=True)
     return {
         "cpu": _run_cpu_bench,
         "serve": _run_serve_bench,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from emberline.core.config import DEFAULT_MODEL
 from emberline.core.errors import EmberlineError, InvalidRequest
+from emberline.core.output_file import check_output_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_arguments(args: argparse.Namespace, known_faults: Sequence[str]) -> None:
+    check_output_file(args.json, "--json", creates_directory=True)
     if args.routers < 1:
         raise InvalidRequest(f"--routers is {args.routers}; it must be at least 1", param="routers")
     for name in args.fault_names:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from emberline.cli.options import parse_comma_list
+from emberline.core.output_file import check_output_file
 from emberline.planner.measured_figures import START_S
 
 
@@ -85,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     from emberline.planner.topology import PlanningTask
     from emberline.planner.traffic import Traffic
 
+    check_output_file(args.json, "--json")
+    check_output_file(args.html, "--html")
     settings = PlanSettings(
         model=args.model,
         gpu=find_gpu_speed(args.gpu),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.cli.interrupt import interrupt_on_termination
+from emberline.core.output_file import check_output_file
 from emberline.hub.progress import DownloadProgress
 from emberline.hub.source import ALIASES, resolve_model
 
@@ -96,6 +97,8 @@ def _run_verify(args: argparse.Namespace) -> int:
 def _run_info(args: argparse.Namespace) -> int:
     from emberline.unweight import model, savings
 
+    check_output_file(args.svg, "--svg")
+    check_output_file(args.json, "--json")
     packed = resolve_model(args.packed)
     tensor_figures = savings.measure_savings(packed)
     summary = savings.savings_as_dict(

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 from emberline.core.errors import InvalidRequest
 from emberline.core.foreign_config import ROLES, ForeignWorkerConfig
 from emberline.core.foreign_config import Role as Role
+from emberline.core.header_texts import check_header_texts
 from emberline.core.keys import check_key
 from emberline.core.options import option
 from emberline.core.router_urls import parse_router_urls
@@ -150,6 +151,7 @@ class ServiceConfig:
         _ = self.tls  # raises InvalidRequest if an option lacks one that it needs
         for key in self.api_keys:
             check_key(key, "api_keys")
+        check_header_texts(self.otlp_headers, "otlp_headers")
 
     @property
     def tls(self) -> TLSConfig | None:

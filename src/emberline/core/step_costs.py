@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from emberline.core.errors import InvalidRequest
+from emberline.core.errors import InvalidRequest, ModelFileError
 from emberline.core.jsonfile import read_object
 from emberline.core.plan import StepPlan, WorkItem
 
@@ -127,8 +127,11 @@ class StepCostTable:
 
     @staticmethod
     def load(path: Path) -> StepCostTable:
-        """Read a table that `emberline bench step-costs` wrote. Raises EmberlineError if the file has none."""
-        document = read_object(path)
+        """Read a table that `emberline bench step-costs` wrote. Raises InvalidRequest if the file has none."""
+        try:
+            document = read_object(path)
+        except ModelFileError as e:  # whose hint is about files of a model
+            raise InvalidRequest(f"step_costs: {e.message}", param="step_costs", hint=MEASURE_HINT) from e
         config = document.get("config") if "bench" in document else {"table": document}
         table = config.get("table") if isinstance(config, dict) else None
         if not isinstance(table, dict):

@@ -6,10 +6,10 @@ mistake is therefore reported at once, not by requests that fail later.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 
 from emberline.core.errors import InvalidRequest
+from emberline.core.header_texts import HEADER_NAME
 from emberline.gateway.core.cost import Price
 from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.limits.claims import parse_limit_rules, warn_about_evadable_limits
@@ -19,7 +19,6 @@ from emberline.gateway.upstream.ssrf import validate_provider_url
 MAX_LOG_DAYS = 3650  # days that a log is kept
 CUSTOM_PREFIX = "custom-"  # before the slug of an account's own providers, which may be created and deleted at any time
 MAX_PRICE_MICROS = 10**12  # micro-dollars per million tokens
-_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _FRAMING = ("host", "connection", "content-length", "transfer-encoding")  # set by the HTTP client for each request
 _AMOUNTS = ("input", "output", "cached_read", "cache_write", "cache_write_long", "audio", "image")
 
@@ -100,7 +99,7 @@ def check_price(price: Price | None, prefix: str = "") -> None:
 def check_headers(headers: Mapping[str, str], param: str = "headers") -> None:
     """Raise InvalidRequest if a header is not allowed in requests to a provider."""
     for name, value in headers.items():
-        if not _HEADER.fullmatch(name):
+        if not HEADER_NAME.fullmatch(name):
             reason = "the name has characters that HTTP does not allow"
         elif name.lower() in _FRAMING:
             reason = "the gateway sets this header itself for each request"

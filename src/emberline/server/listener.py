@@ -26,8 +26,10 @@ SHUTDOWN_TIMEOUT_S = 10.0  # for open requests
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def bind_listener(host: str, port: int) -> socket.socket:
+def bind_listener(host: str, port: int, *, option_prefix: str = "--") -> socket.socket:
     """Return a listening socket. Raises InvalidRequest if the address cannot be used.
+
+    `option_prefix`: what stands before host and port in the command's options for this address, for the error's hint.
 
     The socket listens at once. Otherwise a second server could bind the same port while the first one loads its model,
     because SO_REUSEADDR permits that until one of the sockets listens."""
@@ -40,7 +42,7 @@ def bind_listener(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as e:
         listener.close()
         raise InvalidRequest(
-            f"cannot listen on {host}:{port}: {_bind_error_reason(e)}", hint=_bind_error_hint(e, port)
+            f"cannot listen on {host}:{port}: {_bind_error_reason(e)}", hint=_bind_error_hint(e, port, option_prefix)
         ) from e
     return listener
 
@@ -53,11 +55,11 @@ def _bind_error_reason(error: OSError | OverflowError) -> str:
     return error.strerror or str(error)
 
 
-def _bind_error_hint(error: OSError | OverflowError, port: int) -> str:
+def _bind_error_hint(error: OSError | OverflowError, port: int, option_prefix: str) -> str:
     if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
-        return "--host must be an address of this machine, or 0.0.0.0 for all"
+        return f"{option_prefix}host must be an address of this machine, or 0.0.0.0 for all"
     in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-    return "choose another --port" + (f"; `lsof -i :{port}` shows the process" if in_use else "")
+    return f"choose another {option_prefix}port" + (f"; `lsof -i :{port}` shows the process" if in_use else "")
 
 
 def limit_silence(listener: socket.socket, timeout_s: int) -> None:

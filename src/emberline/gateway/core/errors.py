@@ -14,6 +14,7 @@ EmberlineError
 └── UpstreamFailed          502  upstream_failed         a provider failed: the errors of net/errors.py, and
     ├── CircuitBreakerOpen  503  upstream_resting        the provider failed too often and is in back-off
     ├── ProviderKeyMissing  401  provider_key_missing    there is no key for the provider
+    ├── EngineKeyRefused    502  engine_key_refused      the local engine refused the gateway's key, not the caller's
     └── ProviderErrorReply  its  upstream_refused        the provider's own error: its status, headers and body
 """
 
@@ -121,6 +122,15 @@ class ProviderKeyMissing(UpstreamFailed):
     status = 401
     code = "provider_key_missing"
     retryable = False
+
+
+class EngineKeyRefused(UpstreamFailed):
+    code = "engine_key_refused"
+    retryable = False
+    default_hint = (
+        "set EMBERLINE_ENGINE_KEY of the gateway to an API key of the engine or router; a key that is stored for the"
+        " provider emberline under /provider-keys takes precedence"
+    )
 
 
 class ProviderErrorReply(UpstreamFailed):

@@ -165,7 +165,7 @@ class FakeProvider:
         reply = make_reply(request.path, request.headers.get("host", ""), request.json, self.words)
         reply.set_text(self.text)
         reply.always_sends_usage = self.always_sends_usage
-        if fault in ("429", "500", "503"):
+        if fault in ("401", "429", "500", "503"):
             more = f"retry-after: {self.retry_after}\r\n" if fault == "503" else ""
             await _send_response(writer, int(fault), "application/json", reply.error_body(int(fault)), more)
             return True

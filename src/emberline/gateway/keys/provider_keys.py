@@ -46,3 +46,9 @@ class ProviderKeySelector:
             hint = "store a key under /provider-keys, or send the provider's key with the request"
             raise ProviderKeyMissing(message, provider=provider.slug, hint=hint)
         return key
+
+
+def is_caller_key(request: GatewayRequest, key: str | None) -> bool:
+    """Return whether the key that `select_key` returned is the one that the caller sent with the request."""
+    sent = caller_key(request)
+    return sent is not None and key in (None, sent)

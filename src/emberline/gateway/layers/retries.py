@@ -17,7 +17,7 @@ from emberline.gateway.core.errors import ProviderErrorReply, UpstreamBroken, Up
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, ProviderAttempt
 from emberline.gateway.costs.billing import PriceSource, set_cost
 from emberline.gateway.error_replies import read_provider_error
-from emberline.gateway.keys.provider_keys import ProviderKeySelector
+from emberline.gateway.keys.provider_keys import ProviderKeySelector, is_caller_key
 from emberline.gateway.providers.base import CHANGED_HEADER, NOT_FORWARDED_HEADERS, Provider
 from emberline.gateway.providers.breakers import ProviderBreakers
 from emberline.gateway.providers.provider_call import (
@@ -104,6 +104,8 @@ class RetryHandler:
                     call, attempt, started_at, e.status if isinstance(e, ProviderErrorReply) else 0, e.code
                 )
                 if attempt + 1 == attempts or (delay := self._retry_delay_s(call, attempt, e)) is None:
+                    if (error := provider.convert_error(e, is_caller_key=is_caller_key(call, key))) is not e:
+                        raise error from e
                     raise
                 await self._sleep(delay)
             else:

@@ -13,6 +13,7 @@ from typing import ClassVar
 from urllib.parse import urlsplit
 
 from emberline.gateway.core.assistant_prefill import AssistantPrefill
+from emberline.gateway.core.errors import UpstreamFailed
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.dialects.target_model import TargetModel
 from emberline.gateway.upstream.client import UpstreamClient
@@ -145,6 +146,13 @@ class Provider:
         `now` is Unix time in seconds.
         """
         return decode_reply(request, await upstream.send(request, timeout_s))
+
+    def convert_error(self, error: UpstreamFailed, *, is_caller_key: bool) -> UpstreamFailed:
+        """Return the error that the caller gets for an error of this provider.
+
+        `is_caller_key`: the caller sent the provider key; otherwise it is the gateway's, if there is one.
+        """
+        return error
 
 
 def report_change(call: GatewayRequest, field: str, reason: str) -> None:

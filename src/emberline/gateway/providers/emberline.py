@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from emberline.api.openapi import is_model_endpoint
-from emberline.core.errors import NotFound
+from emberline.core.errors import NotFound, Unauthorized
+from emberline.gateway.core.errors import EngineKeyRefused, ProviderErrorReply, UpstreamFailed
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider
 from emberline.gateway.upstream.provider_request import ProviderRequest
@@ -40,3 +41,11 @@ class Emberline(Provider):
                 hint="use a path of the model API: v1/chat/completions, v1/messages, v1/models, tokenize, ...",
             )
         return super().build_request(call, key)
+
+    def convert_error(self, error: UpstreamFailed, *, is_caller_key: bool) -> UpstreamFailed:
+        """Return the error that the caller gets. A refused key of the gateway is no fault of the caller's key."""
+        if is_caller_key or not isinstance(error, ProviderErrorReply) or error.status != Unauthorized.status:
+            return error
+        return EngineKeyRefused(
+            "the local engine refused the gateway's key: it is missing or wrong", provider=self.slug
+        )
