@@ -255,11 +255,12 @@ def parse_memory(text: str) -> int:
 
 def list_gpu_pools() -> list[dict[str, Any]]:
     """Return the pools with GPUs in the examples of docs/deploy.md and of tests/chart."""
-    document = (ROOT / "docs/deploy.md").read_text()
-    blocks = re.findall(r"(?:^ {4}\S.*\n)*^ {4}pools:\n(?:^ {4}.*\n)+", document, re.MULTILINE)
+    guide = (ROOT / "docs/deploy.md").read_text()
+    blocks = re.findall(r"(?:^ {4}\S.*\n)*^ {4}pools:\n(?:^ {4}.*\n)+", guide, re.MULTILINE)
     texts = [*map(textwrap.dedent, blocks), *(file.read_text() for file in CASES.glob("*.values.yaml"))]
-    pools = [pool for text in texts for pool in (yaml.safe_load(text).get("pools") or {}).values()]
-    return [pool for pool in pools if pool.get("gpus")]
+    documents = [yaml.safe_load(text) or {} for text in texts]
+    pools = [pool for document in documents for pool in (document.get("pools") or {}).values()]
+    return [pool for pool in pools if pool and pool.get("gpus")]
 
 
 def test_examples_with_a_gpu_have_memory_for_a_model_of_any_size() -> None:

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from emberline.bench import accuracy_h200, sim_accuracy, split_claim
+from emberline.bench import accuracy_h200, accuracy_sim, sim_accuracy, split_claim
 from emberline.bench.accuracy_load import LoadResult, LoadShape, TimedRequest, measure_load
 from emberline.bench.accuracy_sim import TRIED_CHUNK_S, HostOverheads, SimulatedCluster
 from emberline.bench.client import RequestTrace
@@ -65,6 +66,21 @@ def test_host_time_for_prompts_of_prefill_workers_is_fitted_to_first_tokens() ->
     real = split.simulate(requests, HostOverheads(prefill_chunk_s=0.01), requests).ttft_mean
     assert real > split.simulate(requests, HostOverheads(chunk_s=0.01), requests).ttft_mean
     assert split.fit_prefill_overhead(requests, HostOverheads(), requests, real) == pytest.approx(0.01, rel=0.05)
+
+
+def test_fit_follows_queues_that_grow_faster_than_the_time_for_a_prompt() -> None:
+    means = [1.0 + 10 * s + 4000 * s * s for s in TRIED_CHUNK_S]
+    assert accuracy_sim._fit_to_curve(means, 1.0 + 0.03 + 4000 * 0.003**2) == pytest.approx(0.003, abs=2e-5)
+    with pytest.raises(EmberlineError, match="do not grow"):
+        accuracy_sim._fit_to_curve(means[::-1], 1.0)
+
+
+def test_simulated_quantiles_are_those_of_numpy() -> None:
+    values, found = [0.1, 0.2, 0.2, 0.2, 1.7], accuracy_sim.ExactDistribution()
+    for value, count in ((0.1, 1), (0.2, 3), (1.7, 1)):
+        found.add(value, count)
+    assert [found.quantile(each) for each in (0.5, 0.9)] == np.quantile(values, (0.5, 0.9)).tolist()
+    assert found.mean == pytest.approx(sum(values) / 5) and math.isnan(accuracy_sim.ExactDistribution().quantile(0.5))
 
 
 @pytest.mark.parametrize(("prompt", "shortest", "longest"), [(32, 0.2, 0.3), (96, 0.2, 0.3)])

@@ -30,7 +30,6 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]
     [
         ("emberline/m", {"authorization": f"Bearer {KEY}"}, "refused-by-the-engine", (502, "engine_key_refused")),
         ("emberline/m", {}, "refused-by-the-engine", (502, "engine_key_refused")),
-        ("emberline/m", {"authorization": "Bearer of-a-client"}, "of-a-client", (401, None)),
         ("oai/m", {}, "refused-by-oai", (401, None)),
     ],
 )
@@ -53,3 +52,14 @@ def test_engine_that_refuses_the_gateways_key_is_an_error_of_the_upstream(
     assert status == expected[0] and ("EMBERLINE_ENGINE_KEY" in error["message"]) is (status == 502)
     if status == 502:
         assert gateway.record(reply_headers["cf-aig-log-id"]).error == expected[1]
+
+
+def test_key_that_the_client_sent_is_the_clients(gateway: LocalGateway) -> None:
+    """On the path of a provider, the usual key headers have the provider's key."""
+    fake = gateway.fakes["fake"]
+    fake.fault = "401"
+    headers = {"cf-aig-authorization": f"Bearer {KEY}", "authorization": "Bearer of-a-client"}
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    status, _, reply = gateway.post("/v1/default/default/emberline/v1/chat/completions", body, headers)
+    assert fake.requests[0].headers["authorization"] == "Bearer of-a-client"
+    assert status == 401 and b"EMBERLINE_ENGINE_KEY" not in reply

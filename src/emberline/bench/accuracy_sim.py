@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,21 @@ CAPACITY_RUN_S = 180.0  # virtual time, of which the first third is a warm-up
 MAX_SERVED_SHARE = 0.75  # of the arrivals. If a larger share is served, the cluster may not be full
 TRIED_CHUNK_S = (0.0, 1e-3, 2e-3, 4e-3, 6e-3, 9e-3, 12e-3)
 INSTANT_BYTES_PER_S = 1e15  # the time of copies is part of the measured overhead of a handoff
+
+
+class ExactDistribution(Distribution):
+    """Keeps each value, so that quantiles are computed as those of the measured latencies are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: list[float] = []
+
+    def add(self, value: float, count: int = 1) -> None:
+        super().add(value, count)
+        self._values += [value] * count
+
+    def quantile(self, fraction: float) -> float:
+        return float(np.quantile(self._values, fraction)) if self._values else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,28 +106,42 @@ class SimulatedCluster:
         if failed := [record for record in ended if record.outcome != "answered"]:
             raise EmberlineError(f"{len(failed)} simulated requests were {failed[0].outcome}", hint="lower the load")
         records = [record for record in ended if record.arrived_at >= begin]
-        ttft, itl = Distribution(), result.inter_token_seconds
-        for record in records:
-            assert record.first_token_at is not None
-            ttft.add(record.first_token_at - record.arrived_at + overheads.request_s)
+        firsts = [(record.first_token_at or math.nan) - record.arrived_at + overheads.request_s for record in records]
         first, last = min(r.arrived_at for r in records), max(r.finished_at for r in records)
         rate = sum(record.output_tokens for record in records) / (last - first + overheads.request_s)
-        (ttft_p50, ttft_p90), (itl_p50, itl_p90) = ((v.quantile(0.5), v.quantile(0.9)) for v in (ttft, itl))
-        return LoadResult(ttft_p50, ttft_p90, itl_p50, itl_p90, rate, itl.mean, ttft.mean)
+        itl = result.inter_token_seconds
+        itl_p50, itl_p90 = itl.quantile(0.5), itl.quantile(0.9)
+        return LoadResult(*np.percentile(firsts, (50, 90)).tolist(), itl_p50, itl_p90, rate, itl.mean, fmean(firsts))
+
+    def fit(
+        self,
+        requests: Sequence[TimedRequest],
+        overheads: HostOverheads,
+        warm_up: Sequence[TimedRequest],
+        itl_mean: float,
+        ttft_mean: float,
+    ) -> HostOverheads:
+        """Return the overheads with times for each prompt at which `requests` have these means.
+
+        `overheads`: with the `prefill_chunk_s` of another cluster, if this one has prefill workers."""
+        overheads = replace(overheads, chunk_s=self.fit_chunk_overhead(requests, overheads, warm_up, itl_mean))
+        if not self.prefill_workers:
+            return overheads
+        return replace(overheads, prefill_chunk_s=self.fit_prefill_overhead(requests, overheads, warm_up, ttft_mean))
 
     def fit_chunk_overhead(
         self, requests: Sequence[TimedRequest], overheads: HostOverheads, warm_up: Sequence[TimedRequest], real: float
     ) -> float:
         """Return the `chunk_s` for which the simulated mean inter-token time of `requests` equals `real`."""
         means = [self.simulate(requests, replace(overheads, chunk_s=s), warm_up).itl_mean for s in TRIED_CHUNK_S]
-        return _fit_to_line(means, real)
+        return _fit_to_curve(means, real)
 
     def fit_prefill_overhead(
         self, requests: Sequence[TimedRequest], overheads: HostOverheads, warm_up: Sequence[TimedRequest], real: float
     ) -> float:
         """Return the `prefill_chunk_s` for which the simulated mean time to the first token equals `real`."""
         tried = [replace(overheads, prefill_chunk_s=seconds) for seconds in TRIED_CHUNK_S]
-        return _fit_to_line([self.simulate(requests, each, warm_up).ttft_mean for each in tried], real)
+        return _fit_to_curve([self.simulate(requests, each, warm_up).ttft_mean for each in tried], real)
 
     def capacity(self, shape: LoadShape, overheads: HostOverheads) -> float:
         """Return the requests per second that the cluster serves while more arrive than it can serve."""
@@ -150,17 +181,18 @@ class SimulatedCluster:
         return SimCluster(config, choose_worker_by_policy, router=RouterConfig(split_tokens=self.split_tokens))
 
 
-def _fit_to_line(means: Sequence[float], real: float) -> float:
-    """Return the time for a prompt at which the line through the `means` of all TRIED_CHUNK_S is `real`.
+def _fit_to_curve(means: Sequence[float], real: float) -> float:
+    """Return the time for a prompt at which the parabola through the `means` of all TRIED_CHUNK_S is `real`.
 
-    A line is used, since one of them can delay a prompt by a whole step. The result is within the tried values, because
-    the line says nothing about others."""
-    tried = np.array(TRIED_CHUNK_S)
-    slope, start = np.polyfit(tried, np.array(means), 1)
-    if slope <= 0.0:
+    Not two neighbours decide, since one of them can delay a prompt by a whole step; and not a line, since requests wait
+    more than twice as long with twice the time. The result is within the tried values, because the parabola says
+    nothing about others."""
+    curve = np.poly1d(np.polyfit(TRIED_CHUNK_S, means, 2))
+    times = np.linspace(TRIED_CHUNK_S[0], TRIED_CHUNK_S[-1], 1201)
+    if curve(times[-1]) <= curve(times[0]):
         hint = "use more requests"
         raise EmberlineError("the simulated times do not grow with the time for each prompt", hint=hint)
-    return float(np.clip((real - start) / slope, tried[0], tried[-1]))
+    return float(times[np.argmin(np.abs(curve(times) - real))])
 
 
 def _make_sessions(requests: Sequence[TimedRequest]) -> list[SingleRequest]:
@@ -175,4 +207,4 @@ def _make_sessions(requests: Sequence[TimedRequest]) -> list[SingleRequest]:
 
 
 def _reset_latencies(cluster: SimCluster) -> None:
-    cluster.result.inter_token_seconds = Distribution()
+    cluster.result.inter_token_seconds = ExactDistribution()

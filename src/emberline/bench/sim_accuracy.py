@@ -140,17 +140,23 @@ def compare_recorded(recording: Path, results_dir: Path) -> BenchReport:
     report = BenchReport("sim-accuracy", {**config, "measured": facts, "points": {}})
     points = []
     for name in old["cases"]:
-        case = recorded_case(name, old)
-        for arrangement, load in itertools.product(ARRANGEMENTS, old["loads"]):
-            facts = old[f"{name}_{arrangement}"]
-            point = f"{name}_{arrangement}_{load}"
-            overheads, rate = HostOverheads(**facts["overheads"]), load / 100 * facts["capacity"]
-            requests = case.shape.draw_poisson(rate, case.seconds, seed=load)
-            alone = draw_alone_requests(case.shape)
-            simulated = case.make_simulated_cluster(arrangement).simulate(requests, overheads, alone)
-            points.append(
-                AccuracyPoint(point, rate, len(requests), LoadResult(**old["points"][point]["real"]), simulated)
-            )
+        case, colocated = recorded_case(name, old), HostOverheads()
+        alone = draw_alone_requests(case.shape)
+        for arrangement in ARRANGEMENTS:
+            facts, simulated = old[f"{name}_{arrangement}"], case.make_simulated_cluster(arrangement)
+            overheads = replace(HostOverheads(**facts["overheads"]), prefill_chunk_s=colocated.chunk_s)
+            requests = case.shape.draw_poisson(facts["fit_load"] / 100 * facts["capacity"], case.seconds, FIT_SEED)
+            means = fmean(facts["fitted_itl_means"]), fmean(facts["fitted_ttft_means"])
+            overheads = simulated.fit(requests, overheads, alone, *means)
+            colocated = overheads if arrangement == "colocated" else colocated
+            report.config[f"{name}_{arrangement}"] = facts | {"overheads": asdict(overheads)}
+            for load in old["loads"]:
+                point, rate = f"{name}_{arrangement}_{load}", load / 100 * facts["capacity"]
+                measured = old["points"][point]
+                requests = case.shape.draw_poisson(rate, case.seconds, seed=load)
+                result = simulated.simulate(requests, overheads, alone)
+                real = LoadResult(**measured["real"])
+                points.append(AccuracyPoint(point, rate, len(requests), real, result, measured["foreign_cores"]))
     _add_all_points(report, points, results_dir)
     return report
 
@@ -217,14 +223,11 @@ async def _measure_case(
                 others = case.shape.draw_other_tokens(requests, next(seeds))
                 fits.append((await _measure_undisturbed(client, case.shape, others, seeds))[0])
             means, first_means = [fit.itl_mean for fit in fits], [fit.ttft_mean for fit in fits]
-            fitted_s = simulated.fit_chunk_overhead(requests, overheads, alone, fmean(means))
-            overheads = replace(overheads, chunk_s=fitted_s)
-            if simulated.prefill_workers:
-                fitted_s = simulated.fit_prefill_overhead(requests, overheads, alone, fmean(first_means))
-                overheads = replace(overheads, prefill_chunk_s=fitted_s)
+            overheads = simulated.fit(requests, overheads, alone, fmean(means), fmean(first_means))
             report.config[f"{case.name}_{arrangement}"] = {
                 "capacity": capacity,
                 "overheads": asdict(overheads),
+                "fit_load": FIT_LOAD,
                 "fitted_itl_means": means,
                 "fitted_ttft_means": first_means,
             }
