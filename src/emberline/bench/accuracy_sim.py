@@ -110,8 +110,8 @@ class SimulatedCluster:
         first, last = min(r.arrived_at for r in records), max(r.finished_at for r in records)
         rate = sum(record.output_tokens for record in records) / (last - first + overheads.request_s)
         itl = result.inter_token_seconds
-        itl_p50, itl_p90 = itl.quantile(0.5), itl.quantile(0.9)
-        return LoadResult(*np.percentile(firsts, (50, 90)).tolist(), itl_p50, itl_p90, rate, itl.mean, fmean(firsts))
+        ttft_p50, ttft_p90 = np.percentile(firsts, (50, 90)).tolist()
+        return LoadResult(ttft_p50, ttft_p90, itl.quantile(0.5), itl.quantile(0.9), rate, itl.mean, fmean(firsts))
 
     def fit(
         self,
