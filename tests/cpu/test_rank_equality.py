@@ -129,11 +129,11 @@ def test_grammars(tmp_path: Path) -> None:
 
 
 def test_smollm2() -> None:
-    """Real weights, in processes: 200 greedy tokens, of one request or of 4. SmolLM2 has 9 heads and 3 KV heads."""
+    """Real weights, in processes: 200 greedy tokens, of one request or of 8. SmolLM2 has 9 heads and 3 KV heads."""
     settings = {"device": "cpu", "threads": 1, "dtype": "float32", "kv_memory": 64 << 20}
     prompts = ["The capital of France is"]
     if not os.environ.get("EMBERLINE_ALL_LAYOUTS"):
-        prompts += ["def fibonacci(n):", "Once upon a time", "1, 2, 3,"]
+        prompts += ["def fibonacci(n):", "Once upon a time", "1, 2, 3,", "The", "Dear", "import", "2 + 2 ="]
     params = SamplingParams(max_tokens=200 // len(prompts), temperature=0.0, ignore_eos=True)
     tokens = []
     for layout in ({}, {"tp": 3}, {"pp": 2}):

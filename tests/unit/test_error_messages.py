@@ -233,7 +233,7 @@ def command_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["gateway", "--config", "/no/such.toml"], "/no/such.toml", ""),
         (["gateway", "--prot=1"], "--prot", ""),
         (["gateway", "--port", "many"], "--port", ""),
-        (["gateway", "--host", "0.0.0.0", "--port", "0"], "0.0.0.0", "--api-key"),
+        (["gateway", "--host", "0.0.0.0", "--port", "0"], "0.0.0.0", "EMBERLINE_ADMIN_KEY"),
         (["drain", "w", "--router", "http://127.0.0.1:1"], "http://127.0.0.1:1", "router"),
         (["pull", "/no/such/model"], "/no/such/model", ""),
     ],

@@ -155,6 +155,7 @@ def test_recorded_points_are_simulated_again(tmp_path: Path, monkeypatch: pytest
     file = tmp_path / "real.json"
     file.write_text(json.dumps(recorded))
     monkeypatch.setattr(accuracy_h200, "FILES", ())  # these are compared above
+    monkeypatch.setattr(accuracy_sim, "TRIED_CHUNK_S", (0.0, 4e-3, 12e-3))  # fewer simulations for the fit
     report = sim_accuracy.compare_recorded(file, RESULTS)
     before = recorded["config"]["points"]["smollm2_colocated_40"]
     assert report.config["points"]["smollm2_colocated_40"]["real"] == before["real"]

@@ -77,7 +77,8 @@ def test_write_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["unweight", "pack", str(source), str(packed), "--quiet"]) == 0
     capsys.readouterr()
     assert main(["unweight", "info", str(packed), "--svg", str(tmp_path / "none" / "x.svg")]) == 1
-    assert capsys.readouterr().err == f"emberline: {tmp_path}/none/x.svg: No such file or directory\n"
+    reason = f"--svg is '{tmp_path}/none/x.svg', but the directory {tmp_path}/none is missing"
+    assert capsys.readouterr().err == f"emberline: {reason} (hint: create it, or correct the path)\n"
     assert main(["unweight", "pack", str(source), str(tmp_path / ("x" * 300))]) == 1
     assert "File name too long" in capsys.readouterr().err
 

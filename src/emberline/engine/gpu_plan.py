@@ -20,6 +20,7 @@ from emberline.engine.memory_plan import does_not_fit_error
 from emberline.engine.model_support import reject_unpackable_dtype
 from emberline.engine.step_peak import choose_step_kernels
 from emberline.engine.step_sizes import StepLimits, StepSizes
+from emberline.kernels.step_memory import StepKernels
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config_outline import add_mtp_head, read_outline, select_planned_text
 from emberline.models.fields import ConfigFields
@@ -211,6 +212,11 @@ class _WeightPolicy:
         plain = FORMAT_NAMES[width]
         return ("uw12" if self.setting == "packed" else f"{plain}+uw12" if both else plain) if can_pack else plain, size
 
+    def choose_kernels(self, part: ModelOutline, kernels: str) -> StepKernels:
+        """Return the kernels for a GPU's part of the model. `kernels`: which ones it has."""
+        packed, narrow = self.setting == "packed", self.list_quantised_sizes(part)
+        return choose_step_kernels(part, kernels, memory.DTYPE_BYTES[self.dtype], packed=packed, narrow=narrow)
+
     def list_quantised_sizes(self, outline: ModelOutline) -> list[NarrowSize]:
         """Return the sizes of the matrices that stay quantised."""
         found = ((part, self._find_quantised(part)) for part in list_weight_parts(outline))
@@ -275,13 +281,7 @@ def _plan_one(
     tables = _choose_tables(local, max_context)
     num_tables = 1 if tables is None else len(tables.windows)
     limits = StepLimits(
-        kernels=choose_step_kernels(
-            part,
-            settings.gpu.named_kernels or gpus.kernels,
-            memory.DTYPE_BYTES[weights.dtype],
-            packed=weights.setting == "packed",
-            narrow=weights.list_quantised_sizes(part),
-        ),
+        kernels=weights.choose_kernels(part, settings.gpu.named_kernels or gpus.kernels),
         kv_dtype_bytes=width,
         block_size=scheduler.block_size,
         max_running=scheduler.max_running,

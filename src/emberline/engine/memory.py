@@ -197,28 +197,25 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return how an engine uses `total_bytes` of GPU memory. Raises ModelError if the model does not fit.
 
-    `groups`: layers that share block tables; None: all share one. `kv_tokens`: the size of the KV cache in tokens;
-    None: as many as fit. `state_slots`: slots for recurrent states; None: as many as are useful and fit. `tiers`,
-    `transfer`: reserve buffers for KV blocks that move. `both`, `narrow`: see `weight_bytes`. `kernels`: see
-    `StepKernels.of`. `utilization`: see `usable_bytes`. See StepLimits for the others."""
+    `groups`: layers that share block tables; None: all share one. `kv_tokens`, `state_slots`: of the KV cache, and for
+    recurrent states; None: as many as are useful and fit. `tiers`, `transfer`: reserve buffers for KV blocks that move.
+    See `weight_bytes`, `StepKernels.of`, `usable_bytes` and StepLimits for the others."""
     groups = groups or LayerGroups.single(config.layers)
     tables, running = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
-    step_kernels = choose_step_kernels(outline_of(config), kernels, dtype_bytes, packed=packed, narrow=narrow)
-    sizes = step_kernels, kv_dtype_bytes, block_size, *running, tiers, transfer
-    limits = StepLimits(*sizes, block_tables=tables, exchanging_ranks=exchanging_ranks, has_ranks=has_ranks)
+    used = choose_step_kernels(outline_of(config), kernels, dtype_bytes, packed=packed, narrow=narrow)
+    sizes = used, kv_dtype_bytes, block_size, *running, tiers, transfer, tables, exchanging_ranks, has_ranks
     token_bytes = kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + draft.kv_token_values * kv_dtype_bytes
     block_bytes = token_bytes * block_size
-    weights = weight_bytes(config, dtype_bytes, packed=packed, both=both, narrow=narrow) + draft.weight_bytes
-    steps = StepSizes.of(outline_of(config), config.vocab)
-    fixed = {"weights": weights, **step_bytes(steps, limits, block_bytes, draft)}
+    fixed = {"weights": draft.weight_bytes + weight_bytes(config, dtype_bytes, packed=packed, both=both, narrow=narrow)}
+    fixed |= step_bytes(StepSizes.of(outline_of(config), config.vocab), StepLimits(*sizes), block_bytes, draft)
     needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     usable, needed_bytes = usable_bytes(total_bytes, utilization, other_bytes), needed * tables * block_bytes
     if (available := usable - sum(fixed.values())) < needed_bytes:
         raise does_not_fit_error(fixed, usable, total_bytes, needed_bytes)
     planner = StatePlanner.of(config, max_running, max_new_tokens, dtype_bytes)
     slots = state_slots or planner.count_slots(available, None if kv_tokens is None else needed_bytes)
-    fixed["states"] = planner.num_bytes(slots)
-    blocks = max(0, available - fixed["states"]) // (block_bytes * tables)  # of each group, if requests are short
+    fixed["states"] = states = planner.num_bytes(slots)
+    blocks = max(0, available - states) // (block_bytes * tables)  # of each group, if requests are short
     if blocks < needed:
         raise does_not_fit_error(fixed, usable, total_bytes, needed_bytes)
     return MemoryPlan(

@@ -288,7 +288,7 @@ class DeviceWeights(Weights):
     ) -> ops.PackedWeight:
         weight = ops.empty_quantised_weight(shape, self.device, gated=gated)
         size = ops.count_quantised_bytes(self.device, shape)
-        self.narrow_sizes.append(NarrowSize(shape.n, shape.k, 1, size, shape.kind, shape.group_columns))
+        self.narrow_sizes.append(NarrowSize.of(shape, 1, size))
 
         def settle(whole: Tensor) -> None:
             self._add_loaded_bytes(ops.fill_quantised_weight(weight, quantise_rows(whole, shape)))
@@ -305,8 +305,8 @@ class DeviceWeights(Weights):
         self, parts: Sequence[StackPart], shape: QuantisedMatrix, *, gated: bool
     ) -> ops.PackedExperts:
         pending = PendingExperts(shape, self.device, len(parts), self._add_loaded_bytes, gated=gated)
-        sizes = shape.n, shape.k, len(shape.codes), ops.count_quantised_bytes(self.device, shape)
-        self.narrow_sizes.append(NarrowSize(*sizes, shape.kind, shape.group_columns))
+        num_bytes = ops.count_quantised_bytes(self.device, shape)
+        self.narrow_sizes.append(NarrowSize.of(shape, len(shape.codes), num_bytes))
         if isinstance(self.checkpoint.tensor_info(parts[0].name), QuantisedTensorInfo):
             for name, _, select in parts:
                 self._queue_part(name, partial(pending.set_part, select))

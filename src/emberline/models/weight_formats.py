@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from emberline.core.errors import UnsupportedModel
 from emberline.models.outline import ModelOutline
 from emberline.models.quantisation_config import FP8_ROWS, WeightFormat, make_int4_format, read_quantisation
 from emberline.models.weight_parts import WeightKind, WeightPart, list_weight_parts
+
+if TYPE_CHECKING:  # needs torch
+    from emberline.kernels.quantised_matrix import QuantisedMatrix
 
 QUANTISABLE_KINDS: tuple[WeightKind, ...] = ("attention", "dense ffn", "routed experts", "shared experts")
 MODULES: Mapping[WeightKind, tuple[str, ...]] = {
@@ -36,6 +39,12 @@ class NarrowSize:
     num_bytes: int  # of all of them
     kind: str = ""  # of the codes: fp8, int4, mxfp4 or nvfp4; others have no kernels of their own on any GPU
     group_columns: int = 0  # columns that share a scale; 0: the whole row
+
+    @staticmethod
+    def of(matrix: QuantisedMatrix, num_matrices: int, num_bytes: int) -> NarrowSize:
+        """Return the size of so many matrices like this one."""
+        columns = 0 if matrix.group_columns >= matrix.k else matrix.group_columns
+        return NarrowSize(matrix.n, matrix.k, num_matrices, num_bytes, matrix.kind, columns)
 
 
 def read_weight_formats(config: Mapping[str, Any], outline: ModelOutline) -> dict[WeightKind, WeightFormat]:
