@@ -71,7 +71,7 @@ def test_file_stays_with_its_owner_if_root_rotates(tmp_path: Path, monkeypatch: 
     file = MasterKeyFile(tmp_path / "master.key")
     keys, owner = file.read(), (tmp_path / "master.key").stat()
     changed: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "chown", lambda path, user, group: changed.append((user, group)))
+    monkeypatch.setattr(os, "fchown", lambda descriptor, user, group: changed.append((user, group)))
     file.write(keys)
     assert not changed
     monkeypatch.setattr(os, "geteuid", lambda: owner.st_uid + 1)

@@ -39,15 +39,16 @@ class SecretFile:
 
     def write(self, text: str) -> None:
         """Replace the content. Root leaves the file to its owner: the command that rotates keys may run as root."""
-        temporary = self._write_temporary(text)
-        self._copy_owner_to(temporary)
-        temporary.replace(self._path)
+        self._write_temporary(text, self._find_other_owner()).replace(self._path)
         self._sync_directory()
 
-    def _copy_owner_to(self, temporary: Path) -> None:
-        owner = self._path.stat() if self._path.exists() else None
-        if owner is not None and owner.st_uid != os.geteuid():
-            os.chown(temporary, owner.st_uid, owner.st_gid)
+    def _find_other_owner(self) -> tuple[int, int] | None:
+        """Return the user and group of the file; None if it is this process's user, or if there is no file."""
+        try:
+            owner = self._path.lstat()
+        except FileNotFoundError:
+            return None
+        return None if owner.st_uid == os.geteuid() else (owner.st_uid, owner.st_gid)
 
     def _create(self, make_content: Callable[[], str]) -> str:
         text = make_content()
@@ -61,12 +62,14 @@ class SecretFile:
         self._sync_directory()
         return text
 
-    def _write_temporary(self, text: str) -> Path:
+    def _write_temporary(self, text: str, owner: tuple[int, int] | None = None) -> Path:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=".secret-")  # mode 0600
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
             file.flush()
+            if owner is not None:  # not by its name, which the owner of the directory may have given to another file
+                os.fchown(file.fileno(), *owner)
             os.fsync(file.fileno())
         return Path(name)
 
