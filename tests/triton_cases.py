@@ -5,11 +5,13 @@ A kernel may be off by twice what torch is off in the same types, and a few roun
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from rope_metadata import rope_metadata
@@ -33,6 +35,15 @@ from emberline.kernels.triton.widen import widen_blocks
 from emberline.kernels.uw12_ref import reference_pack
 
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
+def forbid_dependent_launches(monkeypatch: pytest.MonkeyPatch, functions: Iterable[tuple[Any, str]]) -> None:
+    """Let functions of modules launch kernels one after the other, since the interpreter has no other launches."""
+    for module, name in functions:
+        launch = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, _launch=launch, **given: _launch(*args, **given | {"pdl": False})
+        )
 
 
 def assert_close(ours: Tensor, expected: Tensor, exact: Tensor) -> None:

@@ -12,6 +12,7 @@ from test_triton import BF16, F32, compiled, compiled_kernels, interpreted, roun
 pytest.importorskip("triton")
 
 import slot_cases
+import triton_cases
 
 from emberline.kernels.cuda import expert_layer
 from emberline.kernels.reference import ReferenceBackend
@@ -43,11 +44,7 @@ def test_own_sums_in_the_interpreter(
         (router, "norm_and_score"), (norm, "rms_norm"), (expert_layer, "select_slots"), (expert_layer, "sum_exactly"),
         (expert_layer.experts, "run_routed_experts"),
     )  # fmt: skip
-    for module, name in functions:  # the interpreter has no dependent launches
-        launch = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *args, _launch=launch, **given: _launch(*args, **given | {"pdl": False})
-        )
+    triton_cases.forbid_dependent_launches(monkeypatch, functions)
     layer = expert_layer.ExpertLayer(ReferenceBackend())
     slot_cases.check_own_sums(CPU, dtype, rows, (64, 32), layer)
 

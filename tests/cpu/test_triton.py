@@ -479,11 +479,7 @@ def test_dispatched_experts_in_the_interpreter(
         (router, "norm_and_score"), (norm, "rms_norm"), (routing, "route_rows"),
         (expert_layer.experts, "run_routed_experts"), (expert_layer, "add_expert_outputs"),
     )  # fmt: skip
-    for module, name in functions:  # the interpreter has no dependent launches
-        launch = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *args, _launch=launch, **given: _launch(*args, **given | {"pdl": False})
-        )
+    triton_cases.forbid_dependent_launches(monkeypatch, functions)
     layer = expert_layer.ExpertLayer(ReferenceBackend())
     expert_cases.check_dispatch(CPU, dtype, rows, (64, 32), layer)
 
