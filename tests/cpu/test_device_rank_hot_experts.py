@@ -293,5 +293,5 @@ def test_experts_in_other_forms_are_refused(tmp_path: Path) -> None:
         experts.down.data = experts.down.to(torch.bfloat16)
         changed = describe_expert_forms(model)
     check_same_forms(forms[0], {1: RankReady(0, forms[1])}, ranks.layout)
-    with pytest.raises(EngineFailed, match=r"rank 1 of 2 .* has experts in another form"):
+    with pytest.raises(EngineFailed, match=r"rank 1 of 2 .* stores experts with other dtypes, shapes or factors"):
         check_same_forms(forms[0], {1: RankReady(0, changed)}, ranks.layout)

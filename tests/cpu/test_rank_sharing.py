@@ -139,7 +139,10 @@ def test_processes_end_if_the_models_do_not_fit(homes: dict[str, Path], monkeypa
             {"launcher": "ray"},
             "launcher is ray, but models that share GPUs or sleep must have all ranks on one machine",
         ),
-        ({"tp": 4}, r"model 'a' has 2 ranks \(tp x pp\) and model 'b' has 4; models that share GPUs must have as many"),
+        (
+            {"tp": 4},
+            r"model 'a' has 2 ranks \(tp x pp\) and model 'b' has 4; models that share GPUs need equal numbers",
+        ),
         ({"tp": 1}, "model 'a' has 2 ranks .* and model 'b' has 1"),
         ({"transfer": TransferConfig("p")}, "share a GPU cannot exchange KV blocks"),
         ({"tp": 3}, "tp is 3, but"),

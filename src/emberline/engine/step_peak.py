@@ -21,8 +21,9 @@ BF16_BYTES, F32_BYTES, F64_BYTES = 2, 4, 8
 # Rows of logits for each request in a step that is not captured: its own, and a copy that sampling leaves unchanged,
 # for log-probabilities.
 COPIES_OF_SAMPLED_ROWS = 2
-# Copies of the hidden state beside a feed-forward network of a rank: the state, outputs that are not summed yet, and
-# the layer's first norm, or zeros to which experts add their outputs. A dense network may get its inputs normed.
+# Tensors of the hidden state's size that exist while a rank computes a feed-forward network: the state, the outputs
+# before the ranks sum them, and the layer's first norm (with experts: zeros to which they add their outputs). A dense
+# network may need one more, its normed input.
 STATES_BESIDE_EXPERTS, STATES_BESIDE_DENSE = 3, 4
 # Copies of logits that ranks exchange at a time, beside the result: all ranks' parts, and this rank's part, padded.
 COPIES_OF_GATHERED_ROWS = 2
@@ -53,11 +54,11 @@ def choose_step_kernels(
 def layer_bytes(
     sizes: StepSizes, kernels: StepKernels, rows: int, max_tuned_rows: int, *, has_ranks: bool = False
 ) -> int:
-    """Return what the largest layer allocates for so many rows of the hidden state, with that state.
+    """Return the peak bytes of the largest layer for this many rows, including the hidden state itself.
 
-    Attention needs the state, a normed copy, queries, keys, values and its outputs, which are freed before the
-    feed-forward network. `has_ranks`: whether outputs of several ranks are summed. Then inputs and outputs of products
-    are tensors of their own."""
+    Attention needs the state, a normed copy, queries, keys, values and its outputs. These are freed before the
+    feed-forward network runs. `has_ranks`: whether outputs of several ranks are summed. Then each product has tensors
+    of its own for its input and its output."""
     state, values = kernels.dtype_bytes * rows * sizes.hidden, kernels.dtype_bytes * rows * sizes.attention_values
     if not has_ranks:
         network = network_bytes(sizes, kernels, rows, max_tuned_rows)

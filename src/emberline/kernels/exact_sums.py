@@ -1,7 +1,8 @@
 """Sums of outputs whose bits depend neither on the order of the terms nor on which rank adds which of them.
 
-Each term is rounded to a multiple of 2 ** -32 in float64, by `round_term`. Sums of such numbers are exact as long as
-they are below 2 ** 21, so every order has the same result. Larger sums lose less than one part in 2 ** 52.
+Each term is rounded to a multiple of 2 ** -32 in float64, by `round_term`. While a sum stays below 2 ** 21, each
+addition is exact, so the order does not matter. Above that, an addition may round by less than one part in 2 ** 52,
+and the last bits may depend on the order.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ class ExpertSlots:
         self.copies.copy_(torch.tensor(list(map(len, slots))))
 
     def choose(self, experts: Tensor) -> Tensor:
-        """Return the slots that compute the experts [rows, n] of rows.
+        """Return the slot that computes each expert of each row. `experts`: [rows, experts per row].
 
-        The numbers of the row and of the expert decide among the copies of an expert. Numbers of rows are scattered
-        first: steps with padding may have rows of requests at multiples of 8 only."""
+        A hash of the row's index, plus the expert's, selects one of its copies. The plain index would be uneven: in
+        padded steps, the rows of requests may all be at multiples of 8, and so use one copy only."""
         row = torch.arange(len(experts), device=experts.device)[:, None] * SCATTER >> SCATTER_SHIFT
         return self.table[experts, (row + experts) % self.copies[experts]]

@@ -32,9 +32,9 @@ MAX_GATHERED_LOGITS = 64  # rows whose logits ranks exchange at a time, in steps
 # takes 0.29 ms (4.2 TB/s). With 327,680 pairs, 2,560 for each of 128 experts, reading it again takes 5 % of the time of
 # the products, and less as far as weights are read while others are multiplied, or are smaller than bf16.
 MIN_EXPERT_PAIRS, PAIRS_PER_EXPERT = 5 << 16, 2560
-PASS_ROW_GRAIN = 128  # rows of all passes but the last are a multiple
-# Places of rows that are sorted for products with 4-bit codes, into which inputs are copied at a time: enough for 1,152
-# tokens of Kimi K2.5, so that steps with few prompt tokens are computed at once.
+PASS_ROW_GRAIN = 128  # the rows of every pass but the last are a multiple of this
+# A place is a position of a row in the tiles of sorted rows. Products with 4-bit codes copy their inputs to this many
+# places at a time: enough for 1,152 tokens of Kimi K2.5, so steps with few prompt tokens are computed in one part.
 MAX_COPIED_PLACES = 24 << 10
 
 
@@ -76,7 +76,7 @@ def max_latent_places(rows: int, heads: int, num_sms: int) -> int:
 
 
 def max_pass_rows(experts: int, experts_per_row: int) -> int:
-    """Return the rows of x of a pass of a mixture of experts, at most."""
+    """Return the maximum rows of x that one pass over the experts computes."""
     rows = max(MIN_EXPERT_PAIRS, PAIRS_PER_EXPERT * experts) // experts_per_row
     return max(1, rows // PASS_ROW_GRAIN) * PASS_ROW_GRAIN
 

@@ -164,7 +164,7 @@ class DecoderModel:
 
     @property
     def movable_layers(self) -> dict[int, SparseFeedForward]:
-        """The networks whose experts may move between ranks that compute the rows of all, by layer."""
+        """The networks whose experts may move between ranks, by layer. Each rank gets the rows of every rank."""
         return {layer: network for layer, network in self._sparse_layers if network.movable is not None}
 
     @property

@@ -29,7 +29,7 @@ class SparseFeedForward:
     mixture: Mixture  # replaced if the rank gets other experts
     comm: Communicator | None = None  # sums the outputs of ranks, which have parts of the experts
     dispatch: ExpertDispatch | None = None  # sends rows to the ranks that have their experts instead
-    movable: MovableExperts | None = None  # None: ranks that compute the rows of all keep their experts
+    movable: MovableExperts | None = None  # None: experts never move between ranks that get every rank's rows
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int) -> SparseFeedForward:

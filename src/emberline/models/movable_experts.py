@@ -1,4 +1,4 @@
-"""MovableExperts: the experts of a layer that may move between ranks which compute the rows of all.
+"""MovableExperts: the experts of a layer that may move between ranks, when each rank gets every rank's rows.
 
 Every rank has places for its own experts and for some more, in tensors whose addresses never change, and computes the
 experts that its places have. What ranks add is summed exactly, so a row's bits depend neither on the ranks that

@@ -160,8 +160,8 @@ def check_same_forms(ours: str, ready: Mapping[int, RankReady], layout: Layout) 
     """Raise EngineFailed if a rank has experts, which may move, in another form than the leader."""
     for rank, report in ready.items():
         if report.expert_forms != ours:
-            message = f"{layout.describe(rank)} has experts in another form than the leader, so that they cannot move"
-            raise EngineFailed(message, hint="drop --redundant-experts")
+            message = f"{layout.describe(rank)} stores experts with other dtypes, shapes or factors than the leader"
+            raise EngineFailed(f"{message}, so they cannot move between GPUs", hint="drop --redundant-experts")
 
 
 def plan_device_caches(parts: Iterable[RankLoaded]) -> tuple[int, int]:

@@ -54,8 +54,8 @@ def list_transfers(before: Placement, after: Placement) -> list[ExpertTransfer]:
 def order_transfers(transfers: list[ExpertTransfer]) -> Iterator[tuple[ExpertTransfer, bool]]:
     """Yield the transfers in an order in which no slot is overwritten before it was read.
 
-    With each comes whether its target must be kept for now, because it is the source of a later transfer: then what
-    was received is written after all transfers. That is so for one transfer of experts that change places."""
+    The second value of each pair is whether the received weights must be held back and written after all transfers,
+    because a later transfer still reads the target slot. When two experts swap slots, this is so for one of them."""
     pending = list(transfers)
     while pending:
         sources = {each.source for each in pending}
@@ -80,9 +80,9 @@ def move_device_experts(runner: GPURunner, moves: ExpertMoves) -> None:
 
 
 def prepare_movable_experts(model: DecoderModel) -> None:
-    """Let the experts that may move have a form in which other ranks can use them, before a step is captured.
+    """Give the 4-bit experts that may move one scale factor that is the same on all ranks. Call it before capture.
 
-    Raises UnsupportedModel if that is impossible."""
+    Raises UnsupportedModel if their scales do not allow that."""
     for layer, network in model.movable_layers.items():
         experts = network.mixture.experts
         assert isinstance(experts, StackedExperts)

@@ -56,7 +56,7 @@ def check_shareable(configs: Mapping[str, EngineConfig]) -> None:
             if ours != theirs:
                 message = f"model {first!r} has {ours} {noun} and model {name!r} has {theirs}"
                 hint = "set --tp and --pp so that their product is the same for all models"
-                raise InvalidRequest(f"{message}; models that share GPUs must have as many", param="tp", hint=hint)
+                raise InvalidRequest(f"{message}; models that share GPUs need equal numbers", param="tp", hint=hint)
 
 
 def plan_rank_sharing(

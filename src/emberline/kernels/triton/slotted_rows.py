@@ -14,7 +14,7 @@ from emberline.kernels.expert_slots import ExpertSlots
 from emberline.kernels.mixture import Routing
 from emberline.kernels.triton.routing import SortedRows, route_to_all, select_own_tiles
 
-UNUSED_TILE_ROWS = 16  # of tiles that are not used, since rows only select their experts
+UNUSED_TILE_ROWS = 16  # `route_to_all` needs a tile size, but `select_slots` ignores the tiles that it returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class SlottedRows:
     def sort(self, logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = False) -> SortedRows:
         """Return the rows sorted into tiles of this rank's slots, as `route_rows` does with experts.
 
-        The same kernels do it: slots are selected by logits as experts are. Those of a row get falling numbers, so that
-        they are selected in the order of the weights."""
+        This reuses the kernels that route rows to experts: the slots of a row get the scores n, n - 1, .. 1 as logits,
+        so that they are selected in the order of the row's experts and match their weights."""
         rows, top = self.slots.shape
         assert rows == len(logits) and top == rules.experts_per_row
         order = torch.arange(top, 0, -1, dtype=torch.float32, device=logits.device)
