@@ -117,7 +117,7 @@ class GPURandomWeights(Weights):
             return drawn
         experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, narrow, narrow.nbytes, gated)
         kept = ops.count_quantised_bytes(self.device, narrow)
-        self.narrow_sizes.append(NarrowSize(n, k, count, kept, narrow.kind, narrow.group_columns))
+        self.narrow_sizes.append(NarrowSize.of(narrow, count, kept))
         matrices = quantise_rows(drawn, narrow)
         self.loaded_bytes = taken - drawn.nbytes + ops.fill_quantised_experts(experts, matrices)
         return experts
@@ -158,7 +158,7 @@ class GPURandomWeights(Weights):
             weight = ops.empty_quantised_weight(shape, self.device, gated=gated)
             drawn, taken = self.stack(parts, columns), self.loaded_bytes
             kept = ops.count_quantised_bytes(self.device, shape)
-            self.narrow_sizes.append(NarrowSize(rows, columns, 1, kept, shape.kind, shape.group_columns))
+            self.narrow_sizes.append(NarrowSize.of(shape, 1, kept))
             matrix = quantise_rows(drawn, shape)
             self.loaded_bytes = taken - drawn.nbytes + ops.fill_quantised_weight(weight, matrix)
             return weight

@@ -116,7 +116,7 @@ class RankWeights(GPURandomWeights):
         described = split_experts(describe_quantised(self._expert_format, count * n, k), count)
         experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, described, described.nbytes, gated)
         kept = ops.count_quantised_bytes(self.device, described)
-        self.narrow_sizes.append(NarrowSize(n, k, count, kept, described.kind, described.group_columns))
+        self.narrow_sizes.append(NarrowSize.of(described, count, kept))
         self.loaded_bytes += ops.fill_quantised_experts(experts, self._draw_codes(described))
         return experts
 
