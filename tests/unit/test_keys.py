@@ -93,12 +93,17 @@ def test_secrets_of_a_gateway_are_read_from_the_environment(monkeypatch: pytest.
     assert config.store == "sqlite:y"
 
 
-@pytest.mark.parametrize(("name", "value"), [("store", 5), ("engine_key", 5), ("api_keys", [5]), ("api_keys", "k")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("store", 98765), ("engine_key", 98765), ("api_keys", [98765]), ("api_keys", "98765")]
+)
 def test_settings_of_a_gateway_with_the_wrong_type_are_named(name: str, value: object) -> None:
     parser = argparse.ArgumentParser()
     gateway.add_arguments(parser)
-    with pytest.raises(InvalidRequest, match=f"the setting {name} is .* has the wrong type"):
+    with pytest.raises(InvalidRequest, match=f"the setting {name} is a secret, which has the wrong type") as refused:
         gateway.build_config({name: value}, parser.parse_args([]))
+    assert "98765" not in str(refused.value) and refused.value.param == name
+    with pytest.raises(InvalidRequest, match="the setting port is 'x', which has the wrong type"):
+        gateway.build_config({"port": "x"}, parser.parse_args([]))
 
 
 @pytest.mark.parametrize("engine", ["", "router:8000", "ftp://router"])

@@ -69,7 +69,8 @@ def build_config(file_settings: dict[str, Any], args: argparse.Namespace) -> Gat
         is_text_list = not isinstance(value, list) or all(isinstance(each, str) for each in value)
         if not (isinstance(value, known_type) and is_text_list):
             hint = "write a text in quotation marks" if default is None else f"for example {default!r}"
-            raise InvalidRequest(f"the setting {name} is {value!r}, which has the wrong type", param=name, hint=hint)
+            shown = "a secret" if name in (*SECRET_VARIABLES, "api_keys") else repr(value)
+            raise InvalidRequest(f"the setting {name} is {shown}, which has the wrong type", param=name, hint=hint)
         if isinstance(value, list):
             settings[name] = tuple(value)
     config, options = GatewayConfig(**settings), _read_settings_from_environment() | given_options(args, GatewayConfig)
