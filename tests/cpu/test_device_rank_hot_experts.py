@@ -113,9 +113,11 @@ def test_moves_do_not_change_bits(
         assert stats is not None and stats.moved >= 2 * len(copies)
 
 
-def test_hot_experts_get_copies(tmp_path: Path) -> None:
-    """All rows select the experts of one group of ranks. Afterwards each group computes half of them."""
-    config = build_config(tmp_path, "deepseek_v3", prefix_cache=False)
+@pytest.mark.parametrize("graphs", [True, False])
+def test_hot_experts_get_copies(graphs: bool, tmp_path: Path) -> None:
+    """All rows select the experts of one group of ranks. Afterwards each group computes half of them. The last layer,
+    which is the only one with experts, computes only the rows whose logits are needed."""
+    config = build_config(tmp_path, "deepseek_v3", prefix_cache=False, graphs=graphs)
     choose_hot_experts(tmp_path)
     expected = run_on_one_rank(config, submissions())
     engine, runner = make_engine(config, DP2_EP2)

@@ -147,10 +147,16 @@ class OwnRows:
             logit_rows = [max(1, home.num_logits) for home in step.homes]
             single_rows, chosen = [home.single_tokens for home in step.homes], np.zeros(step.num_logits, np.int64)
         offsets = [sum(logit_rows[:rank]) for rank in range(size)]
-        chosen[: step.num_logits] = step.find_logits(offsets, single_rows)
-        counted = staged.put(_mark_rows(step.homes, rows, shape)) if self._counts_rows else None
-        logit_exchange = RowExchange(self._comm, tuple(logit_rows))
-        return ExchangedRows(RowExchange(self._comm, tuple(rows), counted), logit_exchange, staged.put(chosen))
+        found = step.find_logits(offsets, single_rows)
+        chosen[: step.num_logits] = found
+        counted = counted_logits = None
+        if self._counts_rows:
+            marks = np.zeros(sum(logit_rows), np.int64)
+            marks[found] = 1
+            counted, counted_logits = staged.put(_mark_rows(step.homes, rows, shape)), staged.put(marks)
+        row_exchange = RowExchange(self._comm, tuple(rows), counted)
+        logit_exchange = RowExchange(self._comm, tuple(logit_rows), counted_logits)
+        return ExchangedRows(row_exchange, logit_exchange, staged.put(chosen))
 
 
 def _mark_rows(homes: Sequence[HomeWork], counts: Sequence[int], shape: StepShape | None) -> np.ndarray:
