@@ -112,4 +112,10 @@ def check_own_sums(device: str, dtype: torch.dtype, rows: int, sizes: tuple[int,
         StackedExperts(gate_up.cpu(), down.cpu()), rules,
     )  # fmt: skip
     expected = ReferenceBackend().run_mixture(x.float().cpu(), whole, torch.zeros(rows, hidden))
-    assert torch.allclose(totals[0].float(), expected, atol=0.03 * float(expected.abs().max()))
+    # With logits that are nearly equal, rounding decides which experts a row selects.
+    normed = torch.nn.functional.rms_norm(x.float().cpu(), (hidden,), eps=1e-6)
+    best = (normed @ data.float().cpu().T).topk(3).values
+    clear = best[:, 1] - best[:, 2] > 0.05
+    assert clear.float().mean() > 0.9
+    atol = 0.03 * float(expected.abs().max())
+    assert torch.allclose(totals[0].float()[clear], expected[clear], atol=atol)

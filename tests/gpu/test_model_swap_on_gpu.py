@@ -50,6 +50,7 @@ def make_swapped(home: Path, dtype: torch.dtype, **settings: object):  # type: i
         max_batch_tokens=chosen.scheduler.max_batch_tokens,
         max_context=2048,
         kv_tokens=chosen.kv_cache.kv_tokens,
+        packed=chosen.gpu.weights == "packed",
     )
     return SwappedEngine(planned, lambda: boot_from_checkpoint(home, chosen, dtype=dtype))
 

@@ -77,7 +77,7 @@ def test_drafts_never_change_the_tokens(kind: str, collectives: str, tmp_path: P
     finally:
         engine.close()
     assert drafter.drafted_tokens > 100
-    assert drafter.accepted_tokens > 60 or kind in ("smaller model", "eagle3")
+    assert drafter.accepted_tokens >= 50 or kind in ("smaller model", "eagle3")
 
 
 @pytest.mark.parametrize("kind", ["same model", "mtp glm", "mtp deepseek"])
@@ -86,17 +86,17 @@ def test_drafts_that_must_be_right(kind: str, tmp_path: Path) -> None:
     directory, speculate = write_drafts(tmp_path, kind)
     pending = [Submission(f"r{i}", list(range(3, 20 + 30 * i)), GREEDY) for i in range(6)]
     expected = run_engine(boot(EngineConfig.build(str(directory), **SETTINGS)).engine, pending)
-    for kv_tokens in (4096, 512):
+    for kv_tokens in (4096, 256):
         engine = boot_ranks(directory, tp=2, speculate=speculate, max_draft=4, kv_tokens=kv_tokens).engine
         drafter = draft_always(engine)
         while engine.prepare_next():
             pass
         try:
-            assert run_engine(engine, pending, steps_between=2) == expected
+            assert run_engine(engine, pending, steps_between=1) == expected
         finally:
             engine.close()
         assert drafter.accepted_tokens >= 0.95 * drafter.drafted_tokens > 150
-        assert bool(engine.scheduler.preemptions) == (kv_tokens == 512)
+        assert bool(engine.scheduler.preemptions) == (kv_tokens == 256)
 
 
 def test_the_bfloat16_head_of_ranks_drafts_as_that_of_one(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Engines whose experts move between ranks that share one GPU: tokens keep their bits, and the load evens out.
 
-Not run yet. The same is tested without a GPU in tests/cpu/test_device_rank_hot_experts.py."""
+The same is tested without a GPU in tests/cpu/test_device_rank_hot_experts.py."""
 
 from __future__ import annotations
 
