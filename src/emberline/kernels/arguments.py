@@ -30,6 +30,15 @@ class LinearOutput(NamedTuple):
     unpacker: WeightUnpacker | None = None  # unpacks compressed weights before they are needed
 
 
+class LayerProducts(NamedTuple):
+    """The products of a decoder layer after its attention, up to the queries, keys and values of the next layer."""
+
+    o: LinearLayer
+    gate_up: LinearLayer  # followed by silu(gate) * up
+    down: LinearLayer
+    qkv: LinearLayer  # of the next layer
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """The shape, the rotary embedding and the optional query and key norms of one attention layer."""

@@ -17,6 +17,7 @@ from emberline.kernels.arguments import (
     AttentionMetadata,
     LatentInputs,
     LatentProducts,
+    LayerProducts,
     LinearLayer,
     LinearOutput,
     PositionShift,
@@ -209,6 +210,10 @@ class OpBackend(ABC):
     def apply_sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Multiply x by the sigmoid of the gate in place and return x."""
         raise NotImplementedError(f"{type(self).__name__} has no kernel for gated attention")
+
+    def run_layer_products(self, mixed: Tensor, x: Tensor, products: LayerProducts) -> Tensor | None:
+        """Compute a layer's products in one kernel, as `layer_ops.run_layer_products` describes. None: it has none."""
+        return None
 
     @abstractmethod
     def run_mixture(self, x: Tensor, mixture: Mixture, out: Tensor | None = None) -> Tensor:

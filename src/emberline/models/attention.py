@@ -184,12 +184,15 @@ class Attention:
         batch: ForwardBatch,
         rows: Tensor | None,
         normed: Tensor | None = None,
+        *,
+        qkv: Tensor | None = None,
     ) -> Tensor:
         """Cache the keys and values of x, and return the values that each row, or each of `rows`, attends to.
 
-        `normed`: the norm of x; None: it is computed here."""
-        inputs, product = (x, self.qkv) if normed is None else (normed, replace(self.qkv, norm=None))
-        qkv = ops.linear(inputs, product, unpacker=batch.unpacker)
+        `normed`: the norm of x; `qkv`: its queries, keys and values; None: they are computed here."""
+        if qkv is None:
+            inputs, product = (x, self.qkv) if normed is None else (normed, replace(self.qkv, norm=None))
+            qkv = ops.linear(inputs, product, unpacker=batch.unpacker)
         if self.norms is not None:
             self.norms.apply(qkv)
         ops.rope_and_cache(qkv, self.layer, keys, values, batch.attention)

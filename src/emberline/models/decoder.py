@@ -14,6 +14,7 @@ from torch import Tensor
 from emberline.kernels import ops
 from emberline.kernels.weight_unpacker import UnpackStream
 from emberline.models.attention import Attention, PositionTables
+from emberline.models.chained_layer import ChainedLayer
 from emberline.models.config import ModelConfig
 from emberline.models.delta_net import DeltaNet
 from emberline.models.ffn import BiasedFeedForward, FeedForward
@@ -247,14 +248,14 @@ class DecoderModel:
         captures_output = capture is not None and len(self.layers) in capture.layers
         keeps_rows = captures_output or batch.computes_all_rows
         views = zip(self.layers, batch.layer_views(len(self.layers)), strict=True)
-        fused, normed = [*map(_as_fused_layer, self.layers), None] if batch.exchange is None else [], None
+        fused, inputs = [*map(_as_fused_layer, self.layers), None] if batch.exchange is None else [], None
         for index, (layer, (layer_batch, keys, values)) in enumerate(views):
             if capture is not None:
                 capture.copy_input(index, x)
             # Rows without requested logits are dropped once the last layer has cached their keys and values.
             rows = batch.logit_rows if layer is last and not keeps_rows else None
             if fused and (parts := fused[index]) is not None:
-                x, normed = parts.run(x, normed, keys, values, layer_batch, rows, fused[index + 1])
+                x, inputs = parts.run(x, inputs, keys, values, layer_batch, rows, fused[index + 1])
             else:
                 x = layer(x, keys, values, layer_batch, rows)
             ops.mark_progress()
@@ -265,8 +266,11 @@ class DecoderModel:
         return x if batch.logit_rows is None else x[batch.logit_rows]
 
 
-def _as_fused_layer(layer: DecoderLayer | ParallelLayer) -> FusedLayer | None:
-    return FusedLayer.of(layer.attention, layer.ffn) if isinstance(layer, DecoderLayer) else None
+def _as_fused_layer(layer: DecoderLayer | ParallelLayer) -> FusedLayer | ChainedLayer | None:
+    """Return the layer in a form that also computes a part of the next one, if it has one."""
+    if not isinstance(layer, DecoderLayer):
+        return None
+    return FusedLayer.of(layer.attention, layer.ffn) or ChainedLayer.of(layer.attention, layer.ffn)
 
 
 def load_vocabulary_matrices(

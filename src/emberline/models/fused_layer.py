@@ -43,7 +43,7 @@ class FusedLayer:
         values: Tensor,
         batch: ForwardBatch,
         rows: Tensor | None,
-        following: FusedLayer | None,
+        following: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output for x, which is overwritten, or for `rows` of x, and its norm for `following`.
 
@@ -60,7 +60,7 @@ class FusedLayer:
         partial = ops.linear(
             ffn.compute_inner(inputs, replace(ffn.gate_up, norm=None), unpacker), ffn.down, unpacker=unpacker
         )
-        if following is None:
+        if not isinstance(following, FusedLayer):
             return self.comm.all_reduce_add(x, partial), None
         return x, self._add_and_norm(x, partial, following.attention.qkv)
 

@@ -109,7 +109,7 @@ class CudaStream:
         self._stream.wait_event(event.event)
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        from emberline.kernels.cuda import wide
+        from emberline.kernels.cuda import chain, wide
         from emberline.kernels.triton import linear
 
         graph = torch.cuda.CUDAGraph()
@@ -120,6 +120,7 @@ class CudaStream:
         with torch.cuda.stream(self._stream):
             if has_hopper_kernels():
                 wide.get_exchange_memory(self._stream.device)
+                chain.get_arrivals(self._stream.device)
             linear.arrival_counters(self._stream.device)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

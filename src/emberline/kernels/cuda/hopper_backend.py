@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.kernels import worklist
-from emberline.kernels.arguments import AttentionInputs, LinearLayer, LinearOutput
+from emberline.kernels.arguments import AttentionInputs, LayerProducts, LinearLayer, LinearOutput
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.attention_support import ScoreKind
 from emberline.kernels.cuda import (
+    chain,
     cublas,
     decode,
     fixed_order,
@@ -180,6 +181,9 @@ class HopperBackend(PortableBackend):
         if not isinstance(w.handle, NarrowWeight) or not (product := _find_custom_kernel(apply_norm(x, layer), w)):
             return super().gate_up_gelu(x, layer, out, unpacker)
         return product(out=x.new_empty(len(x), w.n // 2) if out is None else out, gated=True, gelu=True)
+
+    def run_layer_products(self, mixed: Tensor, x: Tensor, products: LayerProducts) -> Tensor | None:
+        return chain.run_layer_products(mixed, x, products)
 
     def paged_attention(self, inputs: AttentionInputs, plan: AttentionPlan | None = None) -> Tensor:
         assert plan is not None, "attention on a GPU needs a plan"

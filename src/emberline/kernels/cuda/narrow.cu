@@ -9,8 +9,7 @@
 // rows of x are fetched by cp.async. A slot's barrier counts the bytes of the codes, and an arrival of each lane.
 #include "common.cuh"
 #include "narrow.cuh"
-
-constexpr u32 X_PITCH = 256 + 16;  // bytes from a row of x in a slot to the next; padded to avoid bank conflicts
+#include "narrow_slots.cuh"
 
 // The work of all CTAs: items, each a tile of rows of x and a tile of rows of w. Items that read the same rows of w are
 // adjacent, so that one of them reads from memory and the others from the L2.
@@ -32,15 +31,6 @@ template <int BLOCKS, int TILES, int WARPS> struct Work {
     return p.order ? load_int(p.order + tile * p.tile_rows + row) : tile * p.tile_rows + row;
   }
 };
-
-// Copies 16 bytes to shared memory, of which those after the first `bytes` become zero.
-DEVICE void copy_chunk(u32 to, const bf16* from, u32 bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-// Arrives at the barrier when all earlier copies of this thread by `copy_chunk` have ended.
-DEVICE void arrive_after_copies(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 
 // What a warp fetches next. Step s of the warp is in slot s % stages. The row of x and the expert of an item are loaded
 // while the item before it is fetched, which hides the latency.
@@ -101,64 +91,6 @@ template <class F, int BLOCKS, class W> struct Fetcher {
     arrive_after_copies(barrier);
   }
 };
-
-// Multiplies a slot into the sums of the warp.
-template <class F, int BLOCKS, int TILES>
-DEVICE void multiply_slot(float (&sums)[BLOCKS][TILES][4], u32 slot, int x_rows, int lane) {
-  u32 b[TILES][4][4];
-#pragma unroll
-  for (int t = 0; t < TILES; t++) {
-    const u32 row = min(8 * t + lane % 8, x_rows - 1);
-#pragma unroll
-    for (int i = 0; i < 4; i++) load_matrices(b[t][i], slot + BLOCKS * UNIT<F> + row * X_PITCH + 64 * i + lane / 8 * 16);
-  }
-  constexpr int STEPS = 8 / F::GROUP_COUNT;
-#pragma unroll
-  for (int r = 0; r < BLOCKS; r++) {
-    const u32 at = slot + r * UNIT<F>;
-    F format;
-    format.load(at + CODE_BYTES, lane);
-    const uint4 first = load_shared_16(at + 16 * lane), second = load_shared_16(at + 512 + 16 * lane);
-    const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-#pragma unroll
-    for (int g = 0; g < F::GROUP_COUNT; g++) {
-      float group_sums[TILES][4] = {};
-#pragma unroll
-      for (int s = g * STEPS; s < (g + 1) * STEPS; s++) {
-        u32 a[4];
-        format.decode(a, words[s], g);
-#pragma unroll
-        for (int t = 0; t < TILES; t++) {
-          float(&target)[4] = F::SCALES_SUMS ? group_sums[t] : sums[r][t];
-          multiply(target, a, b[t][s / 2][2 * (s % 2)], b[t][s / 2][2 * (s % 2) + 1]);
-        }
-      }
-      if constexpr (F::SCALES_SUMS) {
-        const float scale[2] = {format.scale(0, g), format.scale(1, g)};
-#pragma unroll
-        for (int t = 0; t < TILES; t++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) sums[r][t][i] += scale[i / 2] * group_sums[t][i];
-      }
-    }
-  }
-}
-
-// Stores a warp's sums as [column][row].
-template <int BLOCKS, int TILES>
-DEVICE void store_partial(float* partial, const float (&sums)[BLOCKS][TILES][4], int x_rows, int lane) {
-  constexpr int PITCH = 16 * BLOCKS + 4;
-#pragma unroll
-  for (int t = 0; t < TILES; t++) {
-    const int column = 8 * t + 2 * (lane % 4);
-#pragma unroll
-    for (int r = 0; r < BLOCKS; r++) {
-      float* at = partial + column * PITCH + 16 * r + lane / 4;
-      if (column < x_rows) at[0] = sums[r][t][0], at[8] = sums[r][t][2];
-      if (column + 1 < x_rows) at[PITCH] = sums[r][t][1], at[PITCH + 8] = sums[r][t][3];
-    }
-  }
-}
 
 // The epilogue. The CTA's threads share the outputs of an item in pairs of columns of out.
 template <int BLOCKS, class W> struct Outputs {
@@ -256,7 +188,7 @@ __global__ void __maxnreg__(max_registers(TILES, WARPS)) narrow(const __grid_con
       barrier_wait(barriers + 8 * slot, parity);
       const u32 at = base + warp * ring_bytes + slot * slot_bytes;
       const int columns = p.k - 128 * (part + j * p.parts);
-      if (columns > 0) multiply_slot<F>(sums, at, p.x_rows, lane);
+      if (columns > 0) multiply_slot<F>(sums, at, at + BLOCKS * UNIT<F>, X_PITCH, p.x_rows, lane);
       __syncwarp();  // all lanes have read the slot
       if (p.buffers || j + 1 < own) fetcher.template fetch<true, true>();
       last = slot;
