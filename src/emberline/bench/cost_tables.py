@@ -66,7 +66,6 @@ SOURCES = (
         "moe_bf16_prefill",
         (),
         "balanced routing of experts",
-        outdated=("moe_bf16_prefill_2048_ms",),  # each row had its own copy, which was slower; see docs/log.md
     ),
     TableSource(
         "qwen3-30b-a3b",

@@ -149,7 +149,7 @@ def _list_basis(plan: FleetPlan) -> Iterator[dict[str, str]]:
     if any(each.topology.is_split for each in plan.candidates):
         yield _basis(f"handoff link, {link.name}", link.basis, link.source, NOT_MEASURED)
     memory = "layout of weights and KV cache from config.json"
-    yield _basis("memory", "projected", memory, "up to 3 % of the GPU's memory (memory-plans.json, h200-fp8.json)")
+    yield _basis("memory", "projected", memory, "up to 2 % of the GPU's memory (h200-int4.json, h200-moe-2.json)")
     yield _basis(
         "GPUs at other traffic or prefix reuse", "estimated", "formulas, shifted to the simulated count", NOT_MEASURED
     )
