@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from emberline.kernels.cuda import (
+    chain,
     collectives,
     decode,
     driver,
@@ -45,6 +46,7 @@ GATED = narrow.NarrowPlan(2, 4, narrow.FEW_WARPS, 1, 1, 1, 1).kernel_name("Float
 WIDE_NARROW = narrow_wide.WideNarrowPlan(2, 128, 1, 1).kernel_name("Int4<2, true>")
 # By Python module: a kernel as a launch gets it. `routing` loads its kernels when it makes them.
 LAUNCHED: dict[str, Callable[[], Any]] = {
+    "chain": lambda: chain._get_kernel(chain.VARIANTS[0]),
     "collectives": lambda: collectives._get_kernel("reduce_add_norm<bf16, 2, 4>", 4),
     "decode": lambda: decode._get_kernel(decode._choose_variant(128, 2, 4, False, True)),
     "few_experts": lambda: few_experts._get_kernel(few_experts.VARIANTS[0]),

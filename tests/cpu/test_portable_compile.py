@@ -5,7 +5,9 @@ The kernels that take most of the time are compiled for all architectures, and e
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
@@ -203,3 +205,20 @@ def test_sampling_and_unpacking_compile(module: Any, architecture: int) -> None:
         pytest.skip(str(missing))
     options = (*nvrtc.compiler_options(f"sm_{architecture}"), "--Ofast-compile=max")
     assert nvrtc.compile_cached(module.FILE, module.VARIANTS, options).code[:4] == b"\x7fELF"
+
+
+def test_syntax_trees_are_made_one_at_a_time() -> None:
+    """Two threads that make syntax trees can end with a SystemError, up to Python 3.12."""
+    active, most = 0, 0
+
+    def parse(_: object) -> None:
+        nonlocal active, most
+        active += 1
+        most = max(most, active)
+        time.sleep(0.01)
+        active -= 1
+
+    parse_alone = kernel_jit._parse_one_at_a_time(parse)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(parse_alone, range(8)))
+    assert most == 1 and jit.JITFunction.parse.__qualname__ == parse_alone.__qualname__

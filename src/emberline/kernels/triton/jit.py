@@ -18,11 +18,25 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 from triton.language.target_info import cuda_capability_geq
-from triton.runtime import driver
+from triton.runtime import JITFunction, driver
 from triton.runtime.errors import OutOfResources
 
 MIN_LARGE_SHARED_BYTES = 160 << 10
 MIN_PDL_ARCHITECTURE = MIN_BULK_ARCHITECTURE = 90  # compute capability 9.0
+
+
+def _parse_one_at_a_time(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the method with a lock. Python up to 3.12 may raise a SystemError if two threads make syntax trees."""
+    lock = threading.Lock()
+
+    def parse_alone(kernel: Any) -> Any:
+        with lock:
+            return parse(kernel)
+
+    return parse_alone
+
+
+JITFunction.parse = _parse_one_at_a_time(JITFunction.parse)
 
 
 def jit(function: Callable[..., Any]) -> Any:
