@@ -118,7 +118,7 @@ def test_one_autoscaler_for_a_router_however_its_url_is_written(router_url: str,
         await make_fleet(other_port, tmp_path).close(stop_workers=False)
         await fleet.close(stop_workers=False)
         heir = make_fleet(router_url, tmp_path)  # finds the worker that was started with the other spelling
-        assert len(await heir.list_workers()) == 1
+        await wait_for_count(heir, 1)  # a moment after its start, the worker has no command line yet
         await heir.close(stop_workers=True)
 
     asyncio.run(run())
@@ -172,6 +172,7 @@ def test_a_worker_that_ends_just_before_its_signal_is_no_error(
         (worker,) = await wait_for_count(fleet, 1)
         ((child, _),) = fleet._children
         fleet._children.clear()  # as if an earlier autoscaler had started the worker
+        await wait_for_count(fleet, 1)  # a moment after its start, it has no command line yet
         with monkeypatch.context() as patch:
             patch.setattr(signal, "pidfd_send_signal", send_nothing)
             await fleet.stop_worker(worker.name)
