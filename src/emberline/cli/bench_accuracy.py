@@ -28,7 +28,7 @@ def _add_accuracy_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loads", type=parse_numbers, default=(40, 70, 90), help="Percent of the capacity, comma-separated."
     )
-    parser.add_argument("--seconds", type=float, default=64.0, help="Seconds of arrivals at each load.")
+    parser.add_argument("--seconds", type=float, default=96.0, help="Seconds of arrivals at each load.")
     parser.add_argument(
         "--results",
         type=Path,
