@@ -112,7 +112,7 @@ def test_captured_layers(stream: torch.cuda.Stream) -> None:
 def test_what_has_no_kernel() -> None:
     """Nothing is changed."""
     backend, products = HopperBackend(), make_products(FORMATS[0], SIZES[0])
-    mixed, x = draw(chain.MAX_CHAINED_ROWS + 1, SIZES[0][0])
+    mixed, x = draw(chain.MAX_ROWS + 1, SIZES[0][0])
     before = x.clone()
     assert backend.run_layer_products(mixed, x, products) is None
     plain = LinearLayer(backend.pack_linear(torch.randn(512, 512, device=GPU).to(BF16)))

@@ -16,7 +16,7 @@
 #include "narrow.cuh"
 #include "narrow_slots.cuh"
 
-constexpr int WARPS = 16, THREADS = 32 * WARPS, BLOCKS = 2, GROUP_ROWS = 16 * BLOCKS, MAX_ROWS = 8, MAX_PRODUCTS = 4;
+constexpr int WARPS = 16, THREADS = 32 * WARPS, BLOCKS = 2, GROUP_ROWS = 16 * BLOCKS, MAX_ROWS = 2, MAX_PRODUCTS = 4;
 constexpr int STEP_UNITS = 2;             // of a warp, in a step
 constexpr int MAX_CHUNKS = 2;             // of a thread, of the columns that are normed
 constexpr int SUM_PITCH = GROUP_ROWS + 4; // floats from a row's sums to the next row's
@@ -27,7 +27,7 @@ struct Product {
   const u8* codes;
   const bf16* x;
   const float *norm, *row_scales, *bias;  // norm: weight of the RMS norm of x; any may be null
-  void* out;
+  bf16* out;
   const bf16* residual;
   int n, units, gated;
   float factor, eps;
@@ -45,20 +45,10 @@ static_assert(sizeof(Chain) == 352, "as in chain.py");
 
 // -- barriers of all CTAs ---------------------------------------------------------------------------------------------
 
-DEVICE u32 add_acq_rel(u32* at, u32 more) {
-  u32 before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(more) : "memory");
-  return before;
-}
-DEVICE u32 load_acquire(const u32* at) {
-  u32 now;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(at) : "memory");
-  return now;
-}
 // Called when all threads of the CTA have written their outputs.
 DEVICE void arrive_at_all(const Chain& p) {
   __syncthreads();
-  if (threadIdx.x == 0) add_acq_rel(p.arrivals, 1);
+  if (threadIdx.x == 0) atomic_add_acq_rel(p.arrivals, 1);
 }
 DEVICE void wait_for_all(const Chain& p, int product) {
   if (threadIdx.x == 0) {
@@ -227,7 +217,7 @@ struct Outputs {
       const float other = __shfl_xor_sync(ALL_LANES, sum, 16);
       const u32 added = __shfl_sync(ALL_LANES, before, row);
       if (lane) continue;
-      bf16* const out = static_cast<bf16*>(product.out) + i64(row) * width + column;
+      bf16* const out = product.out + i64(row) * width + column;
       if (product.gated) *out = to_bf16(sum / (1.f + __expf(-sum)) * other);
       else *reinterpret_cast<u32*>(out) = pack(sum + low(added), other + high(added));
     }
@@ -302,5 +292,5 @@ template <class F> __global__ void __maxnreg__(MAX_REGISTERS) chain(const __grid
     }
     if (i + 1 < p.count) arrive_at_all(p);
   }
-  if (threadIdx.x == 0 && add_acq_rel(p.arrivals, 1) == p.count * gridDim.x - 1) *p.arrivals = 0;
+  if (threadIdx.x == 0 && atomic_add_acq_rel(p.arrivals, 1) == p.count * gridDim.x - 1) *p.arrivals = 0;
 }

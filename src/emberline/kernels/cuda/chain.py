@@ -23,11 +23,11 @@ from emberline.kernels.cuda.narrow_layout import NarrowWeight
 from emberline.kernels.narrow_size import UNIT_COLUMNS
 
 FILE = "chain.cu"
-WARPS, BLOCKS, GROUP_ROWS, MAX_ROWS, MAX_PRODUCTS = 16, 2, 32, 8, 4  # as in chain.cu
-SQUARES, STEP_UNITS, STEP_BYTES = 8 * WARPS, 2, 16
+WARPS, BLOCKS, GROUP_ROWS, MAX_PRODUCTS = 16, 2, 32, 4  # as in chain.cu
+MAX_ROWS = 2  # as there; with more, a kernel for each product is faster
+SQUARES, STEP_UNITS, STEP_BYTES = MAX_ROWS * WARPS, 2, 16
 MAX_NORMED_COLUMNS = 8192
 MIN_STAGES, MAX_STAGES = 2, 8
-MAX_CHAINED_ROWS = 2  # of a layer; with more, a kernel for each product is faster
 KERNELS = VARIANTS = tuple(f"chain<{name}>" for name in FORMATS)
 
 
@@ -73,11 +73,13 @@ def supports(rows: int, weights: Sequence[NarrowWeight], normed_columns: int) ->
 
 def run_layer_products(mixed: Tensor, x: Tensor, products: LayerProducts) -> Tensor | None:
     """See `layer_ops.run_layer_products`."""
+    if len(x) > MAX_ROWS:
+        return None
     used = products.o, products.gate_up, products.down, products.qkv
     weights = [each.weight.handle for each in used if isinstance(each.weight.handle, NarrowWeight)]
     if len(weights) < len(used) or x.dtype is not torch.bfloat16 or any(each.weight.fixed_order for each in used):
         return None
-    if len(x) > MAX_CHAINED_ROWS or not supports(len(x), weights, x.shape[1]):
+    if not supports(len(x), weights, x.shape[1]):
         return None
     if (arrivals := get_arrivals(x.device)) is None:
         return None
@@ -119,7 +121,7 @@ def _shares_gpu() -> bool:
     return "CUDA_MPS_PIPE_DIRECTORY" in os.environ or Path("/tmp/nvidia-mps").exists()
 
 
-def run_chain(products: Sequence[ChainedProduct], arrivals: Tensor, *, pdl: bool = True) -> None:
+def run_chain(products: Sequence[ChainedProduct], arrivals: Tensor) -> None:
     """Compute the products in order. `arrivals`: int32 [1], zero before the first call; only one call at a time."""
     weights, rows = [each.w for each in products], len(products[0].x)
     memory = ChainMemory.make(rows, weights)
@@ -128,7 +130,7 @@ def run_chain(products: Sequence[ChainedProduct], arrivals: Tensor, *, pdl: bool
     for i, product in enumerate(products):
         chain.products[i] = _describe(product, rows, gated=product.out.shape[1] < product.w.n)
     kernel = _get_kernel(f"chain<{weights[0].format}>")
-    kernel((count_sms(), 1, 1), 32 * WARPS, (chain,), pdl=pdl, shared_bytes=memory.total_bytes)
+    kernel((count_sms(), 1, 1), 32 * WARPS, (chain,), pdl=True, shared_bytes=memory.total_bytes)
 
 
 def _describe(product: ChainedProduct, rows: int, *, gated: bool) -> _Product:

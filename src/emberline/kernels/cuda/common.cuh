@@ -116,6 +116,18 @@ DEVICE float4 load_l2(const float4* at) {
   return v;
 }
 
+// Words by which CTAs tell each other that their results are stored.
+DEVICE u32 atomic_add_acq_rel(u32* word, u32 more) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(more) : "memory");
+  return before;
+}
+DEVICE u32 load_acquire(const u32* word) {
+  u32 now;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+  return now;
+}
+
 // Makes ordinary stores to shared memory visible to the async proxy: wgmma and TMA copies.
 DEVICE void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

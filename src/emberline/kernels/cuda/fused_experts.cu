@@ -113,11 +113,6 @@ struct Item {
   }
 };
 
-DEVICE u32 load_acquire(const u32* word) {
-  u32 now;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
-  return now;
-}
 DEVICE void add_release(u32* word) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(word) : "memory");
 }

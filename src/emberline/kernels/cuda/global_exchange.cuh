@@ -21,20 +21,10 @@ struct Exchange {
   int polls;     // polls of a word before a warp leaves its quads to the last
 };
 
-DEVICE u32 atomic_add_acq_rel(u32* word, u32 more) {
-  u32 before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(more) : "memory");
-  return before;
-}
 DEVICE u32 atomic_or_acq_rel(u32* word, u32 bits) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(bits) : "memory");
   return before;
-}
-DEVICE u32 load_acquire(const u32* word) {
-  u32 now;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
-  return now;
 }
 
 // Called by one lane when its warp's sums are stored. Returns a bit for each part whose quads this warp must finish.
