@@ -73,9 +73,9 @@ def _lists_models(port: int) -> bool:
         connection.close()
 
 
-def emberline_command(model: str, port: int) -> list[str]:
+def emberline_command(model: str, weights: str | None, port: int) -> list[str]:
     start = [sys.executable, "-m", "emberline.cli", "serve", model, "--served-name", SERVED_NAME]
-    return [*start, "--port", str(port)]
+    return [*start, "--port", str(port), *(() if weights is None else ("--weights", weights))]
 
 
 def vllm_command(model: str, port: int) -> list[str]:
@@ -179,10 +179,11 @@ def measure(
     log_dir: Path,
     concurrencies: list[int],
     packages_dir: Path | None = None,
+    weights: str | None = None,
 ) -> None:
     measurement = ServerBench(report, clients, "" if server == "emberline" else f"/{server}")
     if server == "emberline":
-        measurement.measure_fresh_starts(partial(emberline_command, model), log_dir, concurrencies)
+        measurement.measure_fresh_starts(partial(emberline_command, model, weights), log_dir, concurrencies)
     else:
         measurement.measure_one_start(partial(vllm_command, model), log_dir, concurrencies, packages_dir)
     measurement.add_result("http_ready_s", measurement.ready_seconds[-1], "s")
@@ -197,17 +198,18 @@ def main() -> None:
     packages_help = "directory with the peer's Python packages, if it is not installed here"
     parser.add_argument("--peer-packages", type=Path, metavar="DIR", help=packages_help)
     parser.add_argument("--streams", default="1,16,64,256", help="concurrencies to measure, separated by commas")
+    parser.add_argument("--weights", metavar="FORMAT", help="of `emberline serve`, for example fp8 or int4")
     parser.add_argument("--logs", type=Path, help="directory in which to keep the servers' logs")
     args = parser.parse_args()
     only = [int(streams) for streams in args.streams.split(",")]
     settings = "default, also of the embedder: without a network its download fails and is part of http_ready_s"
-    report = BenchReport(
-        "gpu-http", {"max_tokens": MAX_TOKENS, "rounds": ROUNDS, "prompt_words": 200, "settings": settings}
-    )
+    config = {"max_tokens": MAX_TOKENS, "rounds": ROUNDS, "prompt_words": 200, "settings": settings}
+    report = BenchReport("gpu-http", config | ({} if args.weights is None else {"weights": args.weights}))
     clients = ClientProcesses()
     with TemporaryDirectory() as directory:
         logs = args.logs or Path(directory)
-        measure(report, args.model, "emberline", clients, logs, only)
+        logs.mkdir(parents=True, exist_ok=True)
+        measure(report, args.model, "emberline", clients, logs, only, weights=args.weights)
         for peer in filter(None, args.peers.split(",")):
             if args.peer_packages is None and importlib.util.find_spec(peer) is None:
                 raise SystemExit(
