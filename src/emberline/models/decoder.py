@@ -6,7 +6,7 @@ It maps a ForwardBatch to logits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -126,6 +126,11 @@ class DecoderModel:
     embedding_multiplier: float = 1.0
     final_norm: Tensor | None = None  # weight of a layer norm before the head; None: the head has an RMS norm
     vocabulary: VocabularyPart | None = None  # the rows of embedding and head that this rank has; None: all
+    # The layers in a form that also computes a part of the next layer; None: a layer has no such form.
+    joined: tuple[FusedLayer | ChainedLayer | None, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "joined", tuple(map(_as_joined_layer, self.layers)))
 
     @staticmethod
     def load(
@@ -248,14 +253,14 @@ class DecoderModel:
         captures_output = capture is not None and len(self.layers) in capture.layers
         keeps_rows = captures_output or batch.computes_all_rows
         views = zip(self.layers, batch.layer_views(len(self.layers)), strict=True)
-        fused, inputs = [*map(_as_fused_layer, self.layers), None] if batch.exchange is None else [], None
+        joined, inputs = (*self.joined, None) if batch.exchange is None else (), None
         for index, (layer, (layer_batch, keys, values)) in enumerate(views):
             if capture is not None:
                 capture.copy_input(index, x)
             # Rows without requested logits are dropped once the last layer has cached their keys and values.
             rows = batch.logit_rows if layer is last and not keeps_rows else None
-            if fused and (parts := fused[index]) is not None:
-                x, inputs = parts.run(x, inputs, keys, values, layer_batch, rows, fused[index + 1])
+            if joined and (form := joined[index]) is not None:
+                x, inputs = form.run(x, inputs, keys, values, layer_batch, rows, joined[index + 1])
             else:
                 x = layer(x, keys, values, layer_batch, rows)
             ops.mark_progress()
@@ -266,7 +271,7 @@ class DecoderModel:
         return x if batch.logit_rows is None else x[batch.logit_rows]
 
 
-def _as_fused_layer(layer: DecoderLayer | ParallelLayer) -> FusedLayer | ChainedLayer | None:
+def _as_joined_layer(layer: DecoderLayer | ParallelLayer) -> FusedLayer | ChainedLayer | None:
     """Return the layer in a form that also computes a part of the next one, if it has one."""
     if not isinstance(layer, DecoderLayer):
         return None
