@@ -14,13 +14,13 @@ from narrow_cases import FORMATS, make_matrix
 
 from emberline.kernels.cuda import narrow, narrow_wide
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES
-from emberline.kernels.cuda.narrow_layout import NarrowWeight, count_bytes, pack
+from emberline.kernels.cuda.narrow_layout import MAX_MXFP4_SCALE, NarrowWeight, count_bytes, pack
 from emberline.kernels.narrow_size import CODE_BYTES
 from emberline.kernels.quantise import quantise
-from emberline.kernels.quantised_matrix import dequantise
+from emberline.kernels.quantised_matrix import CodeKind, QuantisedMatrix, dequantise
 
 PACKED = [name for name in FORMATS if not name.startswith("fp8")]
-FLOAT4_MASK = 0x81C0  # of the bits of bf16 that a code becomes
+FLOAT4_MASK = 0x81C081C0  # of the bits of two bf16 that codes become
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +31,8 @@ def seed() -> None:
 def unpack(weight: NarrowWeight) -> Tensor:
     """Return the values of all packed rows and columns, [experts, rows, columns]."""
     experts, groups, units, _, _ = weight.data.shape
-    halves = weight.data[..., :CODE_BYTES].contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
-    words = halves.view(experts, groups, units, 4, 2, 8, 4, 4, 2)  # half of columns, row, pair, step, half of a word
+    words = weight.data[..., :CODE_BYTES].contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    words = words.view(experts, groups, units, 4, 2, 8, 4, 4)  # half of columns, row, pair, step
     codes = torch.empty(experts, groups, 4, 2, 8, units, 2, 4, 2, 4, 2)
     for register in range(4):
         decoded = decode_register(words, register, is_float4=weight.format.startswith("Float4"))
@@ -43,21 +43,29 @@ def unpack(weight: NarrowWeight) -> Tensor:
 
 
 def decode_register(words: Tensor, register: int, *, is_float4: bool) -> Tensor:
+    """Return the two values of a register that the kernels decode from each word."""
     if not is_float4:
-        return (words >> 4 * register & 15).float()
-    bits = words << 3 * register & FLOAT4_MASK
-    if register == 3:
-        bits = words << 1 & 0x8000 | words >> 5 & 0x100 | words >> 4 & 0xC0
-    return ((bits << 16).view(torch.float32).double() * 2.0**126).float()
+        return split_halves(words >> 4 * register & 0xF000F).float()
+    rotated = words >> 4 | words << 28
+    shifted = (words, words << 6, rotated, words << 2 ^ words >> 6)[register]
+    return (from_bf16_bits(split_halves(shifted & FLOAT4_MASK)).double() * 2.0**126).float()
+
+
+def split_halves(words: Tensor) -> Tensor:
+    return torch.stack([words & 0xFFFF, words >> 16], dim=-1)
+
+
+def from_bf16_bits(bits: Tensor) -> Tensor:
+    return (bits << 16).to(torch.int32).view(torch.float32)
 
 
 def apply_scales(values: Tensor, scales: Tensor, weight: NarrowWeight) -> Tensor:
     rows = 1.0 if weight.row_scales is None else weight.row_scales[..., None]
-    if weight.format == "Float4<4>":
-        expanded = torch.exp2(scales.float() - 127 - 32) * weight.factor * rows
-    elif weight.format == "Float4<8>":
-        assert weight.row_scales is not None
-        expanded = scales.view(torch.float8_e4m3fn).float() * weight.row_scales[..., None]
+    if weight.format.startswith("Float4"):
+        # As in the kernels: a repeated byte is masked.
+        mask, exponent = (0x7F80, 0) if weight.format == "Float4<4>" else (0x7F0, 220)
+        scale = from_bf16_bits(scales.long() * 0x101 & mask).double() * 2.0**exponent
+        expanded = (scale * 2.0**-126 * weight.factor * rows).float()
     else:
         parts, zeros = scales.contiguous().view(torch.int16), torch.tensor(8.0)
         if "true" in weight.format:
@@ -85,6 +93,23 @@ def test_packed_matrices_have_the_same_values(name: str, shape: tuple[int, ...])
     pairs = wanted.view(-1, 2, matrix.n // 16, 8, matrix.k).transpose(1, 2).reshape(wanted.shape)
     if gated.row_scales is None:  # those have the order of the rows, which are not packed
         torch.testing.assert_close(unpack(gated)[:, : matrix.n, : matrix.k], pairs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_float4_codes_are_exact_with_each_scale(kind: CodeKind) -> None:
+    n, k = 128, 1024
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    if kind == "mxfp4":  # smaller exponents have no bf16
+        scales, group = torch.arange(n * k // 32).remainder(MAX_MXFP4_SCALE - 26).add(27).to(torch.uint8), 32
+    else:
+        scales, group = torch.arange(n * k // 16).remainder(127).to(torch.uint8).view(torch.float8_e4m3fn), 16
+    row_scale = torch.exp2(torch.randint(-3, 3, (n,)).float()) if kind == "nvfp4" else None
+    matrix = QuantisedMatrix(kind, codes, scales.view(n, -1), 1, group, row_scale=row_scale)
+    packed = pack(matrix)
+    assert packed is not None
+    values = unpack(packed)[0]
+    assert torch.equal(values, dequantise(matrix))
+    assert torch.equal(values, values.bfloat16().float())
 
 
 def test_matrices_that_cannot_be_packed() -> None:

@@ -91,6 +91,7 @@ DEVICE u64 l2_evict_first() {
   return policy;
 }
 
+DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 // Copies contiguous bytes, a multiple of 16, to shared memory.
 DEVICE void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile(

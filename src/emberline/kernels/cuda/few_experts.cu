@@ -19,8 +19,6 @@
 #include "expert_tiles.cuh"
 #include "expert_fragments.cuh"
 
-DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-
 DEVICE u32 aligned_shared_memory() {
   extern __shared__ u8 unaligned[];
   return (shared_address(unaligned) + 1023) & ~1023u;

@@ -63,7 +63,6 @@ template <class W, int BLOCKS, int TILES, int WARPS> struct Shape {
 };
 
 // Prefetches the tensor map itself.
-DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 // Loads two bf16 past L1. With PDL this CTA started early, and L1 may hold data from before the preceding kernel's
 // writes.
 DEVICE u32 load_past_l1(const bf16* at) {

@@ -42,7 +42,7 @@ template <class F, int BLOCKS, class W> struct Fetcher {
   u64 evict_first;
   int item, items, j, slot;
   int rows, next_rows, next_expert, next_assignment;  // rows: of x in the item
-  int row, left;                                      // the lane's row of x; bytes of a row from the next step on
+  int row, left;                                      // of x: start of the lane's row / 16 bytes; bytes of a row that are left
   const u8* w;                                        // the next codes
   bool has_rows;                                      // of w
 
@@ -58,7 +58,7 @@ template <class F, int BLOCKS, class W> struct Fetcher {
     const int block = column / (p.gated ? 8 : 16) + group * BLOCKS;
     const u8* const codes = p.codes + next_expert * p.expert_bytes + i64(part) * CELL<F>;
     has_rows = block < p.blocks, rows = next_rows, left = 2 * (p.k - 128 * part);
-    row = lane < rows ? next_assignment / p.divisor : 0;
+    row = lane < rows ? next_assignment / p.divisor * (p.k / 8) : 0;
     w = codes + block_offset<F>(block, units);
     load_item(item + gridDim.x);
   }
@@ -78,15 +78,15 @@ template <class F, int BLOCKS, class W> struct Fetcher {
     j = 0, item += gridDim.x;
     open_item();
   }
-  // Fetches 128 k of the rows of x, two rows at a time. What is beyond k becomes zero.
+  // Fetches 128 k of the rows of x, two rows at a time. What is beyond k, a multiple of 8, becomes zero.
   DEVICE void fetch_rows(u32 to, u32 barrier) {
-    const int chunk = lane % 16, bytes = max(0, min(16, left - 16 * chunk));
-    const bf16* const from = p.x + (p.k - left / 2 + 8 * chunk);
+    const int chunk = lane % 16;
+    const u32 bytes = left > 16 * chunk ? 16 : 0;
+    const u8* const from = reinterpret_cast<const u8*>(p.x) + (2 * p.k - left + 16 * chunk);
 #pragma unroll 1
     for (int first = 0; first < rows; first += 2) {
-      const int index = first + lane / 16, source = __shfl_sync(ALL_LANES, row, index);
-      if (index < rows)
-        copy_chunk(to + index * X_PITCH + 16 * chunk, bytes ? from + i64(source) * p.k : p.x, bytes);
+      const int index = first + lane / 16, own = __shfl_sync(ALL_LANES, row, index);
+      if (index < rows) copy_chunk(to + index * X_PITCH + 16 * chunk, from + 16 * u64(u32(own)), bytes);
     }
     arrive_after_copies(barrier);
   }

@@ -136,7 +136,8 @@ def linear(
     tile_rows = 8 * plan.tiles
     problem = describe_dense(x, w, out, bias, residual, gated=gated, gelu=gelu)
     problem.tile_rows, problem.x_rows = tile_rows, min(m, tile_rows)
-    _launch(problem, w, plan, -(-m // tile_rows), pdl=pdl)
+    items = -(-m // tile_rows) * _count_items(w, plan)
+    _launch(problem, w, plan, -(-items // -(-items // _count_ctas(plan))), pdl=pdl)
     return out
 
 
@@ -322,15 +323,23 @@ def _launch_sorted(
 ) -> None:
     assert rows.tile_rows == 8 * plan.tiles
     describe_sorted(problem, rows, scaled=scaled)
-    _launch(problem, w, plan, rows.max_tiles, pdl=pdl)
+    # As many CTAs as can run: with fewer, of equally many items each, some SMs would have a CTA more than others.
+    _launch(problem, w, plan, min(rows.max_tiles * _count_items(w, plan), _count_ctas(plan)), pdl=pdl)
 
 
-def _launch(problem: NarrowProblem, w: NarrowWeight, plan: NarrowPlan, row_tiles: int, *, pdl: bool) -> None:
+def _count_items(w: NarrowWeight, plan: NarrowPlan) -> int:
+    """Return the items of a tile of rows."""
+    return -(-w.n // plan.cta_rows)
+
+
+def _count_ctas(plan: NarrowPlan) -> int:
+    return plan.ctas_per_sm * count_sms()
+
+
+def _launch(problem: NarrowProblem, w: NarrowWeight, plan: NarrowPlan, ctas: int, *, pdl: bool) -> None:
     problem.stages, problem.parts, problem.buffers = plan.stages, plan.parts, plan.buffers
-    items, ctas = row_tiles * -(-w.n // plan.cta_rows), plan.ctas_per_sm * count_sms()
-    waves = -(-items // ctas)
     _get_kernel(plan.kernel_name(w.format))(
-        (-(-items // waves), 1, 1),
+        (ctas, 1, 1),
         32 * plan.warps,
         (problem,),
         pdl=pdl,

@@ -3,15 +3,16 @@
 | format | a scale in a unit | left out of the sums |
 |---|---|---|
 | Int4 | float16, then with zeros -zero / 64 as bf16 | 64, and the power of two that makes scales fit float16 |
-| Float4<4>: mxfp4 | exponent | 2 ** 32 |
-| Float4<8>: nvfp4 | e4m3 | 2 ** 26 and the scale of the row |
+| Float4<4>: mxfp4 | exponent + 94, rotated right by 1 bit | 2 ** 32 |
+| Float4<8>: nvfp4 | e4m3, rotated by 4 bits | 2 ** 26 and the scale of the row |
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
+from operator import xor
 
 import torch
 from torch import Tensor
@@ -28,11 +29,27 @@ from emberline.kernels.narrow_size import (
 )
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 
-MAX_MXFP4_SCALE, MXFP4_FACTOR, NVFP4_FACTOR, INT4_FACTOR = 160, 2.0**32, 2.0**26, 64.0
+MXFP4_FACTOR, NVFP4_FACTOR, INT4_FACTOR = 2.0**32, 2.0**26, 64.0
+# What is added to the exponents of mxfp4: with the factor, this makes 2 ** -126, by which codes are too small.
+MXFP4_OFFSET = 94
+MAX_MXFP4_SCALE = 254 - MXFP4_OFFSET
 # That leaves room for scales from 2 ** -27 to 2 ** 5, which float16 represents as exactly as bf16 does.
 COMMON_INT4_FACTOR = INT4_FACTOR * 2.0**-10
 GATE_ROWS = 8  # rows of gate in a block of a gated matrix
 MAX_PACKED_AT_ONCE = 1 << 25  # weights; more would take gigabytes while they are packed
+# The bits of a word that each bit of a float4 code flips, from the lowest bit, by the place of the code in the word.
+# This is the inverse of `Float4::decode`.
+FLOAT4_BITS = (
+    (0x00004040, 0x00000080, 0x00000100, 0x00008000),
+    (0x00000001, 0x00000002, 0x00000004, 0x00000200),
+    (0x00000400, 0x00000800, 0x00001010, 0x00080000),
+    (0x00000010, 0x00000020, 0x00004000, 0x00002020),
+    (0x40400000, 0x00800000, 0x01000000, 0x80000000),
+    (0x00010000, 0x00020000, 0x00040000, 0x02000000),
+    (0x04000000, 0x08000000, 0x10100000, 0x00000008),
+    (0x00100000, 0x00202020, 0x40000000, 0x20202020),
+)
+INT4_BITS = tuple(tuple(1 << 4 * place + bit for bit in range(4)) for place in range(8))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,31 +142,23 @@ def pack_codes(codes: Tensor, units: int, *, is_float4: bool) -> Tensor:
     values = pad(values, (0, units * UNIT_COLUMNS - values.shape[1]))
     # Dimensions: group, block, half of the block's rows, row of 8, unit, half of its columns, step of 16 columns,
     # half of a step, pair of columns, column of the pair. A lane has the same row of both halves, and a pair.
-    parts = values.view(-1, 4, 2, 8, units, 2, 4, 2, 4, 2).permute(0, 4, 1, 5, 3, 8, 6, 9, 7, 2)
-    places = torch.arange(4, device=codes.device).view(2, 2) * 16  # by half of the step, and half of the rows
-    table = _float4_table(codes.device) if is_float4 else _int4_table(codes.device)
-    bits = table[(parts.to(torch.int32) + places).flatten()].view(parts.shape)
-    return bits.sum(dim=(-2, -1), dtype=torch.int32).to(torch.int16).flatten(3).view(torch.uint8)
+    parts = values.view(-1, 4, 2, 8, units, 2, 4, 2, 4, 2).permute(0, 4, 1, 5, 3, 8, 6, 9, 7, 2).flatten(-3)
+    table = _make_table(FLOAT4_BITS if is_float4 else INT4_BITS).to(codes.device)
+    words = torch.zeros(parts.shape[:-1], dtype=torch.int32, device=codes.device)
+    for place, bits in enumerate(table):
+        words ^= bits[parts[..., place].int()]
+    return words.flatten(3).view(torch.uint8)
 
 
 @cache
-def _int4_table(device: torch.device) -> Tensor:
-    """Return the bits of 16 codes in each of 4 places of a half word."""
-    return torch.tensor(
-        [code << 4 * place for place in range(4) for code in range(16)], dtype=torch.int32, device=device
-    )
+def _make_table(places: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Return the bits of a word that each of 16 codes changes in each of 8 places."""
+    table = [[_combine(bits, code) for code in range(16)] for bits in places]
+    return torch.tensor(table, dtype=torch.int64).to(torch.int32)
 
 
-@cache
-def _float4_table(device: torch.device) -> Tensor:
-    def place(code: int, shift: int) -> int:
-        return (code >> 3) << 15 - shift | (code & 7) << 6 - shift
-
-    def place_last(code: int) -> int:
-        return (code >> 3) << 14 | (code >> 2 & 1) << 13 | (code & 3) << 10
-
-    first = [place(code, shift) for shift in (0, 3, 6) for code in range(16)]
-    return torch.tensor([*first, *map(place_last, range(16))], dtype=torch.int32, device=device)
+def _combine(bits: tuple[int, ...], code: int) -> int:
+    return reduce(xor, (mask for i, mask in enumerate(bits) if code >> i & 1), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +180,7 @@ def _convert_scales(matrix: QuantisedMatrix) -> _PackedScales:
     )
     assert scales is not None
     if matrix.kind == "nvfp4":
-        return _PackedScales("Float4<8>", scales.view(torch.uint8), NVFP4_FACTOR)
+        return _PackedScales("Float4<8>", _rotate_right(scales.view(torch.uint8), 4), NVFP4_FACTOR)
     if matrix.kind == "mxfp4":
         return _limit_exponents(scales)
     halves, factor, row_factors = _convert_to_float16(scales)
@@ -185,10 +194,15 @@ def _convert_scales(matrix: QuantisedMatrix) -> _PackedScales:
 def _limit_exponents(scales: Tensor) -> _PackedScales:
     """Return the exponents of mxfp4, at most MAX_MXFP4_SCALE. Larger ones, which no model has, need factors of rows."""
     if int(scales.max()) <= MAX_MXFP4_SCALE:
-        return _PackedScales("Float4<4>", scales, MXFP4_FACTOR)
+        return _PackedScales("Float4<4>", _rotate_right(scales + MXFP4_OFFSET, 1), MXFP4_FACTOR)
     excess = (scales.amax(-1, keepdim=True).int() - MAX_MXFP4_SCALE).clamp(min=0)
     kept = (scales.int() - excess).clamp(min=0).to(torch.uint8)
-    return _PackedScales("Float4<4>", kept, MXFP4_FACTOR, torch.exp2(excess[..., 0].float()))
+    packed = _rotate_right(kept + MXFP4_OFFSET, 1)
+    return _PackedScales("Float4<4>", packed, MXFP4_FACTOR, torch.exp2(excess[..., 0].float()))
+
+
+def _rotate_right(bytes_: Tensor, bits: int) -> Tensor:
+    return bytes_ >> bits | bytes_ << 8 - bits
 
 
 def _convert_to_float16(scales: Tensor) -> tuple[Tensor, float, Tensor | None]:

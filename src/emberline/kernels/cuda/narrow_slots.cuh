@@ -4,8 +4,8 @@
 
 constexpr u32 X_PITCH = 256 + 16;  // bytes from a row of x in a slot to the next; padded to avoid bank conflicts
 
-// Copies 16 bytes to shared memory, of which those after the first `bytes` become zero.
-DEVICE void copy_chunk(u32 to, const bf16* from, u32 bytes) {
+// Copies 16 bytes to shared memory, or makes them zero if `bytes` is 0.
+DEVICE void copy_chunk(u32 to, const u8* from, u32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 // Arrives at the barrier when all earlier copies of this thread by `copy_chunk` have ended.

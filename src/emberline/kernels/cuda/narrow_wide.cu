@@ -31,9 +31,9 @@ template <class F, int GROUPS_, int WIDTH> struct WideShape {
   static constexpr int PITCH = ROWS + 4;  // floats from a column's sums to the next column's
 };
 
-// The tile of a CTA, and its part of k.
+// The tile of a CTA, and its part of k. `x_rows`: rows of x in a slot.
 struct Part {
-  int tile, column_tile, expert, rows, from, units, total_units, rank;
+  int tile, column_tile, expert, rows, x_rows, from, units, total_units, rank;
 };
 
 // Fetches all steps of the CTA. Called by one lane. `early`: x is fetched after the preceding kernel has ended.
@@ -46,7 +46,7 @@ DEVICE void fetch(const Problem& p, const TensorMap* x_map, const Part& part, u3
   const auto fetch_codes = [&](int i, int stage) {
     const u32 at = slots + stage * S::SLOT + S::X_BYTES, barrier = full + 8 * stage;
     const u32 bytes = min(S::UNITS, part.units - S::UNITS * i) * CELL<F>;
-    barrier_expect_bytes(barrier, S::UNITS * 256 * p.x_rows + groups * bytes);
+    barrier_expect_bytes(barrier, S::UNITS * 256 * part.x_rows + groups * bytes);
     for (int g = 0; g < groups; g++)
       copy_bytes(at + g * S::UNITS * CELL<F>, codes + (i64(g) * part.total_units + S::UNITS * i) * CELL<F>, bytes, barrier,
                  evict_first);
@@ -83,41 +83,116 @@ template <class F> struct UnitCodes {
   }
 };
 
-// Multiplies a warp's unit by the slot's x. All warps of a warpgroup issue the same instructions.
-template <class F, class S>
-DEVICE void multiply_unit(float (&sums)[S::COLUMNS / 2], const UnitCodes<F>& codes, u32 x, u32 tile_bytes) {
-  constexpr int STEPS = F::SCALES_SUMS ? 8 / F::GROUP_COUNT : 8;
+constexpr int HALF = 4;  // products of half a unit, of 16 k each
+
+// Codes of half a unit as operands of products.
+struct Fragments {
+  u32 a[HALF][4];
+  // Called when the products that read the registers have ended. The compiler does not know that they run until then.
+  DEVICE void end_use() {
+#pragma unroll
+    for (int s = 0; s < HALF; s++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[s][i])::"memory");
+  }
+  template <class F> DEVICE void decode(const UnitCodes<F>& codes, int start) {
+#pragma unroll
+    for (int s = 0; s < HALF; s++)
+      codes.format.decode(a[s], codes.words[start + s], (start + s) * F::GROUP_COUNT / 8);
+  }
+};
+
+// Multiplies a warp's unit by the slot's x. All warps of a warpgroup issue the same instructions. The products of half a
+// unit run while the next half is decoded, also that of the next unit. `release`: called when earlier units' products,
+// which read the slots before, have ended; so a ring needs two slots. The unit's own have ended after `end_products`.
+template <class F, int COLUMNS, class Release>
+DEVICE void multiply_unit(float (&sums)[COLUMNS / 2], Fragments (&fragments)[2], const UnitCodes<F>& codes, u32 x,
+                          u32 tile_bytes, const Release& release) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    wgmma_wait<1>();
+    if (half == 1) release();
+    Fragments& own = fragments[half];
+    own.end_use();
+    own.decode(codes, half * HALF);
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < HALF; s++) wgmma(sums, own.a[s], matrix_descriptor(x + half * tile_bytes) + 2 * s, 1);
+    wgmma_commit();
+  }
+}
+template <int N> DEVICE void end_products(float (&sums)[N], Fragments (&fragments)[2]) {
+  wgmma_wait<0>();
+  fragments[0].end_use(), fragments[1].end_use();
+  order_after_wait(sums);
+}
+
+// The same for formats whose scales multiply sums, which must have ended for each group.
+template <class F, int COLUMNS>
+DEVICE void multiply_groups(float (&sums)[COLUMNS / 2], const UnitCodes<F>& codes, u32 x, u32 tile_bytes) {
+  constexpr int STEPS = 8 / F::GROUP_COUNT;
   const F& format = codes.format;
   const u64 tiles[2] = {matrix_descriptor(x), matrix_descriptor(x + tile_bytes)};
 #pragma unroll
   for (int start = 0; start < 8; start += STEPS) {
-    float group_sums[S::COLUMNS / 2];
+    float group_sums[COLUMNS / 2];
     // Half of the products run while the codes of the other half are decoded.
-    constexpr int HALF = STEPS > 2 ? STEPS / 2 : STEPS;
+    constexpr int PART = STEPS > 2 ? STEPS / 2 : STEPS;
 #pragma unroll
-    for (int half = start; half < start + STEPS; half += HALF) {
-      u32 a[HALF][4];
+    for (int part = start; part < start + STEPS; part += PART) {
+      u32 a[PART][4];
 #pragma unroll
-      for (int s = 0; s < HALF; s++) format.decode(a[s], codes.words[half + s], (half + s) * F::GROUP_COUNT / 8);
+      for (int s = 0; s < PART; s++) format.decode(a[s], codes.words[part + s], (part + s) * F::GROUP_COUNT / 8);
       wgmma_fence();
 #pragma unroll
-      for (int s = half; s < half + HALF; s++) {
-        const u64 tile = tiles[s / 4] + 2 * (s % 4);
-        if constexpr (F::SCALES_SUMS) wgmma(group_sums, a[s - half], tile, s > start ? 1 : 0);
-        else wgmma(sums, a[s - half], tile, 1);
-      }
+      for (int s = part; s < part + PART; s++)
+        wgmma(group_sums, a[s - part], tiles[s / 4] + 2 * (s % 4), s > start ? 1 : 0);
       wgmma_commit();
     }
     wgmma_wait<0>();
-    if constexpr (F::SCALES_SUMS) {
-      order_after_wait(group_sums);
-      const int group = start * F::GROUP_COUNT / 8;
-      const float scale[2] = {format.scale(0, group), format.scale(1, group)};
+    order_after_wait(group_sums);
+    const int group = start * F::GROUP_COUNT / 8;
+    const float scale[2] = {format.scale(0, group), format.scale(1, group)};
 #pragma unroll
-      for (int i = 0; i < S::COLUMNS / 2; i++) sums[i] += scale[i / 2 % 2] * group_sums[i];
-    } else {
-      order_after_wait(sums);
+    for (int i = 0; i < COLUMNS / 2; i++) sums[i] += scale[i / 2 % 2] * group_sums[i];
+  }
+}
+
+// Multiplies a warp's rows of w by the first COLUMNS rows of x, and stores the sums over the ring.
+template <class F, class S, int COLUMNS>
+DEVICE void multiply_part(const Problem& p, const Part& part, u32 base, u32 full, u32 empty, int warp, int lane) {
+  const u32 own = S::X_BYTES + warp / 4 * S::UNITS * CELL<F> + warp % 4 * UNIT<F>, tile_bytes = 128 * part.x_rows;
+  float sums[COLUMNS / 2] = {};
+  Fragments fragments[2] = {};  // of formats whose scales multiply codes
+  int stage = 0, parity = 0, previous = -1;
+#pragma unroll 1
+  for (int left = part.units; left > 0; left -= S::UNITS) {
+    barrier_wait(full + 8 * stage, parity);
+    const u32 at = base + stage * S::SLOT;
+    UnitCodes<F> codes[2];
+    codes[0].load(at + own, lane);
+#pragma unroll
+    for (int u = 0; u < S::UNITS; u++) {
+      if (u + 1 < S::UNITS) codes[(u + 1) % 2].load(at + own + (u + 1) * CELL<F>, lane);  // while u is multiplied
+      if (u >= left) continue;
+      const u32 x = at + 2 * u * tile_bytes;
+      const auto release = [&] {
+        if (u == 0 && lane == 0 && previous >= 0) barrier_arrive(empty + 8 * previous);
+      };
+      if constexpr (F::SCALES_SUMS) multiply_groups<F, COLUMNS>(sums, codes[u % 2], x, tile_bytes);
+      else multiply_unit<F, COLUMNS>(sums, fragments, codes[u % 2], x, tile_bytes, release);
     }
+    if (F::SCALES_SUMS && lane == 0) barrier_arrive(empty + 8 * stage);
+    previous = stage;
+    if (++stage == p.stages) stage = 0, parity ^= 1;
+  }
+  if constexpr (!F::SCALES_SUMS) end_products(sums, fragments);
+  if (p.early) wait_for_previous_kernel();  // before outputs are written, which that kernel may read
+  sync_consumers<S::CONSUMERS>();           // all warps have read the ring, which the sums overwrite
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 2; i++) {
+    const int column = i / 4 * 8 + 2 * (lane % 4) + i % 2, row = 16 * warp + lane / 4 + i / 2 % 2 * 8;
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(base + 4 * (column * S::PITCH + row)), "f"(sums[i]) : "memory");
   }
 }
 
@@ -149,14 +224,15 @@ constexpr int wide_ctas(int groups, int columns) { return columns > 64 ? 1 : gro
 
 template <class F, int GROUPS, int COLUMNS>
 __global__ void __launch_bounds__(128 * GROUPS + 32, wide_ctas(GROUPS, COLUMNS))
-    narrow_wide(const __grid_constant__ Problem p, const __grid_constant__ TensorMap x_map) {
+    narrow_wide(const __grid_constant__ Problem p, const __grid_constant__ TensorMap x_map,
+                const __grid_constant__ TensorMap half_x_map) {
   using S = WideShape<F, GROUPS, COLUMNS>;
   extern __shared__ u8 unaligned[];
   const u32 base = (shared_address(unaligned) + 1023) & ~1023u;
   const u32 full = base + p.stages * S::SLOT, empty = full + 8 * p.stages;
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    prefetch_map(&x_map);
+    prefetch_map(&x_map), prefetch_map(&half_x_map);
     for (int i = 0; i < p.stages; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, S::WARPS);
     fence_barrier_init();
   }
@@ -171,39 +247,23 @@ __global__ void __launch_bounds__(128 * GROUPS + 32, wide_ctas(GROUPS, COLUMNS))
   if (part.column_tile * (p.gated ? S::ROWS / 2 : S::ROWS) >= p.width) return;  // the same for the whole cluster
   part.expert = p.order ? load_int(p.tile_experts + part.tile) : 0;
   part.rows = p.order ? load_int(p.tile_counts + part.tile) : min(p.tile_rows, p.rows - part.tile * p.tile_rows);
+  const bool is_half = part.rows <= COLUMNS / 2;  // many experts have far fewer rows than a tile
+  part.x_rows = is_half ? min(p.x_rows, COLUMNS / 2) : p.x_rows;
   part.rank = blockIdx.x % p.parts, part.total_units = (p.k + 127) / 128;
   part.from = part.total_units * part.rank / p.parts;
   part.units = part.total_units * (part.rank + 1) / p.parts - part.from;
 
   if (warp == S::WARPS) {
-    if (lane == 0) fetch<F, S>(p, &x_map, part, base, full, empty);
+    if (lane == 0) fetch<F, S>(p, is_half ? &half_x_map : &x_map, part, base, full, empty);
     __syncwarp();
     if (p.parts > 1) cluster_sync(), cluster_sync();
     return;
   }
-  const u32 own = S::X_BYTES + warp / 4 * S::UNITS * CELL<F> + warp % 4 * UNIT<F>, tile_bytes = 128 * p.x_rows;
-  float sums[COLUMNS / 2] = {};
-  int stage = 0, parity = 0;
-#pragma unroll 1
-  for (int left = part.units; left > 0; left -= S::UNITS) {
-    barrier_wait(full + 8 * stage, parity);
-    const u32 at = base + stage * S::SLOT;
-    UnitCodes<F> codes[2];
-    codes[0].load(at + own, lane);
-#pragma unroll
-    for (int u = 0; u < S::UNITS; u++) {
-      if (u + 1 < S::UNITS) codes[(u + 1) % 2].load(at + own + (u + 1) * CELL<F>, lane);  // while u is multiplied
-      if (u < left) multiply_unit<F, S>(sums, codes[u % 2], at + 2 * u * tile_bytes, tile_bytes);
-    }
-    if (lane == 0) barrier_arrive(empty + 8 * stage);
-    if (++stage == p.stages) stage = 0, parity ^= 1;
-  }
-  if (p.early) wait_for_previous_kernel();  // before outputs are written, which that kernel may read
-  sync_consumers<S::CONSUMERS>();           // all warps have read the ring, which the sums overwrite
-#pragma unroll
-  for (int i = 0; i < COLUMNS / 2; i++) {
-    const int column = i / 4 * 8 + 2 * (lane % 4) + i % 2, row = 16 * warp + lane / 4 + i / 2 % 2 * 8;
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(base + 4 * (column * S::PITCH + row)), "f"(sums[i]) : "memory");
+  if constexpr (!F::SCALES_SUMS && COLUMNS > 32) {
+    if (is_half) multiply_part<F, S, COLUMNS / 2>(p, part, base, full, empty, warp, lane);
+    else multiply_part<F, S, COLUMNS>(p, part, base, full, empty, warp, lane);
+  } else {
+    multiply_part<F, S, COLUMNS>(p, part, base, full, empty, warp, lane);
   }
   sync_consumers<S::CONSUMERS>();
   if (p.parts > 1) cluster_sync();

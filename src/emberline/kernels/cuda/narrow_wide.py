@@ -242,13 +242,14 @@ def _launch(
     tiles = x.view(len(x), -1, TILE_K).transpose(0, 1)
     problem.stages, problem.parts = plan.stages, plan.parts
     grid = row_tiles * -(-w.n // (64 * plan.groups)) * plan.parts
+    boxes = (problem.x_rows, min(problem.x_rows, plan.columns // 2))  # of a tile of x, and of one with few rows
     # No more CTAs shall fit on an SM than are needed; otherwise they could start on few SMs while others are idle.
     ctas = min(-(-grid // count_sms()), count_ctas(plan.groups, plan.columns))
     minimum = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // (ctas + 1) + 16
     _get_kernel(plan.kernel_name(w.format))(
         (grid, 1, 1),
         128 * plan.groups + 32,
-        (problem, make_tensor_map(tiles, (2 * SLOT_UNITS[plan.columns], problem.x_rows, TILE_K))),
+        (problem, *(make_tensor_map(tiles, (2 * SLOT_UNITS[plan.columns], rows, TILE_K)) for rows in boxes)),
         pdl=pdl,
         cluster=plan.parts,
         shared_bytes=max(minimum, plan.shared_bytes(w.unit_bytes)),
