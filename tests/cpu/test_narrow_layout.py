@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from narrow_cases import FORMATS, make_matrix
 
-from emberline.kernels.cuda import narrow, narrow_wide
+from emberline.kernels.cuda import narrow, narrow_experts, narrow_wide
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES
 from emberline.kernels.cuda.narrow_layout import MAX_MXFP4_SCALE, NarrowWeight, count_bytes, pack
 from emberline.kernels.narrow_size import CODE_BYTES
@@ -151,3 +151,12 @@ def test_plans_fit_into_shared_memory(n: int, k: int, unit_bytes: int) -> None:
 def test_few_rows_get_small_tiles() -> None:
     assert [narrow.choose_tile_rows(rows * 8, 384) for rows in (1, 64, 512)] == [8, 8, 16]
     assert [narrow_wide.choose_tile_rows(rows * 4, 32) for rows in (64, 512, 4096)] == [32, 128, 128]
+
+
+@pytest.mark.parametrize("kind,most", [("mxfp4", 8), ("int4", 16)])
+def test_experts_with_many_rows_get_the_kernels_for_them(kind: CodeKind, most: int) -> None:
+    """Of mxfp4 from fewer rows on, since products overlap with decoding there."""
+    packed = pack(quantise(torch.randn(64, 128), kind, group_columns=32))
+    assert packed is not None
+    assert narrow_experts.choose_kernels(most * 32, 32, (packed, packed)) is narrow
+    assert narrow_experts.choose_kernels(most * 32 + 1, 32, (packed, packed)) is narrow_wide

@@ -14,7 +14,9 @@ from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.triton.experts import RouteRows
 from emberline.kernels.triton.routing import clear_other_outputs
 
-MIN_WIDE_ROWS = 16  # rows of an expert on average from which the kernels for many rows are faster
+# Rows of an expert on average from which the kernels for many rows are faster: between 8 and 16 for float4, whose
+# products they overlap with decoding. int4 waits for each group's.
+FLOAT4_WIDE_ROWS, INT4_WIDE_ROWS = 8, 16
 
 
 def pack_experts(matrices: QuantisedMatrix, *, gated: bool = False) -> PackedExperts | None:
@@ -36,7 +38,8 @@ def find_matrices(mixture: Mixture) -> tuple[NarrowWeight, NarrowWeight] | None:
 
 def choose_kernels(assignments: int, count: int, matrices: tuple[NarrowWeight, NarrowWeight]) -> Any:
     """Return the module whose products are faster for so many pairs of a row and one of `count` experts."""
-    has_many_rows = assignments > MIN_WIDE_ROWS * count
+    is_float4 = matrices[0].format.startswith("Float4")
+    has_many_rows = assignments > (FLOAT4_WIDE_ROWS if is_float4 else INT4_WIDE_ROWS) * count
     return narrow_wide if has_many_rows and all(map(narrow_wide.supports_shape, matrices)) else narrow
 
 
