@@ -22,7 +22,7 @@ from emberline.bench.gpu.job_run import SteadyPhase, run_job
 from emberline.bench.gpu.model import (
     LLAMA_8B,
     WEIGHT_STD,
-    GPURandomWeights,
+    RandomWeights,
     list_tensor_shapes,
     split_shapes,
     write_checkpoint,
@@ -372,7 +372,7 @@ def test_missing_peers_are_skipped_and_reported(capsys: pytest.CaptureFixture[st
 
 
 def test_random_weights_replace_a_checkpoint() -> None:
-    weights = GPURandomWeights("cpu", torch.bfloat16, seed=1)
+    weights = RandomWeights("cpu", torch.bfloat16, seed=1)
     matrix = weights.load_matrix("a.weight", 300, 200)
     assert (matrix.shape, matrix.dtype) == ((300, 200), torch.bfloat16)
     assert matrix.float().std().item() == pytest.approx(WEIGHT_STD, rel=0.05)

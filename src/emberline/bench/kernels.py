@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 
 from emberline.bench import machine_limits
 from emberline.bench import report as reports
+from emberline.bench.gpu.model import RandomWeights
 from emberline.bench.machine import last_level_cache_bytes
 from emberline.bench.machine_limits import MachineLimits, TokenCost
 from emberline.bench.report import BenchReport
@@ -32,7 +33,6 @@ from emberline.kernels.packed_weight import WeightLayout
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.forward import ForwardBatch
-from emberline.models.weights import Weights
 
 Work = Callable[[], object]
 
@@ -74,23 +74,6 @@ SMOLLM2 = {
     "tie_word_embeddings": True,
     "hidden_act": "silu",
 }
-
-
-class BenchRandomWeights(Weights):
-    """Random weights in place of a checkpoint, of every requested shape."""
-
-    def __init__(self) -> None:
-        self.loaded_bytes = 0
-
-    def has_tensor(self, name: str) -> bool:
-        return "lm_head" not in name and "bias" not in name
-
-    def load_vector(self, name: str, *shape: int, offset: float = 0.0) -> Tensor:
-        return torch.ones(shape)
-
-    def load_matrix(self, name: str, rows: int, columns: int) -> Tensor:
-        self.loaded_bytes += 2 * rows * columns
-        return torch.randn(rows, columns).mul_(columns**-0.5).to(torch.bfloat16)
 
 
 def bench(threads: int) -> BenchReport:
@@ -230,7 +213,7 @@ def _torch_implementations(x: Tensor, weight: Tensor, copies: int, layout: Weigh
 
 def _measure_forward_passes(report: BenchReport, limits: MachineLimits) -> None:
     config = ModelConfig.from_hf(SMOLLM2)
-    model = DecoderModel.load(config, BenchRandomWeights(), 4096, "random")
+    model = DecoderModel.load(config, RandomWeights("cpu", torch.bfloat16), 4096, "random")
     blocks = max(1 + batch * -(-(new + before) // BLOCK) for batch, new, before in STEPS.values())
     keys = torch.zeros(config.layers, blocks, config.kv_heads, BLOCK, config.head_dim, dtype=torch.bfloat16)
     values, cost = keys.clone(), TokenCost.from_config(config)

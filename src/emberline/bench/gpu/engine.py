@@ -23,7 +23,7 @@ from emberline.bench.gpu.job_run import (
 )
 from emberline.bench.gpu.largest_step import run_largest_steps
 from emberline.bench.gpu.limits import H200, choose_limits, compute_token_cost, min_decode_step_ms, min_prefill_ms
-from emberline.bench.gpu.model import LLAMA_8B, GPURandomWeights
+from emberline.bench.gpu.model import LLAMA_8B, RandomWeights
 from emberline.bench.gpu.shapes import DEFAULT_SHAPE, BenchShape, find_routing, find_shape, shape_of
 from emberline.bench.job import BenchJob
 from emberline.bench.machine_limits import MachineLimits, TokenCost
@@ -239,7 +239,7 @@ def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
 
     form = str(settings.get("weights", ""))
     online = form if form in ONLINE_FORMATS else ""
-    weights = GPURandomWeights("cuda", torch.bfloat16, packed=form == "packed", online=online)
+    weights = RandomWeights("cuda", torch.bfloat16, packed=form == "packed", online=online)
     has_tied_scores = find_routing(settings) == "tied"
     others = {name: value for name, value in settings.items() if name not in ("shape", "routing", "prefix")}
     config = EngineConfig.build("", **{"max_waiting": MAX_WAITING, **others}).with_gpu_defaults()

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from emberline.bench.gpu.job_run import CONFIG, VOCAB
-from emberline.bench.gpu.model import GPURandomWeights
+from emberline.bench.gpu.model import RandomWeights
 from emberline.bench.report import BenchReport
 from emberline.bench.transfer import measure_raw_sockets
 from emberline.core.engine_config import EngineConfig
@@ -290,7 +290,7 @@ def _make_engine(name: str) -> Engine:
     settings = EngineConfig.build(
         "", max_running=8, max_batch_tokens=CHUNK_TOKENS, kv_memory=KV_MEMORY_BYTES, transfer=TransferConfig(name)
     ).with_gpu_defaults()
-    weights = GPURandomWeights("cuda", torch.bfloat16)
+    weights = RandomWeights("cuda", torch.bfloat16)
     context = PROMPT_TOKENS + 256
     return boot_gpu(
         CONFIG, weights, context=context, settings=settings, build_endpoint=partial(_open_endpoint, name)

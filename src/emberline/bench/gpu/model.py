@@ -64,7 +64,7 @@ PIECE_BYTES = 64 << 20  # copied through pinned memory at a time
 Shapes = dict[str, tuple[int, ...]]
 
 
-class GPURandomWeights(Weights):
+class RandomWeights(Weights):
     """Random weights in place of a checkpoint. Every requested tensor exists and is drawn on its device."""
 
     stacks_experts = True
@@ -189,7 +189,7 @@ class GPURandomWeights(Weights):
         return tensor
 
 
-class SuccessorWeights(GPURandomWeights):
+class SuccessorWeights(RandomWeights):
     """Random weights with which the next token is the one with the next higher id, so the output is known.
 
     A token's embedding is so large that the layers, which compute as usual, hardly change its direction. The output
@@ -205,7 +205,7 @@ class SuccessorWeights(GPURandomWeights):
         return self._add_to_loaded_bytes(drawn.roll(1, 0).mul_(WEIGHT_STD))
 
 
-class HeadWeights(GPURandomWeights):
+class HeadWeights(RandomWeights):
     """Random weights of an EAGLE-3 head, which uses the embedding of the target model."""
 
     def has_tensor(self, name: str) -> bool:
@@ -298,7 +298,7 @@ def _write_shard(file: Path, shapes: Shapes, device: str, seed: int) -> None:
 
 def _random_tensor_bytes(shapes: Shapes, device: str, seed: int) -> Iterator[memoryview]:
     """Yield the bytes of all tensors in pieces. All pieces share one buffer: use each piece before taking the next."""
-    source = GPURandomWeights(device, torch.bfloat16, seed)
+    source = RandomWeights(device, torch.bfloat16, seed)
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=source.device.type == "cuda")
     view = memoryview(buffer.numpy().data)
     for name, shape in shapes.items():

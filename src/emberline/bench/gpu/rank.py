@@ -23,7 +23,7 @@ from emberline.bench import report as reports
 from emberline.bench import workload
 from emberline.bench.gpu.job_run import SteadyPhase, run_job
 from emberline.bench.gpu.limits import H200
-from emberline.bench.gpu.model import GPURandomWeights
+from emberline.bench.gpu.model import RandomWeights
 from emberline.core.engine_config import EngineConfig
 from emberline.core.jsonfile import read_object
 from emberline.engine import memory
@@ -81,7 +81,7 @@ class RecordingRank(LoneRank):
         ]
 
 
-class RankWeights(GPURandomWeights):
+class RankWeights(RandomWeights):
     """Random weights of one rank. Experts may be quantised; their codes are drawn, and not computed from floats."""
 
     def __init__(
