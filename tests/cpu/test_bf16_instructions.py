@@ -29,14 +29,16 @@ from bf16_instructions import (
 from test_kernels import BF16, assert_close
 from torch import Tensor
 
+from emberline.core.config import kernel_dir
 from emberline.kernels import backend, ops
 from emberline.kernels.arguments import LinearLayer, LinearOutput
-from emberline.kernels.cpu.build import COMPILE_FLAGS, SOURCE_DIR
+from emberline.kernels.cpu.build import COMPILE_FLAGS, SOURCE_DIR, build_library
 from emberline.kernels.cpu.cpu_backend import CPUBackend
 from emberline.kernels.cpu.library import load_library
 from emberline.kernels.packed_weight import WeightLayout
 
 EMULATOR_TIMEOUT_S = 60
+NATIVE_INSTRUCTIONS = {"avx512 and bf16": "vdpbf16ps", "neon and bf16": "bfmmla"}  # by the name of the kernels
 ARM_BF16 = "-march=armv8.2-a+bf16"
 X86 = ("-march=x86-64-v3", "-mavx512f", "-mavx512bw")
 # Rows, columns and k: single rows and odd ones, one tile and several, bands of 256 rows; whole panels and parts; k that
@@ -70,6 +72,17 @@ def test_bits_are_those_that_the_instruction_defines(instruction: str, m: int, n
     assert packed.layout is WeightLayout.BF16_TILES
     expected = exact_order_product(instruction, x.numpy(), weight.float().numpy())
     assert np.array_equal(to_bits(ops.linear(x, LinearLayer(packed))), to_bits(expected))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_bits_of_this_cpu_are_those_of_the_definition(m: int, n: int, k: int) -> None:
+    instruction = NATIVE_INSTRUCTIONS.get(CPUBackend(load_library(build_library(kernel_dir()))).isa)
+    if instruction is None:
+        pytest.skip("this CPU has neither instruction, or has AMX")
+    torch.manual_seed(0)
+    x, weight = torch.randn(m, k), torch.randn(n, k).to(BF16)
+    expected = exact_order_product(instruction, x.numpy(), weight.float().numpy())
+    assert np.array_equal(to_bits(ops.linear(x, LinearLayer(ops.pack_linear(weight)))), to_bits(expected))
 
 
 @pytest.mark.parametrize("k", [70, 1100])

@@ -322,6 +322,38 @@ def test_models_are_listed_by_request_names(named: bool, name: str) -> None:
     assert named == all("/" in each for each in listed)
 
 
+def test_a_server_whose_models_cannot_be_listed_is_logged_until_that_changes(caplog: pytest.LogCaptureFixture) -> None:
+    replies = [(401, b"{}"), (401, b"{}"), (500, b""), (200, b"[]"), (200, b'{"data": [{"id": "m"}]}'), (401, b"")]
+
+    class Reply:
+        def __init__(self, status: int, body: bytes) -> None:
+            self.status, self._body = status, body
+
+        async def read_all(self, timeout: float, most: int) -> bytes:
+            return self._body
+
+        def close(self) -> None:
+            pass
+
+    class Upstream:
+        async def send(self, request: object, timeout: float) -> Reply:
+            return Reply(*replies.pop(0))
+
+    class Keys:
+        async def get_key(self, account: str, provider: str, alias: str) -> str:
+            return "wrong"
+
+    provider = {"base_url": "http://127.0.0.1:1", "speaks": ["openai-chat"]}
+    settings = GatewaySettings.parse({"default_provider": "mine", "providers": {"mine": provider}})
+    models = ModelLister(ProviderRegistry(), Keys(), Upstream(), CatalogueFiles())  # type: ignore[arg-type]
+    found = [asyncio.run(models.list_models(settings, ANONYMOUS)) for _ in range(len(replies))]
+    assert [len(each) for each in found] == [0, 0, 0, 0, 1, 0]
+    reasons = [record.getMessage() for record in caplog.records if "Models cannot be listed" in record.getMessage()]
+    parts = ["refuses the provider's key with status 401", "status 500", "not a list of models", "status 401"]
+    assert len(reasons) == len(parts) and all(part in each for part, each in zip(parts, reasons, strict=True)), reasons
+    assert all("provider=mine" in each for each in reasons)
+
+
 @pytest.mark.parametrize("where", ['"model": ', '"model": "m", "other": '])
 def test_deeply_nested_body_is_refused(where: str) -> None:
     with pytest.raises(InvalidRequest, match="must be a JSON object"):

@@ -1,12 +1,13 @@
 """ModelLister: lists the models that a caller can use.
 
 Self-hosted servers are asked for their models. Models of other providers are taken from the price catalogue, if there
-is a key for the provider. A server that does not answer contributes no models.
+is a key for the provider. A server that does not answer, or refuses, contributes no models, which is logged.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 
 import msgspec
@@ -23,6 +24,8 @@ from emberline.gateway.providers.registry import ProviderRegistry
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.json_errors import JSON_DECODE_ERRORS
+
+log = logging.getLogger("emberline.gateway")
 
 LIST_TIMEOUT_S = 2.0  # seconds
 MAX_LIST_BYTES = 4 << 20
@@ -48,6 +51,7 @@ class ModelLister:
         self._vault = vault
         self._upstream = upstream
         self._catalogue = catalogue
+        self._problems: dict[str, str] = {}  # by provider: why its models could not be listed, as it was last logged
 
     async def list_models(
         self, settings: GatewaySettings, identity: Identity, *, with_provider: bool = False
@@ -78,11 +82,14 @@ class ModelLister:
         provider = self._registry.find_provider(slug, settings)
         key = await self._vault.get_key(settings.account, slug, DEFAULT_ALIAS) or settings.providers[slug].key
         if not provider.needs_key:
-            return await self._fetch_server_models(provider, key)
+            models, problem = await self._fetch_server_models(provider, key)
+            self._log_problem(slug, problem)
+            return models
         known = self._catalogue.current.models(slug) if key is not None else []
         return [_ListedModel(model.name, 0, model.context or 0, kind=model.kind) for model in known]
 
-    async def _fetch_server_models(self, provider: Provider, key: str | None) -> list[_ListedModel]:
+    async def _fetch_server_models(self, provider: Provider, key: str | None) -> tuple[list[_ListedModel], str]:
+        """Return the models of a server, and why there are none if it could not be asked."""
         headers = {"accept": "application/json"}
         if key is not None:
             provider.set_auth_headers(headers, key)
@@ -95,9 +102,21 @@ class ModelLister:
                 body = await incoming.read_all(LIST_TIMEOUT_S, MAX_LIST_BYTES)
             finally:
                 incoming.close()
-            return msgspec.json.decode(body, type=_ModelList).data if incoming.status == 200 else []
-        except (UpstreamFailed, *JSON_DECODE_ERRORS):
-            return []
+            if incoming.status in (401, 403):
+                return [], f"the server refuses the provider's key with status {incoming.status}"
+            if incoming.status != 200:
+                return [], f"the server answers with status {incoming.status}"
+            return msgspec.json.decode(body, type=_ModelList).data, ""
+        except UpstreamFailed as e:
+            return [], str(e)
+        except JSON_DECODE_ERRORS:
+            return [], "what the server answers is not a list of models"
+
+    def _log_problem(self, slug: str, problem: str) -> None:
+        """Log why the models of a provider are missing, once until that changes."""
+        if problem and self._problems.get(slug) != problem:
+            log.warning("Models cannot be listed: provider=%s reason=%r", slug, problem)
+        self._problems[slug] = problem
 
 
 def _is_model_allowed(settings: GatewaySettings, provider: str, model: str) -> bool:
