@@ -13,7 +13,7 @@ from emberline.autoscaler.pool_workers import group_workers
 from emberline.autoscaler.router_client import RouterClient, RouterUnavailable
 from emberline.autoscaler.router_group import RouterGroup
 from emberline.autoscaler.status_merger import StatusMerger
-from emberline.cli.autoscale import _repeat_for_routers
+from emberline.cli.autoscale import _insert_router_urls
 from emberline.core.errors import WrongClusterKey
 
 
@@ -160,8 +160,8 @@ def test_a_router_that_does_not_know_a_worker_does_not_keep_it_from_sleeping() -
 def test_workers_register_with_all_routers() -> None:
     words = ["worker", "--router", "{router}", "--role", "{role}"]
     repeated = ["worker", "--router", "http://a", "--router", "http://b", "--role", "{role}"]
-    assert _repeat_for_routers(words, ["http://a", "http://b"]) == repeated
-    assert _repeat_for_routers(["run", "{router}"], ["http://a", "http://b"]) == ["run", "http://a", "http://b"]
+    assert _insert_router_urls(words, ["http://a", "http://b"]) == repeated
+    assert _insert_router_urls(["run", "{router}"], ["http://a", "http://b"]) == ["run", "http://a", "http://b"]
 
 
 def test_a_real_client_of_a_missing_router_is_left_out() -> None:

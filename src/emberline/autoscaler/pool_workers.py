@@ -94,5 +94,6 @@ def group_workers(
 def _is_of_earlier_process(row: StatusRow, worker: FleetWorker) -> bool:
     """Whether the fleet's process has started after the last heartbeat in the row.
 
-    A pod of a StatefulSet has the name of its predecessor, and a container that was restarted that of its pod."""
+    Then the heartbeat came from an earlier process of the same name: a StatefulSet gives a new pod the name of the one
+    that it replaces, and a restarted container keeps the name of its pod."""
     return worker.age_s is not None and worker.age_s < row["seconds_since_beat"]

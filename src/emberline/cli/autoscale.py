@@ -236,7 +236,7 @@ def _make_command_builder(
             )
             raise InvalidRequest(message, param="worker_command")
 
-    words = _repeat_for_routers(words, _router_urls(args))
+    words = _insert_router_urls(words, _router_urls(args))
 
     def build_command(role: str, name: str) -> list[str]:
         values = {"{role}": role, "{name}": name}
@@ -258,12 +258,12 @@ def _router_urls(args: argparse.Namespace) -> list[str]:
     return list(parse_router_urls(args.routers or [args.default_router]))
 
 
-def _repeat_for_routers(words: Sequence[str], urls: Sequence[str]) -> list[str]:
-    """Return the words with {router} replaced by the URL of each router; an option before it is repeated too."""
-    place = words.index("{router}")
-    option = [words[place - 1]] if place and words[place - 1].startswith("-") else []
+def _insert_router_urls(command: Sequence[str], urls: Sequence[str]) -> list[str]:
+    """Return the command with {router} replaced by the URLs of all routers, each after the option before {router}."""
+    place = command.index("{router}")
+    option = [command[place - 1]] if place and command[place - 1].startswith("-") else []
     repeated = [word for url in urls for word in (*option, url)]
-    return [*words[: place - len(option)], *repeated, *words[place + 1 :]]
+    return [*command[: place - len(option)], *repeated, *command[place + 1 :]]
 
 
 def _find_gpus(args: argparse.Namespace) -> list[str]:

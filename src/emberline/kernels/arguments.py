@@ -148,10 +148,10 @@ class LatentInputs(NamedTuple):
 class PositionShift(NamedTuple):
     """Tokens whose positions are corrected in place, by the number of accepted draft tokens that only the device knows.
 
-    positions[i] is increased by accepted[token_shifts[i]], and its slot found in that row of the block tables;
-    context[b] is increased by accepted[row_shifts[b]]. Shifts by `padding_row` change nothing.
-    A row may have further block tables, each `table_width` entries after the previous one: in them, the slots of
-    further groups of layers are found.
+    With r = token_shifts[i], positions[i] is increased by accepted[r], and the slot of the new position is looked up in
+    row r of the block tables. context[b] is increased by accepted[row_shifts[b]]. Where a shift is `padding_row`,
+    nothing changes. If layers are divided into groups, a row has a block table for each group, `table_width` entries
+    after the previous one, in which that group's slots are looked up.
     """
 
     positions: Tensor  # [T] int32

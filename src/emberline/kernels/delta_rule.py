@@ -6,11 +6,11 @@ query q, the decay d and the step size s:
     S = d * S;  S = S + k (s * (v - k S))^T;  output = q S
 
 Queries, keys and values come out of a causal convolution over the tokens of a sequence, of each channel by itself. A
-sequence starts with zeros: what its slots contain is not read while it has no tokens before these.
+sequence starts with zeros: what its slots contain is not read in the step with its first tokens.
 
 The last tokens of a sequence may be drafted, and a state cannot go back. So states do not advance over drafted tokens:
-their rows are kept, each 3 % of the size of a state in Qwen3-Next, and the next step first advances the states over
-those that were accepted. So a step reads and writes a state once, as without drafts.
+the inputs (k, v, d and s) of these tokens are kept, 3 % of the size of a state for each token of Qwen3-Next, and the
+next step first advances the states over the accepted ones. So a step reads and writes a state once, as without drafts.
 """
 
 from __future__ import annotations

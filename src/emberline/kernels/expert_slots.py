@@ -16,7 +16,8 @@ SCATTER, SCATTER_SHIFT = 0x9E3779B1, 16  # 2 ** 32 divided by the golden ratio: 
 class ExpertSlots:
     """A slot holds the weights of one expert; an expert may be in several slots.
 
-    This is no dataclass, so that the tables keep their memory while a model sleeps."""
+    This is no dataclass: when a model sleeps, the memory of all tensors that are found in dataclasses is freed, and
+    these small tables are needed meanwhile."""
 
     def __init__(self, experts: int, groups: int, per_group: int, device: torch.device, own_group: int = 0) -> None:
         """`groups`: of ranks; the ranks of a group have parts of the same experts. `per_group`: slots, of which group g

@@ -327,7 +327,7 @@ class KVManager:
         return True
 
     def _index_loaded_block(self, request: Request, group: int, index: int) -> int:
-        """Add a block that a tier delivers to the prefix index of its group, and return the block."""
+        """Enter a block, which a tier will fill, in the prefix index of its group of layers, and return it."""
         if group and self._windows is not None:
             return self._windows.index_block(request, group, index, request.block_hashes)
         block = self._block_tables[request.id][index]

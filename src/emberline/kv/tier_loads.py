@@ -55,10 +55,11 @@ class TierLoads:
     def count_available_in_windows(
         self, request: Request, hashes: Sequence[bytes], num_shared: int, cached: int, windows: WindowTables
     ) -> int:
-        """Return the leading blocks of a prefix for which all groups have what they need, cached or worth loading.
+        """Return how many leading blocks of a prefix can be used after loading from the tiers what is worth it.
 
-        The first group has `num_shared` blocks cached, and all groups have what `cached` blocks need. A request that
-        waits for memory is planned in every step: the tiers are asked again only if these numbers have changed."""
+        For that, each group of layers needs the blocks within its window. `num_shared`: blocks that the first group has
+        in the cache; `cached`: leading blocks that can be used without loading. A request that waits for memory is
+        planned in every step: the tiers are asked again only if these numbers have changed."""
         limit = request.load_limit
         is_late = limit is not None and self._clock.now() >= limit[1]
         key = request.id, len(hashes), num_shared, cached, limit, is_late

@@ -314,7 +314,9 @@ def _choose_attention(
 def _make_position_tables(
     config: ModelConfig, context: int, device: torch.device
 ) -> dict[RopeConfig | None, PositionTables]:
-    """Return the tables for each rotary embedding that layers have; without one, a table of angles has no columns."""
+    """Return the tables for each rotary embedding of the layers.
+
+    Layers without rotary embedding (the key None) get a table of angles that has no columns."""
 
     def make_tables(rope: RopeConfig | None) -> PositionTables:
         if rope is not None:

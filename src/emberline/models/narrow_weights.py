@@ -97,7 +97,9 @@ class PendingExperts:
         self._matrices: QuantisedMatrix | None = None
 
     def set_part(self, select: Callable[[Tensor], Tensor], matrix: QuantisedMatrix) -> None:
-        """Copy a part to its rows. `select`: returns the part of a stacked tensor [experts, rows, 1]."""
+        """Copy a matrix, such as the gates of one expert, to its rows among those of all experts.
+
+        `select`: returns these rows of a tensor [experts, rows of an expert, 1]."""
         if self._matrices is None:
             self._matrices = allocate_like(self._shape, self._device, zeroed=True)  # there may be unused places
         whole, count, n = self._matrices, self._shape.codes.shape[0], self._shape.n

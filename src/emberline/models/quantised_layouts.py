@@ -226,7 +226,7 @@ class TensorJoiner:
         """Return the format whose groups divide the columns and whose scales have the stored shape, or the first."""
         candidates, columns = self._candidates(name, "int4"), shape[1]
         if info.dtype != "I32" or len(info.shape) != 2:
-            raise _codes_error(name, info, "I32 and two sizes")
+            raise _codes_error(name, info, "I32 and two dimensions")
         stored = self.tensors.get(f"{base}_scale") or self.tensors.get(f"{base}.scales")
         numbers = 0 if stored is None else prod(stored.shape)
         for found in candidates:
@@ -299,7 +299,7 @@ def _fp8_scale_shapes(found: WeightFormat, experts: list[int], rows: int, column
 
 def _two_sizes(name: str, info: TensorInfo) -> tuple[int, int]:
     if info.dtype != "I32" or len(info.shape) != 2:
-        raise _codes_error(name, info, "I32 and two sizes")
+        raise _codes_error(name, info, "I32 and two dimensions")
     return info.shape[0], info.shape[1]
 
 

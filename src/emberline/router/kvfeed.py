@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from emberline.core.blockbatch import BlockBatch
 from emberline.router.prefix_block_map import BlockPosition
-from emberline.tokens.blockhash import split_state_mark
+from emberline.tokens.blockhash import read_listed_parent
 
 MAX_ENDED_INCARNATIONS = 16
 
@@ -70,7 +70,7 @@ class WorkerKVBlocks:
 
     def _add_blocks(self, stored: Iterable[tuple[bytes, bytes]]) -> None:
         for digest, listed_parent in stored:
-            self.held_blocks[digest], lacks_states = split_state_mark(digest, listed_parent)
+            self.held_blocks[digest], lacks_states = read_listed_parent(digest, listed_parent)
             if lacks_states:
                 self._without_states.add(digest)
             else:

@@ -25,7 +25,7 @@ class KVIndex:
     def __init__(self, max_blocks: int, max_prefixes: int) -> None:
         """`max_blocks` limits the blocks in the index, summed over all workers.
 
-        A worker whose batch exceeds that limit is removed from the index."""
+        If the events that a worker reports would exceed this limit, the worker is removed from the index."""
         self._max_blocks = max_blocks
         self._feeds: dict[str, WorkerKVBlocks] = {}
         self._too_large: set[str] = set()

@@ -47,10 +47,11 @@ def mark_without_states(parent: bytes) -> bytes:
     return parent + NO_STATES
 
 
-def split_state_mark(digest: bytes, parent: bytes) -> tuple[bytes, bool]:
-    """Return the parent of a block in KV events, and whether it is marked as a block without recurrent states."""
-    is_marked = len(parent) in (len(NO_STATES), len(digest) + len(NO_STATES)) and parent.endswith(NO_STATES)
-    return (parent.removesuffix(NO_STATES), True) if is_marked else (parent, False)
+def read_listed_parent(digest: bytes, listed: bytes) -> tuple[bytes, bool]:
+    """Return the parent's hash from a KV event about the block `digest`, and whether the event says that no recurrent
+    states are stored after the block (see `mark_without_states`)."""
+    is_marked = len(listed) in (len(NO_STATES), len(digest) + len(NO_STATES)) and listed.endswith(NO_STATES)
+    return (listed.removesuffix(NO_STATES), True) if is_marked else (listed, False)
 
 
 def hash_last_full_block(root: bytes, tokens: Sequence[int], block_size: int) -> tuple[bytes, int] | None:

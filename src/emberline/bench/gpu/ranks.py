@@ -1,4 +1,5 @@
-"""`python -m emberline.bench.gpu.ranks`: engines on several ranks that share one GPU generate the tokens of one rank.
+"""`python -m emberline.bench.gpu.ranks`: checks that engines on several ranks, which share one
+GPU, generate the same tokens as an engine on one rank.
 
 The model is a small Llama with random weights, computed in float32, so that rounding is smaller than the differences
 between logits. Ranks of one GPU take turns: their times say nothing about several GPUs.

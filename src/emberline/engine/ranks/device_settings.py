@@ -52,7 +52,9 @@ def check_gpu_count(parallel: ParallelConfig, num_gpus: int) -> None:
 
 
 def check_device_drafts(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise InvalidRequest if drafts are asked for of a model with recurrent layers, whose GPUs keep no draft rows."""
+    """Raise InvalidRequest if the settings ask for speculation and the model has recurrent layers.
+
+    Ranks on GPUs do not keep what such layers need to go back to the last accepted token."""
     if config.speculation.speculate != "off" and model.parts.attention.state is not None:
         message = f"speculate is {config.speculation.speculate}, but a {model.model_type} model has recurrent layers"
         hint = "drop --speculate, or use one GPU"

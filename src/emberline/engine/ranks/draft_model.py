@@ -59,7 +59,9 @@ def _load_vocabulary(target: DecoderModel, weights: Weights, *, needs_head: bool
 
 
 def _count_copies(model: Eagle3Head | MTPHead, target: DecoderModel) -> int:
-    """Return the bytes of the matrices of `target` that its head uses. They were loaded for the head."""
+    """Return the bytes of the target model's embedding and output head, if the draft model uses them too.
+
+    On this rank they are copies that were loaded for the draft model only."""
     embedding, head = model.embedding, model.head.weight
     copies = [embedding.nbytes] * (embedding is target.embedding)
     copies += [head.nbytes] * (head is target.head.weight and head is not embedding)

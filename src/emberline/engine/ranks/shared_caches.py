@@ -28,7 +28,9 @@ class SharedCaches:
     def allocate(
         memory: GroupMemory, ranks: Layout, model: ModelConfig, groups: LayerGroups, whole: KVLayout, num_blocks: int
     ) -> SharedCaches:
-        """Add memory for the caches of all ranks. `model`: the whole one. `whole`: the layout of its blocks."""
+        """Add memory for the caches of all ranks.
+
+        `model`: not divided among ranks. `whole`: the layout of a block with all of its layers and heads."""
         regions, offsets = [], {}
         parts = list_block_parts(ranks, model, groups)
         for rank, part in enumerate(parts):

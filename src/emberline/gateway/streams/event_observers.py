@@ -85,7 +85,7 @@ class _ChatEvent(msgspec.Struct):
     error: Any = None
 
     @property
-    def content(self) -> bool:
+    def has_content(self) -> bool:
         return bool(self.choices)
 
     @property
@@ -138,7 +138,7 @@ class _Response(msgspec.Struct):
     status: Any = None
 
     @property
-    def content(self) -> bool:
+    def has_content(self) -> bool:
         return isinstance(self.output, list)
 
     @property
@@ -200,8 +200,9 @@ class _Message(msgspec.Struct):
 class _WholeMessage(_Message):
     type: Any = None
 
-    def __post_init__(self) -> None:
-        self.content = isinstance(self.content, list)  # an empty list is valid: the model produced nothing
+    @property
+    def has_content(self) -> bool:
+        return isinstance(self.content, list)  # an empty list is valid: the model produced nothing
 
 
 class _BlockDelta(msgspec.Struct):
@@ -275,7 +276,7 @@ class _GeminiEvent(msgspec.Struct):
     error: Any = None
 
     @property
-    def content(self) -> bool:
+    def has_content(self) -> bool:
         return bool(self.candidates or self.promptFeedback)
 
     @property
@@ -315,7 +316,7 @@ class _Embeddings(msgspec.Struct):
     error: Any = None
 
     @property
-    def content(self) -> bool:
+    def has_content(self) -> bool:
         return len(bytes(self.data)) > 2
 
     @property

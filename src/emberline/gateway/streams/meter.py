@@ -167,7 +167,7 @@ def check_reply(dialect: Dialect, body: bytes) -> tuple[Usage | None, str]:
         raise UpstreamBroken(f"the provider's reply does not follow the format {dialect}: {e}") from e
     if reply.error is not None:
         raise UpstreamBroken(f"the provider sent an error with a success status: {str(reply.error)[:300]}")
-    if not reply.content:
+    if not reply.has_content:
         raise UpstreamBroken("the provider's reply has no content")
     return Usage.parse(dialect, reply.usage_object), str(reply.model or "")
 

@@ -22,7 +22,7 @@ class RepetitionFilter:
         self._held = ""  # received text that may still turn out to be a repetition
 
     def push(self, text: str) -> str:
-        """Return the new text that is no repetition; "" while the text so far may still be a repetition."""
+        """Return the new text without what the client has received before; "" while that cannot be told yet."""
         if not self._repetitions:
             return text
         self._held += text
@@ -33,7 +33,7 @@ class RepetitionFilter:
         return self.end()
 
     def end(self) -> str:
-        """Return the remaining text that is no repetition; called when no more text follows."""
+        """Return the remaining text that the client has not received before; called when no more text follows."""
         held, repetitions = self._held, self._repetitions
         self._held, self._repetitions = "", ()
         repetition = next((candidate for candidate in repetitions if held.startswith(candidate)), None)

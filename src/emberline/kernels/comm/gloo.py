@@ -105,7 +105,7 @@ class GlooGroup(Communicator):
     def abort(self) -> None:
         """End all calls that wait, and all later ones, with RankLost. Any thread may call this method.
 
-        gloo closes all connections of a group if one of its calls is not finished in time, so this makes one."""
+        gloo closes all connections of a group when one of its calls times out, so this makes a call that does."""
         if (group := self._group) is not None:
             with contextlib.suppress(RuntimeError):
                 received = torch.empty(1, dtype=torch.uint8)

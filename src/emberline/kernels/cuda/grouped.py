@@ -1,4 +1,4 @@
-"""multiply_tiles: products of rows that are sorted by expert with the experts' matrices, bf16 or uw12 weights.
+"""multiply_tiles: multiplies rows, sorted by expert, by the matrices of their experts, which are bf16 or packed (uw12).
 
 `grouped.cu` has the kernels.
 """

@@ -226,10 +226,10 @@ def _choose_exponent(scales: Tensor) -> int:
 
 
 def use_common_factor(weight: NarrowWeight) -> NarrowWeight | None:
-    """Return the weight with a factor that does not depend on its values, which are changed in place.
+    """Return the weight with the same `factor` (by which all sums are multiplied) as every other weight of its format.
 
-    So matrices of several weights of one format can be exchanged. None: that would round scales, or rows have factors
-    of their own that follow from the values."""
+    Its scales are changed in place to fit. Then experts can move from one weight to another. Return None if the scales
+    would have to be rounded, or if rows have factors of their own."""
     if weight.format == "Float4<8>":
         return weight
     if weight.row_scales is not None:
