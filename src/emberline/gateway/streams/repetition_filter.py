@@ -22,7 +22,7 @@ class RepetitionFilter:
         self._held = ""  # received text that may still turn out to be a repetition
 
     def push(self, text: str) -> str:
-        """Return the new text without what the client has received before; "" while that cannot be told yet."""
+        """Return the new text without what the client has received before; "" while that is not certain yet."""
         if not self._repetitions:
             return text
         self._held += text
