@@ -32,7 +32,7 @@ from emberline.kernels.triton import (
 TRITON_MODULES: tuple[ModuleType, ...] = (
     activation, attention, experts, grouped, linear, narrow, norm, rope, router, routing,
 )  # fmt: skip
-Form = Literal["plain", "packed", "fp8", "fp8 blocks", "int4"]
+Form = Literal["plain", "packed", "fp8", "fp8 blocks", "int4", "mxfp4"]
 BLOCK = 128
 
 

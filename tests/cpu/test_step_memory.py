@@ -188,16 +188,20 @@ def test_unpacked_matrices_are_counted() -> None:
 
 
 HIDDEN, WIDTH, COUNT, CHOSEN = 2048, 768, 128, 8  # of Qwen3-30B-A3B
-EXPERT_FORMS = [("hopper", "plain"), ("hopper", "packed"), ("hopper", "int4"), ("portable", "plain")]
+GROUPS = {"int4": 128, "mxfp4": 32}  # columns that share a scale
+EXPERT_FORMS = [
+    ("hopper", "plain"), ("hopper", "packed"), ("hopper", "int4"), ("hopper", "mxfp4"), ("portable", "plain"),
+]  # fmt: skip
 
 
 def make_experts(form: Form, n: int, k: int, *, gated: bool) -> Tensor | PackedExperts:
     if form == "plain":
         return empty(COUNT, n, k)
-    if form == "int4":
-        units, size = k // 128, count_packed_bytes("int4", n, k, 128)
+    if form in GROUPS:
+        units, size = k // 128, count_packed_bytes(form, n, k, GROUPS[form])
         data = empty(COUNT, n // 64, units, 4, size // (n // 16 * units), dtype=torch.uint8)
-        weight: Any = NarrowWeight(data, "Int4<1, false>", n, k, 1.0, None, None, gated)
+        name = "Int4<1, false>" if form == "int4" else "Float4<4>"
+        weight: Any = NarrowWeight(data, name, n, k, 1.0, None, None, gated)
         return PackedExperts(COUNT, n, k, WeightLayout.QUANTISED, weight, data.nbytes, gated)
     planes = empty(COUNT * n // 64, k // 64, 4, UNIT_BYTES, dtype=torch.uint8)
     weight = UW12Weight(planes, empty(COUNT * n // 16, 512, dtype=torch.uint8), COUNT * n, k)
@@ -221,7 +225,7 @@ def make_mixture(backend: PortableBackend, form: Form, shared: int) -> Mixture:
 
 
 def plan_experts(kernels: str, form: Form) -> StepKernels:
-    narrow = [("int4", 2 * WIDTH, HIDDEN, 128)] if form == "int4" else []
+    narrow = [(form, 2 * WIDTH, HIDDEN, GROUPS[form])] if form in GROUPS else []
     forms: Any = {"narrow_experts": narrow, "has_other_experts": not narrow}
     return StepKernels.of(kernels, 2, packed=form == "packed", **forms)
 
@@ -231,7 +235,7 @@ def describe_experts(shared: int = 0) -> ExpertNetwork:
 
 
 @pytest.mark.parametrize("shared", [0, 1408])
-@pytest.mark.parametrize("rows", [8192, 5120, 1100, 520, 300, 200, 40])
+@pytest.mark.parametrize("rows", [8192, 5120, 1100, 520, 300, 200, 129, 40])
 @pytest.mark.parametrize(("kernels", "form"), EXPERT_FORMS)
 def test_experts_allocate_what_is_planned(
     monkeypatch: pytest.MonkeyPatch, kernels: str, form: Form, rows: int, shared: int

@@ -13,11 +13,12 @@ from enum import StrEnum
 
 from emberline.kernels.narrow_size import can_pack
 from emberline.kernels.work_limits import (
+    FLOAT4_TILE_ROWS,
     GATE_GROUP_ROWS,
+    INT4_TILE_ROWS,
     MAX_COPIED_PLACES,
     MAX_GEMM_ROWS,
     MAX_TILE_ROWS,
-    NARROW_TILE_ROWS,
     PACKED_TILE_ROWS,
     PLAIN_TILE_ROWS,
     can_use_gemm,
@@ -38,8 +39,12 @@ class WeightForm(StrEnum):
     PLAIN = "plain"
     PACKED = "packed"  # uw12
     FP8 = "fp8"  # float8 with kernels that quantise their inputs
-    NARROW = "narrow"  # 4-bit codes in the layout of cuda/narrow_layout.py
+    INT4 = "int4"  # 4-bit integers in the layout of cuda/narrow_layout.py
+    FLOAT4 = "float4"  # 4-bit floats in that layout
     CODES = "codes"  # codes that are dequantised in parts for many rows
+
+
+NARROW_FORMS = (WeightForm.INT4, WeightForm.FLOAT4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ class StepKernels:
     @property
     def unpacks_matrices(self) -> bool:
         """Whether whole matrices are unpacked for products with many rows, one while another is used."""
-        return any(each.form in (WeightForm.PACKED, WeightForm.NARROW) for each in self.variants)
+        return any(each.form in (WeightForm.PACKED, *NARROW_FORMS) for each in self.variants)
 
     @property
     def packs_head(self) -> bool:
@@ -179,14 +184,15 @@ class StepKernels:
         tables = PLACE_TABLE_BYTES * places
         if not tile_rows:
             return tables + self.dtype_bytes * assignments * (network.width + network.hidden)
-        widest = max(assignments, min(places, MAX_COPIED_PLACES)) if form is WeightForm.NARROW else places
+        widest = max(assignments, min(places, MAX_COPIED_PLACES)) if form in NARROW_FORMS else places
         return tables + self.dtype_bytes * (places * network.width + widest * network.hidden)
 
 
 def _list_tile_sizes(variant: KernelVariant) -> Sequence[tuple[float, int]]:
     """Return pairs (rows of an expert on average, rows of a tile); 0: of kernels that leave no places unused."""
     sizes = {
-        WeightForm.PLAIN: PLAIN_TILE_ROWS, WeightForm.PACKED: PACKED_TILE_ROWS, WeightForm.NARROW: NARROW_TILE_ROWS,
+        WeightForm.PLAIN: PLAIN_TILE_ROWS, WeightForm.PACKED: PACKED_TILE_ROWS,
+        WeightForm.INT4: INT4_TILE_ROWS, WeightForm.FLOAT4: FLOAT4_TILE_ROWS,
     }  # fmt: skip
     return sizes.get(variant.form, UNSORTED) if variant.kernels == "hopper" else UNSORTED
 
@@ -197,7 +203,7 @@ def _narrow_form(kernels: str, kind: str, rows: int, columns: int, group_columns
     if kernels == "hopper" and kind == "fp8" and supports_fp8_shape(rows, columns) and has_wide_groups:
         return WeightForm.FP8
     if kernels == "hopper" and can_pack(kind, rows, columns, group_columns):
-        return WeightForm.NARROW
+        return WeightForm.INT4 if kind == "int4" else WeightForm.FLOAT4
     return WeightForm.CODES
 
 

@@ -22,7 +22,8 @@ FP8_ROW_GRAIN, FP8_COLUMN_GRAIN, MAX_FP8_COLUMNS = 64, 16, 32768  # of float8 we
 # weights and of 4-bit codes; 0: kernels that leave no places in tiles unused. The fastest of some, measured on an H200.
 PLAIN_TILE_ROWS = ((96.0, 0), (320.0, 256), (math.inf, 0))
 PACKED_TILE_ROWS = ((12.0, 32), (52.0, 64), (96.0, 128), (math.inf, 256))
-NARROW_TILE_ROWS = ((16.0, 0), (24.0, 32), (48.0, 64), (math.inf, 128))
+INT4_TILE_ROWS = ((16.0, 0), (24.0, 32), (48.0, 64), (math.inf, 128))
+FLOAT4_TILE_ROWS = ((8.0, 0), (24.0, 32), (48.0, 64), (math.inf, 128))
 MAX_TILE_ROWS, GATHERED_TILE_ROWS = 256, 32  # the largest tiles, and those whose rows kernels fetch one by one
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an output head that are unpacked at a time, at most
 MAX_DEQUANTISED_WEIGHTS = 8192 * 4096  # elements of a quantised matrix that are dequantised at a time, at most

@@ -127,7 +127,7 @@ class DecoderModel:
     final_norm: Tensor | None = None  # weight of a layer norm before the head; None: the head has an RMS norm
     vocabulary: VocabularyPart | None = None  # the rows of embedding and head that this rank has; None: all
     # The layers in a form that also computes a part of the next layer; None: a layer has no such form.
-    joined: tuple[FusedLayer | ChainedLayer | None, ...] = field(init=False, repr=False)
+    joined: tuple[FusedLayer | ChainedLayer | None, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "joined", tuple(map(_as_joined_layer, self.layers)))

@@ -201,6 +201,8 @@ def main() -> None:
     parser.add_argument("--weights", metavar="FORMAT", help="of `emberline serve`, for example fp8 or int4")
     parser.add_argument("--logs", type=Path, help="directory in which to keep the servers' logs")
     args = parser.parse_args()
+    if args.weights is not None and args.peers:
+        parser.error("--weights cannot be used with --peers: a peer would serve the checkpoint as it is")
     only = [int(streams) for streams in args.streams.split(",")]
     settings = "default, also of the embedder: without a network its download fails and is part of http_ready_s"
     config = {"max_tokens": MAX_TOKENS, "rounds": ROUNDS, "prompt_words": 200, "settings": settings}

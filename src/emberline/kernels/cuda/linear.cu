@@ -62,7 +62,6 @@ template <class W, int BLOCKS, int TILES, int WARPS> struct Shape {
   static_assert(PARTIAL * 4 <= SLOT, "partial sums must fit into a slot");
 };
 
-// Prefetches the tensor map itself.
 // Loads two bf16 past L1. With PDL this CTA started early, and L1 may hold data from before the preceding kernel's
 // writes.
 DEVICE u32 load_past_l1(const bf16* at) {

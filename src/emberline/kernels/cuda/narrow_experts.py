@@ -13,10 +13,11 @@ from emberline.kernels.packed_weight import PackedExperts, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.triton.experts import RouteRows
 from emberline.kernels.triton.routing import clear_other_outputs
+from emberline.kernels.work_limits import FLOAT4_TILE_ROWS, INT4_TILE_ROWS
 
 # Rows of an expert on average from which the kernels for many rows are faster: between 8 and 16 for float4, whose
 # products they overlap with decoding. int4 waits for each group's.
-FLOAT4_WIDE_ROWS, INT4_WIDE_ROWS = 8, 16
+FLOAT4_WIDE_ROWS, INT4_WIDE_ROWS = FLOAT4_TILE_ROWS[0][0], INT4_TILE_ROWS[0][0]
 
 
 def pack_experts(matrices: QuantisedMatrix, *, gated: bool = False) -> PackedExperts | None:
