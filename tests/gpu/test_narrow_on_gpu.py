@@ -162,15 +162,28 @@ def test_products_of_many_rows(name: str, rows: int, n: int, k: int) -> None:
 
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("columns", narrow_wide.COLUMNS)
-def test_wide_plans(columns: int) -> None:
-    matrix, rows = make_matrix("int4-32", 672, 1344, device=GPU), columns - 3
+@pytest.mark.parametrize("name", ["int4-32", "mxfp4", "nvfp4"])
+def test_wide_plans(name: str, columns: int) -> None:
+    matrix, rows = make_matrix(name, 672, 1344, device=GPU), columns - 3
     x, w = torch.randn(rows, 1344, device=GPU).to(BF16), pack_matrix(matrix)
     exact = x.double() @ dequantise(matrix).double().T
     for groups in narrow_wide.GROUPS[columns]:
-        for parts, stages in ((1, 1), (2, 2), (4, 3)):
+        for parts, stages in ((1, 1 if name == "int4-32" else 2), (2, 2), (4, 3)):
             out = torch.full((rows, 672), torch.nan, device=GPU)
             narrow_wide.linear(x, w, out=out, plan=narrow_wide.WideNarrowPlan(groups, columns, parts, stages))
             assert float((out.double() - exact).norm() / exact.norm()) < 1e-5
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("columns", narrow_wide.COLUMNS)
+@pytest.mark.parametrize("name", ["int4-32", "mxfp4", "nvfp4"])
+def test_rows_of_a_tile_with_few_rows_have_the_same_bits(name: str, columns: int) -> None:
+    """The last tile has two rows, which are copied and multiplied as a half tile."""
+    w, x = pack_matrix(make_matrix(name, 192, 1344, device=GPU)), torch.randn(columns + 2, 1344, device=GPU).to(BF16)
+    x[columns:] = x[:2]
+    out = torch.full((columns + 2, 192), torch.nan, device=GPU)
+    narrow_wide.linear(x, w, out=out, plan=narrow_wide.WideNarrowPlan(1, columns, 1, 3))
+    assert torch.equal(out[columns:], out[:2])
 
 
 @pytest.mark.usefixtures("cuda_kernels")
