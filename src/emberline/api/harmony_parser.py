@@ -35,7 +35,7 @@ class HarmonyParser(OutputParser):
         self._has_role = False  # the header begins with the role
         self._emit: Callable[[str], None] = self._emit_text  # passes on the text of a message
         self._name = ""  # of a tool call whose arguments have not begun
-        self._space = ""  # white space before them
+        self._space = ""  # white space before the arguments
         self._scanner: JsonValueScanner | None = None  # inside the arguments of a tool call
 
     @property
@@ -106,7 +106,7 @@ class HarmonyParser(OutputParser):
         self._name, self._space, self._scanner, self._header = "", "", None, ""
 
     def _emit_call_text(self, text: str) -> None:
-        """Pass on the text of a tool call: its arguments if it is a JSON object, or else text."""
+        """Pass on the text of a tool call: as the call's arguments if it is a JSON object, else as text."""
         if self._name:
             self._space += text
             arguments = self._space.lstrip(WHITESPACE)
@@ -134,6 +134,6 @@ class HarmonyParser(OutputParser):
 
 
 def _may_begin_header(text: str) -> bool:
-    """Return whether a header may begin with this text, before the marker of the channel."""
+    """Return whether the text may begin a header: a role and a recipient, which precede the channel marker."""
     words = " ".join(text.split())
     return "assistant to=".startswith(words) or "to=".startswith(words) or _ROLE.fullmatch(text) is not None

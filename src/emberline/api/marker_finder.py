@@ -1,4 +1,4 @@
-"""MarkerFinder: finds markers in streamed text, of which the last characters may begin a marker."""
+"""MarkerFinder: finds markers in streamed text, whose last characters may be the start of a marker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MarkerFinder:
     def find(self, text: str, start: int) -> tuple[int, str | None]:
         """Return the position of the first marker and the marker.
 
-        If there is none, return the position from which the text may begin a marker, and None.
+        Without a marker, return (position, None): where an incomplete last marker may begin, or the end of the text.
         """
         if found := self._pattern.search(text, start):
             return found.start(), found[0]
@@ -27,7 +27,7 @@ class MarkerFinder:
         return len(text), None
 
     def match(self, text: str, start: int) -> str | None:
-        """Return the marker at `start`, an empty string if the text may become one there, or None."""
+        """Return the marker at `start`, "" if more text may complete a marker there, or None."""
         if found := self._pattern.match(text, start):
             return found[0]
         return "" if self.is_prefix(text[start:]) else None

@@ -90,7 +90,7 @@ class MarkerParser(OutputParser):
         return self._state == self._parse_call_boundary and self.num_calls > 0 and not unread_text
 
     def _is_in_call_head(self, unread_text: str) -> bool:
-        """Return whether the output ends in the opening marker of a call, or just after it."""
+        """Return whether the output ends within the opening marker of a call, or directly after it."""
         if self._state in (self._parse_call_boundary, self._parse_text):
             min_chars = 1 if self._state == self._parse_call_boundary and self.num_calls else MIN_MARKER_CHARS
             return len(unread_text) >= min_chars and self._answer_markers.is_prefix(unread_text)
@@ -183,7 +183,7 @@ class MarkerParser(OutputParser):
             self._state = self._parse_after_begin
 
     def _parse_after_begin(self) -> bool:
-        """Skip white space after the opening marker of a call, and choose the reader by the character after it."""
+        """Skip white space after the opening marker of a call, and choose the reader by the next character."""
         self._head += self._skip_chars(WHITESPACE)
         if len(self._head) > MAX_HEAD_CHARS:
             self._reject_call("")
@@ -218,7 +218,7 @@ class MarkerParser(OutputParser):
     def _reject_call(self, read_text: str) -> None:
         """Treat the first character of the supposed call as text, and parse the rest of it again.
 
-        The rest may contain the opening marker of a real call. `read_text` was read after the head.
+        The rest may contain the opening marker of a real call. `read_text` was read after the supposed opening marker.
         """
         text = self._head + read_text
         self._emit_text(self._gap + text[:1])
@@ -226,7 +226,7 @@ class MarkerParser(OutputParser):
         self._gap, self._head, self._state = "", "", self._parse_text
 
     def _abandon_call(self, reader: CallReader) -> None:
-        """Accept a call without its closing marker, and parse the characters after the call as text."""
+        """End a call whose closing marker is missing, and parse the characters after the call again."""
         self._push_back_text(reader.unaccepted_text)
         self._state = self._parse_call_boundary
 

@@ -19,7 +19,7 @@ Piece = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 
 class OutputParser(ABC):
     def __init__(self, index: int, new_id: Callable[[], str]) -> None:
-        """`index`: of the choice. `new_id` returns a new id of 24 letters or digits."""
+        """`index`: the index of the choice. `new_id` returns a new id of 24 letters or digits."""
         self.num_calls = 0
         self._index, self._new_id = index, new_id
         self._call_ids: set[str] = set()
@@ -32,13 +32,13 @@ class OutputParser(ABC):
 
     @abstractmethod
     def push(self, text: str) -> list[Piece]:
-        """Parse more of the output and return the deltas that are certain now."""
+        """Parse more of the output and return the deltas that later output can no longer change."""
 
     @abstractmethod
     def flush(self, was_cut_off: bool = False) -> list[Piece]:
         """Return the deltas for text that `push` has not passed on yet; called after the end of the output.
 
-        `was_cut_off`: by max_tokens, not ended by the model. Then a call that has no arguments yet is dropped.
+        `was_cut_off`: max_tokens ended the output, not the model. Then a call that has no arguments yet is dropped.
         """
 
     def _take_deltas(self) -> list[Piece]:
@@ -59,7 +59,7 @@ class OutputParser(ABC):
             self._pieces.append(ToolCallArguments(self.num_calls - 1, event, self._index))
 
     def _choose_call_id(self, call: CallStart) -> str:
-        """Return the id that the model wrote, or a new id if it wrote none or the same twice."""
+        """Return the id that the model wrote, or a new id if it wrote none or repeated the id of an earlier call."""
         id_ = call.id if call.id is not None and call.id not in self._call_ids else f"call_{self._new_id()}"
         self._call_ids.add(id_)
         return id_

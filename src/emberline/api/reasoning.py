@@ -23,7 +23,7 @@ class ReasoningStyle:
     other_ends: tuple[str, ...] = ()
     dropped_markers: tuple[str, ...] = ()  # texts around the answer that carry no meaning of their own
     answer_frame: tuple[str, str] = ("", "")  # texts before and after the answer, if it is not tool calls
-    more_markers: tuple[str, ...] = ()  # further texts that the detokenizer must keep where they are special tokens
+    more_markers: tuple[str, ...] = ()  # further texts that the detokenizer must keep if they are special tokens
     template_signs: tuple[tuple[str, ...], ...] = ()  # a chat template with all texts of one group uses this style
     uses_channels: bool = False  # the output consists of messages with a header: see HarmonyParser
 
@@ -37,7 +37,7 @@ class ReasoningStyle:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that the detokenizer must keep where they are special tokens."""
+        """Texts that the detokenizer must keep if they are special tokens."""
         return (*self.begins, *self.ends, *self.dropped_markers, *self.more_markers)
 
     def is_used_by(self, template: str) -> bool:
@@ -141,7 +141,7 @@ def select_reasoning_style(template: str, name: str = "auto") -> ReasoningStyle 
 
 
 def frame_answer(grammar: GrammarSpec, style: ReasoningStyle, special_tokens: Mapping[str, int]) -> GrammarSpec:
-    """Return a grammar for the answer with the texts that this style writes before and after an answer."""
+    """Return a grammar for the answer together with the texts that this style writes before and after it."""
     if style.answer_frame == ("", ""):
         return grammar
     try:

@@ -51,7 +51,7 @@ class RuleWriter:
         return any(token in text for token in self.special_tokens)
 
     def add_rule(self, name: str, expression: str, is_lazy: bool = False) -> str:
-        """Add a rule unless it exists, and return its name. A lazy rule matches as little text as possible."""
+        """Add or replace the rule called `name`, and return the name. A lazy rule matches as little as possible."""
         self._rules[f"{name}[lazy]" if is_lazy else name] = expression
         return name
 
@@ -63,9 +63,9 @@ class RuleWriter:
     def write_sequence(
         self, name: str, items: Sequence[tuple[str, bool]], separator: str = "", other: str | None = None
     ) -> str:
-        """Return a term for the items in their order, with the separator between those that are there.
+        """Return a term for the items in their order, with the separator between the items that are present.
 
-        An item is a term, and whether it is required. `other`: a term that may be repeated after the items.
+        An item is (term, whether it is required). `other`: a term that may be repeated after the items.
         """
         joint = self.literal(separator)
         others = f"({joint} {other}){{0,{MAX_OTHER_PARAMETERS}}}" if other else ""
@@ -96,5 +96,5 @@ def _escape(text: str) -> str:
 
 
 def _name_rule(kind: str, *texts: str) -> str:
-    """Return the name of a rule that depends on these texts only."""
+    """Return a name for a rule. The name depends only on `kind` and `texts`."""
     return f"{kind}_{zlib.crc32(json.dumps(texts).encode()):08x}"

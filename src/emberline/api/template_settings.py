@@ -16,7 +16,7 @@ from emberline.core.errors import InvalidRequest
 @dataclass(frozen=True, slots=True)
 class TemplateSetting:
     field: str  # name in the protocol
-    variables: tuple[str, ...]  # template variables that carry it; without effect if the template uses none of them
+    variables: tuple[str, ...]  # template variables that it sets; it has no effect if the template uses none of them
     enables_reasoning: bool | None = None  # whether it turns reasoning on or off; None: neither
 
 

@@ -1,7 +1,7 @@
 """ModelLister: lists the models that a caller can use.
 
 Self-hosted servers are asked for their models. Models of other providers are taken from the price catalogue, if there
-is a key for the provider. A server that does not answer, or refuses, contributes no models, which is logged.
+is a key for the provider. If a server does not answer or refuses, its models are not listed, and the reason is logged.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ModelLister:
         return [_ListedModel(model.name, 0, model.context or 0, kind=model.kind) for model in known]
 
     async def _fetch_server_models(self, provider: Provider, key: str | None) -> tuple[list[_ListedModel], str]:
-        """Return the models of a server, and why there are none if it could not be asked."""
+        """Return the models of a server and "", or no models and the reason why they could not be read."""
         headers = {"accept": "application/json"}
         if key is not None:
             provider.set_auth_headers(headers, key)
@@ -113,7 +113,7 @@ class ModelLister:
             return [], "what the server answers is not a list of models"
 
     def _log_problem(self, slug: str, problem: str) -> None:
-        """Log why the models of a provider are missing, once until that changes."""
+        """Log why the models of a provider are missing, unless the same reason was logged last."""
         if problem and self._problems.get(slug) != problem:
             log.warning("Models cannot be listed: provider=%s reason=%r", slug, problem)
         self._problems[slug] = problem

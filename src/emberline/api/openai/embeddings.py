@@ -1,7 +1,7 @@
 """Requests and replies of POST /v1/embeddings.
 
 call = parse(body)
-reply = render(call, vectors, prompt_tokens, model)    # one vector for each of call.inputs, of call.dimensions
+reply = render(call, vectors, prompt_tokens, model)    # one vector of length call.dimensions per input
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def build_transcript(instructions: str | None, input: str | list[Item]) -> Trans
 
 
 def continues_last_message(input: str | list[Item]) -> bool:
-    """Return whether the output continues the last item: an assistant message that is not completed."""
+    """Return whether the last item is an incomplete assistant message, which the output then continues."""
     last = input[-1] if input else None
     return isinstance(last, MessageItem) and last.role == "assistant" and last.status in ("in_progress", "incomplete")
 

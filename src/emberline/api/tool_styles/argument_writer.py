@@ -6,7 +6,7 @@ import json
 
 
 class ArgumentWriter:
-    """Returns the text that each argument adds. The texts joined are a prefix of a JSON object at all times."""
+    """Writes the JSON around argument values. This text joined with the values is always a prefix of a JSON object."""
 
     def __init__(self) -> None:
         self._num_arguments = 0
@@ -22,7 +22,7 @@ class ArgumentWriter:
 
 
 class TextValueReader:
-    """Reads plain text up to a marker that ends it, and returns the characters that are certain not to be a marker.
+    """Reads plain text up to an end marker, and returns the characters that cannot be part of the marker.
 
     One line break after the start and one before the marker are dropped if `trims_lines` is set.
     """

@@ -28,8 +28,9 @@ CallEvent = CallStart | str  # a string is a part of the arguments, which are a 
 class CallReader:
     """Reads the characters after the marker that opens a tool call, or a group of calls.
 
-    The arguments in the events are a prefix of a JSON object at all times. Characters are unaccepted until an event, or
-    the end of a call, makes them part of a call. If the text turns out not to be a call, they become text again.
+    The arguments in the events of a call, joined, are always a prefix of a JSON object. Characters are unaccepted until
+    an event or the end of a call makes them part of the call. If the text turns out not to be a call, the unaccepted
+    characters become text again.
     """
 
     def __init__(self, state: Callable[[str], None]) -> None:
@@ -51,18 +52,18 @@ class CallReader:
 
     @property
     def is_likely_call(self) -> bool:
-        """Whether the text begins like a call, although it had no opening marker."""
+        """Whether the text looks like a call, even without an opening marker."""
         return self.has_calls
 
     @property
     def is_in_head(self) -> bool:
-        """Whether the text read until now belongs to a call that has not begun; such text may not be endless."""
+        """Whether the call has not begun yet. Text before the beginning of a call is limited by `MAX_HEAD_CHARS`."""
         return not self.has_calls
 
     def read(self, text: str, at: int) -> tuple[list[CallEvent], int]:
         """Read text[at:] up to the end of the call or of the text.
 
-        Return what it adds to the calls, and the position after the last character that was read.
+        Return the events that the text adds to the calls, and the position after the last character that was read.
         """
         while at < len(text) and self.status is ParseStatus.INCOMPLETE:
             char = text[at]
@@ -74,7 +75,7 @@ class CallReader:
         return self._take_events(), at
 
     def end(self) -> list[CallEvent]:
-        """Return what completes the call, if the model ended its output where only closing markers are missing."""
+        """Return the events that complete the call if the output ended and only closing markers are missing."""
         self._complete_at_end()
         return self._take_events()
 

@@ -1,4 +1,4 @@
-"""Reads the values that Gemma 4 and FunctionGemma write: JSON with strings between markers and plain keys."""
+"""Reads the values that Gemma 4 and FunctionGemma write: JSON with unquoted keys, and with strings between markers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WORDS: dict[str, Any] = {"true": True, "false": False, "null": None, "none": No
 
 
 def literal_to_json(text: str, quote: str) -> str | None:
-    """Return the JSON of a value, or None if the text is no value. `quote` is the marker around strings."""
+    """Return the JSON of a value, or None if the text is not a value. `quote` is the marker around strings."""
     try:
         parser = _LiteralParser(text, quote)
         value = parser.parse_value(0)
@@ -39,7 +39,7 @@ def format_value(value: Any, quote: str) -> str:
 
 
 class _LiteralParser:
-    """Methods raise ValueError if the text is no value."""
+    """Parses one value. The methods raise ValueError if the text is not a value."""
 
     def __init__(self, text: str, quote: str) -> None:
         self.at = 0
@@ -88,7 +88,7 @@ class _LiteralParser:
         return key
 
     def _parse_scalar(self) -> Any:
-        """Return a number or a word. A text without quotation marks that is neither is a string."""
+        """Return a number, a boolean or None. Any other text counts as a string without markers."""
         start = self.at
         while self.at < len(self._text) and self._text[self.at] not in ",]}":
             self.at += 1

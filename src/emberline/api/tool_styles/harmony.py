@@ -14,7 +14,7 @@ from emberline.api.rule_writer import RuleWriter
 from emberline.api.tool_styles.json_arguments import NamedCallStyle
 from emberline.api.tool_styles.style import Message
 
-MESSAGE_END = "<|end|><|start|>assistant"  # and the header of the next message
+MESSAGE_END = "<|end|><|start|>assistant"  # and the start of the next message's header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,8 @@ class HarmonyStyle(NamedCallStyle):
     def fit_messages(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
         """Return the messages in the form that the template of gpt-oss takes.
 
-        It renders only the first call of a message, and reasoning as `thinking`. So each call becomes a message of its
-        own, followed by its result.
+        The template renders only the first call of a message, and it reads reasoning from the field `thinking`. So each
+        call becomes a message of its own, followed by the call's result.
         """
         results = {message["tool_call_id"]: message for message in messages if "tool_call_id" in message}
         fitted: list[Message] = []

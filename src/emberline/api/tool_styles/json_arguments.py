@@ -30,7 +30,7 @@ class JsonArgumentsStyle(ToolStyle):
 
     head: str  # text before the arguments, with the fields %(name)s and %(number)d
     tail: str  # text after the arguments
-    ends: tuple[str, ...] = ()  # markers of which one closes a call, without white space; none: nothing closes it
+    ends: tuple[str, ...] = ()  # markers that can close a call, without white space; (): calls have none
 
     def format_call(self, name: str, arguments: str, number: int) -> str:
         return self.head % {"name": name, "number": number} + arguments + self.tail

@@ -20,7 +20,7 @@ _MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MistralStyle(JsonArgumentsStyle):
-    """Both forms are read, whichever the template shows."""
+    """Reads calls in both forms, also in the form that the chat template does not show."""
 
     def make_reader(self, begin: str, first_char: str, tools: Sequence[Tool]) -> CallReader | None:
         if first_char in "{[":

@@ -1,4 +1,4 @@
-"""The parameters of a tool by its JSON schema: which there are, and of which JSON types their values may be."""
+"""Reads from a tool's JSON schema which parameters the tool has, and which JSON types their values may have."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ParameterSchema:
         return _as_schema(schema)
 
     def alternatives(self, schema: Any, depth: int = 0) -> Iterator[Schema]:
-        """Yield the schemas of which a value must satisfy one. Each has at most one type."""
+        """Yield alternative schemas: a value must satisfy one of them. Each schema has at most one type."""
         resolved = self.resolve(schema)
         nested = next((resolved[key] for key in ("anyOf", "oneOf") if isinstance(resolved.get(key), list)), None)
         if nested is not None and depth < MAX_REFERENCES:

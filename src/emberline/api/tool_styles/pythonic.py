@@ -44,7 +44,7 @@ class PythonicStyle(ToolStyle):
 
 
 def _format_value(value: object) -> str:
-    """Return the value as a literal that is valid in Python and has the same meaning in JSON, except for words."""
+    """Return True, False or None as a Python literal, and any other value as JSON."""
     if isinstance(value, bool) or value is None:
         return _WORDS[value]
     return json.dumps(value, ensure_ascii=False)

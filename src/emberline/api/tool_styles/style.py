@@ -22,12 +22,12 @@ class ToolStyle(ABC):
     name: str
     families: str  # the models that write calls like this
     begin: str  # marker that opens a call, or a group of calls
-    markers: tuple[str, ...]  # texts that the detokenizer must keep where they are special tokens
+    markers: tuple[str, ...]  # texts that the detokenizer must keep if they are special tokens
     other_begins: tuple[str, ...] = ()  # further texts that open a call in the model's output
     dropped_markers: tuple[str, ...] = ()  # texts around calls that carry no meaning of their own
     separator: str = ""  # text between two calls
     list_brackets: tuple[str, str] | None = None  # texts before and after several calls that share one `begin`
-    bare_starts: str = ""  # characters with which an output may begin that is a call without `begin`
+    bare_starts: str = ""  # first characters of an output that begins with a call without `begin`
     gap_chars: str = ""  # characters besides white space that may separate calls
     ends_reasoning: bool = False  # `begin` ends reasoning that has no closing marker
     allows_several_calls: bool = True  # false: the model writes one call in a reply
@@ -43,16 +43,16 @@ class ToolStyle(ABC):
     def make_reader(self, begin: str, first_char: str, tools: Sequence[Tool]) -> CallReader | None:
         """Return a reader for the text after `begin` and white space, or None if it cannot be a call.
 
-        `begin` is empty for a call without an opening marker. `first_char` is the first character that the reader gets.
+        `begin` is the opening marker, or "" if there is none. `first_char` is the first character that the reader gets.
         """
 
     @abstractmethod
     def format_call(self, name: str, arguments: str, number: int) -> str:
-        """Return one call as text, without `begin`. `arguments` is a JSON object; calls are numbered from 0."""
+        """Return call `number` (from 0) as text, without the opening marker. `arguments` is a JSON object."""
 
     @abstractmethod
     def write_call(self, rules: RuleWriter, tool: Tool, rule_name: str) -> str:
-        """Return a grammar expression for one call of this tool, without `begin`.
+        """Return a grammar expression for one call of this tool, without the opening marker.
 
         Raises InvalidRequest if the tool is strict and the format cannot enforce its schema.
         """
@@ -99,7 +99,7 @@ class ToolStyle(ABC):
         return f"{start} | {group}" if self.bare_starts else start
 
     def _write_group(self, rules: RuleWriter, allows_several: bool) -> str:
-        """Return a grammar expression for what follows `begin`: a call, or calls that share it."""
+        """Return a grammar expression for what follows an opening marker: one call, or all calls that share it."""
         if self.list_brackets is None:
             return "call"
         opening, closing = (rules.literal(text) for text in self.list_brackets)

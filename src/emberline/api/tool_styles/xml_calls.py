@@ -23,7 +23,7 @@ class XmlSyntax:
     name_end: str  # after the name; empty: the name ends at a line break or at the next tag
     key_open: str
     key_end: str  # after a parameter's name
-    value_open: str  # between the two: before a parameter's value; empty: nothing
+    value_open: str  # between `key_end` and the parameter's value; empty: no such text
     value_end: str
     call_end: str
     section_end: str = ""  # after the call; its absence is no error
@@ -31,7 +31,7 @@ class XmlSyntax:
     line: str = ""  # white space that the model writes between tags
     trims_lines: bool = False  # the model writes a line break before and after each value
     is_call_open_on_new_line: bool = True  # `line` precedes `call_open`
-    string_key_end: str = ""  # in place of `key_end` if the value is a string; empty: the tool's schema says so
+    string_key_end: str = ""  # replaces `key_end` before a string; empty: only the tool's schema shows the type
 
     @property
     def call_head(self) -> str:

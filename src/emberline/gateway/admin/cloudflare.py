@@ -27,7 +27,7 @@ from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 ROOT = "/accounts/{account}/ai-gateway"
 PAGE_PARAMETERS = ("page", "per_page")
-MAX_PAGED_RECORDS = 10_000  # reachable by page number; further ones by cursor
+MAX_PAGED_RECORDS = 10_000  # records that page numbers can reach; later records need the cursor
 RATE_LIMIT_RULE = "rate_limiting"  # name of the rule for Cloudflare's three rate_limiting fields
 _CODES = {400: 7001, 404: 7002, 401: 10000, 403: 10000}  # HTTP status -> Cloudflare's error code
 
@@ -40,7 +40,7 @@ class PagedResult(msgspec.Struct, frozen=True):
 
 
 class NamedResult(msgspec.Struct, frozen=True):
-    """A result that the reply contains twice: in the field `result`, and in the field called `name`.
+    """A result that the reply contains twice: in the field `result`, and in the field that `name` names.
 
     Cloudflare's clients read the second field.
     """
@@ -87,7 +87,7 @@ class CloudflareGatewaySpec(StrictStruct, frozen=True, kw_only=True):
         )
 
     def _changed_limit_rules(self, old: GatewaySettings) -> tuple[dict[str, Any], ...]:
-        """Return the gateway's limit rules, in which the rate limit is replaced by the one in this body.
+        """Return the gateway's limit rules, with the rate limit of this request in place of the old rate limit.
 
         A rate limit of 0 removes the rule.
         """

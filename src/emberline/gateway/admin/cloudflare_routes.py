@@ -187,7 +187,7 @@ class CloudflareRouteEndpoints:
     ) -> Json:
         """Return the JSON of a route with this version.
 
-        The default is the deployed version, or the newest version if none is deployed.
+        If `version` is None, use the deployed version, or the newest version if none is deployed.
         """
         route = decode_route(document)
         first = await self._load_route_version(request, document, 1)

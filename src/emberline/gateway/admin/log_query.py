@@ -1,7 +1,7 @@
 """Converts the query parameters of a URL to LogFilters.
 
-The gateway's own API and the Cloudflare API take the same parameters, under Cloudflare's names where Cloudflare has the
-parameter. The parameter `filters` is a JSON array of {key, operator, value}, as in Cloudflare's API.
+The gateway's own API and the Cloudflare API take the same parameters. Parameters that Cloudflare also has are named as
+in Cloudflare's API. The parameter `filters` is a JSON array of {key, operator, value}, as in Cloudflare's API.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LogEndpoints: reads, exports, rates and deletes log records, and reads rollups.
+"""LogEndpoints: reads, exports and deletes log records, stores feedback on them, and reads rollups.
 
 A rollup is a sum over many log records.
 """

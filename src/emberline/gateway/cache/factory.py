@@ -57,8 +57,8 @@ def semantic_cache_factory(
 ) -> Callable[[], SemanticCache]:
     """Return a function that creates the semantic cache.
 
-    `key`: the API key of the server at `url`, which has the embedding model.
-    numpy is imported only when that function is called.
+    `key`: the API key of the server at `url`, which serves the embedding model.
+    numpy is imported only when the returned function is called.
     """
 
     def create_semantic_cache() -> SemanticCache:

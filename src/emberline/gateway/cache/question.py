@@ -45,7 +45,7 @@ class UserQuestion:
 
     @property
     def numbers_and_negations(self) -> tuple[list[str], int]:
-        """The numbers in the text and the count of its negations. Similar questions must be equal in both."""
+        """The numbers in the text and the count of its negations. Questions that differ in either are not similar."""
         return sorted(NUMBER.findall(self.text)), len(NEGATION.findall(self.text))
 
 

@@ -1,7 +1,8 @@
 """QuestionIndex: the vectors of cached questions, and the search for the most similar question.
 
-A partition holds the questions of requests that are equal except for the question; only these are compared. The index
-is bounded: it evicts the least recently used partition, and from a full partition the oldest question.
+A partition holds the questions of requests that are otherwise equal. A question is compared only with the questions of
+its own partition. The index is bounded: it evicts the least recently used partition, and from a full partition the
+oldest question.
 """
 
 from __future__ import annotations

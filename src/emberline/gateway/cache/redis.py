@@ -12,9 +12,9 @@ MAX_ENTRY_BYTES = 1 << 20  # a larger entry would delay the commands after it
 
 class RedisCache:
     def __init__(self, client: RedisClient, prefix: str = "emberline", max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
-        """Create a cache that uses its own Redis client.
+        """Create a cache that sends its commands through `client`.
 
-        The limiter must have a different client: with a shared one, its commands would wait behind large cache entries.
+        The limiter must use a different client: otherwise its commands would wait behind large cache entries.
         """
         self._client, self._prefix, self._max_entry_bytes = client, prefix, max_entry_bytes
         self.failures = 0

@@ -57,7 +57,7 @@ class SemanticCache:
         self.stats = SemanticStats()
 
     async def look_up(self, call: GatewayRequest) -> SemanticLookup | None:
-        """Search for a similar question. Return None if the request has no question or embedding it failed."""
+        """Search for a similar question. Return None if the request has no question or the embedding failed."""
         size = len(call.body)
         question = (
             UserQuestion.from_call(call)

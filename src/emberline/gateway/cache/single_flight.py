@@ -24,7 +24,7 @@ class SingleFlight:
         return flight
 
     def finish(self, key: str, flight: asyncio.Future[FlightOutcome], outcome: FlightOutcome) -> None:
-        """Report how the sent request ended to the equal requests that wait for it.
+        """Pass the outcome of the sent request on to the equal requests that wait for it.
 
         The outcome "left" means that the client of the sent request disconnected before the reply was complete.
         """

@@ -1,6 +1,6 @@
 """SqliteCache: cache entries in an SQLite file.
 
-They survive a restart, and may exceed the machine's memory.
+The entries survive a restart, and their total size may exceed the machine's memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from emberline.core.privatefile import make_private
 from emberline.gateway.cache.base import MAX_ENTRY_BYTES
 
 T = TypeVar("T")
-DISK_TIMEOUT_S = 2.0  # after it the call continues without the cache
-USE_UPDATE_INTERVAL_S = 60.0  # a use is recorded only if the last one is older, to save writes
+DISK_TIMEOUT_S = 2.0  # after this time a request continues without the cache
+USE_UPDATE_INTERVAL_S = 60.0  # an entry's time of last use is updated at most this often, to save writes
 EVICTION_TARGET = 0.9  # fraction of the maximum size that an eviction leaves
-RECOUNT_AFTER_PUTS = 256  # the size is measured again, because other processes may write too
+RECOUNT_AFTER_PUTS = 256  # puts until the size is measured again, because other processes may write too
 
 SCHEMA = """
 PRAGMA journal_mode = WAL;

@@ -15,7 +15,7 @@ AssistantPrefill: TypeAlias = Literal["", "bare", "flag", "prefix"]
 def prefill_fields(body: bytes, prefill: AssistantPrefill) -> Mapping[str, Any]:
     """Return the changed fields of a chat request that make the provider continue the last message.
 
-    The last message is an assistant message.
+    The last message must be an assistant message.
     """
     match prefill:
         case "flag":  # vLLM and Emberline

@@ -33,7 +33,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class LongContextPrice:
-    """The price of a request whose input is longer than `above` tokens. It applies to all its tokens."""
+    """The price of a request whose input is longer than `above` tokens. It applies to all tokens of the request."""
 
     above: int
     price: Price

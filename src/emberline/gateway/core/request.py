@@ -139,8 +139,8 @@ class GatewayRequest(msgspec.Struct):
     def with_changes(self, **changes: Unpack[RequestChanges]) -> GatewayRequest:
         """Return a copy with some fields changed.
 
-        The copy shares the list `attempts` and the dict `reply_headers`, unless they are changed. A changed body drops
-        the summary and the fields of the old body.
+        The copy shares the list `attempts` and the dict `reply_headers`, unless they are changed. A change of the
+        body resets `body_fields` and `body_summary`.
         """
         if "body" in changes and changes["body"] is not self.body:
             changes.setdefault("body_fields", None)

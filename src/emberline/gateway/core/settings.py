@@ -36,11 +36,11 @@ class TimeoutSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Timeouts of a request, in seconds."""
 
     connect: float = 5.0
-    first_byte: float = 60.0  # to a stream's first content; other replies have `total`, unless the client sets less
-    between_events: float = 60.0  # without a whole event of a stream, or without the whole of another reply
-    total: float = 600.0  # of a whole request
-    session: float = 3600.0  # of a realtime session, in place of `total`
-    idle: float = 600.0  # of a realtime session without any message
+    first_byte: float = 60.0  # until a stream's first content; a client can set its own timeout, also for other replies
+    between_events: float = 60.0  # between two events of a stream; for other replies, until the whole body has arrived
+    total: float = 600.0  # for a whole request
+    session: float = 3600.0  # for a realtime session, in place of `total`
+    idle: float = 600.0  # time without any message after which a realtime session ends
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

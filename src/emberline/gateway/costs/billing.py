@@ -27,7 +27,7 @@ def estimate_request_input_tokens(request: GatewayRequest) -> int:
 
 
 def set_cost(request: GatewayRequest, reply: GatewayReply, prices: PriceSource) -> None:
-    """Set `reply.micros` to the cost of the reply. An unknown cost leaves it unchanged."""
+    """Set `reply.micros` to the cost of the reply, or leave it unchanged if the cost is unknown."""
     price = None
     for name in (request.model, reply.model):
         if name and (price := prices.price(request.settings, reply.provider, name)) is not None:
@@ -39,9 +39,9 @@ def set_cost(request: GatewayRequest, reply: GatewayReply, prices: PriceSource) 
 def compute_charge(request: GatewayRequest, usage: Usage | None, price: Price | None) -> int | None:
     """Return the cost of a request in micro-dollars, or None if it is unknown.
 
-    A client may state a cost of its own (`custom_cost`), which then replaces the catalogue's. If the gateway has
-    budgets, only a client with a gateway token may state a cost below the known cost: virtual keys are given to third
-    parties, which could otherwise evade their budget.
+    A cost that the client states (`custom_cost`) replaces the cost computed from `price`. If the gateway has budgets, a
+    lower stated cost counts only for clients with a gateway token: virtual keys are given to third parties, which could
+    otherwise evade their budget.
     """
     known = compute_cost(usage, price) if usage is not None else None
     custom = request.options.custom_cost

@@ -53,7 +53,7 @@ class Catalogue:
     def __init__(self, models: Iterable[CatalogueModel], like: Mapping[str, str] | None = None) -> None:
         """Create a catalogue. If two models have the same name, the later one is used.
 
-        `like` maps a provider to the provider in whose rows its missing models are looked up.
+        `like` maps a provider to a second provider. A model that the first one lacks is looked up in the second one.
         """
         self._like = dict(like or {})
         self._models: dict[tuple[str, str], CatalogueModel] = {}
@@ -136,12 +136,12 @@ class CatalogueFiles:
 
 @lru_cache(maxsize=1)
 def _read_builtin_file(stamp: tuple[int, int]) -> tuple[list[CatalogueModel], dict[str, str]]:
-    """Return the content of the built-in file as it is at `stamp`; reading it takes 25 ms."""
+    """Return the content of the built-in file, cached by its `stamp`, because reading it takes 25 ms."""
     return _read_file(BUILTIN_FILE)
 
 
 def _read_file(file: Path) -> tuple[list[CatalogueModel], dict[str, str]]:
-    """Return the models of a file, and the providers in whose rows those of others are looked up."""
+    """Return the models of a file, and the parameter `like` of Catalogue for its providers."""
     try:
         with file.open("rb") as opened:
             found = tomllib.load(opened, parse_float=Decimal)

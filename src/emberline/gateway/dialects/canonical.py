@@ -1,8 +1,8 @@
 """The canonical form of a chat request and its reply, into which all wire formats are parsed.
 
-Every class keeps in `extra` the fields that only the source's wire format knows. Rendering into the same wire format
-writes them again; rendering into a different one reports them as dropped (`change_report.py`). `shape` records how the
-source wrote a value that can be written in several ways ("text": a bare string, "list", "null", "absent").
+Every class keeps in `extra` the fields that only the original wire format has. Rendering into the same wire format
+writes these fields again; rendering into a different one reports them as dropped (`change_report.py`). `shape` records
+how the original wrote a value that has several forms ("text": a bare string, "list", "null", "absent").
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def assign_citations(parts: Iterable[Part], citations: list[Citation]) -> None:
 def split_at_citations(text: TextContent) -> list[tuple[str, list[Citation]]]:
     """Split the text where citations start and end, and return each section with its citations.
 
-    No section is only white space, unless the whole text is.
+    No section consists of only white space, unless the whole text does.
     """
     content, cuts = text.text, [0]
     for edge in sorted(

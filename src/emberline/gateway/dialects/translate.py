@@ -112,7 +112,7 @@ def translate_request(
 ) -> tuple[bytes, list[FieldChange]]:
     """Return the request in wire format `target`, and what was changed.
 
-    `stream` says whether the reply is streamed; it is given for Gemini clients, whose request body does not say it.
+    `stream`: whether the reply is streamed, which a Gemini request states in its URL. None: as the body states.
     Raises InvalidRequest if the body is invalid or cannot be translated.
     """
     request = CODECS[source].parse_request(decode(body, Json))

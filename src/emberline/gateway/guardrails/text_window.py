@@ -168,7 +168,7 @@ class TextWindow:
 
 class TextSeries:
     def __init__(self, scanner: PatternScanner) -> None:
-        self.windows = [TextWindow(scanner)]  # for a while after a new part also one with a line break between
+        self.windows = [TextWindow(scanner)]  # for a while after a new part, a second one has a line break before it
         self._part: TextPath | None = None
         self._part_start = 0  # of the newest part, in the second window
 

@@ -17,7 +17,7 @@ WATCH_DELAY_S = 0.05
 
 
 class ClientWatch:
-    """A context manager that cancels its body when the client disconnects or a timeout passes.
+    """A context manager that cancels the code inside it when the client disconnects or a timeout passes.
 
     It then raises ClientDisconnected or TimeoutError. One timer serves both the timeout and the delayed start of
     watching.

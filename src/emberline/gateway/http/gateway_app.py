@@ -263,14 +263,14 @@ def _make_body_timeout_error() -> InvalidRequest:
 def _check_content_type(exchange: Exchange, path: str, body: bytes) -> None:
     """Raise UnsupportedMediaType if the body is JSON but the content type is not a JSON type.
 
-    The own paths of providers also accept forms and binary data.
+    The paths of a provider's own API also accept forms and binary data.
     """
     if not body or exchange.headers.get(b"content-type") == b"application/json":  # the usual case
         return
     if is_json(kind := exchange.header("content-type")):
         return
     if RunHandler.handles_path(path) and kind.startswith("text/plain") and exchange.header("authorization"):
-        return  # fetch() of JavaScript sends strings so; another site's page cannot send `authorization` unasked
+        return  # JavaScript's fetch() sends strings so; another site cannot add `authorization` without CORS
     if not is_native_path(path) or body.lstrip()[:1] in (b"{", b"["):
         require_json(kind)
 

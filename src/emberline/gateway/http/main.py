@@ -111,7 +111,7 @@ async def build_gateway(
 ) -> GatewayApp:
     """Create the gateway's objects and return its application. Closing `stack` closes these objects.
 
-    `require_keys`: every gateway requires a key, even if its settings do not. `tls`: of its listener, for metrics."""
+    `require_keys`: require a key whatever the settings say. `tls`: the listener's TLS files, for metrics."""
     engine = ProviderSettings(base_url=config.engine, key=config.engine_key)
     configured: ConfiguredGateways = read_configured_gateways(config_file, engine)
     if require_keys:
@@ -164,7 +164,7 @@ async def build_gateway(
 
 
 def make_engine_tls(config: GatewayConfig) -> dict[str, ssl.SSLContext]:
-    """Return the TLS context for the engine by its origin; {} if the engine is called like any provider."""
+    """Return {origin of the engine: its TLS context}, or {} if the configuration has no TLS files for the engine."""
     identity = open_identity(config.engine_tls)
     return {} if identity is None else {f"https://{urlsplit(config.engine).netloc}": identity.peer_client_context()}
 

@@ -124,7 +124,7 @@ async def rotate_master_key(store: GatewayStore, key_file: MasterKeyFile, now: i
 
 
 async def rewrap_all_data_keys(store: GatewayStore, master_keys: MasterKeys, now: int) -> int:
-    """Wrap every data key with the current master key, unless it is already.
+    """Wrap every data key with the current master key, except data keys that it already wraps.
 
     Return the number of data keys that an older master key had wrapped.
     """
@@ -162,7 +162,7 @@ async def remove_old_master_keys(store: GatewayStore, key_file: MasterKeyFile) -
 
 
 async def _find_keys_to_rewrap(store: GatewayStore, current_master_id: str) -> list[Document]:
-    """Return the documents of the provider keys whose data key an older master key wraps."""
+    """Return the documents of the provider keys whose data key is wrapped by an older master key."""
     found: list[Document] = []
     after = ("", "")
     while page := await store.list_documents("provider_key", "", after=after, limit=1000):

@@ -38,12 +38,15 @@ class SecretFile:
         return text
 
     def write(self, text: str) -> None:
-        """Replace the content. Root leaves the file to its owner: the command that rotates keys may run as root."""
+        """Replace the content and keep the file's owner.
+
+        The command that rotates keys may run as root, and the owner must still be able to read the file.
+        """
         self._write_temporary(text, self._find_other_owner()).replace(self._path)
         self._sync_directory()
 
     def _find_other_owner(self) -> tuple[int, int] | None:
-        """Return the user and group of the file; None if it is this process's user, or if there is no file."""
+        """Return the file's user and group, or None if the file is missing or belongs to this process's user."""
         try:
             owner = self._path.lstat()
         except FileNotFoundError:

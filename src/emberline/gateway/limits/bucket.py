@@ -3,7 +3,7 @@
 It does no I/O and reads no clock. A claim is granted if used + amount <= limit. A claim for more than is left is
 granted only if something is left and no reservation is open. It then takes all that is left, so that no other claim is
 granted at the same time. Without this rule the last part of a budget could never be spent, because the amounts are
-upper estimates. A limit can therefore be exceeded by less than one reservation.
+upper estimates. With this rule a limit can be exceeded, but by less than one reservation.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LimitBucket:
             self.total -= self.used.pop(oldest)
 
     def grantable_amount(self, limit: int, amount: int) -> int | None:
-        """Return how much of `amount` can be granted: all of it, or all that is left. None means nothing."""
+        """Return `amount` if it can be granted, else the amount that is left, or None if nothing can be granted."""
         left = limit - self.total
         if amount <= left:
             return amount

@@ -28,8 +28,8 @@ async def open_limiter(
 ) -> Limiter:
     """Open a limiter. `exit_stack` closes it. If Redis cannot be reached, the gateway starts nevertheless.
 
-    Without Redis, `store` keeps the counters over restarts. They are written to it every `store_interval_s` seconds;
-    until then they are in files of `journal_directory`.
+    Without Redis, `store` keeps the counters over restarts. Changes of counters are written to the store every
+    `store_interval_s` seconds; until then, files in `journal_directory` keep the changes.
     """
     if url is None and store is not None and journal_directory is not None:
         stored = StoredLimiter(store, CounterJournal(journal_directory), WallClock(), store_interval_s)

@@ -1,12 +1,12 @@
-"""CounterJournal: a local file of the changes of counters that the store does not have yet.
+"""CounterJournal: a local file with changes of counters that have not been written to the store yet.
 
 Each change is written to the file at once, so it survives a kill of the process. The store gets the changes in batches.
 A batch is one file, identified by the file's name. The store applies each name only once, so a file that is read again
 after a crash is not counted twice.
 
 The file is memory-mapped: a write only copies bytes, and the kernel keeps them when the process is killed. A system
-call for each change would cost more. It releases the GIL, and a thread that then takes the GIL can delay the event loop
-for milliseconds. After its last line the file is filled with zero bytes.
+call for each change would cost more: it releases the GIL, and a thread that then takes the GIL can delay the event loop
+for milliseconds. After the last line the file is filled with zero bytes.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ class RedisLimiter:
     ) -> None:
         """Handle Redis's reply to a settlement. A settlement that Redis refused is queued once.
 
-        A full or read-only Redis may accept it later. It is sent again after the next reservation that Redis accepts;
-        if it is refused again, it is given up.
+        A full or read-only Redis may accept the settlement later, so it is sent again after the next reservation that
+        Redis accepts. A settlement that is refused twice is given up.
         """
         self._in_flight.discard(reply)
         error = None if reply.cancelled() else reply.exception()

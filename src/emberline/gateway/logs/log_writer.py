@@ -19,7 +19,7 @@ log = logging.getLogger("emberline.gateway.log")
 
 MAX_BATCH_RECORDS = 1000
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 2.0
-MAX_APPEND_ATTEMPTS = 3  # of a batch while the store answers otherwise: then the batch itself is invalid
+MAX_APPEND_ATTEMPTS = 3  # to write a batch that an available store rejects; then its records are written one by one
 
 LogEntry = tuple[LogRecord, LogPayload | None]
 

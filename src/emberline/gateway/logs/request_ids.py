@@ -13,7 +13,7 @@ import os
 class RequestIDGenerator:
     def __init__(self) -> None:
         self._process = os.urandom(5).hex()
-        self._numbers = itertools.count(int.from_bytes(os.urandom(4)))  # a random start, if two processes' bits agree
+        self._numbers = itertools.count(int.from_bytes(os.urandom(4)))  # random, in case two processes share bits
 
     def next_id(self, time_ms: int) -> str:
         """Return a new id. `time_ms`: milliseconds since 1970."""

@@ -150,7 +150,7 @@ class Provider:
     def convert_error(self, error: UpstreamFailed, *, is_caller_key: bool) -> UpstreamFailed:
         """Return the error that the caller gets for an error of this provider.
 
-        `is_caller_key`: the caller sent the provider key; otherwise it is the gateway's, if there is one.
+        `is_caller_key`: the caller sent the provider key. If false, the gateway sent its own key or no key.
         """
         return error
 

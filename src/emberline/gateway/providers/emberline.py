@@ -43,7 +43,10 @@ class Emberline(Provider):
         return super().build_request(call, key)
 
     def convert_error(self, error: UpstreamFailed, *, is_caller_key: bool) -> UpstreamFailed:
-        """Return the error that the caller gets. A refused key of the gateway is no fault of the caller's key."""
+        """Return the error that the caller gets.
+
+        If the engine refused the gateway's key, return EngineKeyRefused, because a 401 would blame the caller's key.
+        """
         if is_caller_key or not isinstance(error, ProviderErrorReply) or error.status != Unauthorized.status:
             return error
         return EngineKeyRefused(

@@ -1,4 +1,4 @@
-"""Claude models hosted by AWS or Google: the path names the model, and the body the API version."""
+"""Claude models hosted by AWS or Google: the path names the model, and the body names the API version."""
 
 from __future__ import annotations
 

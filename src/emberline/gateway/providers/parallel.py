@@ -10,7 +10,7 @@ class Parallel(ChatProvider):
     base_url = "https://api.parallel.ai"
 
     def set_auth_headers(self, headers: dict[str, str], key: str) -> None:
-        """Send the key in two headers: the chat API reads authorization, Parallel's other APIs x-api-key."""
+        """Send the key in two headers: the chat API reads authorization, the other APIs read x-api-key."""
         headers["authorization"] = f"Bearer {key}"
         headers["x-api-key"] = key
 

@@ -168,8 +168,8 @@ def _build_request(call: GatewayRequest, provider: Provider, key: str | None) ->
     """Return the provider's HTTP request.
 
     The code of some providers reads the client's body, and fails if the body is invalid. In that case the body is
-    parsed strictly, which raises an InvalidRequest that names the wrong field. If the body is valid, the failure is a
-    bug, and its error is raised unchanged.
+    parsed strictly, which raises an InvalidRequest that names the invalid field. If the body is valid, the failure is a
+    bug, and the original error is raised unchanged.
     """
     try:
         return provider.build_request(call, key)

@@ -29,7 +29,7 @@ MemberKey = tuple[str, str, str]  # provider, model, alias of the key
 class LatencySamples:
     """Latencies in seconds.
 
-    The latency of a stream ends at its first content, the latency of any other reply at its end.
+    The latency of a stream is the time to its first content. The latency of any other reply is the time to its end.
     """
 
     average: float | None = None

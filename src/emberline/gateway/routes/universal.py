@@ -152,9 +152,9 @@ def _build_step(
 def _build_compat_step(
     path: str, headers: dict[str, str], parsed: ParsedStep, options: RequestOptions, settings: GatewaySettings
 ) -> RequestStep:
-    """Return a step for `compat`, the endpoint that takes one protocol for every provider.
+    """Return the step for an entry with the provider `compat`, a placeholder.
 
-    The step's model is PROVIDER/MODEL.
+    The real provider is named in the entry's model, PROVIDER/MODEL.
     """
     fields = parsed.body_fields
     endpoint = path.removeprefix("v1/")

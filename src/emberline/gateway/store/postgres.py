@@ -119,7 +119,7 @@ class PostgresStore:
 
     async def commit(self, change: base.StoreChange) -> int:
         async with self._transaction() as db:
-            # First: its row lock puts commits in a queue, so that versions grow in the order of visibility.
+            # First, because its row lock serialises commits: versions become visible in ascending order.
             increment = "UPDATE state SET value = value + 1 WHERE name = 'version' RETURNING value"
             version = int(await db.fetchval(increment))
             for document in change.put:
@@ -190,8 +190,8 @@ class PostgresStore:
     async def _merge_small_users(self, day: AccountDay) -> None:
         """Merge the rollup cells of the users with the lowest cost on a day.
 
-        Only one replica at a time merges cells. It skips locked rows: waiting for them could deadlock with a replica
-        that appends records.
+        Only one replica at a time merges the cells of an account. Locked rows are skipped: waiting for them could
+        deadlock with a replica that appends records.
         """
         async with self._transaction() as db:
             if not await db.fetchval("SELECT pg_try_advisory_xact_lock($1, hashtext($2))", _MERGE_LOCK, day[0]):

@@ -59,9 +59,9 @@ def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 
 def create_database_file(path: Path, migrations: Sequence[tuple[str, ...]]) -> None:
-    """Create a database file that already has its tables when it appears.
+    """Create a database file with its tables. Other processes never see the file without the tables.
 
-    If two processes create the same file at the same time, the first one is kept.
+    If two processes create the same file at the same time, the first file is kept.
     """
     draft = path.with_suffix(f".{os.urandom(8).hex()}")
     make_private(draft)

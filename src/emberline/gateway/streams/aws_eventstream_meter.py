@@ -44,7 +44,7 @@ class EventStreamMeter(RawReplyMeter):
 
 
 def _unwrap_payload(payload: bytes) -> Any:
-    """Return the decoded payload, or the model's reply that it wraps; None if it is not valid JSON."""
+    """Return the decoded payload, or None if it is not valid JSON. A reply in its field `bytes` is unwrapped."""
     try:
         data = msgspec.json.decode(payload)
         if isinstance(data, dict) and isinstance(data.get("bytes"), str):

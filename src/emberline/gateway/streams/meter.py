@@ -97,7 +97,7 @@ class StreamMeter:
         return event
 
     def end(self) -> None:
-        """Note that the connection ended, and set `broken` to an exception if the stream was incomplete."""
+        """Record that the connection has ended, and set `broken` to an exception if the stream was incomplete."""
         if self.broken is not None:
             return
         if self._dialect == "raw":
@@ -119,8 +119,9 @@ class StreamMeter:
     def usage(self, body: bytes, input_tokens: int | None = None) -> tuple[Usage | None, bool]:
         """Return the reply's usage, and whether it is an estimate.
 
-        The usage of an incomplete stream is estimated: the input from `input_tokens` or the request's `body`, the
-        output from the number of characters that the stream contained.
+        If the stream is incomplete or reported no usage, the output is estimated from the number of characters in the
+        stream, and an unreported input from `input_tokens` or the request's `body`. In an unknown wire format nothing
+        is estimated.
         """
         reported = self.state.usage(self._dialect)
         if self._dialect == "raw" or (reported is not None and self.state.has_ended):

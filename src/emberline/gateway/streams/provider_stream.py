@@ -46,7 +46,7 @@ class ProviderStream:
         self._on_end: StreamEndCallback | None = None
 
     async def wait_for_content(self, deadline: float, on_end: StreamEndCallback) -> None:
-        """Read until the first content or a valid end of the stream; else raise UpstreamFailed.
+        """Read until the stream has content or a valid end. Raise UpstreamFailed if the stream fails before that.
 
         If this call succeeds, `on_end` is called once when the stream ends.
         """

@@ -1,7 +1,8 @@
 """Removes repeated text from the beginning of a continuation: text that the client already received.
 
-A provider with assistant prefill, which continues a partial assistant message, repeats only trailing whitespace or
-(with "prefix") the whole text. A provider that was only instructed to continue may restart at any earlier word.
+A provider with assistant prefill continues a partial assistant message. It repeats only trailing whitespace or, if its
+kind of prefill is "prefix", the whole text. A provider that was only instructed to continue may restart at any earlier
+word.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class RepetitionFilter:
         self._held = ""  # received text that may still turn out to be a repetition
 
     def push(self, text: str) -> str:
-        """Return the new text without what the client has received before; "" while that is not certain yet."""
+        """Return the text that the client has not received yet, or "" while `text` may still be a repetition."""
         if not self._repetitions:
             return text
         self._held += text

@@ -118,7 +118,7 @@ def _parse_file(fields: FieldReader, file: FieldReader) -> canonical.FileContent
 
 
 def render_message(message: canonical.CanonicalMessage) -> list[canonical.Json]:
-    """Return the chat messages for a canonical message: one per tool result, then one with the rest."""
+    """Return the chat messages for a canonical message: one per tool result, then one with all other parts."""
     if message.role == "assistant":
         return [render_assistant(message)]
     rows = [row for part in message.parts if (row := _render_tool_result(part, message))]

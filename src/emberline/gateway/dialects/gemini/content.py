@@ -85,7 +85,7 @@ class GeminiContentParser:
 
 
 def _unwrap_response(response: canonical.Json) -> tuple[str, str]:
-    """Return the text of a function response, and the name of the field that held it (else "object")."""
+    """Return (text, field name) of a response with one text field (output, result or error), else (JSON, "object")."""
     if len(response) == 1:
         for name in ("output", "result", "error"):
             if isinstance(response.get(name), str):

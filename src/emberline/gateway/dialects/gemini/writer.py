@@ -121,7 +121,7 @@ class GeminiEventWriter:
         return candidate
 
     def _flush_calls(self, choice: int) -> bytes:
-        """Return an event with the collected tool calls; called before other content, when they are complete."""
+        """Return an event with the collected tool calls, which are complete when other content follows them."""
         candidate = self._get_candidate(choice)
         if not candidate.calls:
             return b""
