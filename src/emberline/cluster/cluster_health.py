@@ -10,7 +10,7 @@ from typing import Any
 
 IDLE_ZERO_COUNTERS = ("running", "waiting", "open_requests")
 IDLE_ZERO_TRANSFER_COUNTERS = ("leases", "pinned_blocks", "quarantined_blocks")
-POLL_INTERVAL_S = 0.1  # seconds between two looks
+POLL_INTERVAL_S = 0.1  # seconds between two checks
 
 StatusDocument = Mapping[str, Any] | None  # None: the process does not answer
 
@@ -41,9 +41,9 @@ def find_unavailable_workers(
 
 
 def describe_held_resources(router_status: StatusDocument, stats_by_worker: Mapping[str, StatusDocument]) -> str:
-    """Return the requests, leases or KV blocks that an idle cluster still holds, or "".
+    """Return a text about the requests, leases or KV blocks that an idle cluster still holds; "" if there are none.
 
-    A cluster is idle if no client sends requests to it. Only the first process that holds something is described."""
+    A cluster is idle if no client sends requests to it. The text covers only the first process that holds something."""
     if router_status is None or router_status["open_requests"]:
         return "the router has open requests" if router_status else "the router does not answer"
     for name, stats in stats_by_worker.items():

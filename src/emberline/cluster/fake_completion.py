@@ -28,7 +28,7 @@ class FakeRequest(msgspec.Struct):
     max_tokens: int | None = None
     stream: bool = False
     uneven: bool = False  # some tokens cause no event, some several
-    untracked: bool = False  # write a stream without groups, as other servers do
+    untracked: bool = False  # write a stream without token groups (core/handoff.py), as vLLM and SGLang do
 
 
 class FakeForwardedRequest(msgspec.Struct):
@@ -72,7 +72,7 @@ class FakeCompletion:
     ) -> Iterator[bytes]:
         """Yield the chunks of the stream, without the first `skipped_tokens` tokens, which the client already has.
 
-        `stream`: writes the ids of the events; None if they have none."""
+        `stream` adds ids to the events. None: the events have no ids."""
         replayed_events = self.events_for_token(skipped_tokens - 1) if skipped_tokens else b""
         for at in range(skipped_tokens, self.length):
             events = self.events_for_token(at)

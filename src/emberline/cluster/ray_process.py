@@ -1,8 +1,8 @@
 """RayProcess: a worker process on a node of a Ray cluster, for the Supervisor.
 
 An actor of Ray runs the process on its node. If the node is lost, the process counts as ended, and the Supervisor
-starts another one, which Ray places on a node with free resources. Without such a node, it starts when one joins the
-cluster. Ray ends the actors when the process that started them ends."""
+starts another one, which Ray places on a node with free resources. If there is no such node, the process starts when
+one joins the cluster. Ray ends the actors when the process that started them ends."""
 
 from __future__ import annotations
 

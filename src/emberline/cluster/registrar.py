@@ -123,7 +123,7 @@ class Registrar:
         return REGISTER_INTERVAL_S
 
     def _record_problem(self, problem: str) -> None:
-        """Record whether the last message failed, and why; "" if the router accepted it.
+        """Record the outcome of the last message. `problem`: why it failed, or "" if the router accepted it.
 
         A problem is logged when it begins and when it ends, but not for every message in between."""
         self.is_registered = not problem

@@ -31,7 +31,7 @@ _ID_PATTERN = re.compile(r"([!-~]{1,128})\.([0-9a-f]{16})\.(\d{1,9})\.(\d{1,9})"
 
 
 class EventPosition(NamedTuple):
-    """The position of an event: its stream, the stream's worker, and how much of the stream comes before."""
+    """The position of an event: its stream, the stream's worker, and the number of groups and events up to it."""
 
     incarnation: str  # id of the run of the worker's process
     stream: str
@@ -90,8 +90,9 @@ class ResumableStream:
     def write_group(self, events: bytes, group: TokenGroup | None, replayed_events: bytes = b"") -> bytes:
         """Record a group, and return its events with ids, without those that the client already has.
 
-        `group` is None for the events that end the stream. `replayed_events`: the events of the group before the first
-        one that is sent here. Raises StreamNotResumable if another router continues the stream."""
+        `group` is None for the events that end the stream. `replayed_events`: the events of the previous group. Those
+        that the client lacks are sent too if its earlier connection broke in the middle of that group. Raises
+        StreamNotResumable if another router continues the stream."""
         if self.is_taken_over and group is not None:
             raise StreamNotResumable("the client has continued this stream over another connection")
         numbered = self._number_events(events, self.group_count)
@@ -155,7 +156,7 @@ class ResumableStreams:
         return stream
 
     def close(self, stream: ResumableStream, *, is_resumable: bool) -> None:
-        """Record that a stream has ended. `is_resumable`: it did not end with an error that the client has."""
+        """Record that a stream has ended. `is_resumable` is False if it ended with an error event for the client."""
         name = stream.event_id_prefix.split(b".")[-2].decode()
         del self._running[name]
         if is_resumable or stream.is_taken_over:  # the connection that continues it may break before its first event
@@ -165,9 +166,9 @@ class ResumableStreams:
         self._forget_expired()
 
     def reclaim(self, position: ReclaimRequest, tenant: str) -> ReclaimedStream:
-        """Return how to continue a stream after an event. If the stream is running, it ends.
+        """Return how to continue a stream after an event. If the stream is still running, it ends here.
 
-        Raises StreamNotResumable if it is not known (any more), or belongs to another request or tenant."""
+        Raises StreamNotResumable if the stream is unknown or forgotten, or belongs to another request or tenant."""
         self._forget_expired()
         stream = self._running.get(position.stream) or self._ended.get(position.stream)
         if stream is None or stream.tenant != tenant or stream.request_digest != position.request_digest:

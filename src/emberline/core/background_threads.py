@@ -24,7 +24,7 @@ class BackgroundThreads:
         return self._num_idle
 
     def run(self, work: Callable[[], None]) -> None:
-        """Run `work` in a thread. Raises RuntimeError if there is none and none can be started."""
+        """Run `work` in a thread. Raises RuntimeError if no thread is idle and none can be started."""
         with self._lock:
             if self._num_idle:
                 self._num_idle -= 1

@@ -15,7 +15,7 @@ class BlockBatch:
     incarnation: str  # id of the engine process; a new process has other blocks and starts counting again
     seq: int
     # Block hash, hash of the block before it (tokens/blockhash.py). If the worker has the block, but not the recurrent
-    # states after it, the second is marked: `mark_without_states`. A block is listed again if that changes.
+    # states after it, the second hash is marked (`mark_without_states`). A block is listed again if that changes.
     stored: list[tuple[bytes, bytes]] = field(default_factory=list)
     removed: list[bytes] = field(default_factory=list)
     part: int = 0

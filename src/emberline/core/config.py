@@ -148,7 +148,7 @@ class ServiceConfig:
     def __post_init__(self) -> None:
         if self.max_body < 1:
             raise InvalidRequest(f"max_body is {self.max_body}; it must be at least 1", param="max_body")
-        _ = self.tls  # raises InvalidRequest if an option lacks one that it needs
+        _ = self.tls  # raises InvalidRequest if an option is set without another that it needs
         for key in self.api_keys:
             check_key(key, "api_keys")
         check_header_texts(self.otlp_headers, "otlp_headers")

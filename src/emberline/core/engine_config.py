@@ -48,7 +48,7 @@ class SchedulerConfig:
         True, "Do not reuse KV blocks of earlier prompts.", flag="--no-prefix-cache", default_text="they are reused"
     )
     ageing_seconds: float = 10.0  # seconds after which a waiting batch request counts as interactive
-    load_timeout: float = 5.0  # seconds a request waits for KV blocks of a lower tier; the rest is recomputed
+    load_timeout: float = 5.0  # seconds a request waits for KV blocks of a lower tier, then recomputes missing ones
 
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "block_size", "max_batch_tokens", "max_running", "max_waiting", "max_context")
@@ -105,12 +105,12 @@ class GPUConfig:
 
     @property
     def named_kernels(self) -> str:
-        """The kernels that the setting names, or an empty string if the GPU decides."""
+        """The setting `kernels`, or an empty string if it is auto: the GPU then determines the kernels."""
         return "" if self.kernels == "auto" else self.kernels
 
     @property
     def online_format(self) -> str:
-        """The format to which bf16 weights are quantised at load; empty: they are not."""
+        """The format to which bf16 weights are quantised at load; empty if they are not quantised."""
         return self.weights if self.weights in ONLINE_FORMATS else ""
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class SpeculationConfig:
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens of a request behind its prompt that one step computes, at most: a known one and the draft."""
+        """The most tokens of a decoding request that one step computes: one known token and the draft."""
         return 1 if self.speculate == "off" else 1 + self.max_draft_tokens
 
     def __post_init__(self) -> None:

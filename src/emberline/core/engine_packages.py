@@ -1,6 +1,6 @@
-"""The packages that only some processes need, and how to install them: each belongs to an extra of this package.
+"""Optional dependencies, which only some processes need, and how to install them as extras of this package.
 
-Those of engines belong to `cpu` and `gpu`; routers and gateways run without."""
+Engines need the extra `cpu` or `gpu`. Routers and gateways need neither."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENGINE_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "llguidance")
 
 
 def install_hint(extra: str) -> str:
-    """Return how to install an extra. No version is on a package index, so a checkout or a wheel is named."""
+    """Return how to install an extra, from a checkout or a wheel, because Emberline is not on a package index."""
     return f"pip install '.[{extra}]' in a checkout of Emberline, or pip install 'FILE.whl[{extra}]' with its wheel"
 
 

@@ -31,8 +31,8 @@
         ├── UnsupportedModel       400     unsupported_model
         └── DownloadError          502     download_error
 
-A message names what failed and why; `hint` names what to do about it. Violations of our own invariants are assertions,
-not one of these.
+A message names what failed and why; `hint` names what to do about it. Violations of our own invariants raise
+AssertionError instead.
 """
 
 from __future__ import annotations

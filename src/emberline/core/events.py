@@ -181,7 +181,9 @@ class SpeculationStats:
 
 @dataclass(slots=True)
 class ExpertStats:
-    """How evenly the ranks of an engine compute experts, if rows are sent to the ranks that have their experts."""
+    """How evenly the work of experts is spread over the ranks of an engine with expert parallelism.
+
+    A row is one token of a step, which is sent to the ranks that have its experts."""
 
     rows: list[int] = field(default_factory=list)  # by rank, since the start: pairs of a row and one of its experts
     imbalance: float = 1.0  # recent rows of the busiest rank of each layer, divided by the mean of all ranks

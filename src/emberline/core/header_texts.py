@@ -11,7 +11,9 @@ HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 def check_header_texts(headers: Mapping[str, object], param: str) -> None:
-    """Raise InvalidRequest, without the value, which may be a key, if a header's name or value cannot be sent."""
+    """Raise InvalidRequest if a header's name or value cannot be sent.
+
+    The error does not contain the value, which may be a key."""
     for name, value in headers.items():
         if not HEADER_NAME.fullmatch(name):
             message = f"{param} has the header {name[:80]!r}, a name that HTTP does not allow"

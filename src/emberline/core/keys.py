@@ -17,7 +17,7 @@ _KEY = re.compile("[!-~]([ -~]*[!-~])?")
 def check_key(key: str, param: str) -> str:
     """Return the key. Raises InvalidRequest, without the key in its message, if it is empty or not usable in a header.
 
-    A request without a key presents the empty one, so an empty key would let every caller in."""
+    A request without a key counts as one with the empty key, so an empty key would let every caller in."""
     if _KEY.fullmatch(key):
         return key
     if not key.strip():
@@ -30,7 +30,7 @@ def check_key(key: str, param: str) -> str:
 
 
 def add_key_from_environment(keys: Iterable[str], variable_name: str = API_KEY_VARIABLE) -> tuple[str, ...]:
-    """Return the keys, and those in the environment variable: one key, or one in each of several lines."""
+    """Return `keys` and the keys in the environment variable, which holds one key or several lines of one key each."""
     value = os.environ.get(variable_name, "")
     # A single key keeps its line break, which is an error: the clients' key may lack it.
     found = value.splitlines() if "\n" in value.strip("\n") else [value]
@@ -38,6 +38,6 @@ def add_key_from_environment(keys: Iterable[str], variable_name: str = API_KEY_V
 
 
 def make_key_environment(keys: Iterable[str]) -> dict[str, str]:
-    """Return the environment variable that gives these API keys to a child process; without keys, none."""
+    """Return the environment variable that passes these API keys to a child process; {} if there are no keys."""
     value = "\n".join(keys)
     return {API_KEY_VARIABLE: value} if value else {}

@@ -9,9 +9,9 @@ from emberline.core.errors import InvalidRequest
 
 
 def check_output_file(path: Path | None, option: str, *, creates_directory: bool = False) -> None:
-    """Raise InvalidRequest, which names the option, if the file cannot be written. Nothing is written; None: no file.
+    """Raise InvalidRequest, which names the option, if the file cannot be written. This writes nothing.
 
-    `creates_directory`: the command creates the file's directory if it is missing."""
+    A `path` of None passes. `creates_directory`: the command creates the file's directory if it is missing."""
     if path is None:
         return
     try:

@@ -178,7 +178,7 @@ class ParallelConfig:
 
     @property
     def exchanging_ranks(self) -> int:
-        """The ranks that attend to requests of their own, and exchange the rows of each step; 1: there are none."""
+        """The number of ranks that exchange the token rows of each step, with data-parallel attention; otherwise 1."""
         return self.tp if self.dp_attention else 1
 
     @property

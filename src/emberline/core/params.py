@@ -94,7 +94,7 @@ class SamplingParams:
 
     @property
     def has_rules(self) -> bool:
-        """Whether the host takes part in sampling: with penalties, biases, masks or log-probabilities."""
+        """Whether the host takes part in sampling, because of penalties, biases, masks or log-probabilities."""
         restricts = self.grammar is not None or self.bad_words or self.allowed_token_ids or self.logit_bias
         return bool(restricts or self.has_penalties or self.min_tokens or self.logprobs is not None)
 

@@ -21,7 +21,7 @@ class Admission:
     seed: int
 
 
-STATE_GROUP = -1  # in the places of a model's layers: the layer has states instead of keys and values
+STATE_GROUP = -1  # group of layers that have recurrent states instead of keys and values: LayerGroups.places
 PENDING_TOKEN = -1  # stands for a token that the previous step samples or drafts
 
 
@@ -34,8 +34,8 @@ class StateWork:
     # Slot to which the states after `save_end` tokens are copied. A step with `max_shift` may not get so far.
     save_to: int | None = None
     save_end: int = 0
-    # Accepted tokens of the previous step's draft, over which the states in `slot` first advance. Their inputs are at
-    # `draft_place`, where those of this step's draft replace them.
+    # Number of accepted tokens of the previous step's draft, over which the states in `slot` first advance. The inputs
+    # for these tokens are at the index `draft_place` of the StateCache, where those for this step's draft replace them.
     num_accepted: int = 0
     draft_place: int = 0
 
@@ -88,7 +88,7 @@ class BlockCopy:
     block: int  # numbers above those of all blocks stand for pages of state slots: kv/state_pages.py
     digest: bytes  # hash of the block's content: tokens/blockhash.py
     buffer: memoryview
-    group: int = 0  # of layers, whose keys and values the block has: kv/layer_groups.py
+    group: int = 0  # group of layers whose keys and values the block has: kv/layer_groups.py
     home: int = 0  # with data-parallel attention: the rank that has the block; 0 otherwise
 
 

@@ -154,9 +154,9 @@ class Request:
 
     @property
     def can_draft(self) -> bool:
-        """Whether the next step may verify a draft, which continues the request's tokens.
+        """Whether the next step may verify a draft that continues the request's tokens.
 
-        None of them may be pending, unless the device continues them with a draft of its own."""
+        If a token is pending, this needs a draft model on the device, which continues the pending token itself."""
         is_known = not self.num_pending or (self.num_proposing > 0 and self.can_continue_on_device)
         return is_known and self.allows_drafts
 

@@ -94,7 +94,7 @@ class StepCostTable:
 
     @staticmethod
     def from_data(data: StepCostData) -> StepCostTable:
-        """Return the table of measured steps. Raises InvalidRequest if they cannot describe the time of a step."""
+        """Return the table of the measured steps. Raises InvalidRequest for invalid values or too few steps."""
         name = f"{data.gpu} {data.shape} {data.weights}"
         _check_not_negative(data, name)
         points: dict[int, float] = {}
@@ -109,7 +109,7 @@ class StepCostTable:
         if len(points) < 2:
             message = f"cost table {name!r} has {len(points)} sizes of steps; at least 2 are needed to interpolate"
             raise InvalidRequest(message, param="measured", hint=MEASURE_HINT)
-        # A step with more tokens never takes less time: what says otherwise is the noise of single measurements.
+        # A step with more tokens never takes less time. Measurements that say otherwise are noise.
         ascending: list[tuple[int, float]] = []
         for tokens, seconds in sorted(points.items()):
             ascending.append((tokens, max(seconds, ascending[-1][1] if ascending else 0.0)))
@@ -127,7 +127,7 @@ class StepCostTable:
 
     @staticmethod
     def load(path: Path) -> StepCostTable:
-        """Read a table that `emberline bench step-costs` wrote. Raises InvalidRequest if the file has none."""
+        """Read a table that `emberline bench step-costs` wrote. Raises InvalidRequest if the file has no such table."""
         try:
             document = read_object(path)
         except ModelFileError as e:  # whose hint is about files of a model
@@ -173,14 +173,15 @@ def sum_work(work: Iterable[WorkItem]) -> tuple[int, int, int, int]:
 
 
 def count_prompt_pairs(start: int, count: int) -> int:
-    """Return how many tokens the tokens [start, start + count) of a prompt attend to, summed over them."""
+    """Return the sum, over the tokens [start, start + count) of a prompt, of how many tokens each attends to."""
     return count * start + count * (count + 1) // 2
 
 
 def _interpolate(points: Sequence[tuple[int, float]], tokens: int) -> float:
-    """Return the seconds of a size, by linear interpolation; beyond the largest, along the line of the last two.
+    """Return the seconds of a step with this many tokens, by linear interpolation between the measured points.
 
-    Below the smallest size a step takes as long as that size does, since it reads the same weights."""
+    Beyond the largest point, the line through the last two continues. A step smaller than the smallest point takes as
+    long as that one, because it reads the same weights."""
     at = bisect_left(points, (tokens, 0.0))
     if at == 0:
         return points[0][1]
@@ -196,7 +197,9 @@ def _check_not_negative(data: StepCostData, name: str) -> None:
 
 
 def _read_fields(kind: type[Any], document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a JSON object for a class of this module. Raises InvalidRequest if one does not fit."""
+    """Return the fields of a JSON object, with which the class `kind` can be built.
+
+    Raises InvalidRequest if a field is missing, unknown or of another type."""
     known = {field.name: field for field in fields(kind)}
     if unknown := [name for name in document if name not in known]:
         message = f"a cost table has the unknown field {unknown[0]!r}"

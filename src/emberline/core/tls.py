@@ -32,7 +32,7 @@ FileState = tuple[int, int, int]  # time of the last change in ns, inode, bytes
 
 @dataclass(frozen=True, slots=True)
 class _LoadedFiles:
-    """The contexts made from one version of the files."""
+    """The SSL contexts made from one version of the certificate, key and CA files."""
 
     for_clients: ssl.SSLContext | None  # of an HTTP listener; None: without a certificate
     for_peers: ssl.SSLContext | None  # of a listener for cluster peers only
@@ -41,7 +41,7 @@ class _LoadedFiles:
 
 
 def open_identity(config: TLSConfig | None) -> TLSIdentity | None:
-    """Return the identity of these settings; None if there are none. Raises InvalidRequest if files are unusable."""
+    """Return the identity of these settings; None if `config` is None. Raises InvalidRequest if files are unusable."""
     return None if config is None else TLSIdentity(config)
 
 
@@ -72,7 +72,7 @@ class TLSIdentity:
     def listener_context(self) -> ssl.SSLContext:
         """Return the context of an HTTP listener.
 
-        With a CA, clients must present a certificate; with `client_certs` set to cluster, they may."""
+        With a CA, clients must present a certificate. If `client_certs` is "cluster", it is optional here."""
         return _CurrentContext.make(lambda: self._current().for_clients, is_server=True)
 
     def peer_listener_context(self) -> ssl.SSLContext:
@@ -134,7 +134,9 @@ class TLSIdentity:
 
 
 class _CurrentContext(ssl.SSLContext):
-    """A context that starts each connection with the newest context. asyncio, uvloop and http.client accept it."""
+    """An SSLContext that delegates each new connection to the context of the newest files.
+
+    asyncio, uvloop and http.client accept it."""
 
     _find: Callable[[], ssl.SSLContext | None]
 
@@ -214,7 +216,7 @@ def match_names(names: Iterable[str], allowed: Sequence[str]) -> bool:
 
 
 def _normalise_name(name: str) -> str:
-    """Return the form of a name that is compared. An IPv6 address can be written in many ways."""
+    """Return a name in the form in which names are compared, since an IPv6 address can be written in many ways."""
     try:
         return ipaddress.ip_address(name).compressed
     except ValueError:
@@ -271,9 +273,10 @@ def _make_context(config: TLSConfig, *, is_server: bool) -> _CheckedContext:
 
 
 def _check_certificates(path: Path, param: str, now: float, *, is_chain: bool) -> float:
-    """Return the time at which the first certificate of a file expires.
+    """Return the earliest time at which a certificate of a file expires.
 
-    Raises InvalidRequest if the file has no certificate, or one of a chain, or all CAs, are not valid now."""
+    Raises InvalidRequest if the file has no certificate, if a certificate of a chain is not valid now, or if none of
+    several CAs is valid now."""
     from cryptography import x509  # takes 0.2 s
 
     try:

@@ -28,7 +28,7 @@ class TLSConfig:
     ) -> TLSConfig | None:
         """Return the settings for --tls-cert and the related options; None if none of them is set.
 
-        `prefix`: the start of the options' names. Raises InvalidRequest if an option is set without one it needs."""
+        `prefix`: the start of the options' names. Raises InvalidRequest if an option lacks another that it needs."""
         flag = f"--{prefix.replace('_', '-')}"
         if (cert is None) != (key is None):
             missing = "key" if key is None else "cert"

@@ -11,8 +11,8 @@ from emberline.kv.tiers.stack import TierStack
 class PendingCopies:
     def __init__(self, tiers: TierStack | None) -> None:
         self._tiers = tiers
-        # Blocks, hashes and groups of layers, filled since the last plan. The next plan must save them: later plans may
-        # reuse the block.
+        # Blocks filled since the last plan, with their hashes and groups of layers. The next plan must save them,
+        # because later plans may reuse the blocks.
         self._saves: list[tuple[int, bytes, int]] = []
         self._loads: list[BlockCopy] = []  # blocks fetched from tiers since the last plan
 
@@ -21,7 +21,9 @@ class PendingCopies:
         return bool(self._saves)
 
     def add_saves(self, blocks: Iterable[tuple[int, bytes, int]]) -> None:
-        """Save these blocks, each with its hash and its group of layers, to host memory, if there are tiers."""
+        """Let the next plan save these blocks to host memory, if there are tiers.
+
+        Each item is a block, its hash and its group of layers."""
         if self._tiers is not None:
             self._saves += blocks
 

@@ -1,8 +1,9 @@
 """BlockPart, StatePart: which bytes of whole KV blocks and of whole recurrent states one rank has.
 
-A whole block is a block of an engine on one rank: the keys of all layers of a group, then the values if there are any.
-Each layer has the bytes of all KV heads in order. A rank's block has only the layers of its stage, and of those only
-the KV heads of its shard. So tiers and other engines, which keep whole blocks, need not know how ranks divide a model.
+A whole block is a block as an engine on one rank stores it: the keys of all layers of a layer group, then the values
+if they are stored separately. Each layer has the bytes of all KV heads in order. A rank's block has only the layers of
+its pipeline stage, and of those only the KV heads of its shard. Tiers and other engines keep whole blocks, so they need
+not know how ranks divide a model.
 
 This module does not import torch.
 """
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from emberline.kv.cache import StateShape
 
 Bytes = NDArray[np.uint8]
-NUMBER_BYTES = 4  # of a number of a recurrent state
+NUMBER_BYTES = 4  # bytes of a float32 value of a recurrent state
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,35 +33,42 @@ class BlockPart:
     # layers have the indexes from 0 on.
     layers: tuple[range, ...]
     heads: range  # KV heads
-    is_first: bool = True  # whether no earlier rank has the same heads of the same layers; only this rank saves them
+    is_first: bool = True  # False: an earlier rank has the same heads of the same layers, and only that rank saves them
 
     @staticmethod
     def of_rank(groups: LayerGroups, layers: range, heads: range, *, is_first: bool = True) -> BlockPart:
-        """Return the part of a rank. `groups`: of the whole model. `layers`, `heads`: those that the rank has."""
+        """Return the part of a block that a rank has, for its `layers` and `heads`.
+
+        `groups`: the layer groups of the whole model."""
         indexes = [sorted(i for g, i in groups.places[layers.start : layers.stop] if g == group)
                    for group in range(len(groups.windows))]  # fmt: skip
         return BlockPart(tuple(map(_to_range, indexes)), heads, is_first)
 
     def of_whole(self, whole: Bytes, group: int) -> Bytes:
-        """Return a view of this rank's part of a whole block of a group. Both are [part, layer, KV head, byte]."""
+        """Return a view of this rank's part of `whole`, a whole block of a layer group.
+
+        Both arrays are [keys or values, layer, KV head, byte]."""
         layers = self.layers[group]
         return whole[:, layers.start : layers.stop, self.heads.start : self.heads.stop]
 
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """A rank's part of the recurrent states of a sequence, as pieces that are contiguous for the rank and as a whole.
+    """A rank's part of the recurrent states of a sequence, as a list of pieces.
 
-    The bytes of a whole slot are those of the inputs of the convolutions of all recurrent layers, then those of their
-    matrices. The channels of a convolution are those of queries, keys and values, each in the order of the heads."""
+    A piece is contiguous in the rank's own slot and in a whole slot, which holds the states of all layers and heads. A
+    whole slot has the convolution inputs of all recurrent layers, then the state matrices of all recurrent layers. The
+    channels of a convolution are those of queries, keys and values, each in the order of the heads."""
 
-    # By tensor of the rank's StateCache (inputs of convolutions, matrices): for each piece of a slot in order, its
-    # place in a whole slot, and its length in bytes.
+    # For each tensor of the rank's StateCache (inputs of convolutions, matrices), the pieces of a slot in order: offset
+    # in a whole slot and length, both in bytes.
     pieces: tuple[tuple[tuple[int, int], ...], ...]
 
     @staticmethod
     def of_rank(whole: StateShape, layers: range, rank: int, num_ranks: int) -> StatePart:
-        """Return the part of a rank. `layers`: its recurrent layers. `rank`: among those that divide heads."""
+        """Return the part of a rank. `layers`: the numbers of its layers among all recurrent layers.
+
+        `rank`: its number among the `num_ranks` ranks that divide the heads."""
         values = whole.heads * whole.value_dim
         keys = (whole.conv_channels - values) // 2
         sections = [(0, keys), (keys, keys), (2 * keys, values)]  # start and width, in channels
@@ -79,7 +87,7 @@ class StatePart:
         )
 
     def of_page(self, page: int, page_bytes: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield what a page of a whole slot has of this rank: a tensor, bytes of its slot, and their place in the page.
+        """Yield this rank's pieces in a page of a whole slot: index of a tensor, bytes in its slot, bytes in the page.
 
         The bytes of a tensor's slot are those of all its layers in order."""
         first = page * page_bytes
@@ -93,12 +101,14 @@ class StatePart:
 
 
 def own_state_layers(groups: LayerGroups, layers: range) -> range:
-    """Return the indexes among all recurrent layers that those of a rank have. `groups`: of the whole model."""
+    """Return the numbers that a rank's recurrent layers have among all recurrent layers of the model.
+
+    `groups`: the layer groups of the whole model. `layers`: all layers of the rank."""
     return _to_range(sorted(i for group, i in groups.places[layers.start : layers.stop] if group == STATE_GROUP))
 
 
 def _to_range(indexes: Sequence[int]) -> range:
-    """Return indexes as a range. Those of consecutive layers in a group are consecutive."""
+    """Return sorted indexes as a range. They must be consecutive, as those of adjacent layers in a group are."""
     found = range(indexes[0], indexes[-1] + 1) if indexes else range(0)
     assert len(found) == len(indexes), f"layers of a stage are apart in their group: {indexes}"
     return found

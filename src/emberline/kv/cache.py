@@ -1,7 +1,7 @@
 """KVCache: the memory of keys and values. One tensor holds the keys of all layers and blocks, a second the values.
 
-Where values are parts of the keys, as in latent attention, there is no second tensor. StateCache is the memory of
-recurrent layers, which have states instead.
+If the values are parts of the keys, as in multi-head latent attention, there is no second tensor. StateCache is the
+memory of recurrent layers, which have states instead of keys and values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KVShape:
 
     @property
     def parts(self) -> int:
-        """The number of tensors of a cache: keys and values, or keys."""
+        """The number of tensors of a cache: 2 for keys and values, 1 for keys that contain the values."""
         return 1 if self.values_in_keys else 2
 
     @property
@@ -62,7 +62,7 @@ class KVCache:
     ) -> None:
         """Allocate the cache, or place it in `segment`, a shared memory segment, or in `region`, other shared memory.
 
-        These have exactly the needed size."""
+        `segment` and `region` have exactly the needed size."""
         dims = (shape.layers, num_blocks, shape.kv_heads, shape.block_size, shape.head_dim)
         self.shape = shape
         self.num_blocks = num_blocks
@@ -78,7 +78,7 @@ class KVCache:
 
     @property
     def parts(self) -> list[Tensor]:
-        """The tensors of the cache: keys and values, or keys."""
+        """The tensors of the cache: keys and values, or only keys that contain the values."""
         return [self.keys] if self.shape.values_in_keys else [self.keys, self.values]
 
     def free_pages(self) -> None:
@@ -88,7 +88,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The shape of what recurrent layers keep of a sequence, in float32."""
+    """The shape of the states that recurrent layers keep for a sequence. States are in float32."""
 
     layers: int
     conv_rows: int  # last inputs of a convolution
@@ -104,19 +104,20 @@ class StateShape:
 
     @property
     def draft_width(self) -> int:
-        """The numbers that the delta rule of a layer keeps of a drafted token: DeltaLayer.draft_width."""
+        """How many numbers the delta rule of a layer keeps for each drafted token, as in DeltaLayer.draft_width."""
         return self.conv_channels + 2 * self.heads
 
     @property
     def draft_bytes(self) -> int:
-        """The bytes that all layers keep of a drafted token."""
+        """The bytes that all layers keep for each drafted token, in float32."""
         return self.layers * (self.conv_channels + self.draft_width) * torch.float32.itemsize
 
 
 class StateCache:
     """The memory of the states of recurrent layers. A slot holds the states of one sequence in all layers.
 
-    For speculative decoding, `num_places` sequences have rows of up to `max_draft` drafted tokens each."""
+    For speculative decoding, there is also room for the layers' inputs (rows) for up to `max_draft` drafted tokens of
+    each of `num_places` sequences."""
 
     def __init__(
         self,
@@ -129,9 +130,9 @@ class StateCache:
         max_draft: int = 0,
         draft_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`has_padding_slot`: allocate one more slot, which padding of captured steps overwrites.
+        """`has_padding_slot`: allocate one more slot, which the padding rows of captured CUDA graphs overwrite.
 
-        `draft_dtype`: of the rows of drafted tokens. Kernels for a CPU need float32; for a GPU it is the model's."""
+        `draft_dtype`: the dtype of the rows of drafted tokens: float32 on a CPU, the model's dtype on a GPU."""
         self.shape, self.num_slots, self.max_draft = shape, num_slots, max_draft
         slots = num_slots + has_padding_slot
         conv = shape.layers, slots, shape.conv_rows, shape.conv_channels

@@ -1,8 +1,9 @@
-"""DraftedRows: where recurrent layers keep the rows of drafted tokens, and how many of these a step applies first.
+"""DraftedRows: where recurrent layers keep their inputs for drafted tokens, and over how many a step first advances.
 
-States do not advance over drafted tokens (kernels/delta_rule.py): a step keeps their rows at a place that belongs to
-the request, and the request's next step advances the states over the rows of the accepted ones. So a step finds the
-states behind the known tokens of the step before. This module does not import torch."""
+States do not advance over drafted tokens (kernels/delta_rule.py). A step keeps the inputs (rows) of these tokens at a
+place, an index in the StateCache, that belongs to the request. The request's next step first advances the states over
+the rows of the accepted tokens. So a step starts with the states as they were after the known tokens of the previous
+step. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class DraftedRows:
     def plan_step(self, item: WorkItem) -> tuple[int, int]:
         """Return the place of a request's rows, and how many drafted tokens of its previous step were accepted.
 
-        If `max_shift` is set, the device has to add those that are accepted in the step which still runs."""
+        If `item.max_shift` is set, the previous step still runs, and the device must add the tokens accepted in it."""
         previous, self._newest[item.id] = self._newest.get(item.id), item
         if item.num_draft and item.id not in self._places:
             used = set(self._places.values())

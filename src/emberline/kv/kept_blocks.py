@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # imports numpy, which would delay the start of a GPU engine
 
 class KeptBlocks:
     def __init__(self, pool: BlockPool, release: Callable[[Sequence[int]], None]) -> None:
-        """`release`: removes one holder of each block."""
+        """`release` removes one holder from each of the blocks that it gets."""
         self._pool = pool
         self._release = release
         self._pin_counts: Counter[int] = Counter()  # pins of each block
@@ -67,5 +67,5 @@ class KeptBlocks:
         return sum(len(table) for _, table in self._quarantined)
 
     def count_holders(self) -> Counter[int]:
-        """Return how often each block is kept."""
+        """Return, for each kept block, how many pins and quarantined block tables keep it."""
         return self._pin_counts + Counter(block for _, table in self._quarantined for block in table)

@@ -1,8 +1,9 @@
 """LayerGroups: which layers of a model share a block table of the KV cache.
 
 Layers that attend to all tokens keep every block of a request. Layers with an attention window need only the newest
-tokens, so their blocks have tables of their own, from which passed blocks are freed. All tables take their blocks from
-one pool, so all groups have the same number of layers; a group may have places for layers that do not exist.
+tokens, so their blocks have tables of their own, from which blocks outside the window are freed. All tables take their
+blocks from one pool, so every block has places for the same number of layers. A group with fewer layers leaves some of
+these places unused.
 
 This module does not import torch."""
 
@@ -16,15 +17,15 @@ from math import ceil
 from emberline.core.plan import STATE_GROUP
 
 MAX_GROUPS = 8  # more groups would waste less memory, but each has a block table
-MAX_WASTE = 1.15  # places for layers in all groups, for each layer; with more waste, one group is better
+MAX_WASTE = 1.15  # layer places in all groups, divided by the number of layers; above this, one group is better
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    block_layers: int  # layers of a block
-    windows: tuple[int, ...]  # of each group, in tokens; the first group has all layers without a window: 0
+    block_layers: int  # number of layer places in a block
+    windows: tuple[int, ...]  # window of each group in tokens; the first is 0: it has all layers without a window
     # For each layer, its group and its index in the group's blocks. Recurrent layers have no blocks, but states: their
-    # group is STATE_GROUP, and the index counts them.
+    # group is STATE_GROUP, and their index counts the recurrent layers.
     places: tuple[tuple[int, int], ...]
 
     @property
@@ -34,11 +35,11 @@ class LayerGroups:
 
     @property
     def num_places(self) -> int:
-        """The number of places for layers in all groups; it is above the number of layers if places are wasted."""
+        """The number of layer places in all groups, including places that no layer uses."""
         return self.block_layers * len(self.windows)
 
     def num_held_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Return how many blocks a request of this many tokens holds while it generates single tokens."""
+        """Return how many blocks a request of this many tokens holds while it decodes one token per step."""
         blocks = ceil(num_tokens / block_size)
         return blocks + sum(min(blocks, ceil(window / block_size) + 1) for window in self.windows[1:])
 
@@ -50,7 +51,7 @@ class LayerGroups:
 
     @property
     def name(self) -> str:
-        """A text that is equal for two groupings only if each layer has the same place; empty for a single group.
+        """A text that identifies the group and the index of each layer; empty if `is_single`.
 
         It is part of every block's hash and of the layout that other engines compare with theirs."""
         if self.is_single:
@@ -77,7 +78,7 @@ class LayerGroups:
         return 1 + (num_blocks - first) // self.num_held_blocks(num_tokens, block_size)
 
     def of_layers(self, layers: range) -> LayerGroups:
-        """Return the same groups with only these layers, for a rank that has no others."""
+        """Return the groups reduced to these layers, for a rank that computes no other layers."""
         counts: dict[int, int] = {}
         places = []
         for layer in layers:
@@ -94,7 +95,7 @@ class LayerGroups:
 
     @staticmethod
     def with_states(layers: int, state_layers: Sequence[int]) -> LayerGroups:
-        """Return one group of all layers but those with states."""
+        """Return one group of all layers except the recurrent layers `state_layers`, which have states, not blocks."""
         places, counts = [], [0, 0]
         for layer in range(layers):
             has_state = layer in state_layers
@@ -104,9 +105,10 @@ class LayerGroups:
 
     @staticmethod
     def for_windows(windows: Sequence[int]) -> LayerGroups:
-        """Return the groups of a model whose layers have these windows; 0: unlimited.
+        """Return the groups of a model. `windows`: the attention window of each layer in tokens; 0: unlimited.
 
-        The layers are one group if all have a window, or none."""
+        All layers are in one group if all have a window, if none has one, or if several groups would waste too much
+        memory."""
         layers_of = {window: [i for i, each in enumerate(windows) if each == window] for window in sorted(set(windows))}
         if 0 not in layers_of or len(layers_of) == 1:
             return LayerGroups.single(len(windows))
@@ -128,7 +130,7 @@ class LayerGroups:
 
 
 def max_held_blocks(window: int, block_size: int, max_step_tokens: int) -> int:
-    """Return how many blocks of a group a request holds at most: those of its window and of `max_step_tokens`."""
+    """Return the most blocks of one group that a request holds: those of its window and of a step's new tokens."""
     return ceil(window / block_size) + ceil(max_step_tokens / block_size) + 2
 
 

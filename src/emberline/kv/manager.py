@@ -85,7 +85,7 @@ class KVManager:
         return -(-tokens // self.block_size)
 
     def count_prefix_tokens(self, request: Request) -> int:
-        """Return how many leading tokens of a request are in the cache, without those that only a window lacks."""
+        """Return how many leading tokens of a request are in the cache. Blocks of attention windows are ignored."""
         return len(self._prefix.find_longest_prefix(self._shareable_hashes(request))) * self.block_size
 
     def block_table(self, request: Request) -> Sequence[int]:
@@ -152,10 +152,10 @@ class KVManager:
     def _plan_windows(
         self, windows: WindowTables, request: Request, hashes: Sequence[bytes], num_shared: int, num_tokens: int
     ) -> tuple[int, WindowAdmission]:
-        """Return how many blocks of prefix all groups have cached, and the blocks of windows that the request gets.
+        """Return how many leading blocks all groups have cached, and the blocks that the request gets in window tables.
 
-        They follow a prefix from its peer or the tiers, if that is longer than the cached one. The first group
-        has `num_shared` blocks cached."""
+        If a peer or the tiers have a longer prefix than the cache, the latter are planned for that prefix.
+        `num_shared`: leading blocks that the first group has cached."""
         cached = wanted = windows.longest_prefix(hashes[:num_shared])
         if self.pulls is not None and request.source is not None:
             covered = self.pulls.covered_tokens(request)
@@ -241,9 +241,9 @@ class KVManager:
         return self._prefix.parent_hashes()
 
     def publishable_blocks(self, request: Request, first: int) -> list[int]:
-        """Return the computed blocks that other engines need to continue the submitted tokens, from the `first` on.
+        """Return the computed blocks, from index `first` on, that other engines need to continue the submitted tokens.
 
-        Those are the full blocks of the first group, then, once all are computed, the tails of the windows."""
+        These are the full blocks of the first group and, once they are all computed, the last blocks of each window."""
         last = request.submitted_len // self.block_size
         full = min(last, request.num_computed // self.block_size)
         blocks = self._block_tables[request.id][first:full]
@@ -327,7 +327,7 @@ class KVManager:
         return True
 
     def _index_loaded_block(self, request: Request, group: int, index: int) -> int:
-        """Enter a block, which a tier will fill, in the prefix index of its group of layers, and return it."""
+        """Return a block that a tier will fill, after adding it to the prefix index of its group of layers."""
         if group and self._windows is not None:
             return self._windows.index_block(request, group, index, request.block_hashes)
         block = self._block_tables[request.id][index]
@@ -335,14 +335,14 @@ class KVManager:
         return block
 
     def _num_moving_blocks(self, request: Request) -> int:
-        """Return how many blocks the request needs for states that move between engines."""
+        """Return how many blocks the request needs to receive or send recurrent states between engines."""
         return 0
 
     def _load_missing_prefix(self, request: Request, hashes: Sequence[bytes], num_shared: int, num_wanted: int) -> None:
         """Start to load the part of a newly admitted request's prefix that is not in the cache.
 
-        The blocks come from the request's peer (a pull) or from the tiers (a fetch). The first `num_shared` blocks of
-        the first group are cached. After `num_wanted` blocks, the request has the blocks of all windows.
+        The blocks come from the request's peer (a pull) or from the tiers (a fetch). `num_shared`: blocks that the
+        first group has cached. `num_wanted`: length in blocks of the prefix for which window blocks were allocated.
         """
         table, windows = self._block_tables[request.id], self._windows
         if self.pulls is not None and request.source is not None:
@@ -371,7 +371,7 @@ class KVManager:
     def check_invariants(self) -> None:
         """Assert that the number of holders of each block is correct.
 
-        It must equal the number of block tables that contain the block, plus how often the block is kept otherwise."""
+        It must equal the number of block tables that contain the block, plus the count of the block in `kept`."""
         self._pool.check_invariants()
         loading = set(self._active_pulls) | (self._tier_loads.request_ids() if self._tier_loads is not None else set())
         assert loading <= self._block_tables.keys()

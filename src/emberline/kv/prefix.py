@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Whether this is the full state, (hash, parent hash) of each block added, hashes removed.
+# Whether this is the full state; (hash, parent hash) of each added block; hashes of the removed blocks.
 PrefixChanges = tuple[bool, list[tuple[bytes, bytes]], list[bytes]]
 
 

@@ -60,7 +60,7 @@ class Pull:
     first_missing_block: int  # index of the first of the ticket's blocks that is missing here
     deadline: float
     last_progress_at: float  # time at which new bytes were last seen
-    # If no block is usable before all target blocks have arrived: the prompt tokens that are in the cache then.
+    # Set if no block is usable before all target blocks have arrived: the number of prompt tokens in the cache then.
     indivisible_tokens: int | None = None
     last_arrived_bytes: int = 0  # bytes that had arrived then
     progress: PullProgress = field(default_factory=PullProgress)
@@ -162,9 +162,9 @@ class PullManager:
     ) -> Pull | None:
         """Start a pull of the full blocks that the ticket covers and the cache does not have.
 
-        `whole`: set if the blocks are usable only when all of them have arrived: the index of the first one to copy,
-        and the number of prompt tokens that are cached then. Return None if there are no blocks to copy, or if no
-        thread could be started.
+        `whole` is set if no block is usable before all have arrived. It holds the index of the first block to copy, and
+        the number of prompt tokens that are cached when all have arrived. Return None if there are no blocks to copy,
+        or if no thread could be started.
         """
         with self._lock:
             lease = self._waiting_leases.pop(request.id)

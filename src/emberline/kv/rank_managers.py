@@ -23,13 +23,13 @@ class RankKVManagers:
     pulls = None
 
     def __init__(self, managers: Sequence[KVManager]) -> None:
-        """`managers`: that of each rank. They must have the same tiers, and no pulls."""
+        """`managers`: one manager for each rank. They must have the same tiers, and no pulls."""
         self.tiers = managers[0].tiers
         assert all(manager.tiers is self.tiers and manager.pulls is None for manager in managers)
         self._managers = tuple(managers)
         self._homes: dict[str, int] = {}  # rank, by request
         self._num_requests = [0] * len(managers)  # by rank
-        self._parents: dict[bytes, dict[int, bytes]] = {}  # by hash of a tracked block: its parent's, by rank
+        self._parents: dict[bytes, dict[int, bytes]] = {}  # by hash of a tracked block: hash of its parent, by rank
         self.block_size = managers[0].block_size
         self.prefix_cache = managers[0].prefix_cache
         self.has_windows = managers[0].has_windows
@@ -49,10 +49,10 @@ class RankKVManagers:
     def admit(self, request: Request, reserved_blocks: int = 0) -> bool:
         """Choose the request's home, allocate blocks for all its known tokens there, and return True.
 
-        Return False if that would leave fewer than `reserved_blocks` blocks available on every rank, or one for each
-        request there. Ranks are tried in the order of the tokens that they would have to keep or compute: those of
-        their requests, and those of this one that are not in their prefix cache; of equal ranks, the one with the most
-        free blocks first, so that the prefix caches of all ranks are used."""
+        Return False if every rank would have too few blocks left: fewer than `reserved_blocks`, and fewer than one for
+        each of its requests. The rank with the fewest tokens to keep or compute is tried first. These are the tokens of
+        its requests, and the tokens of this request that its prefix cache lacks. Of equal ranks, the one with the most
+        free blocks is tried first, so that the prefix caches of all ranks are used."""
         for home in sorted(range(len(self._managers)), key=lambda home: self._rate_home(home, request)):
             if self._managers[home].admit(request, min(reserved_blocks, self._num_requests[home])):
                 self._homes[request.id] = home
@@ -95,11 +95,11 @@ class RankKVManagers:
         return self.manager_of(request).update_loaded_prefix(request)
 
     def keep_source_lease_alive(self, request: Request) -> None:
-        """Remove the peer from the request, as no blocks are copied from other engines."""
+        """Remove the peer from the request, because blocks cannot be copied from other engines."""
         request.source = None
 
     def drop_unadmitted_request(self, request: Request) -> None:
-        """Without transfers, a request has no lease."""
+        """Do nothing, because without transfers a request has no lease."""
 
     # -- all ranks -----------------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class RankCopies:
         return any(copies.has_saves for copies in self._by_rank)
 
     def take_saves(self) -> list[BlockCopy]:
-        """Return copies to host memory, each with its rank. Of equal blocks of several ranks, one is saved."""
+        """Return copies to host memory, each with its rank. If several ranks have the same block, one copy is made."""
         return [replace(each, home=rank) for rank, copies in enumerate(self._by_rank) for each in copies.take_saves()]
 
     def take_loads(self) -> list[BlockCopy]:
@@ -196,7 +196,7 @@ class RankCopies:
 
 
 class RankResidency:
-    """How long blocks of all ranks keep their content."""
+    """The samples of all ranks' ResidencySamplers: how long blocks keep their content."""
 
     def __init__(self, managers: Sequence[KVManager]) -> None:
         self._managers = managers

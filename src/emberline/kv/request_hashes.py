@@ -30,7 +30,7 @@ class RequestHasher:
         return self._prefix_cache or request.params.n > 1
 
     def block_hashes(self, request: Request, count: int) -> list[bytes]:
-        """Return the hashes of the first `count` blocks. The request keeps those that were computed."""
+        """Return the hashes of the first `count` blocks. Each is computed once and kept in `request.block_hashes`."""
         hashes = request.block_hashes
         if len(hashes) < count:
             salt = request.salt if self._prefix_cache else f"{request.salt}/{request.submission_id}"

@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # imports numpy, which would delay the start of a GPU engine
     from emberline.kv.pulls import PullManager
 
 MIN_SAVED_TOKENS = 64  # a snapshot within a prompt splits a step in two, which costs more than computing fewer tokens
-# Block boundaries at the end of a prompt at which a tier is asked for a snapshot that it may not have. Each costs a
-# call over the network; snapshots that a tier surely has are found everywhere.
+# Number of block boundaries at the end of a prompt at which a tier is asked for a snapshot that it may not have. Each
+# costs a call over the network. Snapshots that a tier surely has are found at all other boundaries too.
 MAX_GUESSED_BOUNDARIES = 8
 
 
@@ -54,7 +54,7 @@ class StateKVManager(KVManager):
         on_allocate: Callable[[int, int], None] = lambda block, group: None,
         pages_per_slot: int = 0,
     ) -> None:
-        """`pages_per_slot`: blocks that hold the states of a slot, needed for `tiers` and `pulls`."""
+        """`pages_per_slot`: number of blocks that the states of a slot fill. It is needed for `tiers` and `pulls`."""
         assert pages_per_slot or (tiers is None and pulls is None), "the runner cannot copy states to blocks"
         super().__init__(
             total_blocks,
@@ -102,7 +102,9 @@ class StateKVManager(KVManager):
         request.chunk_end = self._boundaries[request.id][-1] if self._boundaries[request.id] else 0
 
     def plan_states(self, request: Request, item: WorkItem) -> StateWork:
-        """Return where the states of a request are in a step. They advance over its known tokens, not over a draft."""
+        """Return the slots that a step reads and writes for a request with states.
+
+        The states advance over the known tokens of the step, not over a draft."""
         num_tokens = item.start + len(item.tokens) - item.num_draft
         place, accepted = self._drafted_rows.plan_step(item)
         # Accepted drafts may pass a boundary. Otherwise the step has to end there, as not all kernels can stop within.
@@ -126,16 +128,19 @@ class StateKVManager(KVManager):
         return StateWork(slot, source, target, save_end=saved, num_accepted=accepted, draft_place=place)
 
     def plan_moves(self, request: Request, start: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return blocks with states for a step from position `start` on, and blocks to which it then copies them."""
+        """Return the blocks from which a step at position `start` loads states, and those to which it copies states.
+
+        The former hold states from the request's peer. The latter are for other engines."""
         if arrived := self._arriving.pop(request.id, ()):
             self.kept.unpin(arrived)  # only plans after this one can overwrite them
         leaving = self._leaving.get(request.id, ())
         return arrived, leaving if start == self._handoff_blocks(request) * self.block_size else ()
 
     def take_cleared_blocks(self, request: Request, start: int) -> Sequence[int]:
-        """Return the blocks of a request that had states, and whose keys and values its steps from `start` on write.
+        """Return the request's blocks from position `start` on that held states before and must be filled with zeros.
 
-        The others were loaded or pulled as a whole. All blocks of the request then count as keys and values."""
+        Earlier blocks need no zeros, because they were loaded or pulled as a whole. From now on, all blocks of the
+        request count as blocks of keys and values."""
         if not self._blocks_with_states:
             return ()
         table, first = self._block_tables[request.id], start // self.block_size
@@ -175,9 +180,10 @@ class StateKVManager(KVManager):
         assert self._arriving.keys() | self._leaving.keys() <= self._block_tables.keys()
 
     def _shareable_hashes(self, request: Request) -> list[bytes]:
-        """Return the hashes of the leading blocks with which the request starts, as far as they can be hashed.
+        """Return the hashes of the leading blocks that the request need not compute, as far as they can be hashed.
 
-        They end with a block whose snapshot is in a slot or in a tier, or whose states the request's peer sends."""
+        The states after the last of these blocks are a snapshot in a slot or in a tier, or the request's peer sends
+        them."""
         hashes = super()._shareable_hashes(request)
         num_cached = len(self._prefix.find_longest_prefix(hashes))
         usable = self.states.longest_prefix(hashes[:num_cached])
@@ -205,7 +211,8 @@ class StateKVManager(KVManager):
     def take_prefix_changes(self) -> PrefixChanges | None:
         """Return the prefix blocks that were added and removed since the last call, or None if nothing changed.
 
-        Blocks without a snapshot are marked. A block whose snapshot was made or dropped is listed as added again."""
+        Blocks without a snapshot are marked (`mark_without_states`). A block whose snapshot was made or dropped is
+        listed as added again."""
         changed = {digest: self._prefix.parent_of(digest) for digest in self.states.take_changes()}
         is_whole, stored, removed = super().take_prefix_changes() or (False, [], [])
         if not is_whole:
@@ -223,9 +230,10 @@ class StateKVManager(KVManager):
         self.copies.add_saves((page, page_hash, 0) for page, page_hash in pages)
 
     def _find_stored_snapshot(self, hashes: Sequence[bytes], cached: int, available: int) -> int:
-        """Return how many blocks of a prefix can be used after a load from tiers that is worth it.
+        """Return how many leading blocks, up to one with a snapshot, a request can use after a load from tiers.
 
-        Of its blocks, the first `available` are in the cache or in tiers, and the first `cached` need no load."""
+        The first `available` blocks are in the cache or in tiers, and the first `cached` can be used without a load.
+        Return `cached` if no load is possible, or if it would save too little."""
         assert self._tier_loads is not None
         for count in range(available, cached, -1):
             if (count - cached) * self.block_size < MIN_SAVED_TOKENS:
@@ -271,27 +279,27 @@ class StateKVManager(KVManager):
     # -- other engines -------------------------------------------------------------------------------------------------
 
     def _handoff_blocks(self, request: Request) -> int:
-        """Return the number of blocks of submitted tokens after which other engines get the states.
+        """Return the number of leading blocks after which the request's states are sent to other engines.
 
-        At least one token follows them, so that its logits can be computed from the states."""
+        At least one submitted token follows these blocks, so that its logits can be computed from the states."""
         return (request.submitted_len - 1) // self.block_size
 
     def _num_pulled_blocks(self, request: Request) -> int:
-        """Return how many blocks the request's peer sends, if there is room for the states that follow them."""
+        """Return how many blocks the request's peer sends; 0 if there is no room for the states that follow them."""
         assert self.pulls is not None
         return (self.pulls.covered_tokens(request) - 1) // self.block_size if self._num_moving_blocks(request) else 0
 
     def _num_moving_blocks(self, request: Request) -> int:
-        """Return how many blocks the request needs for states from its peer or for other engines.
+        """Return how many blocks the request needs for states that its peer sends or that other engines will read.
 
-        Return 0 if they could never be allocated in addition to its own."""
+        Return 0 if the cache is too small for these blocks and the request's own blocks together."""
         is_published = request.publish and self._handoff_blocks(request) > 0
         moves = (self.pulls is not None and request.source is not None) + is_published
         needed = moves * self._pages.per_slot
         return needed if needed + self.num_blocks_for(request.num_known + 1) <= self.num_blocks else 0
 
     def _start_pull(self, request: Request, num_shared: int) -> bool:
-        """Start to copy the missing blocks and the states from the request's peer, if it has more than the cache.
+        """Start to copy missing blocks and the states from the request's peer, if it has more blocks than the cache.
 
         Return False if nothing is copied."""
         assert self.pulls is not None
@@ -310,7 +318,7 @@ class StateKVManager(KVManager):
         return True
 
     def publishable_blocks(self, request: Request, first: int) -> list[int]:
-        """Return the computed blocks that other engines need, from the `first` on: those of the prompt, then states."""
+        """Return the computed blocks, from index `first` on, that other engines need: of the prompt, then of states."""
         last = self._handoff_blocks(request)
         blocks = self._block_tables[request.id][first : min(last, request.num_computed // self.block_size)]
         if first <= last and request.num_computed > last * self.block_size:
@@ -319,5 +327,5 @@ class StateKVManager(KVManager):
 
 
 def _known_end(item: WorkItem) -> tuple[int, bool]:
-    """Return how far states advance in the step of a work item, at least, and whether that is final."""
+    """Return the position that states reach in the step of a work item at least, and whether that is final."""
     return item.start + len(item.tokens) - item.num_draft, not item.max_shift

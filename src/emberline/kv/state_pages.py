@@ -22,7 +22,7 @@ class StatePages:
         return StatePages(num_blocks, -(-slot_bytes // block_bytes))
 
     def numbers(self, slot: int) -> range:
-        """Return the numbers of a slot's pages, which stand in a BlockCopy for blocks."""
+        """Return the numbers of a slot's pages, which a BlockCopy has in place of a block number."""
         first = self.num_blocks + slot * self.per_slot
         return range(first, first + self.per_slot)
 
@@ -31,14 +31,14 @@ class StatePages:
         return None if number < self.num_blocks else divmod(number - self.num_blocks, self.per_slot)
 
     def hashes(self, digest: bytes) -> Sequence[bytes]:
-        """Return the hashes of the pages of the snapshot behind the block `digest`."""
+        """Return the hashes of the pages of the snapshot that was made after the block with the hash `digest`."""
         return [state_page_hash(digest, page) for page in range(self.per_slot)]
 
 
 def split_page(page: int, page_bytes: int, part_sizes: Sequence[int]) -> Iterator[tuple[int, slice, slice]]:
-    """Yield which parts of a slot a page contains: the index of a part, the bytes of it, and their place in the page.
+    """Yield the pieces of a slot that make up a page: index of a part of the slot, bytes in the part and in the page.
 
-    `part_sizes`: bytes of the parts, which are the states of one kind in one layer."""
+    `part_sizes`: sizes in bytes of the slot's parts. A part is the states of one kind in one layer."""
     first, at = page * page_bytes, 0
     for index, size in enumerate(part_sizes):
         low, high = max(first, at), min(first + page_bytes, at + size)

@@ -1,9 +1,10 @@
 """StateSlots: which slot holds the recurrent states of each request, and which slots hold snapshots of states.
 
 A layer with a recurrent state keeps no blocks, so the tokens of a cached prefix can be skipped only if the state after
-them was kept. A snapshot is such a copy, at the end of a block, and its name is the hash of that block, which stands
-for the whole prefix. Every slot is free, holds the state of one running request, is about to receive a snapshot (of a
-request, or from a tier), or is a snapshot. Snapshots are evicted when a slot is needed, the least recently used first.
+them was kept. A snapshot is such a kept state: a copy made at the end of a block, and identified by the hash of that
+block, which stands for the whole prefix. Every slot is free, holds the state of one running request, is about to
+receive a snapshot (of a request, or from a tier), or holds a snapshot. Snapshots are evicted when a slot is needed, the
+least recently used first.
 
 This module does not import torch; runners copy the states as work items say."""
 
@@ -23,9 +24,9 @@ class PlannedSnapshot:
     digest: bytes | None  # None: the last token of the prefix is not known yet
     slot: int
     num_tokens: int  # of the prefix
-    replaces: bool  # whether the request's next snapshot of this kind replaces it
-    # How far the states advance in its step, at least, and whether that is final. If they end before `num_tokens`, the
-    # step makes no snapshot. None: they reach it.
+    replaces: bool  # whether the request's next snapshot with `replaces` replaces this one
+    # Returns the position that the states reach in the step at least, and whether that is final. If they end before
+    # `num_tokens`, the step makes no snapshot. None: they are sure to reach `num_tokens`.
     known_end: Callable[[], tuple[int, bool]] | None = None
 
     @property
@@ -60,7 +61,9 @@ class StateSlots:
         return len(self._snapshots)
 
     def longest_prefix(self, hashes: Sequence[bytes]) -> int:
-        """Return the number of blocks of the longest prefix of a chain of blocks that has a snapshot, or 0."""
+        """Return the number of blocks of the longest prefix that has a snapshot; 0 if none has one.
+
+        `hashes`: the chain of block hashes whose prefixes are tried."""
         return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self._snapshots), 0)
 
     def track_changes(self) -> None:
@@ -82,7 +85,7 @@ class StateSlots:
         return bool(self._free) or any(digest not in self._loads.values() for digest in self._snapshots)
 
     def admit(self, request_id: str, digest: bytes | None) -> None:
-        """Give a slot to a request, which starts from the snapshot `digest` or, without one, at its first token."""
+        """Give a slot to a request, which starts from the snapshot `digest` or, if that is None, at its first token."""
         assert request_id not in self._held
         if digest is not None:
             self._start_from(request_id, digest)
@@ -96,7 +99,8 @@ class StateSlots:
     def begin_load(self, request_id: str, digest: bytes) -> int:
         """Return the slot to which the snapshot `digest` is copied from a tier, for a request that starts from it.
 
-        It is a slot of its own, so that other requests can use the snapshot too; if there is none, the request's."""
+        The snapshot gets a slot of its own, so that other requests can use it too. If no slot is available, it is
+        copied to the request's slot."""
         assert request_id not in self._loads and request_id not in self._arriving
         if (slot := self._allocate()) is None:
             return self._held[request_id]
@@ -108,7 +112,9 @@ class StateSlots:
         return self._arriving[request_id][1] if request_id in self._arriving else self._held[request_id]
 
     def commit_load(self, request_id: str) -> None:
-        """Make the snapshot that has arrived for a request usable, if it has a slot of its own."""
+        """Make the snapshot that was loaded for a request usable for all requests, if it has a slot of its own.
+
+        The request's next step then starts from it."""
         if (arrived := self._arriving.pop(request_id, None)) is None:
             return
         digest, slot = arrived
@@ -122,7 +128,9 @@ class StateSlots:
         return self._held[request_id]
 
     def take_load(self, request_id: str) -> int | None:
-        """Return the slot whose states the request's first step must copy to its own slot; None after that step."""
+        """Return the slot from which the request's next step must copy states to the request's own slot.
+
+        Return None if the step need not copy states, or if an earlier call returned the slot."""
         digest = self._loads.pop(request_id, None)
         return None if digest is None else self._snapshots[digest]
 
@@ -135,7 +143,7 @@ class StateSlots:
         replaces: bool,
         known_end: Callable[[], tuple[int, bool]] | None = None,
     ) -> int | None:
-        """Return the slot to which a step copies the states of the request, or None if no copy is worth it.
+        """Return the slot to which a step copies the states of the request, or None if it makes no snapshot.
 
         `digest`: None if it is only known when the snapshot is committed. `replaces`: the snapshot replaces the
         request's previous one that was made with `replaces`. `known_end`: see PlannedSnapshot."""
@@ -154,9 +162,10 @@ class StateSlots:
     def commit_snapshot(
         self, request_id: str, num_computed: int, find_digest: Callable[[int], bytes] | None = None
     ) -> None:
-        """Make the planned snapshots of a request usable whose tokens are all computed, and drop missed ones.
+        """Make those planned snapshots of a request usable whose tokens are all computed.
 
-        `find_digest`: returns the digest of a prefix of so many tokens, if it was not known before."""
+        A snapshot whose step ended before the snapshot's position is dropped. `find_digest` returns the digest of a
+        prefix with a given number of tokens. It is needed for snapshots that were planned without a digest."""
         kept = []
         for planned in self._planned.pop(request_id, []):
             if planned.is_missed:
@@ -195,7 +204,7 @@ class StateSlots:
             self._free.append(arriving[1])
 
     def forget_prefix(self, digest: bytes) -> None:
-        """Drop the snapshot of a prefix, if there is one that no request waits for."""
+        """Drop the snapshot of a prefix, if it exists and no request is about to start from it."""
         if digest in self._snapshots and digest not in self._loads.values():
             self._free.append(self._remove(digest))
 
@@ -210,7 +219,7 @@ class StateSlots:
         assert set(self._loads.values()) <= self._snapshots.keys()
 
     def _start_from(self, request_id: str, digest: bytes) -> None:
-        """Note that the next step of a request starts from a snapshot, which is shared from now on."""
+        """Record that the next step of a request starts from a snapshot, which no later snapshot replaces any more."""
         self._snapshots.move_to_end(digest)
         self._loads[request_id] = digest
         if digest in self._newest.values():

@@ -13,7 +13,8 @@ from emberline.kv.tiers.stack import FetchedBlock, TierFetch, TierStack
 from emberline.kv.window_tables import WindowTables
 from emberline.tokens.blockhash import group_block_hash, state_page_hash
 
-# Group of layers and index in its block table. The group STATE_GROUP - i: page i of the states after the block `index`.
+# A group of layers, and an index in the group's block table. The group STATE_GROUP - i stands for page i of the states
+# after the block at this index.
 BlockPlace = tuple[int, int]
 
 
@@ -21,7 +22,7 @@ BlockPlace = tuple[int, int]
 class TierLoad:
     fetch: TierFetch
     places: Sequence[BlockPlace]  # of the blocks, in the order of the fetch
-    prefix_blocks: int  # leading blocks that the request has computed when all have arrived
+    prefix_blocks: int  # leading blocks that count as computed when all blocks have arrived
     deadline: float
     num_arrived: int = 0
 
@@ -38,7 +39,7 @@ class TierLoads:
         self._clock = clock
         self._timeout_s = timeout_s
         self._loads: dict[str, TierLoad] = {}  # by request
-        # The last lookup for windows: what its result depends on besides the tiers, the result, whether it was reused.
+        # Last lookup of `count_available_in_windows`: its inputs except the tiers, its result, whether it was reused.
         self._last_lookup: tuple[tuple[object, ...], int, bool] = (), 0, False
 
     def __contains__(self, request_id: str) -> bool:
@@ -55,11 +56,11 @@ class TierLoads:
     def count_available_in_windows(
         self, request: Request, hashes: Sequence[bytes], num_shared: int, cached: int, windows: WindowTables
     ) -> int:
-        """Return how many leading blocks of a prefix can be used after loading from the tiers what is worth it.
+        """Return how many leading blocks of a prefix a request can use once the blocks worth loading are loaded.
 
         For that, each group of layers needs the blocks within its window. `num_shared`: blocks that the first group has
-        in the cache; `cached`: leading blocks that can be used without loading. A request that waits for memory is
-        planned in every step: the tiers are asked again only if these numbers have changed."""
+        in the cache. `cached`: leading blocks that can be used without loading. For a request that waits for memory,
+        this is called in every step, so the tiers are asked again only if these numbers have changed."""
         limit = request.load_limit
         is_late = limit is not None and self._clock.now() >= limit[1]
         key = request.id, len(hashes), num_shared, cached, limit, is_late
@@ -72,7 +73,9 @@ class TierLoads:
         return count
 
     def drop_reused_lookup(self) -> bool:
-        """Return whether the result of `count_available_in_windows` was an earlier one; if so, the next is not."""
+        """Forget the last result of `count_available_in_windows`, so that the next call asks the tiers again.
+
+        Return whether that result was itself a reused one."""
         is_reused = self._last_lookup[2]
         self._last_lookup = (), 0, False
         return is_reused
@@ -81,7 +84,7 @@ class TierLoads:
         return self._tiers.lookup([block_hash]) > 0
 
     def has_snapshot(self, digest: bytes, pages: StatePages, *, guess: bool) -> bool:
-        """Return whether all pages of a snapshot are worth loading. Without `guess`: whether tiers surely have them."""
+        """Return whether all pages of a snapshot are worth loading or, without `guess`, certainly held by tiers."""
         if not self._tiers.lookup([state_page_hash(digest, 0)], guess=guess):  # the usual case, and much cheaper
             return False
         return self._tiers.lookup(pages.hashes(digest), guess=guess) == pages.per_slot
@@ -89,7 +92,9 @@ class TierLoads:
     def start(
         self, request: Request, hashes: Sequence[bytes], places: Sequence[BlockPlace], prefix_blocks: int
     ) -> None:
-        """Start to load the blocks at these places. `hashes`: of the request's blocks in the first group."""
+        """Start to load the blocks at these places.
+
+        `hashes`: the hashes of the request's leading blocks. Those of other groups and of states follow from them."""
         limit = request.load_limit
         deadline = self._clock.now() + self._timeout_s if limit is None else limit[1]
         fetch = self._tiers.start_fetch([_hash_at(hashes, place) for place in places])
@@ -98,7 +103,7 @@ class TierLoads:
     def take_arrivals(self, request: Request) -> tuple[TierLoad, list[tuple[BlockPlace, FetchedBlock]]]:
         """Return the request's load, and the blocks that arrived since the last call, each with its place.
 
-        If the load has ended or is late, it is removed."""
+        A load that has ended, or whose deadline has passed, is removed."""
         load = self._loads[request.id]
         arrivals, ended = self._tiers.take_fetched(load.fetch)
         placed = list(zip(load.places[load.num_arrived :], arrivals, strict=False))

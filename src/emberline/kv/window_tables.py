@@ -18,7 +18,7 @@ NO_BLOCK = 0  # the entry of a released block; kernels do not use what they read
 
 
 class WindowTable:
-    """The block table of one request in one group, of which blocks [released, len(blocks)) are held."""
+    """The block table of one request for one group of layers. The request holds the blocks from `released` on."""
 
     __slots__ = ("blocks", "released")
 
@@ -33,13 +33,13 @@ class WindowTable:
 
 @dataclass(frozen=True, slots=True)
 class WindowAdmission:
-    """The blocks of layers with a window with which a request starts."""
+    """The blocks with which a request starts, for the layers with an attention window."""
 
-    # Of each group: the blocks of the prefix that the first new token attends to. None: not cached, to be loaded.
+    # For each group, the blocks of the prefix that the first new token attends to. None: not cached, to be loaded.
     tails: list[list[int | None]]
     prefix_blocks: int  # blocks of the prefix, including those that are not needed
-    new_blocks: int  # to allocate in each group after the prefix
-    num_later: int  # blocks of all groups that later steps of its known tokens will need in addition
+    new_blocks: int  # blocks to allocate in each group for the tokens after the prefix
+    num_later: int  # further blocks, of all groups together, that later steps of its known tokens will need
 
     @property
     def all_shared(self) -> list[int]:
@@ -53,7 +53,7 @@ class WindowAdmission:
 
 class WindowTables:
     def __init__(self, windows: Sequence[int], block_size: int, max_step_tokens: int, pool: BlockPool) -> None:
-        """`windows`: of each group, in tokens. `max_step_tokens`: new tokens of a request in one step, at most."""
+        """`windows`: the window of each group in tokens. `max_step_tokens`: most new tokens of a request in a step."""
         self._windows = windows
         self._size = block_size
         self._max_step_tokens = max_step_tokens
@@ -71,7 +71,7 @@ class WindowTables:
         return [block for table in self._tables[request_id] for block in table.held_blocks]
 
     def forget_block(self, block: int) -> bool:
-        """Remove an evicted block from the prefix index; return False if it is not in one."""
+        """Remove an evicted block from the prefix index of its group. Return False if no group has it indexed."""
         for prefix in self._prefixes:
             if block in prefix:
                 prefix.remove(block)
@@ -84,38 +84,41 @@ class WindowTables:
     # -- prefixes ------------------------------------------------------------------------------------------------------
 
     def longest_prefix(self, hashes: Sequence[bytes], is_stored: Callable[[bytes], bool] = lambda digest: False) -> int:
-        """Return the largest number of leading blocks after which every group still has the blocks of its window.
+        """Return the number of blocks of the longest prefix after which a request can continue.
 
-        They are in the cache, or in a tier: `is_stored` returns whether a tier has the block with this hash."""
+        For that, each group needs the blocks within its window at the end of the prefix, in the cache or in a tier.
+        `is_stored` returns whether a tier has the block with a given hash."""
         count = len(hashes)
         while True:
             for group, index in self.uncached_blocks(hashes, count):
                 if not is_stored(group_block_hash(hashes[index], group)):
-                    count = index  # all longer prefixes that were not tried need this block
+                    count = index  # all prefixes between this length and `count` need this block too
                     break
             else:
                 return count
 
     def uncached_blocks(self, hashes: Sequence[bytes], count: int) -> Iterator[tuple[int, int]]:
-        """Yield the blocks that a request with `count` blocks of prefix needs and that are not cached.
+        """Yield the blocks that a request needs after a prefix of `count` blocks and that are not cached.
 
-        Each has the number of its group, which is at least 1, and its index in the table."""
+        Each item is the number of the block's group, which is at least 1, and the block's index in the table."""
         for group, (window, prefix) in enumerate(zip(self._windows, self._prefixes, strict=True), 1):
             for i in range(self._first_needed(window, count * self._size), count):
                 if prefix.find_block(hashes[i]) is None:
                     yield group, i
 
     def _first_needed(self, window: int, num_tokens: int) -> int:
-        """Return the first block that the token at position `num_tokens` attends to."""
+        """Return the index of the first block that the token at position `num_tokens` attends to."""
         return max(0, num_tokens - window + 1) // self._size
 
     def index_blocks(self, request: Request, first: int, hashes: Sequence[bytes]) -> None:
-        """Add blocks [first, len(hashes)) to the prefix index, as far as they are held."""
+        """Add a request's blocks [first, len(hashes)) to the prefix indexes, except blocks that were released."""
         for group, index in self._held_indices(request, first, len(hashes)):
             self.index_block(request, group, index, hashes)
 
     def hashed_blocks(self, request: Request, first: int, hashes: Sequence[bytes]) -> Iterator[tuple[int, bytes, int]]:
-        """Yield blocks [first, len(hashes)) of all groups, as far as held, each with its hash in tiers and group."""
+        """Yield a request's blocks [first, len(hashes)) of all groups, except blocks that were released.
+
+        Each item is the block, the hash under which tiers store it, and its group."""
         tables = self._tables[request.id]
         for group, index in self._held_indices(request, first, len(hashes)):
             yield tables[group - 1].blocks[index], group_block_hash(hashes[index], group), group
@@ -132,9 +135,10 @@ class WindowTables:
         return block
 
     def tail_blocks(self, request: Request, num_tokens: int) -> list[int]:
-        """Return the blocks that another engine needs to continue after these tokens, which must be held here.
+        """Return the blocks of all groups that another engine needs to continue after the first `num_tokens` tokens.
 
-        Only full blocks are returned, of all groups in order. At least the last token can be computed again."""
+        Only full blocks are returned, group by group. The request must still hold them. The blocks also suffice to
+        compute the last of these tokens again, which the other engine needs for its logits."""
         end, blocks = num_tokens // self._size, []
         for window, table in zip(self._windows, self._tables[request.id], strict=True):
             start = self._first_needed(window, self._first_new(num_tokens))
@@ -143,24 +147,24 @@ class WindowTables:
         return blocks
 
     def _first_new(self, num_tokens: int) -> int:
-        """Return the first position that an engine with the full blocks of `num_tokens` tokens may compute."""
+        """Return the earliest position that an engine may compute if it has the full blocks of `num_tokens` tokens."""
         return min(num_tokens // self._size * self._size, num_tokens - 1)
 
     # -- allocation ----------------------------------------------------------------------------------------------------
 
     def plan_admission(self, hashes: Sequence[bytes], num_tokens: int) -> WindowAdmission:
-        """Return which blocks a request with `num_tokens` known tokens and the prefix `hashes` starts with.
+        """Return the blocks with which a request of `num_tokens` known tokens starts after the prefix `hashes`.
 
-        What is not cached of the prefix must be loaded."""
+        Blocks of the prefix that are not cached must be loaded."""
         count = len(hashes)
         first = [self._first_needed(window, count * self._size) for window in self._windows]
         tails = [list(map(p.find_block, hashes[i:])) for i, p in zip(first, self._prefixes, strict=True)]
         return self._make_admission(tails, count, num_tokens)
 
     def plan_pull(self, pulled_tokens: int, num_tokens: int) -> WindowAdmission:
-        """Return the blocks that a request starts with if it gets those of its first `pulled_tokens` from a peer.
+        """Return the blocks with which a request starts if a peer sends the blocks of its first `pulled_tokens` tokens.
 
-        None is shared, because the pull writes to all of them."""
+        No block is shared with other requests, because the pull writes to all of them."""
         count, first = pulled_tokens // self._size, self._first_new(pulled_tokens)
         tails: list[list[int | None]] = [[None] * (count - self._first_needed(w, first)) for w in self._windows]
         return self._make_admission(tails, count, num_tokens)
@@ -188,7 +192,7 @@ class WindowTables:
         ]
 
     def release_passed(self, request: Request, holder: int) -> None:
-        """Release the blocks to which no token that is still to be computed attends."""
+        """Release the blocks outside the window: no token that is still to be computed attends to them."""
         for window, prefix, table in zip(self._windows, self._prefixes, self._tables[request.id], strict=True):
             end = min(self._first_needed(window, request.num_computed), len(table.blocks))
             for i in range(table.released, end):
@@ -197,7 +201,7 @@ class WindowTables:
             table.released = max(table.released, end)
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
-        """Return how many blocks must be allocated until the request has room for `num_tokens` tokens."""
+        """Return how many blocks must be allocated so that the request has room for `num_tokens` tokens."""
         end = -(-num_tokens // self._size)
         return sum(max(0, end - len(table.blocks)) for table in self._tables[request.id])
 
@@ -207,7 +211,7 @@ class WindowTables:
             table.blocks.extend(self._pool.allocate_block(holder, group) for _ in range(end - len(table.blocks)))
 
     def remove_request(self, request: Request) -> list[int]:
-        """Forget the tables of a request and return its blocks, which stay held."""
+        """Forget the tables of a request and return its blocks without releasing them."""
         return [block for table in self._tables.pop(request.id) for block in table.held_blocks]
 
     def free_request(self, request: Request, holder: int) -> None:

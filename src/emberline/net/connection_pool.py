@@ -49,8 +49,8 @@ class HTTPConnectionPool:
         An unused connection is kept for `idle_timeout_s`. A reused connection may turn out to be closed: with
         `retries_stale`, a request on it that got no byte of a reply is sent once more on a new connection. For a
         request with `checks_address`, `dial` opens the connection; it may refuse the host's IP address. `tls` is the
-        context for https origins, by default one with the system's CAs; `tls_by_origin` has those of single
-        origins.
+        context for https origins, by default one with the system's CAs. `tls_by_origin` replaces it for the origins
+        that it lists.
         """
         self._connect_timeout_s, self._idle_timeout_s = connect_timeout_s, idle_timeout_s
         self._retries_stale = retries_stale

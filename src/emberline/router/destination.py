@@ -37,9 +37,9 @@ def endpoint_of_url(url: str) -> str:
 
 
 def select_destination(workers: Sequence[Worker], endpoints: Sequence[str], model: str, now: float) -> list[Worker]:
-    """Return the worker at the first endpoint whose worker accepts requests, or else all workers at these endpoints.
+    """Return a list with the worker of the first endpoint whose worker accepts requests for the model.
 
-    Raises InvalidRequest if no worker has one of the endpoints."""
+    If none accepts requests, return all workers at these endpoints. Raises InvalidRequest if there are none."""
     named = [worker for endpoint in endpoints for worker in workers if worker.endpoint == endpoint]
     if not named:
         raise InvalidRequest(

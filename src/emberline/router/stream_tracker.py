@@ -140,7 +140,7 @@ class StreamTracker:
             self._partial_group.clear()
         output: list[bytes] = []
         comments = bytearray()
-        position = groups_end = 0  # [0, done) are complete groups, [done, at) comments before the next group
+        position = groups_end = 0  # data[:groups_end]: complete groups; data[groups_end:position]: later comments
         cached = confirmed_cached = self.cached_tokens
         drafts = confirmed_drafts = self.drafts
         self._missing_bytes = 1

@@ -81,7 +81,7 @@ class Histogram:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of values up to each bound and above the one before; the last is of values above all bounds."""
+        """The number of values in each bucket. A bucket ends at its bound; the last one has no upper bound."""
         return tuple(self._counts)
 
     def family(self, labels: str) -> MetricFamily:

@@ -98,7 +98,7 @@ class AnthropicWriter:
     def __init__(
         self, context: ReplyContext, *, from_engine: bool = False, shows_thinking: bool = True, stream: bool = True
     ) -> None:
-        """`from_engine`: Emberline's engine generates the reply; thinking is signed, `body` may be called."""
+        """`from_engine`: Emberline's engine generates the reply. Then thinking is signed, and `body` may be called."""
         self._context = context
         self._from_engine = from_engine
         self._shows_thinking = shows_thinking

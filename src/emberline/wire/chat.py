@@ -158,10 +158,10 @@ class ChatWriter:
     def _render_opening_entries(self, choice: ChatChoiceWriter) -> list[Json]:
         """Return the `choices` entries to send before the first delta of `choice`, each in its own chunk.
 
-        Gateway: the choice gets an entry with empty text. Engine, one choice: no entry; the role is sent with the first
-        content. Engine, several choices: each choice up to this one gets an entry with only the role, because clients
-        order choices by their first chunk, and OpenAI's client counts logprobs twice in the first chunk of a later
-        choice.
+        In the gateway, a new choice gets an entry with empty text. If the engine generates one choice, there is no
+        entry: the role is sent with the first content. If it generates several choices, each choice up to this one gets
+        an entry with only the role. Clients order choices by their first chunks, and OpenAI's client would count
+        logprobs twice if the first chunk of a later choice had any.
         """
         if self._engine is None:
             return [] if choice.has_opened else [choice.add(TextDelta("", choice.index))]

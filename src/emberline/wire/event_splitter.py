@@ -63,7 +63,7 @@ def _find_event_ends(data: bytes, start: int) -> Iterator[int]:
 
 
 def _find_event_ends_in_large_data(data: bytes, start: int) -> Iterator[int]:
-    """Yield the positions of `_find_event_ends`, faster for large events (30 MB: 0.03 s, not 0.3 s)."""
+    """Yield the same positions as `_find_event_ends`, but faster for large events (30 MB: 0.03 s, not 0.3 s)."""
     nearest = {separator: data.find(separator, start) for separator in _SEPARATORS}
     at = start
     while True:

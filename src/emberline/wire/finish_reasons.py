@@ -1,4 +1,4 @@
-"""Maps finish reasons between wire formats; a reason without an equivalent becomes the most similar."""
+"""Maps finish reasons between wire formats. A reason without an equivalent is mapped to the most similar one."""
 
 from __future__ import annotations
 

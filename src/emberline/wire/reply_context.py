@@ -23,7 +23,7 @@ class ReplyContext:
     id: str = ""  # reply id, for providers that send none
 
     def set_identity(self, reply: _HasIdentity) -> None:
-        """Set the id, model and creation time that the client will see on `reply`."""
+        """Set the fields of `reply` that identify it to the client: id, model and creation time."""
         reply.id = reply.id or self.id
         reply.model = self.model or reply.model
         reply.created = reply.created or self.created

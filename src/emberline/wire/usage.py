@@ -97,7 +97,7 @@ def _make_consistent_usage(
     audio: int = 0,
     image: int = 0,
 ) -> Usage:
-    """Return the usage with each included count limited to the including one: `cached_read` <= `input`."""
+    """Return the usage, with each count limited to the count that includes it: for example `cached_read` to `input`."""
     if not (cached_read or cache_write or reasoning or audio or image):  # the usual case
         return Usage(input=input, output=output)
     cached_read = min(cached_read, input)

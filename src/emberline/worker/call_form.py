@@ -62,8 +62,8 @@ _FORMS = tuple(CallForm(is_text, is_null) for is_text in (False, True) for is_nu
 def find_call_form(render: Callable[[list[Message]], str]) -> CallForm | None:
     """Return the form in which the template writes a tool call completely.
 
-    Return None if it leaves calls out in every form. `render` renders messages with the template, and raises
-    EmberlineError if the template fails.
+    If no form works, return None if the template leaves the call out in some form, and the default form otherwise.
+    `render` renders messages with the template, and raises EmberlineError if the template fails.
     """
     leaves_out = False
     for form in _FORMS:
@@ -79,7 +79,7 @@ def find_call_form(render: Callable[[list[Message]], str]) -> CallForm | None:
 
 
 def _is_clean(text: str) -> bool:
-    """Return whether the arguments are neither Python's spelling of an object nor JSON in a JSON string."""
+    """Return whether the rendered arguments are plain JSON, not a Python dict's repr or JSON inside a JSON string."""
     return not any(wrong in text for wrong in ("{'probe_key'", '\\"probe_key', '"{"probe_key'))
 
 

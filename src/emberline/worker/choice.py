@@ -159,7 +159,9 @@ class Choice:
         return [*deltas, Finish(reason, stop, self.index, token, is_requested and token is not None)]
 
     def _attach_token_infos(self, deltas: Sequence[Delta]) -> list[Delta]:
-        """Attach the log-probabilities of tokens whose text was not complete before to the first text delta."""
+        """Return the deltas, with the collected log-probabilities attached to the first one with text or reasoning.
+
+        Log-probabilities are collected while the text of their tokens is incomplete."""
         out: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, TextDelta | ReasoningDelta) and self._infos:

@@ -172,7 +172,7 @@ class Generation:
     # -- from engine outputs to deltas ---------------------------------------------------------------------------------
 
     def _replay_start(self) -> DeltaGroup:
-        """Return the start of the reply as replayed.
+        """Return the start of the reply, marked as replayed.
 
         This is for a stream of which a different worker has sent only the start to the client.
         """
@@ -369,9 +369,9 @@ class Generation:
                 yield output, is_replayed
 
     def _output_or_replay(self, output: Output) -> tuple[Output, bool]:
-        """Return the replayed output and True if a different worker has already sent this output.
+        """Return `output`, which was created by this server instead of the engine, and False.
 
-        Otherwise return `output`, which the server and not the engine created, and False.
+        If a different worker has already sent this output, return the replayed output and True instead.
         """
         return (self._resumed.next_output()[1], True) if self._resumed else (output, False)
 

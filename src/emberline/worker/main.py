@@ -112,9 +112,10 @@ async def serve(
 
 
 def _prepare_worker(config: ServerConfig, listener: socket.socket) -> ServerConfig:
-    """Return the settings with the URL of a worker. Raises InvalidRequest if others could not reach it.
+    """Return the settings, with this worker's URL if this server is a worker.
 
-    From now on, connections of unreachable routers are closed."""
+    From now on, a worker's listener closes connections of unreachable routers. Raises InvalidRequest if routers could
+    not reach the worker."""
     if config.worker is None:
         return config
     port = listener.getsockname()[1]
@@ -125,7 +126,7 @@ def _prepare_worker(config: ServerConfig, listener: socket.socket) -> ServerConf
 
 
 def _build_engine_configs(config: EngineConfig, directories: Mapping[str, Path]) -> dict[str, EngineConfig]:
-    """Return the config of each model by its name."""
+    """Return each model's engine config, by the model's name."""
     return {
         name: replace(config.with_kv_ports(i), model=str(directory))
         for i, (name, directory) in enumerate(directories.items())

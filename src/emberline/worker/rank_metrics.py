@@ -10,7 +10,7 @@ from emberline.server.metrics import MetricFamily
 
 
 def build_rank_metrics(model_labels: str, ranks: Sequence[RankSummary]) -> Iterator[MetricFamily]:
-    """Yield the sizes of each rank's part. `model_labels`: the label of the model, for every sample."""
+    """Yield metrics of the size of each rank's part of the model. `model_labels`: the model's label in each sample."""
     labels = [
         f'{model_labels},rank="{each.rank}",stage="{each.stage}",tensor_rank="{each.tensor_rank}"' for each in ranks
     ]
@@ -25,7 +25,7 @@ def build_rank_metrics(model_labels: str, ranks: Sequence[RankSummary]) -> Itera
 
 
 def build_expert_metrics(model_labels: str, stats: ExpertStats) -> Iterator[MetricFamily]:
-    """Yield how evenly the ranks compute experts."""
+    """Yield metrics that show how evenly the work of experts is spread over the ranks."""
     yield MetricFamily.from_samples(
         "emberline:rank_expert_rows_total",
         "Pairs of a token and one of its experts that a rank computed, in all layers.",

@@ -1,6 +1,7 @@
 """HostBlockCopier: copies blocks between the tensors of a CPU cache and host buffers.
 
-A buffer holds the keys of all layers, then the values if the cache has any of their own; or a page of recurrent states.
+A buffer holds one block or one page of recurrent states. A block is the keys of all layers, then the values if the
+cache stores them separately.
 Of the tier modules, only this one imports torch. It copies with numpy, which was faster than torch for these copies.
 """
 
@@ -49,7 +50,7 @@ class HostBlockCopier:
                 part[:, copy.block] = buffer
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Fill blocks that had states with zeros: kernels read keys and values that are not written yet."""
+        """Fill blocks that held states with zeros, because kernels also read positions that are not written yet."""
         for part in self._parts:
             part[:, list(blocks)] = 0
 
@@ -74,7 +75,7 @@ class HostBlockCopier:
             states[:] = buffer[place]
 
     def _page_parts(self, slot: int, page: int) -> Iterator[tuple[Bytes, slice]]:
-        """Yield the memory of a page, part by part, each with its place in a buffer."""
+        """Yield the pieces of memory that make up a page of a slot, each with its range of bytes in a buffer."""
         parts = [layer for states in self._states for layer in states[:, slot]]
         for index, part, place in split_page(page, self._shape.block_bytes, [len(part) for part in parts]):
             yield parts[index][part], place

@@ -33,7 +33,8 @@ class HostTier:
     ) -> None:
         """Allocate the buffers. Raises InvalidRequest if there is memory for fewer than `min_buffers`.
 
-        `allocate`: returns memory for buffers of a size in bytes, and as many; None: memory of this process alone."""
+        `allocate` takes the size of a buffer in bytes and the number of buffers, and returns memory for all of them.
+        None: private memory of this process."""
         self.buffer_bytes = buffer_bytes_for(block_bytes)
         self.capacity = memory_bytes // self.buffer_bytes
         if self.capacity < min_buffers:

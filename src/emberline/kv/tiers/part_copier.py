@@ -1,6 +1,6 @@
 """PartBlockCopier: copies a rank's part of whole KV blocks between its CPU cache and host buffers.
 
-All ranks of a group copy to and from the same buffers, each its own part: kv/block_part.py."""
+The ranks that divide a model copy to and from the same buffers, each its own part of a block (kv/block_part.py)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from emberline.kv.tiers.copier import HostBlockCopier
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What a rank has of the blocks and states of the whole model."""
+    """Which parts of the whole model's blocks and states one rank has, and the sizes of the whole."""
 
     blocks: BlockPart
     whole: KVShape  # of the whole model's blocks
     states: StatePart | None = None  # None: the rank has no recurrent layers
-    slot_bytes: int = 0  # of the whole model's states of a sequence; 0: the model has no recurrent layers
+    slot_bytes: int = 0  # bytes of a sequence's states in the whole model; 0: the model has no recurrent layers
 
     @property
     def pages_per_slot(self) -> int:
@@ -48,7 +48,7 @@ class PartBlockCopier(HostBlockCopier):
         self._pieces: dict[int, list[tuple[int, slice, slice]]] = {}  # by page, as far as known: StatePart.of_page
 
     def save(self, copies: Iterable[BlockCopy]) -> None:
-        """Copy this rank's part of blocks to buffers, except parts that an earlier rank has too."""
+        """Copy this rank's parts of the blocks to their buffers, except parts that an earlier rank has and copies."""
         for copy in copies:
             if self._share.blocks.is_first or self._is_page(copy):
                 for own, place in self._pair_bytes(copy):
@@ -63,7 +63,7 @@ class PartBlockCopier(HostBlockCopier):
         return self._pages.locate(copy.block) is not None
 
     def _pair_bytes(self, copy: BlockCopy) -> Iterator[tuple[Bytes, Bytes]]:
-        """Yield this rank's memory of a block or a page of states, and its place in the buffer, piece by piece."""
+        """Yield the pieces of this rank's part of a block or page: a view of the cache and one of the copy's buffer."""
         buffer = np.frombuffer(copy.buffer, np.uint8, self._share.whole.block_bytes)
         if (place := self._pages.locate(copy.block)) is not None:
             slot, page = place

@@ -86,7 +86,7 @@ class TierStack:
     # -- loads: called by the engine's loop ---------------------------------------------------------------------------
 
     def lookup(self, hashes: Sequence[bytes], *, guess: bool = True) -> int:
-        """Return how many leading blocks of the hash chain are worth loading. Without `guess`: that tiers surely hold.
+        """Return how many leading blocks of the hash chain are worth loading or, without `guess`, certainly in tiers.
 
         Different tiers may hold different blocks of the chain.
         """

@@ -79,7 +79,7 @@ class MessageChannel:
         self._timeouts = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
 
     def complete_tls_handshake(self) -> None:
-        """Do what a TLS connection needs before the first message: nothing, as this one is not encrypted."""
+        """Do nothing, because this connection is not encrypted. TLSMessageChannel overrides this method."""
 
     def send_json(self, kind: MessageKind, transfer_id: int, body: dict[str, Any], deadline: float) -> None:
         self.send(kind, transfer_id, json.dumps(body).encode(), deadline)

@@ -1,7 +1,8 @@
 """DividedRegion: the KV blocks of an engine on several ranks, each of which has a part of every block.
 
-Blocks are whole on the wire, as if one rank had computed them. So engines exchange blocks whatever their layouts are:
-layers and heads are cut anew on the way. The parts of a GroupRegion are in memory that this process has mapped.
+Blocks are whole on the wire, as if one rank had computed them. So engines can exchange blocks even if they divide the
+model differently: each engine divides whole blocks among its own ranks. The parts of a GroupRegion are in memory that
+this process has mapped.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ class StepCounter:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let no thread wait any more, because the ranks have ended."""
+        """End all present and later waits, because the ranks have ended."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def wait_until_finished(self, num_steps: int, timeout_s: float) -> bool:
-        """Wait until this many steps are finished. Return False if they are not after the timeout or `close`."""
+        """Wait until this many steps are finished. Return False if the timeout or `close` ends the wait before that."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_finished >= num_steps or self._is_closed, timeout_s)
             return self._num_finished >= num_steps
@@ -57,16 +58,18 @@ class StepCounter:
 
 @dataclass(frozen=True, slots=True)
 class PartOfPiece:
-    """What a rank has of a piece."""
+    """The part of a transfer piece that one rank has."""
 
-    part: int  # index of the rank's part
-    piece: TransferPiece  # with the indexes that the layers have in the rank's own blocks
-    wire: NDArray[np.uint8]  # its place in the bytes of the whole piece: [layer, keys or values, block, byte]
+    part: int  # index of the rank
+    piece: TransferPiece  # the part, with the layers numbered as in the rank's own blocks
+    wire: NDArray[np.uint8]  # view of the part in the bytes of the whole piece: [layer, keys or values, block, byte]
 
 
 class DividedRegion(Region):
     def __init__(self, layout: KVLayout, num_blocks: int, parts: Sequence[BlockPart]) -> None:
-        """`layout`: of whole blocks. `parts`: of each rank; they cover whole blocks together."""
+        """`layout`: the layout of whole blocks. `parts`: the part of a block that each rank has.
+
+        Together, the parts cover whole blocks."""
         super().__init__(layout, num_blocks)
         self._parts = parts
         self._num_groups = len(parts[0].layers)
@@ -82,7 +85,7 @@ class DividedRegion(Region):
     def _divide(
         self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview, *, includes_copies: bool
     ) -> Iterator[PartOfPiece]:
-        """Yield the parts of the ranks. `data`: the bytes of the piece, in the order of a sender with `wire_layout`.
+        """Yield each rank's part of the piece. `data`: bytes of the piece, in the order of a sender with `wire_layout`.
 
         `includes_copies`: also yield parts that an earlier rank has too.
         """
@@ -101,7 +104,7 @@ class DividedRegion(Region):
                 yield PartOfPiece(number, own_piece, wire)
 
     def _split_by_group(self, piece: TransferPiece, blocks: BlockIds) -> Iterator[tuple[int, TransferPiece]]:
-        """Yield parts of the piece whose blocks belong to the same group of layers, each with this group.
+        """Split the piece so that all blocks of a part belong to one group of layers. Yield each group and part.
 
         Engines whose models have several groups exchange blocks only if they have equal block sizes.
         """
@@ -119,9 +122,9 @@ class GroupRegion(DividedRegion):
     def __init__(
         self, layout: KVLayout, parts: Sequence[tuple[BlockPart, HostRegion]], steps: StepCounter | None = None
     ) -> None:
-        """`layout`: of whole blocks. `parts`: of each rank, with its memory; they cover whole blocks together.
+        """`layout`: the layout of whole blocks. `parts`: the part of a block that each rank has, and the rank's memory.
 
-        `steps`: the steps of the ranks; None: no rank is computing.
+        Together, the parts cover whole blocks. `steps` counts the ranks' steps; None: no rank is computing.
         """
         super().__init__(layout, parts[0][1].blocks, [part for part, _ in parts])
         self._memories = [memory for _, memory in parts]
@@ -151,7 +154,7 @@ class GroupRegion(DividedRegion):
     def _iter_parts(
         self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview, *, includes_copies: bool
     ) -> Iterator[tuple[Elements, Elements, BlockIds]]:
-        """Yield where the parts of the ranks are: elements of `data`, elements of a rank's memory, and their indices.
+        """Yield for each part: its elements in `data`, all elements of its rank's memory, and its indices in these.
 
         `includes_copies`: also yield parts that an earlier rank has too.
         """

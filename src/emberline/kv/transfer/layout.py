@@ -12,12 +12,13 @@ from emberline.kv.transfer.errors import IncompatibleCaches
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The memory layout of one cache. Two caches can exchange blocks if at most `tokens` differs.
+    """The memory layout of one cache. Two caches can exchange blocks if their layouts differ at most in `tokens`.
 
-    With several groups of layers, `tokens` must be equal too, because only the last blocks of windows are sent.
+    One of the two block sizes (`tokens`) must then divide the other. With several groups of layers, they must be equal,
+    because only the last blocks of windows are sent.
 
-    The keys, and the values, are an array [layers, blocks, heads, tokens, width]. A cache that stores all heads of a
-    token together counts as having one wide head. Transposed keys (`turned`) are stored as [layers, blocks, heads,
+    The keys are an array [layers, blocks, heads, tokens, width], and so are the values. A cache that stores all heads
+    of a token together counts as having one wide head. Transposed keys (`turned`) are stored as [layers, blocks, heads,
     elements, tokens, bytes of an element].
     """
 
@@ -46,7 +47,7 @@ class KVLayout:
         return self.layers * self.layer_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields, without `groups` if there is one group, because earlier releases lack this field."""
+        """Return all fields. `groups` is left out if it is empty, because earlier releases do not know this field."""
         return {name: value for name, value in asdict(self).items() if name != "groups" or value}
 
     def count_token_strips(self, kv_index: int) -> tuple[int, int]:

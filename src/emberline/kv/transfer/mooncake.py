@@ -215,7 +215,7 @@ class MooncakeLink(StreamLink):
     # -- run by the reader's thread --------------------------------------------------------------------------------
 
     def _read_piece(self, fetch: PieceFetch, piece: TransferPiece) -> ReadPiece:
-        """Read a piece of the sender's cache. `_confirm_read` asks for the confirmation while the next one is read."""
+        """Read a piece of the sender's cache. The caller's thread asks for its confirmation during the next read."""
         ranges = self._remote_ranges(piece, fetch.blocks)
         with self._take_buffer(piece) as buffer:
             self._read_ranges(buffer, ranges)

@@ -32,7 +32,7 @@ class MooncakeServer(TransferServer):
     ) -> None:
         """Register `memory`. Raises PeerUnreachable if the engine cannot register it.
 
-        `description`: what receivers need to know of it."""
+        `description` tells receivers how to read the memory, for example its addresses."""
         self._engine, self._description = engine, description
         self._memory: list[memoryview] = []
         try:
@@ -82,7 +82,8 @@ def serve_mooncake(
 ) -> MooncakeServer:
     """Serve leases over TCP at the engine's host. A receiver also asks this server for the addresses of the memory.
 
-    Blocks of a cache in host memory are read where they are, others, such as those of several ranks, from slots.
+    If the cache is in the host memory of one process, receivers read its blocks directly. Otherwise, for example with
+    several ranks, they read the slots of a StagedPiecesServer.
     """
     listener, region = create_tcp_listener(engine.host, port), sender.region
     try:

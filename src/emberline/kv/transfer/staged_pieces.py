@@ -1,7 +1,7 @@
-"""StagedPieces: pieces of KV blocks that a sender puts into slots of one memory, from which receivers read them.
+"""StagedPieces: pieces of KV blocks that a sender copies to slots of a memory area, from which receivers read them.
 
-For caches that a receiver cannot read directly: those of several ranks, each of which has a part of every block, and
-those in GPU memory. A receiver asks for a piece, reads it from its slot, and confirms the read:
+This is for caches that a receiver cannot read directly: those of several ranks, each of which has a part of every
+block, and those in GPU memory. A receiver asks for a piece, reads it from its slot, and confirms the read:
 
     sender    stage: cache to slot              |--> confirm: the piece was in the slot until now
     receiver                      slot to buffer --|
@@ -102,7 +102,7 @@ class StagedPieces:
                 self._changed.wait(min(remaining, SLOT_POLL_S))
 
     def _is_over(self, staged: StagedPiece) -> bool:
-        """Return whether a slot may be reused. Nothing tells the sender that a receiver died, so its lease expires."""
+        """Return whether a slot may be reused: its read was confirmed or is overdue, or its lease has ended."""
         is_late = self._clock() - staged.staged_at > MAX_READ_S
         return staged.is_confirmed or is_late or not self._sender.is_leased(staged.ticket_id)
 

@@ -20,7 +20,7 @@ def take_slot(
 ) -> Iterator[SlotT]:
     """Return a context with a slot that no other thread uses. Raises TransferTimeout if none becomes free in time.
 
-    `kind`: what the slots are, for the error. A slot that is not usable at the end is never used again."""
+    `kind`: what the error calls a slot. A slot that is not usable when the context exits is never used again."""
     try:
         slot = slots.get(timeout=timeout_s)
     except Empty:
@@ -35,9 +35,9 @@ def take_slot(
 def split_by_layers(
     piece: TransferPiece, layer_bytes: int, slot_bytes: int, data: memoryview
 ) -> Iterator[tuple[TransferPiece, memoryview]]:
-    """Yield parts of a piece that fit into a slot, each with its part of `data`. Raises BadTransfer if none fits.
+    """Split a piece into groups of layers that fit into a slot, and yield each with its bytes of `data`.
 
-    `layer_bytes`: of one layer of the piece."""
+    `layer_bytes`: bytes of one layer of the piece. Raises BadTransfer if a single layer does not fit into a slot."""
     if layer_bytes > slot_bytes:
         raise BadTransfer(f"one layer of the transfer {piece} has {layer_bytes} bytes; the limit is {slot_bytes}")
     step = slot_bytes // layer_bytes

@@ -104,7 +104,7 @@ class Dispatcher(WorkerRegistry):
         return differences[0] if differences and all(differences) else ""
 
     def reuse_decision_if_available(self, decision: RoutingDecision) -> RoutingDecision | None:
-        """Return the same decision again if its worker is ready or draining, else None."""
+        """Return the same decision if its worker is ready or draining and its circuit breaker allows it, else None."""
         worker = decision.worker
         is_available = self.workers.get(worker.name) is worker and self.health(worker) in (
             WorkerHealth.READY,
@@ -115,9 +115,9 @@ class Dispatcher(WorkerRegistry):
     def choose_kv_source_for_moved_stream(
         self, summary: RequestSummary, output_token_count: int, answer_decision: RoutingDecision, origin_worker: Worker
     ) -> RoutingDecision | None:
-        """Return the decision that a stream's new worker fetches its KV blocks from its previous worker.
+        """Return a decision for `origin_worker`, if a moved stream's new worker should fetch the KV blocks from it.
 
-        `origin_worker`: the previous worker, which the decision names. `answer_decision`: the decision for the new
+        `origin_worker`: the worker that generated the stream so far. `answer_decision`: the decision for the new
         worker. `output_token_count`: tokens that the stream has generated. Return None if the blocks cannot be fetched,
         or if they are so few that fetching them saves no time."""
         is_worthwhile = (

@@ -21,7 +21,7 @@ class ExpectedModels:
         self._registrations: dict[str, ModelRegistration] = {}  # the last one of each announced model
 
     def announce(self, names: Iterable[str], until: float, now: float) -> None:
-        """Expect these models until a time."""
+        """Expect workers of these models until the time `until`."""
         self._forget_expired(now)
         self._expiry |= dict.fromkeys(names, until)
         while len(self._expiry) > MAX_MODELS:

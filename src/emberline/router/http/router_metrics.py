@@ -60,7 +60,7 @@ class RouterMetrics:
             self._request_seconds.observe(duration_s)
 
     def merge_removed_worker(self, worker_name: str) -> None:
-        """Add a removed worker's counts to those of a label that stands for all removed workers.
+        """Move a removed worker's counts to FORGOTTEN_WORKER, the label that stands for all removed workers.
 
         The totals stay correct, and the number of labels does not grow with every restarted worker."""
         for name, outcome in [key for key in self.outcomes if key[0] == worker_name]:

@@ -1,6 +1,6 @@
 """SharedRouting: builds this router's reports for other routers, and records their reports.
 
-Workers carry the reports (`cluster/registrar_group.py`). A router with no other routers beside it reports nothing."""
+Workers carry the reports (`cluster/registrar_group.py`). Nothing is reported about a worker with only one router."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SharedRouting:
     def __init__(self, prefixes: PrefixMap) -> None:
         self.router_id = secrets.token_hex(8)
         self._prefixes = prefixes
-        # By the id of each worker that has further routers: prompts sent to it since the last report.
+        # By worker id, for workers with several routers: prompts sent to the worker since the last report.
         self._unreported_prompts: dict[str, deque[PromptPrefix]] = {}
 
     def record_prompt(self, worker_id: str, prefixes: Sequence[PromptPrefix]) -> None:
@@ -42,7 +42,7 @@ class SharedRouting:
                 self._prefixes.record_prompt((PromptPrefix(bytes.fromhex(digest), length),), worker.id)
 
     def build_report(self, worker: Worker) -> RouterReport | None:
-        """Return this router's report about a worker, or None if the worker has no further router."""
+        """Return this router's report about a worker, or None if the worker has no other router."""
         unreported = self._unreported_prompts.get(worker.id)
         if unreported is None:
             return None
