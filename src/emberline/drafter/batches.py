@@ -1,8 +1,8 @@
 """TrainingBatch: sequences of similar length as tensors, and the rows that each pass of the head is trained on.
 
-Position r of a sequence has the target's distribution of token r + 1. A draft that starts at position i predicts token
-i + 2 + j in pass j, so that row is compared with the target's row r = i + 1 + j. Drafts start at the last token of the
-prompt or later, because the first token of an answer is always sampled by the target itself.
+The target model's distribution at position r of a sequence is that of token r + 1. A draft that starts at position i
+predicts token i + 2 + j in pass j, so it is compared with the target's distribution at position r = i + 1 + j. Drafts
+start at the last token of the prompt or later, because the target itself always samples the first token of an answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LogitsReducer = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
-    """The rows of one pass: indexes into all padded rows of the batch, and into the target's rows."""
+    """Indexes of the rows of one pass: `drafts` among padded rows of the batch, `targets` among the target's rows."""
 
     drafts: Tensor  # [n] int64
     targets: Tensor  # [n] int64
@@ -40,7 +40,7 @@ class TrainingBatch:
 
 
 def target_span(answer: Answer) -> range:
-    """Return the positions of a sequence whose distributions drafts are compared with."""
+    """Return the positions of a sequence at which drafts are compared with the target's distributions."""
     return range(answer.prompt_length, len(answer.tokens) - 1)
 
 

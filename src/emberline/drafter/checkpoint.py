@@ -1,8 +1,8 @@
 """Reads and writes the checkpoint of an EAGLE-3 head, in the format that other engines read too.
 
-config.json and model.safetensors. Weights are bfloat16. `d2t` (int64) maps draft ids to target ids: target id = draft
-id + d2t[draft id]. `t2d` (bool) says which tokens of the target can be drafted. The embedding is the target's own and
-is not stored.
+The files are config.json and model.safetensors. Weights are bfloat16. `d2t` (int64) maps draft ids to target ids:
+target id = draft id + d2t[draft id]. `t2d` (bool) says which tokens of the target can be drafted. The embedding is the
+target's own and is not stored.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class TrainableHead(nn.Module):
         """Return the output of each pass, [batch, rows, hidden], before the norm.
 
         `hidden`: the target's hidden states [batch, rows, 3 hidden]. `embedded`: the embeddings of the tokens at the
-        same positions. Rows whose draft leaves the sequence get zeros as embeddings, and no meaningful output."""
+        same positions. Beyond the end of a sequence, embeddings are zeros and outputs are meaningless."""
         rows = hidden.shape[1]
         padded = F.pad(embedded, (0, 0, 0, passes))
         cos_sin = self._rotary_table(rows + passes, hidden.device)

@@ -26,7 +26,7 @@ class TrainingPlan:
     model: ModelConfig
     head: HeadConfig
     settings: TrainingSettings
-    first_token: int  # with which a base model starts to write
+    first_token: int  # token with which a base model starts to write
     on_gpu: bool
 
     @staticmethod
@@ -64,7 +64,7 @@ class TrainingPlan:
 
     @property
     def engine_settings(self) -> dict[str, Any]:
-        """Settings of the engine that generates the answers: its cache leaves the memory that training needs."""
+        """Settings of the engine that generates the answers. They limit the KV cache, to leave memory for training."""
         running = GPU_RUNNING_REQUESTS if self.on_gpu else CPU_RUNNING_REQUESTS
         # 64 more tokens for each request: the rest of its last block.
         tokens = running * (self.settings.max_length + 64)

@@ -90,7 +90,7 @@ class MadeUpPrompts:
 
 @dataclass(frozen=True, slots=True)
 class EmptyPrompts:
-    """Only the token with which a text begins: a base model writes any text."""
+    """Prompts of one token, with which a text begins: a base model then writes a text of its own."""
 
     settings: TrainingSettings
     first_token: int

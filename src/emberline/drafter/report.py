@@ -55,7 +55,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def acceptance_length(rates: Sequence[float]) -> float:
-    """Return the tokens per verified draft: 1, plus the probability that each drafted token is accepted."""
+    """Return the mean tokens per verified draft. `rates`: acceptance of each token after accepted ones."""
     return 1 + float(np.cumprod(rates).sum())
 
 
@@ -93,7 +93,7 @@ def _summarize(counts: Sequence[np.ndarray]) -> dict[str, Any]:
 
 
 def _count_steps(accepted: np.ndarray) -> int:
-    """Return the steps that generate an answer if a draft is verified in each."""
+    """Return how many steps an answer takes if each step verifies a draft."""
     position = steps = 0
     while position < len(accepted):
         position += 1 + int(accepted[position])

@@ -61,7 +61,7 @@ class AnswerSet:
         self.rounds += 1
 
     def split_held_out(self, min_answer: int) -> tuple[list[Answer], list[Answer]]:
-        """Return the sequences for training and those for the report, without answers of fewer tokens."""
+        """Return the sequences for training and those for the report, without answers shorter than `min_answer`."""
         usable = [each for each in self.answers if each.answer_length >= min_answer]
         held_out = usable[::HELD_OUT_STRIDE][:MAX_HELD_OUT_SEQUENCES]
         ids = {id(each) for each in held_out}

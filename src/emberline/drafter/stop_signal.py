@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class StopSignal:
-    """A context in which the first of these signals only sets `is_requested`; a second one acts as before."""
+    """A context in which the first SIGINT, SIGTERM or SIGHUP only sets `is_requested`; a second acts as usual."""
 
     def __init__(self) -> None:
         self.is_requested = False

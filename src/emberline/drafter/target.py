@@ -42,10 +42,10 @@ class TargetStates:
         self._planner = planner(heads, self._cache.keys, model.dtype, blocks, options)
 
     def compute(self, sequences: Sequence[np.ndarray], logit_spans: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield hidden states [T, 3 hidden] and float32 logits [S, vocab] of as many sequences as fit one forward pass.
+        """Yield hidden states [T, 3 hidden] and float32 logits [S, vocab], for as many sequences as fit a forward pass.
 
-        Together they are those of all sequences, in order. `logit_spans`: the positions of each sequence whose logits
-        are returned; the hidden states are those of all positions."""
+        The sequences are processed in order, until all are done. `logit_spans`: the positions of each sequence whose
+        logits are returned. Hidden states are returned for all positions."""
         for begin, end in self._split_by_size(sequences):
             yield self._run(sequences[begin:end], logit_spans[begin:end])
 
@@ -120,6 +120,6 @@ class TargetStates:
 
 
 def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Return a copy of the array on the device. The host does not wait for work that the device has still to do."""
+    """Return a copy of the array on the device. The host does not wait until the device has finished earlier work."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()

@@ -1,4 +1,4 @@
-"""Makes checkpoint directories of GGUF models: with the weights where they are, or converted to safetensors."""
+"""Makes checkpoint directories of GGUF models. Weights stay in the GGUF files, or are converted to safetensors."""
 
 from __future__ import annotations
 

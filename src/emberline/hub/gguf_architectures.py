@@ -49,7 +49,7 @@ class ExpertNames:
     down: str
 
     def find(self, gguf_name: str) -> str | None:
-        """Return the pattern of a tensor that holds all experts, as ffn_gate_exps does, or of one expert's."""
+        """Return the checkpoint's name pattern for a GGUF tensor of one expert or of all (`ffn_gate_exps`), or None."""
         return {"ffn_gate": self.gate, "ffn_up": self.up, "ffn_down": self.down}.get(gguf_name.removesuffix("_exps"))
 
 
@@ -59,7 +59,7 @@ class GGUFArchitecture:
     model_type: str
     has_rotary_pairs: bool = False  # rows of q and k are stored with the two halves of a rotation side by side
     experts: ExpertNames | None = None
-    other_tensors: Mapping[str, str] = field(default_factory=dict)  # names that Llama does not have, or has differently
+    other_tensors: Mapping[str, str] = field(default_factory=dict)  # tensors that Llama lacks or names differently
     whole_names: Mapping[str, str] = field(default_factory=dict)  # of tensors without "weight" or "bias" in their name
     row_tensors: frozenset[str] = frozenset()  # matrices with one row, which GGUF files store as vectors
     config_tensors: frozenset[str] = frozenset({ROPE_FREQS})  # tensors that become fields of config.json

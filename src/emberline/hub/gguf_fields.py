@@ -1,6 +1,7 @@
 """The fields of config.json that not all GGUF architectures have, from the metadata of a file.
 
-A missing value is the one that llama.cpp assumes or, for a model of one publisher, the one in its config.json.
+Where a file lacks a value, the default of llama.cpp is used, or for a model of one publisher the value in its published
+config.json.
 """
 
 from __future__ import annotations

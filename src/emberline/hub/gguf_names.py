@@ -81,7 +81,7 @@ def _model_name(path: str) -> str:
 
 
 def _has_label(model_name: str, label: str) -> bool:
-    """Return whether the label is a whole word of the path: Q4_K is none of NAME-Q4_K_M."""
+    """Return whether the label is a whole word of the path: Q4_K is not a word of NAME-Q4_K_M."""
     return re.search(rf"(^|[-._/]){re.escape(label)}($|[-./])", model_name, re.IGNORECASE) is not None
 
 

@@ -28,17 +28,17 @@ PLAIN_TYPES = ("F32", "F16", "BF16")
 class GGUFTensorInfo(TensorInfo):
     """A tensor in a GGUF file. `dtype` and `shape` are those of the checkpoint's tensor that it becomes.
 
-    With `latent_values`, this tensor has the keys of latent attention, and `shape` is that of both joined."""
+    With `latent_values`, this tensor has the keys of latent attention; `shape` is that of keys and values joined."""
 
     name: str = field(kw_only=True)  # in the checkpoint
     block_type: GGUFTensorType = field(kw_only=True)
     rotary_heads: int = field(kw_only=True, default=0)  # heads whose rows are stored as rotary pairs; 0: usual order
-    added: float = field(kw_only=True, default=0.0)  # what the file's values have more than the checkpoint's
+    added: float = field(kw_only=True, default=0.0)  # the file has the checkpoint's values plus this
     latent_values: GGUFTensorInfo | None = field(kw_only=True, default=None)
 
     @property
     def has_blocks(self) -> bool:
-        """Whether rows are quantised blocks of the checkpoint's rows, in any order."""
+        """Whether each row of the file is a row of the checkpoint in quantised blocks; rows may be in another order."""
         return self.block_type.name not in PLAIN_TYPES and self.latent_values is None
 
     @property

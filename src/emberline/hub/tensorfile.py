@@ -48,7 +48,7 @@ PACKED_FORMAT, PACKED_VERSION = "unweight", "1"  # "format" and "version" in the
 
 @dataclass(frozen=True)
 class TensorCut:
-    """A part of a stored tensor: byte ranges of each of some consecutive records, which have equal sizes."""
+    """A part of a stored tensor: the byte `ranges` of each of `num_records` consecutive records of equal size."""
 
     shape: tuple[int, ...]  # of the stored tensor
     record_bytes: int

@@ -1,4 +1,4 @@
-"""add_tokenizer: a checkpoint with a tokenizer.json, for one that has a tiktoken.model instead, as Kimi's have.
+"""add_tokenizer: makes a tokenizer.json for a checkpoint that has a tiktoken.model instead, such as Kimi's.
 
 A tiktoken.model has the tokens in the order in which they are merged, without the pairs that they are merged from.
 """
@@ -44,7 +44,7 @@ def add_tokenizer(source: Path, target: Path) -> Path:
 
 
 def build_tokenizer(directory: Path) -> str:
-    """Return the text of a tokenizer.json. Raise ModelFileError for damaged files, UnsupportedModel for others."""
+    """Return the text of a tokenizer.json. Raise ModelFileError for damaged files, UnsupportedModel for other kinds."""
     config = read_object_if_exists(directory / "tokenizer_config.json")
     if config.get("tokenizer_class") != TOKENIZER_CLASS:
         found = str(config.get("tokenizer_class"))[:80]

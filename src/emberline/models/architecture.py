@@ -31,7 +31,7 @@ class Architecture:
     experts: ExpertsSpec | None = None
     # What transformers assumes where config.json has no such field.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    is_strict: bool = True  # whether unknown fields of config.json are refused, and not only those of other families
+    is_strict: bool = True  # True: unknown fields of config.json are refused; False: only those of other families
     turn_end_tokens: tuple[str, ...] = ()  # that end a chat model's turn, even if no file of the checkpoint says so
     ignored_fields: tuple[str, ...] = ()  # fields that have no effect, or only one that other fields repeat
     fixed_fields: Mapping[str, Any] = field(default_factory=dict)  # fields that may have this value only
@@ -46,7 +46,7 @@ class Architecture:
     weightless_qk_norm: bool | str = False  # whether rotated query and key heads get an RMS norm without weights
     latent_attention: bool = False  # multi-head latent attention
     output_gate: bool = False  # whether the output of attention is multiplied by the sigmoid of a gate
-    delta_tensors: DeltaTensors = ""  # of layers with the gated delta rule: grouped by key head or not; empty: no such
+    delta_tensors: DeltaTensors = ""  # order of gated delta rule tensors: by key head or not; empty: no such layers
     attention_sinks: bool = False  # whether each query head has a score that joins the softmax and has no value
 
     # Tensors, relative to a layer.
@@ -56,19 +56,19 @@ class Architecture:
 
     ffn_field: str = "intermediate_size"
     mtp_layers_field: str = ""  # field with the number of layers for multi-token prediction
-    mtp_module: str = ""  # tensors of the head for multi-token prediction; empty: those of a layer after the last
+    mtp_module: str = ""  # prefix of the MTP head's tensors; empty: the head is stored as a layer after the last
     activation_field: str = "hidden_act"
 
     # Windows and rotary embedding.
     chunked_windows: bool = False  # whether windows are chunks: of attention_chunk_size, on chunked_attention layers
-    window_pattern: int = 0  # without layer_types, each layer of this number has no window; 0: all layers have one
+    window_pattern: int = 0  # without layer_types, every n-th layer has no window, with this n; 0: all have one
     window_pattern_field: str = ""  # field with that number
     unrotated: Unrotated = ""  # layers without rotary embedding: in no_rope_layers, without window, all unless "rope"
     interleaved_rope: bool | str = False
     temperature_flag_field: str = ""  # whether floor_scale and attn_scale apply to layers without rotary embedding
     partial_rotary: bool = False
     has_local_rope: bool = False  # whether layers with a window have a rotary embedding of their own
-    local_theta_field: str = ""  # of these layers, in configs from before transformers 5
+    local_theta_field: str = ""  # field with rope_theta of these layers, in configs from before transformers 5
     rope_aliases: Mapping[str, str] = field(default_factory=dict)  # other names of kinds of rope scaling
     has_final_max_position: bool = False  # whether max_position_embeddings is the length after rope scaling
 

@@ -49,10 +49,11 @@ def make_attention_layer(config: ModelConfig, layer: int, cos_sin: Tensor) -> op
 def _with_weightless_norms(
     layer: ops.AttentionLayer, rope: RopeConfig | None, device: torch.device
 ) -> ops.AttentionLayer:
-    """Return the layer with an RMS norm of rotated heads that has no weights; layers without rotation have none.
+    """Return the layer with a weightless RMS norm of its rotated query and key heads; unchanged if `rope` is None.
 
-    Ops norm heads before they rotate them. A rotation of the whole head multiplies its length by the attention factor
-    only, so dividing the weights by the factor, and epsilon by its square, gives the norm after rotation.
+    Kernels apply norms before the rotation, but this norm follows it. A rotation of the whole head multiplies its
+    length by the attention factor only. So a norm before it gives the same result with weights of 1 / factor and
+    epsilon / factor^2.
     """
     if rope is None:
         return layer
@@ -87,7 +88,7 @@ class ProjectionNorms:
         )
 
     def apply(self, qkv: Tensor) -> None:
-        """Norm the queries and keys inside `qkv` in place."""
+        """Apply the norms to the queries and keys inside `qkv`, in place."""
         if self.comm is not None:
             self._apply_to_parts(qkv, self.comm)
             return
@@ -98,9 +99,9 @@ class ProjectionNorms:
             start += weight.numel()
 
     def _apply_to_parts(self, qkv: Tensor, comm: Communicator) -> None:
-        """Norm this rank's part of the queries and keys by the sums of squares of all ranks.
+        """Apply the norms to this rank's part of the queries and keys, with the sums of squares of all ranks.
 
-        A KV head that several ranks have is counted by each of them, in the sum and in the number of elements."""
+        A KV head that is replicated on several ranks counts once per rank, in the sum and in the number of elements."""
         columns = [self.q.numel(), self.k.numel()]
         parts = qkv[:, : sum(columns)].split(columns, dim=1)
         squares = comm.all_reduce(torch.stack([part.float().square().sum(1) for part in parts], dim=1))
@@ -187,9 +188,10 @@ class Attention:
         *,
         qkv: Tensor | None = None,
     ) -> Tensor:
-        """Cache the keys and values of x, and return the values that each row, or each of `rows`, attends to.
+        """Write the keys and values of x to the cache, and return the output of attention for its rows, or for
+        `rows` only, before the output projection.
 
-        `normed`: the norm of x; `qkv`: its queries, keys and values; None: they are computed here."""
+        `normed`: x after the input norm. `qkv`: queries, keys and values of x. Each is computed here if None."""
         if qkv is None:
             inputs, product = (x, self.qkv) if normed is None else (normed, replace(self.qkv, norm=None))
             qkv = ops.linear(inputs, product, unpacker=batch.unpacker)

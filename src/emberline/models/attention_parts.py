@@ -1,4 +1,6 @@
-"""AttentionParts: kinds of attention that DecoderParts had no words for when the first KV blocks were stored.
+"""AttentionParts: how a decoder's attention differs from Llama's, where the fields of DecoderParts do not say it.
+
+The keys of stored KV blocks depend on the fields of DecoderParts, so later fields were added here instead.
 
 This module does not import torch.
 """
@@ -26,16 +28,16 @@ class QueryTemperature:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParts:
-    """The defaults are Llama's."""
+    """How a decoder's attention differs from Llama's, whose values are the defaults."""
 
-    chunked_windows: bool = False  # whether a layer's window is the chunk of that size that a query is in
+    chunked_windows: bool = False  # whether windows are chunks: a query attends to the chunk of that size that it is in
     has_sinks: bool = False  # whether each query head has a learned score that joins the softmax and has no value
     has_weightless_qk_norm: bool = False  # whether rotated query and key heads get an RMS norm without weights
     unrotated_temperature: QueryTemperature | None = None  # of layers without rotary embedding
     latent: LatentConfig | None = None
     # Not part of `repr`, so that KV blocks that were stored before these fields existed stay valid.
     has_output_gate: bool = field(default=False, repr=False)  # whether the sigmoid of a gate multiplies the output
-    # Recurrent layers, which have the gated delta rule instead of attention: their sizes, which they are, and whether
+    # Recurrent layers, which have the gated delta rule instead of attention: their sizes, their indexes, and whether
     # their input projections are grouped by key head.
     state: StateSizes | None = field(default=None, repr=False)
     state_layers: tuple[int, ...] = field(default=(), repr=False)
@@ -62,7 +64,7 @@ LLAMA_ATTENTION = AttentionParts()
 
 
 def _read_state_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """Return the recurrent layers: those of layer_types, or all but every full_attention_interval-th."""
+    """Return the recurrent layers: as layer_types lists them, or else all but every full_attention_interval-th."""
     count = fields.size("num_hidden_layers", maximum=1 << 20)
     if not fields.has_field("layer_types"):
         interval = fields.size("full_attention_interval", 4, maximum=1 << 20)

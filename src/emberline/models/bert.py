@@ -117,7 +117,7 @@ class BertEmbedder:
     def _encode(self, texts: list[list[int]]) -> Tensor:
         """Encode the texts as one concatenated sequence without padding.
 
-        Attention and pooling keep them apart.
+        Attention and pooling are computed for each text on its own.
         """
         lengths = [len(ids) for ids in texts]
         ids = torch.tensor([token for text in texts for token in text])

@@ -1,6 +1,7 @@
-"""ChainedLayer: a decoder layer whose products, up to the queries, keys and values of the next layer, may be one op.
+"""ChainedLayer: a decoder layer that can compute its matrix products, from the output projection on, in one op.
 
-So weights are read without a pause: the op fetches those of a product while the product before it ends.
+The op includes the product for the queries, keys and values of the next layer. It fetches the weights of each product
+while the one before it ends, so that reads of memory never pause.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class ChainedLayer:
 
     @staticmethod
     def of(attention: object, ffn: object) -> ChainedLayer | None:
-        """Return the layer with these parts, or None if something is computed between its products."""
+        """Return the layer with these parts, or None if the op does not support what they compute."""
         if not isinstance(attention, Attention) or not isinstance(ffn, FeedForward):
             return None
         if attention.scaling is not None or ffn.scaling is not None or ffn.activation != "silu":
@@ -42,10 +43,10 @@ class ChainedLayer:
         rows: Tensor | None,
         following: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output for x, which is overwritten, or for `rows` of x; and the queries, keys and values
-        of the layer `following`, if they were computed.
+        """Return the layer's output for x, or for `rows` of x only, and the queries, keys and values of the next layer,
+        `following`, or None if they were not computed. x is overwritten.
 
-        `qkv`: those of this layer; None: they are computed here."""
+        `qkv`: the queries, keys and values of this layer; None: computed here."""
         mixed = self.attention.mix(x, keys, values, batch, rows, qkv=qkv)
         if rows is None and isinstance(following, ChainedLayer) and len(x):
             products = LayerProducts(self.attention.o, self.ffn.gate_up, self.ffn.down, following.attention.qkv)

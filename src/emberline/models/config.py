@@ -67,8 +67,8 @@ class ModelConfig:
     # Not part of `repr`, so that KV blocks of Llama models that were stored before this field existed stay valid.
     parts: DecoderParts = field(default=LLAMA_PARTS, repr=False)
     mtp_layers: int = field(default=0, repr=False)  # layers for multi-token prediction in the checkpoint: see mtp.py
-    weight_row_unit: int = field(default=1, repr=False)  # rows of quantised matrices that cannot be divided
-    vocab_rows: int = field(default=0, repr=False)  # of a rank: the rows of the embedding that it has; 0: all
+    weight_row_unit: int = field(default=1, repr=False)  # a rank gets quantised rows in multiples of this
+    vocab_rows: int = field(default=0, repr=False)  # rows of the embedding that a rank has; 0: all
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
         """Return the rotary embedding of a layer; None: it has none."""
@@ -154,7 +154,7 @@ def _find_architecture(fields: ConfigFields) -> Architecture:
 def _with_defaults(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
     """Return config.json with the defaults of its architecture.
 
-    A null counts as absent, except in NULLABLE_FIELDS, where it stands for none."""
+    A null counts as absent, except in NULLABLE_FIELDS, where it turns a feature off."""
     given = {name: value for name, value in config.items() if value is not None or name in NULLABLE_FIELDS}
     return {**arch.defaults, **given}
 
@@ -203,7 +203,7 @@ def _read_weight_row_unit(config: Mapping[str, Any]) -> int:
 
 
 def _read_latent_heads(fields: ConfigFields, hidden: int) -> tuple[int, int, int]:
-    """Return the number of query heads, and one KV head with the size that is cached, which all of them share."""
+    """Return the numbers of query heads and of KV heads (one, which all query heads share), and the cached size."""
     heads = fields.size("num_attention_heads", maximum=MAX_HEADS)
     if fields.size("num_key_value_heads", heads, maximum=MAX_HEADS) != heads:
         raise fields.invalid_error("num_key_value_heads", f"num_attention_heads, {heads}, with latent attention")
@@ -239,7 +239,7 @@ def _read_chunk_sizes(fields: ConfigFields, arch: Architecture, layers: int) -> 
 
 
 def _read_layer_types(fields: ConfigFields, layers: int, local_kind: str) -> tuple[bool, ...]:
-    """Return for each layer whether layer_types has `local_kind`, and not full_attention, for it."""
+    """Return for each layer whether its entry in layer_types is `local_kind` (True) or full_attention (False)."""
     kinds = fields.text_list("layer_types")
     if len(kinds) != layers:
         raise fields.invalid_error("layer_types", f"a list of {layers} layer types")

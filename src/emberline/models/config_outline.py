@@ -1,4 +1,4 @@
-"""outline_of, read_outline: the outline of a model, from its checked config or from config.json.
+"""outline_of, read_outline: the outline (all sizes) of a model, from its checked config or from config.json.
 
 This module does not import torch.
 """
@@ -21,7 +21,7 @@ NORMS_PER_LAYER = {"pre": 2, "post": 2, "both": 4, "shared": 1}  # of the hidden
 
 
 def read_outline(config: Mapping[str, Any]) -> ModelOutline:
-    """Return the outline of a config.json, also of one with quantised weights. Raises UnsupportedModel."""
+    """Return the sizes of the model that a config.json describes, also if quantised. Raises UnsupportedModel."""
     text = select_planned_text(config)
     model_type = ConfigFields(text, "config.json").text("model_type")
     if model_type not in ARCHITECTURES:
@@ -45,7 +45,7 @@ def add_mtp_head(outline: ModelOutline, config: Mapping[str, Any]) -> ModelOutli
 
 
 def select_planned_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model, which is `config` itself unless that has a text_config."""
+    """Return the config of the language model: the text_config of a multimodal config, otherwise `config` itself."""
     fields = ConfigFields(config, "config.json")
     model_type = fields.text("model_type")
     if model_type not in TEXT_MODEL_TYPES or not fields.has_field("text_config"):
@@ -54,7 +54,7 @@ def select_planned_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def outline_of(config: ModelConfig) -> ModelOutline:
-    """Return the outline of a model, which describes its sizes."""
+    """Return the sizes of a model, from its config."""
     experts, q, kv = config.experts, config.heads * config.head_dim, config.kv_heads * config.head_dim
     norm_heads = 2 if config.parts.qk_norm_kind == "head" else config.heads + config.kv_heads
     ropes = {config.layer_rope(layer) for layer in range(config.layers)}

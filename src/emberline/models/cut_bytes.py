@@ -9,7 +9,7 @@ from emberline.hub.tensorfile import TensorCut
 
 
 def select_bytes(flat: Tensor, cut: TensorCut | None) -> Tensor:
-    """Return a part of a tensor's bytes; without a cut, the bytes themselves."""
+    """Return the part of a tensor's bytes that `cut` describes, as a copy; `flat` itself if `cut` is None."""
     if cut is None:
         return flat
     records = flat.view(-1, cut.record_bytes)[cut.first_record :][: cut.num_records]

@@ -136,7 +136,7 @@ class DecoderModel:
     def load(
         config: ModelConfig, weights: Weights, context: int, fingerprint: str, stage: Stage | None = None
     ) -> DecoderModel:
-        """Load a model, or one stage of it. Without its first or last stage, the embedding or the head has no rows."""
+        """Load a model or a pipeline stage. The embedding has rows only in the first stage, the head in the last."""
         tables = _make_position_tables(config, context, weights.device)
         stage = stage or Stage.of(config)
         layers = tuple(
@@ -165,12 +165,12 @@ class DecoderModel:
 
     @property
     def dispatching_layers(self) -> dict[int, SparseFeedForward]:
-        """The networks whose rows are sent to the ranks that have their experts, by layer."""
+        """The networks, by layer, that send each row to the ranks that have its experts."""
         return {layer: network for layer, network in self._sparse_layers if network.dispatch is not None}
 
     @property
     def movable_layers(self) -> dict[int, SparseFeedForward]:
-        """The networks whose experts may move between ranks, by layer. Each rank gets the rows of every rank."""
+        """The networks, by layer, whose experts may move between ranks, and that get the rows of every rank."""
         return {layer: network for layer, network in self._sparse_layers if network.movable is not None}
 
     @property
@@ -182,10 +182,10 @@ class DecoderModel:
         return self.layers[0].attention.qkv.weight.data.device
 
     def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        """Return float32 logits [S, vocab] of `batch.logit_rows`; with data-parallel attention, of those of all ranks,
-        or of the `chosen_rows` of these.
+        """Write keys and values of all tokens to the cache, and return float32 logits [S, vocab].
 
-        Write keys and values of all tokens to the cache.
+        The logits are those of `batch.logit_rows`. With data-parallel attention, they are those of the `logit_rows` of
+        all ranks, or, if given, of the `chosen_rows` among these.
         """
         x = self.run_layers(self.embed(batch), batch)
         if batch.logit_exchange is not None:
@@ -281,7 +281,7 @@ def _as_joined_layer(layer: DecoderLayer | ParallelLayer) -> FusedLayer | Chaine
 def load_vocabulary_matrices(
     config: ModelConfig, weights: Weights, stage: Stage
 ) -> tuple[Tensor | ops.PackedWeight, ops.PackedWeight]:
-    """Return the embedding and the head; what other stages have is a matrix without rows."""
+    """Return the embedding and the head. A matrix that another pipeline stage has is returned without rows."""
     size, nothing = (config.vocab_rows or config.vocab, config.hidden), torch.empty(0, config.hidden)
     nothing = nothing.to(weights.device)
     if not stage.is_last:

@@ -22,7 +22,7 @@ from emberline.models.weights import StackPart, Weights
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    qkv: ops.LinearLayer  # queries, keys, values and gates of all heads, then steps and times of the value heads
+    qkv: ops.LinearLayer  # queries, keys, values, gates; then step size and decay time per value head
     norm: Tensor  # of each head's output
     eps: float
     o: ops.LinearLayer
@@ -64,8 +64,8 @@ class DeltaNet:
     ) -> Tensor:
         """Add the layer's output to x in place and return x, or a new tensor with only `rows` if given.
 
-        `keys` and `values` are the layer's states: the last inputs of the convolution, and the matrices. They advance
-        over all rows of x in both cases.
+        `keys` and `values` are the layer's states: `keys` the last inputs of the convolution, `values` the matrices of
+        the delta rule. Both are updated with all rows of x, also if `rows` is given.
         """
         rows_of_attention = len(batch.attention.query_start) - 1
         assert batch.state_slots is not None and len(batch.state_slots) == rows_of_attention, "a row has no states"
@@ -87,7 +87,7 @@ class DeltaNet:
 
 
 def _load_separate(weights: Weights, at: str, sizes: StateSizes, hidden: int) -> list[ops.PackedWeight]:
-    """Return the input projections of Qwen3.5 as one matrix."""
+    """Return the input projections of Qwen3.5 as one matrix, in a list."""
     values, heads = sizes.value_heads * sizes.value_dim, sizes.value_heads
     names = {"in_proj_qkv": sizes.conv_channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
     parts = [(f"{at}.{name}.weight", rows) for name, rows in names.items()]
@@ -95,10 +95,10 @@ def _load_separate(weights: Weights, at: str, sizes: StateSizes, hidden: int) ->
 
 
 def _load_grouped(weights: Weights, at: str, sizes: StateSizes, hidden: int) -> list[ops.PackedWeight]:
-    """Return the input projections of Qwen3-Next as one matrix.
+    """Return the input projections of Qwen3-Next as one matrix, in a list.
 
-    Its tensors have all rows of a key head together: query, key, and the values and gates of its value heads; and in
-    the second tensor their steps and times.
+    The checkpoint stores them by key head. The first tensor has, for each key head, its query, its key, and the values
+    and gates of its value heads. The second tensor has the step sizes and decay times of these value heads.
     """
     per_key = sizes.value_heads // sizes.key_heads
     values = per_key * sizes.value_dim

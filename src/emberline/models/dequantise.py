@@ -1,6 +1,6 @@
 """QuantisedMatrices: the bfloat16 values of a quantised tensor, computed in main memory.
 
-Four-bit formats store two codes in a byte, the first in its low half. A table has the values of both for each byte.
+Four-bit formats store two codes in a byte, the first in its low half. A table maps each byte to the two values.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class QuantisedMatrices:
 
 
 def decode_on_host(matrix: QuantisedMatrix) -> Tensor:
-    """Return the values rounded to bf16, as `dequantise` has them, by a faster way where there is one."""
+    """Return the values of `dequantise_to_bf16`, computed with a table of pairs of codes if the format allows it."""
     if matrix.kind == "mxfp4":
         powers = MXFP4_POWERS[matrix.scales.to(torch.int64)][..., None]
         return _look_up_pairs(MXFP4_PAIRS, matrix.codes).view(*matrix.scales.shape, -1).mul_(powers).flatten(-2)
@@ -67,7 +67,7 @@ def _view_as(flat: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _make_pair_table(values: NDArray[np.int8]) -> NDArray[np.int32]:
-    """Return for each byte the values of its two codes in bfloat16, as the bits of one number."""
+    """Return a table that maps each byte to the bfloat16 values of its two codes, joined to 32 bits."""
     codes = np.arange(256)
     pairs = np.stack([values[codes & 15], values[codes >> 4]], axis=1)
     return torch.from_numpy(pairs).to(torch.bfloat16).view(torch.int32).flatten().numpy()
@@ -78,6 +78,6 @@ MXFP4_PAIRS, INT4_PAIRS = _make_pair_table(MXFP4_DOUBLED_VALUES), _make_pair_tab
 
 
 def _look_up_pairs(table: NDArray[np.int32], packed: Tensor) -> Tensor:
-    """Return the values of codes, of which each byte of `packed` has two."""
+    """Return the values of the codes in `packed`, which has two in each byte."""
     found = np.take(table, packed.numpy(), mode="clip")  # no byte is outside the table, so nothing needs a check
     return torch.from_numpy(found).view(torch.bfloat16)

@@ -127,7 +127,7 @@ class DeviceWeights(Weights):
 
     @property
     def fills_late(self) -> bool:
-        """Whether some weights are allocated only when they are loaded."""
+        """Whether some weights get their memory only in `finish`, when they are loaded."""
         return self.packed or bool(self.narrow_sizes)
 
     def linear(
@@ -254,7 +254,7 @@ class DeviceWeights(Weights):
     def _queue_stack(
         self, parts: Sequence[tuple[str, int]], columns: int, settle: Callable[[Tensor], None], *, gated: bool
     ) -> None:
-        """Queue the parts of a bf16 matrix that is passed to `settle` when all have arrived."""
+        """Queue the loads of a bf16 matrix's parts. When all have arrived, the matrix is passed to `settle`."""
         rows = [count for _, count in parts]
 
         def select(whole: Tensor, index: int) -> Tensor:
@@ -274,7 +274,7 @@ class DeviceWeights(Weights):
     def _store_values(
         self, name: str, info: QuantisedTensorInfo, target: Tensor | MatrixPart, matrix: QuantisedMatrix
     ) -> None:
-        """Dequantise a matrix."""
+        """Dequantise a matrix and copy its values to `target`."""
         values = dequantise_to_bf16(matrix)
         values = values.transpose(-1, -2) if info.is_transposed else values
         values = values * self._factors.get(name, 1.0)
@@ -342,7 +342,7 @@ class DeviceWeights(Weights):
                 target.matrix.mark_part_complete()
 
     def _start_reader(self) -> FileReader:
-        """Start to read the files, or on a rank only the bytes that it needs."""
+        """Start to read the files. If the model is divided among ranks, read only the bytes that this rank needs."""
         ranges = list_byte_ranges(self._loads)  # a head may be in few of a checkpoint's files
         return FileReader.start(sorted(ranges), read_ahead_bytes=0, ranges=ranges if self.reads_ranges else None)
 

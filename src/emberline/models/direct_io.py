@@ -148,7 +148,7 @@ class DirectIOFile:
 
 
 def merge_ranges(ranges: ByteRanges, size: int) -> list[tuple[int, int]]:
-    """Return ranges of a file that contain these, aligned for direct I/O, in order and with large gaps between them."""
+    """Return the ranges of a file, sorted, aligned for direct I/O, and joined where the gap between two is small."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         begin = begin // DIRECT_IO_ALIGN_BYTES * DIRECT_IO_ALIGN_BYTES

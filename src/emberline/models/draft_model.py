@@ -13,20 +13,20 @@ from emberline.models.forward import ForwardBatch
 
 
 class DraftModel(Protocol):
-    """Drafts are chains: each pass adds one token, which is the input of the next pass.
+    """A model that drafts one token in each pass. The drafted token is the input of the next pass.
 
-    The first pass has the tokens of the target model's step. A model with `captured_layers` continues from the hidden
+    The first pass reads the tokens of the target model's step. A model with `captured_layers` continues from hidden
     states of the target model: at position i it reads the target's states of position i and the token of position
-    i + 1. Any other model reads the token of position i there."""
+    i + 1. Any other model reads the token of position i at position i."""
 
     @property
     def config(self) -> ModelConfig:
-        """Its shape, which determines the size of its KV cache."""
+        """The config of the draft model, which determines the size of its KV cache."""
         ...
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
-        """Layers of the target model whose inputs it reads; empty if it reads tokens only."""
+        """Layers of the target model whose inputs the draft model reads; empty if it reads tokens only."""
         ...
 
     @property

@@ -46,7 +46,7 @@ class Eagle3Head:
     def load(
         config: Eagle3Config, weights: Weights, context: int, target_embedding: Tensor | ops.PackedWeight
     ) -> Eagle3Head:
-        """Load a head for sequences of up to `context` tokens. `target_embedding` is used if it has no own one."""
+        """Load a head for sequences of up to `context` tokens. A head without an embedding uses `target_embedding`."""
         model, hidden, dim = config.model, config.model.hidden, config.model.head_dim
         at = next((name for name in LAYER_NAMES if weights.has_tensor(f"{name}.hidden_norm.weight")), LAYER_NAMES[0])
         top = at.rpartition(at.removeprefix("model."))[0]  # "model." or nothing

@@ -58,9 +58,9 @@ class Eagle3Config:
 
 
 def _read_captured_layers(fields: ConfigFields, layers: int) -> tuple[int, ...]:
-    """Return the layers of the target model whose inputs the head reads: by default, two early, middle and late ones.
+    """Return the three layers of the target model whose inputs the head reads, by default `default_captured_layers`.
 
-    Checkpoints of several publishers name the field differently, or leave it out."""
+    Checkpoints of several publishers have the field in different places, or leave it out."""
     nested = fields.values.get("eagle_config")
     places = [nested, fields.values] if isinstance(nested, dict) else [fields.values]
     name = "eagle_aux_hidden_state_layer_ids"

@@ -1,7 +1,7 @@
 """collect_end_tokens: finds, in all files of a checkpoint, the ids of tokens that end the output.
 
 config.json often has only the end-of-text token. The token that ends a chat model's turn is in generation_config.json,
-or only in the tokenizer's config, as text without its id, or known for the family only.
+or only in the tokenizer's config, as text without its id, or in no file, so that the model's family decides.
 
 This module does not import torch.
 """

@@ -20,29 +20,29 @@ from emberline.models.shard import Shard
 
 
 class ExpertDispatch:
-    """The dispatch of one layer."""
+    """Sends the rows of one layer to the ranks that have their experts."""
 
     def __init__(self, experts: int, groups: int, redundant: int, device: torch.device) -> None:
-        """`redundant`: slots of each group for copies of experts. `device`: of the rows."""
+        """`groups`: of ranks. `redundant`: slots of each group for copies of experts. `device`: where the rows are."""
         self._experts, per_group = experts, experts // groups + redundant
         self.load, self.slots = ExpertLoad(experts, groups), ExpertSlots(experts, groups, per_group, device)
         self.set_placement(place_in_order(experts, groups, per_group))
 
     def set_placement(self, placement: Placement) -> None:
-        """Send rows to these ranks from now on. All ranks must call this before the same step."""
+        """Send rows to experts as in `placement` from now on. All ranks must call this before the same step."""
         self.placement = placement
         self.slots.assign(list_slots(placement, self._experts))
         self.load.forget_groups()
 
     @staticmethod
     def of(shard: Shard, experts: int, device: torch.device) -> ExpertDispatch | None:
-        """Return the dispatch of a rank, or None if it computes its experts for the rows that it has."""
+        """Return the dispatch of a rank, or None if `shard` does not send rows between ranks."""
         if not shard.dispatches_rows:
             return None
         return ExpertDispatch(experts, shard.expert_parts, shard.redundant_experts, device)
 
     def add_outputs(self, x: Tensor, mixture: Mixture, exchange: RowExchange) -> Tensor:
-        """Add the output of the mixture to x, the rows of this rank, in place and return x."""
+        """Add the output of the mixture of experts to x, the rows of this rank, in place and return x."""
         comm, rules = exchange.comm, mixture.routing
         selected = _select(x, mixture)
         numbers = exchange.gather(selected.numbers).long()
@@ -69,7 +69,7 @@ class ExpertDispatch:
             local = slots[row, choice] - own_group * self.slots.per_group
             outputs = expert_ops.run_experts(inputs, local.int(), mixture)
 
-        # They go back to the ranks of their rows.
+        # The outputs go back to the ranks of their rows.
         computed_counts = [int((part == own_group).sum()) for part in groups.split(exchange.counts)]
         pairs = [(own_groups == group).flatten().nonzero()[:, 0] for group in group_of]
         parts = comm.all_to_all(outputs, computed_counts, list(map(len, pairs)))
@@ -84,9 +84,10 @@ def _select(x: Tensor, mixture: Mixture) -> SelectedExperts:
 
 
 def _sum_parts(parts: Tensor, pairs: list[Tensor], x: Tensor, per_row: int) -> Tensor:
-    """Return the outputs [rows, experts per row, hidden]. `parts`: of the ranks, each with its pairs of row and choice.
+    """Return the outputs [rows, experts per row, hidden].
 
-    The ranks of a group have parts of the same outputs, which are added in the order of the ranks."""
+    `parts`: the ranks' outputs, one after the other. `pairs`: for each rank, the indexes of its outputs in the result.
+    Ranks of one group each compute a part of the same outputs, so these parts are added, in the order of the ranks."""
     total = torch.zeros(len(x) * per_row, x.shape[1], dtype=torch.float32, device=x.device)
     for part, indexes in zip(parts.split(list(map(len, pairs))), pairs, strict=True):
         total[indexes] += part

@@ -1,7 +1,8 @@
-"""Which ranks keep which experts, by how many rows select each expert.
+"""Decides which ranks keep which experts, by how many rows select each expert (its load).
 
-Ranks form groups that divide whole experts; each group has slots for some. With more slots than experts, experts that
-many rows select get copies in several groups, among which their rows are divided. This module does not import torch.
+Experts are divided among groups of ranks. Each group has slots, one for each expert that it can keep. With more slots
+than experts, experts with much load get copies in several groups, among which their rows are divided. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -9,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 EMPTY = -1  # a slot without an expert
-MOVE_TOLERANCE = 0.1  # a placement with fewer moves is preferred if its largest load is higher by at most this part
+MOVE_TOLERANCE = 0.1  # share by which the largest load may be above the lowest found, for fewer moves
 
 Placement = tuple[tuple[int, ...], ...]  # by group: the expert in each of its slots, or EMPTY
 
 
 def place_in_order(experts: int, groups: int, slots: int) -> Placement:
-    """Return the placement that needs no loads: consecutive experts, and empty slots after them."""
+    """Return the placement for unknown loads: each group has consecutive experts, then empty slots."""
     each = experts // groups
     empty = (EMPTY,) * (slots - each)
     return tuple((*range(group * each, (group + 1) * each), *empty) for group in range(groups))
 
 
 def list_slots(placement: Placement, experts: int) -> list[list[int]]:
-    """Return the slots of each expert. Those of a group follow those of the group before."""
+    """Return the slots of each expert. Slots are numbered through all groups, in the order of the groups."""
     slots: list[list[int]] = [[] for _ in range(experts)]
     for slot, expert in enumerate(expert for group in placement for expert in group):
         if expert != EMPTY:
@@ -41,11 +42,11 @@ def group_loads(loads: Sequence[float], placement: Placement) -> list[float]:
 
 
 def place_experts(loads: Sequence[float], current: Placement) -> Placement:
-    """Return a placement in which the largest load of a group is small, with the slots of the current one.
+    """Return a placement, with as many groups and slots as `current`, that keeps the largest load of a group small.
 
-    `loads`: of each expert. The largest load is never above that of experts in order without copies, and the current
-    placement is returned if nothing better is found. Of nearly equal ones, that with the fewest moves is returned, and
-    experts that stay in their group keep their slot."""
+    `loads`: of each expert. The largest load is never above that of `current`, nor above that of `place_in_order`. Of
+    placements with nearly the same largest load, the one with the fewest moves from `current` is returned. Experts that
+    stay in their group keep their slot."""
     groups, slots = len(current), len(current[0])
     in_order = place_in_order(len(loads), groups, slots)
     packed = _pack(loads, _count_copies(loads, groups, slots), groups, slots)
@@ -57,7 +58,7 @@ def place_experts(loads: Sequence[float], current: Placement) -> Placement:
 
 
 def moved_experts(before: Placement, after: Placement) -> list[tuple[int, int]]:
-    """Return the group and the expert of each slot that gets another expert."""
+    """Return (group, expert) for each expert that a group has in `after` but not in `before`."""
     return [
         (group, expert)
         for group, (old, new) in enumerate(zip(before, after, strict=True))
@@ -66,7 +67,7 @@ def moved_experts(before: Placement, after: Placement) -> list[tuple[int, int]]:
 
 
 def _add_copies(loads: Sequence[float], current: Placement) -> Placement:
-    """Return the current placement with other copies: from the groups with the most load to those with the least."""
+    """Return the current placement with copies chosen anew: from groups with the most load to those with the least."""
     seen: set[int] = set()
     placed: list[list[int]] = []
     for slots in current:
@@ -79,10 +80,10 @@ def _add_copies(loads: Sequence[float], current: Placement) -> Placement:
 
 
 def _find_copy(loads: Sequence[float], placed: list[list[int]]) -> tuple[int, int] | None:
-    """Return the expert of the group with the most load whose copy lowers the largest load, and the group for it.
+    """Return an expert of the group with the most load, and the group in which a copy of it lowers the largest load.
 
-    Of several experts that do, the one with the most load is returned, and the group with the least load; None: no
-    copy lowers the largest load."""
+    The expert is the one with the most load for which that works, the group the one with the least load that has room.
+    None: no copy lowers the largest load."""
     totals = group_loads(loads, tuple(map(tuple, placed)))
     hot = max(range(len(placed)), key=totals.__getitem__)
     for expert in sorted(set(placed[hot]) - {EMPTY}, key=lambda e: (-loads[e], e)):
@@ -96,7 +97,7 @@ def _find_copy(loads: Sequence[float], placed: list[list[int]]) -> tuple[int, in
 
 
 def _count_copies(loads: Sequence[float], groups: int, slots: int) -> list[int]:
-    """Return the number of copies of each expert: a further slot goes to the one with the most load in each copy."""
+    """Return the number of copies of each expert. Each spare slot goes to the expert with the most load per copy."""
     copies = [1] * len(loads)
     for _ in range(groups * slots - len(loads)):
         expert = max(range(len(loads)), key=lambda e: (copies[e] < groups, loads[e] / copies[e], -e))
@@ -107,7 +108,7 @@ def _count_copies(loads: Sequence[float], groups: int, slots: int) -> list[int]:
 
 
 def _pack(loads: Sequence[float], copies: Sequence[int], groups: int, slots: int) -> Placement:
-    """Return a placement: the largest loads first, each in the group with the least load that has room for it."""
+    """Return a placement. Copies with the most load come first, each in the group with room and the least load."""
     placed: list[list[int]] = [[] for _ in range(groups)]
     totals = [0.0] * groups
     items = sorted(((loads[e] / n, e) for e, n in enumerate(copies) for _ in range(n)), key=lambda i: (-i[0], i[1]))
@@ -122,9 +123,9 @@ def _pack(loads: Sequence[float], copies: Sequence[int], groups: int, slots: int
 
 
 def keep_places(current: Placement, target: Placement) -> Placement:
-    """Return the target with its groups and slots renumbered, so that many experts stay where they are.
+    """Return `target` with its groups and slots in another order, so that many experts stay where they are.
 
-    Groups are interchangeable: those that have the most experts in common with a current one take its place."""
+    Groups are interchangeable: each group of `target` gets the number of a current group with many of its experts."""
     common = [
         (-len(set(old) & set(new) - {EMPTY}), i, j) for i, old in enumerate(current) for j, new in enumerate(target)
     ]

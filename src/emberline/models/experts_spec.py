@@ -26,9 +26,9 @@ GateUpOrder = Literal["rows", "columns", "interleaved_columns"]
 class ExpertTensors:
     """The names of the tensors of a layer's experts, relative to the layer.
 
-    `{}` is the number of an expert; the names of its biases, if it has some, end in "bias" instead of "weight".
-    A name without `{}` is that of a tensor that holds all experts, in its first dimension. Then the rows of `gate_up`
-    are in the given order, and `down` is transposed unless the order is "rows".
+    `{}` stands for the number of an expert. The names of an expert's biases end in "bias" instead of "weight".
+    A name without `{}` is that of one tensor with all experts, in its first dimension. Then `order` says how gate and
+    up are stored in `gate_up`, and `down` is transposed unless the order is "rows".
     """
 
     router: str
@@ -44,13 +44,13 @@ class ExpertTensors:
 def name_each_expert(
     module: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), correction: str = ""
 ) -> ExpertTensors:
-    """Return the names of experts with a tensor for each matrix. `names`: of gate, up and down."""
+    """Return the names if each matrix of each expert is a tensor. `names`: of gate, up and down."""
     gate, up, down = (f"{module}.experts.{{}}.{name}.weight" for name in names)
     return ExpertTensors(f"{module}.gate.weight", (gate, up), down, correction=correction)
 
 
 def name_all_experts(module: str = "mlp", correction: str = "") -> ExpertTensors:
-    """Return the names of experts in two tensors, as transformers 5 has them in memory and some tools save them."""
+    """Return the names if two tensors have all experts, as in transformers 5 and in the files of some tools."""
     experts = f"{module}.experts"
     return ExpertTensors(
         f"{module}.gate.weight", (f"{experts}.gate_up_proj",), f"{experts}.down_proj", correction=correction
@@ -64,7 +64,7 @@ class SharedExpertSpec:
     gate_up: tuple[str, ...]
     down: str
     ffn_field: str = ""  # absent or 0: there is no such expert
-    count_field: str = ""  # or the inner width is this many times that of the other experts
+    count_field: str = ""  # alternative: field with its inner width, in multiples of the other experts' width
     gate: str = ""  # tensor; the sigmoid of its product with a token is a factor of the output
 
 
@@ -72,7 +72,7 @@ class SharedExpertSpec:
 class ExpertsSpec:
     tensors: tuple[ExpertTensors, ...]  # alternatives; a checkpoint has one of them
     ffn_field: str  # field with the inner width of one expert
-    renormalised: bool | str  # or the name of the field that decides
+    renormalised: bool | str  # whether weights of chosen experts are scaled to sum to 1, or the field that decides
     layer_rule: LayerRule = "all"
     count_fields: tuple[str, ...] = ("num_experts", "num_local_experts")  # alternatives, of the number of experts
     scores: Literal["softmax", "sigmoid"] = "softmax"

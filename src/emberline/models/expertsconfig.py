@@ -17,7 +17,7 @@ GROUP_METHODS = {"greedy": False, "group_limited_greedy": True}  # whether group
 
 @dataclass(frozen=True, slots=True)
 class ExpertOptions:
-    """What the experts of only some families have. The defaults are Mixtral's."""
+    """Settings of experts that only some families have. The defaults are Mixtral's."""
 
     groups: int = 1
     groups_chosen: int = 1  # groups per token
@@ -45,7 +45,7 @@ class ExpertsConfig:
     options: ExpertOptions = field(default=NO_OPTIONS, repr=False)
     # Of a rank: the experts that it has; None: all.
     own: range | None = field(default=None, repr=False)
-    # Of a rank: places beside those of its experts, to which experts of other ranks may be copied.
+    # Of a rank: how many experts of other ranks it has memory for, beside its own.
     spare: int = field(default=0, repr=False)
 
     @property
@@ -78,7 +78,7 @@ class ExpertsConfig:
         )
 
     def weight_shapes(self, hidden: int, experts: int) -> tuple[list[tuple[int, int]], int]:
-        """Return the shapes of a layer's matrices, with this many of the experts, and the elements of its vectors."""
+        """Return the shapes of a layer's matrices, with `experts` of its experts, and the total size of its vectors."""
         options = self.options
         matrices = [(self.count, hidden), *experts * [(2 * self.ffn, hidden), (hidden, self.ffn)]]
         if options.shared_ffn:
@@ -133,7 +133,7 @@ def _read_shared_ffn(fields: ConfigFields, spec: ExpertsSpec, ffn: int) -> int:
 
 
 def _read_groups(fields: ConfigFields, spec: ExpertsSpec, count: int, chosen: int) -> tuple[int, int]:
-    """Return the number of groups of experts, and of how many of them a token may choose experts."""
+    """Return the number of groups of experts, and the number of groups from which a token may choose experts."""
     if not spec.group_best:
         return 1, 1
     if spec.method_field:

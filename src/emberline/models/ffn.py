@@ -56,13 +56,13 @@ class FeedForward:
     ) -> Tensor:
         """Add the network's output for `inputs`, or x itself, to x in place.
 
-        `exchange`: of ranks that have different rows."""
+        `exchange`: moves rows between ranks, if each has rows of its own."""
         inputs = x if inputs is None else inputs
         inner = self.compute_inner(inputs if exchange is None else exchange.gather(inputs), self.gate_up, unpacker)
         return add_output(inner, self.down, x, self.scaling, unpacker, exchange)
 
     def compute_inner(self, x: Tensor, gate_up: ops.LinearLayer, unpacker: ops.WeightUnpacker | None) -> Tensor:
-        """Return the activated product of x and the gate, times that of x and up."""
+        """Return activation(gate(x)) * up(x), the input of the down projection."""
         product = ops.gate_up_silu if self.activation == "silu" else ops.gate_up_gelu
         return product(x, gate_up, unpacker=unpacker)
 

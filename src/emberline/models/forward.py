@@ -17,7 +17,7 @@ from emberline.models.row_exchange import RowExchange
 class HiddenCapture:
     """Where a forward pass copies hidden states for a draft model that continues from them."""
 
-    layers: tuple[int, ...]  # ascending; the input of each is copied. The number of layers: the output of the last
+    layers: tuple[int, ...]  # ascending: layers whose inputs are copied; the model's layer count stands for its output
     out: Tensor  # [at least T, len(layers) * hidden]: for each token, these states side by side
 
     @staticmethod
@@ -26,7 +26,7 @@ class HiddenCapture:
         return HiddenCapture(layers, torch.empty(num_tokens, len(layers) * hidden)) if layers else None
 
     def select_stage(self, stage: range, *, is_last: bool) -> HiddenCapture | None:
-        """Return the capture of a stage with these layers, which counts them from 0; None if it captures nothing."""
+        """Return the capture of a pipeline stage, with its layers numbered from 0; None if it captures nothing."""
         begin, end = self.count_before(stage.start), len(self.layers) if is_last else self.count_before(stage.stop)
         if begin == end:
             return None
@@ -64,34 +64,34 @@ class ForwardBatch:
     capture: HiddenCapture | None = None
     # Whether the last layer computes all rows, not only `logit_rows`: the leader of several ranks captures its output.
     computes_all_rows: bool = False
-    # If layers with an attention window have block tables of their own: their metadata, one for each group of layers,
-    # and for each layer its group (0: `attention`) and its index in the cache's first dimension.
+    # If layers with an attention window have block tables of their own: `window_attention` has the metadata of each
+    # group of such layers. `places` has for each layer its group (0: `attention`) and its index in `keys` and `values`.
     window_attention: tuple[ops.AttentionMetadata, ...] = ()
     places: tuple[tuple[int, int], ...] = ()
     # Of a model with recurrent layers: the states of these layers, which are overwritten, and the slot of each request.
-    # Such a layer has the group STATE_GROUP in `places`, and its index among them.
+    # A recurrent layer has the group STATE_GROUP in `places`, and its index among the recurrent layers.
     conv_states: Tensor | None = None  # [layers, slots, kernel - 1, channels] float32
     matrix_states: Tensor | None = None  # [layers, slots, heads, key size, value size] float32
     state_slots: Tensor | None = None  # [B] int32; without states, [0]
     state_saves: ops.StateSaves | None = None
-    state_drafts: ops.StateDrafts | None = None  # its rows have a first dimension more, which are the recurrent layers
-    # Where sequences begin, and whether tokens precede them, if that differs from `attention`, whose rows may be parts
-    # of sequences. Only query_start and context are used.
+    state_drafts: ops.StateDrafts | None = None  # its rows are those of all recurrent layers, as first dimension
+    # Where whole sequences begin, and whether tokens precede them, if rows of `attention` are only parts of sequences.
+    # Only query_start and context are used.
     state_sequences: ops.AttentionMetadata | None = None
-    # With data-parallel attention, the other tensors are those of this rank's requests. Here are the tokens of all
-    # ranks, in the order of the ranks, and the numbers of their rows: all, and of those in `logit_rows`.
+    # With data-parallel attention, all other fields are about this rank's requests. These have the tokens of all ranks,
+    # in the order of the ranks, and exchange rows between ranks: all rows, and those in `logit_rows`.
     all_tokens: Tensor | None = None  # [tokens of all ranks] int64
     exchange: RowExchange | None = None
     logit_exchange: RowExchange | None = None
-    # Of the rows of `logit_exchange`, those whose logits are computed, in this order; None: all. [n] int64
+    # [n] int64: the rows of `logit_exchange` whose logits are computed, in this order; None: all.
     chosen_rows: Tensor | None = None
 
     def exchange_of(self, rows: Tensor | None) -> RowExchange | None:
-        """Return the exchange of all rows, or of those in `logit_rows` if a layer returns only these `rows`."""
+        """Return `exchange`, or `logit_exchange` for a layer that returns only `rows`, which are the `logit_rows`."""
         return self.exchange if rows is None else self.logit_exchange
 
     def layer_views(self, layers: int) -> Iterator[tuple[ForwardBatch, Tensor, Tensor]]:
-        """Yield for each layer the batch with its block tables, and its keys and values in the cache, or its states."""
+        """Yield for each layer the batch with the layer's block tables, and its cached keys and values or states."""
         keys, values = self.keys.unbind(), self.values.unbind()
         if not self.places:
             yield from zip((self,) * layers, keys, values, strict=True)

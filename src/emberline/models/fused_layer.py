@@ -1,6 +1,7 @@
-"""FusedLayer: a decoder layer on several GPUs whose sums of ranks also compute the norms that follow them.
+"""FusedLayer: a decoder layer on several GPUs whose all-reduces also compute the norms that follow them.
 
-One kernel adds the ranks' outputs to the residual and norms it for the next product (`all_reduce_add_norm`).
+One kernel sums the ranks' outputs, adds them to the residual, and computes the norm of the result for the next matrix
+product (`all_reduce_add_norm`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class FusedLayer:
 
     @staticmethod
     def of(attention: object, ffn: object) -> FusedLayer | None:
-        """Return the layer with these parts, or None if its sums are not followed by norms, or have no such kernel."""
+        """Return the layer with these parts, or None if no norm follows their all-reduces, or no kernel fuses both."""
         if not isinstance(attention, Attention) or not isinstance(ffn, FeedForward):
             return None
         scalings = [each for each in (attention.scaling, ffn.scaling) if each is not None and each.sums_only]
@@ -45,9 +46,10 @@ class FusedLayer:
         rows: Tensor | None,
         following: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output for x, which is overwritten, or for `rows` of x, and its norm for `following`.
+        """Return the layer's output for x, or for `rows` of x only, and the output after the norm of the next layer,
+        `following`, or None if that was not computed. x is overwritten.
 
-        `normed`: the norm of x for this layer; None: it is computed here."""
+        `normed`: x after this layer's input norm; None: computed here."""
         attention, ffn, unpacker = self.attention, self.ffn, batch.unpacker
         mixed = attention.mix(x, keys, values, batch, rows, normed)
         x = x if rows is None else x[rows]
@@ -65,6 +67,6 @@ class FusedLayer:
         return x, self._add_and_norm(x, partial, following.attention.qkv)
 
     def _add_and_norm(self, x: Tensor, partial: Tensor, product: ops.LinearLayer) -> Tensor:
-        """Add the ranks' sum to x in place, and return the input of the product that follows."""
+        """Add the sum of all ranks' `partial` to x in place, and return x after the norm of the next product."""
         assert product.norm is not None
         return self.comm.all_reduce_add_norm(x, partial, product.norm, product.eps)

@@ -20,11 +20,11 @@ class GatheredLoads:
         self._parts: list[tuple[TensorLoad, Callable[[], Tensor]]] = []
 
     def add(self, load: TensorLoad, gather: Callable[[], Tensor]) -> None:
-        """Add a load of a part of a tensor. `gather`: returns its bytes, and is called by any thread."""
+        """Add a load of a part of a tensor. `gather`: returns the part's bytes, and may be called by any thread."""
         self._parts.append((load, gather))
 
     def fill(self, pool: ThreadPoolExecutor) -> None:
-        """Copy all parts to the device. The threads of `pool` gather a few of them ahead."""
+        """Copy all parts to the device. The threads of `pool` gather the next few parts ahead."""
         parts, self._parts = self._parts, []
         for (load, _), part in zip(parts, map_in_order(pool, _gather, parts), strict=True):
             load.copy_part(0, part)

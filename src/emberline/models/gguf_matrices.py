@@ -1,4 +1,4 @@
-"""BlockPacker, dequantise_tensor: load tensors of GGUF files, as the blocks that kernels multiply or dequantised."""
+"""BlockPacker, dequantise_tensor: load tensors of GGUF files, as quantised blocks for kernels, or dequantised."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ END_MODULES = ("embed_tokens", "lm_head")
 
 
 class BlockPacker:
-    """Packs matrices in blocks for the kernels of a CPU, and counts those that cannot be."""
+    """Packs matrices as quantised blocks for the kernels of a CPU, and counts those that cannot be packed."""
 
     def __init__(self, form: WeightForm) -> None:
         self._form = form
         self._unpacked = Counter[str]()  # matrices of GGUF files that were dequantised, by the reason
 
     def pack_stored(self, parts: Sequence[TensorInfo], read: ReadBytes, *, gated: bool) -> ops.PackedWeight | None:
-        """Return stacked matrices of a GGUF file, packed as they are; None: they must be dequantised.
+        """Return matrices of a GGUF file, stacked and packed without dequantisation; None: they must be dequantised.
 
         Raises ModelFileError if a scale is NaN or infinite."""
         infos = [info for info in parts if isinstance(info, GGUFTensorInfo) and info.has_blocks]
@@ -64,7 +64,7 @@ class BlockPacker:
         return packed[0] if len(packed) == 1 else join_rows(packed)
 
     def pack_floats(self, name: str, matrix: Tensor, *, gated: bool) -> ops.PackedWeight:
-        """Return a matrix of floats, quantised if the setting is q4 or q8 and the matrix can be."""
+        """Return a packed matrix; quantise it if the setting is q4 or q8 and its module and columns allow that."""
         module = name.split(".")[-2]
         if self._form == "gguf" or module in EXACT_MODULES or matrix.shape[1] % BLOCK_COLUMNS:
             return ops.pack_linear(matrix, gated=gated)

@@ -40,7 +40,7 @@ class KVGroup:
     def max_tokens(self) -> int | None:
         """The most tokens that a sequence keeps between steps; None: all of them. 0 for states.
 
-        These are the window or chunk in whole blocks, and the block that is being filled."""
+        A sequence keeps the blocks of its window or chunk, and the block that is being filled."""
         if self.kind == "state":
             return 0
         return (-(-self.span // self.block_size) + 1) * self.block_size if self.span else None
@@ -60,7 +60,7 @@ def read_kv_groups(config: Mapping[str, Any], kv_dtype: str = "bfloat16", block_
 
 
 def group_layers(outline: ModelOutline, kv_dtype: str, block_size: int) -> tuple[KVGroup, ...]:
-    """Return the groups of a model's layers. Raises ModelFileError if blocks do not divide a chunk."""
+    """Return the groups of a model's layers. Raises ModelFileError if a chunk is not a multiple of a block."""
     if kv_dtype not in KV_DTYPE_BYTES:
         raise InvalidRequest(
             f"kv_dtype is {kv_dtype!r}; it must be one of {', '.join(KV_DTYPE_BYTES)}", param="kv_dtype"

@@ -23,7 +23,7 @@ ReadBytes = Callable[[str, TensorInfo], Tensor]  # returns the flat bytes of a t
 
 
 def read_kv_factors(stored: Mapping[str, TensorInfo], names: set[str], read: ReadBytes) -> dict[str, float]:
-    """Return by what tensors of a model are multiplied.
+    """Return the factors by which weights of attention are multiplied, by tensor name.
 
     `stored`: the tensors of the files. `names`: those that the model loads. Raises ModelFileError for a scale that is
     not one positive number, UnsupportedModel if a layer's projections are not separate tensors."""

@@ -1,7 +1,7 @@
 """LatentAttention: multi-head latent attention (MLA), including norm and residual.
 
-Keys and values of all heads are products of one latent per token. The cache has only the latent and the rotated part of
-the keys, as one KV head.
+Keys and values of all heads are computed from one latent per token. The cache has only the latent and the rotated part
+of the keys, as one KV head.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class LatentAttention:
         return add_output(mixed, self.o, x, self.scaling, batch.unpacker) if len(x) else x
 
     def mix(self, x: Tensor, keys: Tensor, batch: ForwardBatch, rows: Tensor | None) -> Tensor:
-        """Cache the latents of x, and return the values that each row, or each of `rows`, attends to."""
+        """Write the latents of x to the cache, and return the output of attention for its rows, or for `rows` only,
+        before the output projection."""
         q, kv = self._project(x, batch)
         if self.q_up is not None:
             q = ops.linear(q, self.q_up, unpacker=batch.unpacker)
@@ -89,7 +90,7 @@ class LatentAttention:
         return ops.latent_attention(ops.LatentInputs(q, kv, self.latent, keys, batch.attention), batch.plan, rows)
 
     def _project(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Return the queries, which may be compressed, and the latent with the rotated part of the keys."""
+        """Return the queries, compressed if `q_up` exists, and the latents with the part of the keys to be rotated."""
         projected, cached = ops.linear(x, self.qkv, unpacker=batch.unpacker), self.layer.head_dim
         if self.comm is None:
             q, kv = projected.tensor_split([projected.shape[1] - cached], dim=1)

@@ -60,7 +60,7 @@ class OutputScaling:
     def load(
         config: ModelConfig, weights: Weights, comm: Communicator | None, norm_name: str = ""
     ) -> OutputScaling | None:
-        """Return the scaling, or None if outputs are added as they are. `comm`: of ranks that divide the layer."""
+        """Return the scaling, or None if outputs are added unchanged. `comm`: of the ranks that divide the layer."""
         parts = config.parts
         has_norm = parts.norms in ("post", "both")
         if not has_norm and parts.residual_multiplier == 1.0 and comm is None:
@@ -82,9 +82,9 @@ def add_output(
     unpacker: ops.WeightUnpacker | None,
     exchange: RowExchange | None = None,
 ) -> Tensor:
-    """Add the product of `inner` and the layer, scaled, to x in place and return x.
+    """Add the layer's output for `inner`, scaled, to x in place and return x.
 
-    `exchange`: of ranks that have different rows in x; `inner` then has the rows of all of them."""
+    `exchange`: given if each rank has rows of its own in x; `inner` then has the rows of all ranks."""
     if scaling is None:
         return ops.linear(inner, layer, add_to=x, unpacker=unpacker)
     if scaling.comm is None:

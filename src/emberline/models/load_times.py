@@ -10,8 +10,8 @@ from emberline.models.reader import ReadStats
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
     read: ReadStats
-    wait_seconds: float  # `finish` waited for the disk
-    copy_seconds: float  # `finish` copied, pinned and decoded
+    wait_seconds: float  # time that `finish` waited for the disk
+    copy_seconds: float  # time that `finish` copied, pinned and decoded
     pin_seconds: float
     unread_bytes: int  # not yet read when `finish` began
     decoded_bytes: int = 0

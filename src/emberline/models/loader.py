@@ -54,9 +54,9 @@ def load_checkpoint(
 ) -> DecoderModel:
     """Load a model for sequences of up to `max_context` tokens, by default the context of its config.
 
-    With dtype `auto` the weights keep the dtype of the file, except that float16 becomes bfloat16. `form`: of the
-    matrices in memory; None: that of the file. `stage`: load only the layers of this stage of a pipeline.
-    `shard`: load only this part of each layer; `comm` connects the ranks that have its other parts.
+    With dtype `auto` the weights keep the dtype of the file, except that float16 becomes bfloat16. `form`: how
+    matrices are kept in memory; None: as in the file. `stage`: load only the layers of this stage of a pipeline.
+    `shard`: load only this part of each layer; `comm` connects the ranks that have the other parts.
     """
     form = form or choose_weight_form(checkpoint, dtype)
     choose_weight_dtype(checkpoint, dtype, on_gpu=False)
@@ -71,7 +71,7 @@ def load_checkpoint(
     decoder = load_model(own_config, weights, context, stage)
     weights.finish(ignorable_tensors(config, stage))
     used = str(decoder.dtype).removeprefix("torch.")  # not `dtype`, which may be auto: equal weights hash equally
-    kept = used if form == "plain" else f"{used} {form}"  # their products round inputs in another way
+    kept = used if form == "plain" else f"{used} {form}"  # products of quantised weights round inputs in another way
     return replace(decoder, fingerprint=compute_fingerprint(checkpoint, config, kept, context))
 
 

@@ -27,8 +27,8 @@ from emberline.models.weights import Weights
 @dataclass(slots=True)
 class SparseFeedForward:
     mixture: Mixture  # replaced if the rank gets other experts
-    comm: Communicator | None = None  # sums the outputs of ranks, which have parts of the experts
-    dispatch: ExpertDispatch | None = None  # sends rows to the ranks that have their experts instead
+    comm: Communicator | None = None  # sums the outputs of ranks, each of which has a part of the experts
+    dispatch: ExpertDispatch | None = None  # sends rows to the ranks that have their experts, instead of summing
     movable: MovableExperts | None = None  # None: experts never move between ranks that get every rank's rows
 
     @staticmethod
@@ -81,7 +81,7 @@ class SparseFeedForward:
     def __call__(
         self, x: Tensor, unpacker: ops.WeightUnpacker | None = None, exchange: RowExchange | None = None
     ) -> Tensor:
-        """Add the network's output to x in place. `exchange`: of ranks that have different rows."""
+        """Add the network's output to x in place. `exchange`: moves rows between ranks, if each has rows of its own."""
         if self.comm is None:
             return ops.run_mixture(x, self.mixture)
         if exchange is not None and self.dispatch is not None:
@@ -94,7 +94,7 @@ class SparseFeedForward:
         return self.comm.all_reduce_add(x, ops.run_mixture(x, self.mixture, add_to=torch.zeros_like(x)))
 
     def place_experts(self, placement: Placement, group: int, loaded: Mapping[int, Expert]) -> None:
-        """Keep the experts of this placement. `group`: of this rank. `loaded`: its experts that were elsewhere."""
+        """Switch to the experts of `placement`. `group`: of this rank. `loaded`: the experts that this rank lacked."""
         assert self.dispatch is not None and isinstance(self.mixture.experts, tuple)
         kept = dict(zip(self.dispatch.placement[group], self.mixture.experts, strict=False))
         available = kept | dict(loaded)
@@ -105,7 +105,7 @@ class SparseFeedForward:
 
 
 def _make_slots(experts: ExpertsConfig, weights: Weights) -> ExpertSlots | None:
-    """Return the tables of experts that may move; None: they never do."""
+    """Return the tables of which slots have which experts; None: experts never move between ranks."""
     if not experts.spare or experts.own is None:
         return None
     groups, shard = experts.count // len(experts.own), weights.shard
@@ -113,7 +113,7 @@ def _make_slots(experts: ExpertsConfig, weights: Weights) -> ExpertSlots | None:
 
 
 def load_expert(config: ModelConfig, weights: Weights, layer: int) -> Expert:
-    """Load the only expert of a layer that `config` and the weights' shard have."""
+    """Load one expert of a layer: the only one that `config` and the shard of `weights` select."""
     spec, experts, at = ARCHITECTURES[config.model_type].experts, config.experts, f"model.layers.{layer}"
     assert spec is not None and experts is not None
     (expert,) = _load_experts(weights, experts, _find_tensors(spec, experts, weights, at), at, config.hidden)
@@ -121,7 +121,7 @@ def load_expert(config: ModelConfig, weights: Weights, layer: int) -> Expert:
 
 
 def _find_tensors(spec: ExpertsSpec, experts: ExpertsConfig, weights: Weights, at: str) -> ExpertTensors:
-    """Return the names that the checkpoint uses; if it has no experts, the first alternative."""
+    """Return the tensor names of experts that the checkpoint uses, or the first alternative if it uses none of them."""
     first = experts.numbers.start
     found = (names for names in spec.tensors if weights.has_tensor(f"{at}.{names.down.format(first)}"))
     return next(found, spec.tensors[0])

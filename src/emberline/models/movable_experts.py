@@ -1,8 +1,8 @@
 """MovableExperts: the experts of a layer that may move between ranks, when each rank gets every rank's rows.
 
-Every rank has places for its own experts and for some more, in tensors whose addresses never change, and computes the
-experts that its places have. What ranks add is summed exactly, so a row's bits depend neither on the ranks that
-compute its experts nor on which copy of an expert does. The rows of each slot are counted on the device.
+Every rank has memory (slots) for its own experts and for some more, in tensors whose addresses never change. It
+computes the experts that are in its slots. The outputs of the ranks are summed exactly, so a row's bits depend neither
+on the ranks that compute its experts nor on which copy of an expert is used. The device counts the rows of each slot.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from emberline.models.row_exchange import RowExchange
 
 class MovableExperts:
     def __init__(self, experts: int, slots: ExpertSlots) -> None:
-        """`slots`: of the layer's mixture, on the device."""
+        """`experts`: the number of experts. `slots`: the tables of the layer's mixture of experts, on the device."""
         self._experts, self.slots = experts, slots
         self.load = ExpertLoad(experts, slots.groups)
-        # Rows that each slot computed since the start, on whichever rank it is.
+        # Rows that each slot of all ranks has computed since the start.
         self.row_counts = torch.zeros(slots.count, dtype=torch.int64, device=slots.table.device)
         self._known_counts = np.zeros(slots.count, np.int64)
         self.set_placement(place_in_order(experts, slots.groups, slots.per_group))
 
     def set_placement(self, placement: Placement) -> None:
-        """Let later steps find the experts in these places, which must have their weights.
+        """Let later steps use the experts as placed here. Their weights must already be in these slots.
 
         All ranks must call this between the same two steps."""
         self.placement = placement
@@ -41,7 +41,7 @@ class MovableExperts:
         self.load.forget_groups()
 
     def add_outputs(self, x: Tensor, mixture: Mixture, exchange: RowExchange) -> Tensor:
-        """Add the output of the mixture to x, the rows of this rank, in place and return x."""
+        """Add the output of the mixture of experts to x, the rows of this rank, in place and return x."""
         found = expert_ops.sum_own_experts(exchange.gather(x), mixture)
         if exchange.counted is not None:
             per_row = found.slots.shape[1]
@@ -50,7 +50,7 @@ class MovableExperts:
         return x.add_(exchange.sum_own(found.sums).to(x.dtype))
 
     def record_counts(self, counts: NDArray[np.int64]) -> None:
-        """Add the rows since the last call to the load. `counts`: the values of `row_counts`."""
+        """Record in `load` the rows that slots computed since the last call. `counts`: the values of `row_counts`."""
         rows, self._known_counts = (counts - self._known_counts).reshape(self.slots.groups, -1), counts
         placed = np.array(self.placement)
         by_expert = np.bincount(placed[placed != EMPTY], rows[placed != EMPTY], self._experts)
@@ -58,7 +58,7 @@ class MovableExperts:
 
 
 def read_row_counts(layers: Sequence[MovableExperts]) -> None:
-    """Record the rows that the device has counted until now, of one or more layers with the same number of slots."""
+    """Read the layers' row counts from the device and record them. All layers must have equally many slots."""
     counts = torch.stack([each.row_counts for each in layers]).cpu().numpy()
     for each, of_layer in zip(layers, counts, strict=True):
         each.record_counts(of_layer)

@@ -93,7 +93,7 @@ class MTPHead:
         return ops.linear(normed, self.head, float32_output=True).argmax(dim=-1), normed
 
     def _project_inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Return the input of the layer. What it is computed from is freed here, before the layer runs."""
+        """Return the input of the layer. Temporary tensors are freed on return, before the layer runs."""
         width, eps = self.config.hidden, self.config.norm_eps
         inputs = hidden.new_empty(len(hidden), 2 * width)
         ops.rms_norm(ops.embed(tokens, self.embedding), self.embedding_norm, eps, inputs[:, :width])

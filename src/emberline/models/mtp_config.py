@@ -12,7 +12,7 @@ from emberline.models.registry import ARCHITECTURES
 
 @dataclass(frozen=True, slots=True)
 class HeadTensorNames:
-    """The names of a head's tensors; those of norms and of the projection without `.weight`."""
+    """The names of a head's tensors. Those of norms and of the projection lack the suffix `.weight`."""
 
     layer: str  # how the names of its layer's tensors begin
     embedding_norm: str
@@ -59,7 +59,7 @@ def add_head_layer(config: ModelConfig) -> ModelConfig:
 
 
 def select_head_layer(config: ModelConfig) -> ModelConfig:
-    """Return the config of a model that has the head's layer only."""
+    """Return the config of a model whose only layer is that of the head."""
     experts = None if config.experts is None or not has_experts(config) else replace(config.experts, layers=(True,))
     attention = replace(config.parts.attention, state=None, state_layers=())
     parts = replace(config.parts, attention=attention)
@@ -67,7 +67,7 @@ def select_head_layer(config: ModelConfig) -> ModelConfig:
 
 
 def check_has_head(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Raise UnsupportedModel if a checkpoint has no head. `config`: of the checkpoint's model."""
+    """Raise UnsupportedModel if a checkpoint has no head for multi-token prediction. `config`: of the target model."""
     directory, hint = checkpoint.directory, "use another method of --speculate, such as auto"
     field = ARCHITECTURES[config.model_type].mtp_layers_field
     if not field:

@@ -1,6 +1,7 @@
 """NarrowPlanner: which matrices of a checkpoint stay quantised, or are quantised at load, on a device.
 
-A matrix is stacked from parts of one format. Parts whose formats differ cannot be stacked: they are dequantised.
+A matrix may be stacked from several tensors, its parts. Parts whose formats differ cannot be stacked while quantised,
+so they are dequantised.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ log = logging.getLogger("emberline.models")
 
 
 class NarrowPlanner:
-    """Describes matrices on the meta device, with the sizes and dtypes that they will have."""
+    """Describes quantised matrices before they are loaded, as tensors on the meta device."""
 
     def __init__(
         self, checkpoint: Checkpoint, device: torch.device, *, online: str = "", keeps_quantised: bool = True
@@ -39,7 +40,7 @@ class NarrowPlanner:
     def describe_linear(
         self, parts: Sequence[tuple[str, int]], columns: int, dtype: torch.dtype
     ) -> QuantisedMatrix | None:
-        """Return the stacked parts (name, rows); None: they are loaded as `dtype`."""
+        """Return the quantised matrix that the parts (name, rows) are stacked to; None: they are loaded as `dtype`."""
         names = [name for name, _ in parts]
         infos = self._list_quantised(names, dtype)
         if infos is None:
@@ -58,7 +59,7 @@ class NarrowPlanner:
     def describe_experts(
         self, shape: tuple[int, int, int], parts: Sequence[StackPart], dtype: torch.dtype
     ) -> QuantisedMatrix | None:
-        """Return the stacked matrices [experts, n, k] of a layer; None: they are loaded as `dtype`."""
+        """Return the quantised matrices [experts, n, k] that the parts form; None: they are loaded as `dtype`."""
         name = parts[0].name
         if name not in self._experts:
             self._experts[name] = self._describe_experts(shape, parts, dtype)
@@ -89,7 +90,7 @@ class NarrowPlanner:
             log.info("Weights dequantised: tensors=%d kept_as=bfloat16 reason=%r names=%s", count, reason, names)
 
     def _list_quantised(self, names: Sequence[str], dtype: torch.dtype) -> list[QuantisedTensorInfo] | None:
-        """Return the tensors if all are quantised, an empty list if they shall be quantised online, otherwise None."""
+        """Return the tensors if all are quantised, [] if they are to be quantised at load, otherwise None."""
         if dtype is not torch.bfloat16 or not self._keeps_quantised:
             return None
         infos = [self._checkpoint.tensor_info(name) for name in names]
@@ -107,9 +108,10 @@ class NarrowPlanner:
 
 
 def align_parts(parts: Sequence[QuantisedMatrix]) -> list[QuantisedMatrix] | None:
-    """Return the parts of a stacked matrix in one form; None: their formats differ, so that they cannot be stacked.
+    """Return the parts of a stacked matrix, all with zero points if one has them; None: they cannot be stacked.
 
-    On the meta device, orders of columns are assumed to be the same."""
+    Parts can be stacked if they have the same format and order of columns, and whole groups of rows. On the meta
+    device, the order is unknown and assumed to be the same."""
     first = parts[0]
     form = (first.kind, first.group_rows, first.group_columns, first.k, first.scales.dtype, first.columns is None)
     forms = {(p.kind, p.group_rows, p.group_columns, p.k, p.scales.dtype, p.columns is None) for p in parts}
@@ -135,9 +137,9 @@ def _has_columns(matrix: QuantisedMatrix, columns: Tensor) -> bool:
 def stack_experts_shape(
     shape: tuple[int, ...], parts: Sequence[tuple[QuantisedMatrix, Callable[[Tensor], Tensor]]]
 ) -> QuantisedMatrix | None:
-    """Return stacked matrices of this shape, [experts, n, k], on the meta device.
+    """Return quantised matrices of `shape`, [experts, n, k], on the meta device; None: the parts cannot be stacked.
 
-    None: the parts cannot be stacked. `parts`: with functions that return the part of a stacked tensor."""
+    `parts`: matrices, each with a function that returns the rows of a stacked tensor that the matrix fills."""
     count, n, k = shape
     first = parts[0][0]
     rows = torch.empty(count, n, 1, dtype=torch.uint8, device="meta")
@@ -165,7 +167,7 @@ def stack_experts_shape(
 
 
 def describe_quantised(found: WeightFormat, rows: int, columns: int) -> QuantisedMatrix:
-    """Return the matrix that `quantise_rows` makes, on the meta device."""
+    """Return a matrix like those of `quantise_rows`, on the meta device."""
     kind = "fp8" if found.name == "fp8" else "int4"
     group = found.group_columns or columns
     codes = torch.empty(rows, columns * found.bits // 8, dtype=torch.uint8, device="meta")
@@ -175,6 +177,6 @@ def describe_quantised(found: WeightFormat, rows: int, columns: int) -> Quantise
 
 
 def split_experts(matrix: QuantisedMatrix, count: int) -> QuantisedMatrix:
-    """Return a matrix with the rows of all experts as a matrix for each."""
+    """Return a matrix that has the rows of all experts one after the other as `count` matrices."""
     codes, scales = (part.unflatten(0, (count, -1)) for part in (matrix.codes, matrix.scales))
     return replace(matrix, codes=codes, scales=scales)

@@ -1,6 +1,6 @@
 """Narrow weights: quantised matrices whose parts arrive on a device one by one, and that are packed when complete.
 
-Parts whose columns are in different orders cannot be stacked: they are dequantised to bf16.
+Parts whose columns are in different orders cannot be stacked while quantised, so they are dequantised to bf16.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from emberline.models.quantised_layouts import Part, QuantisedTensorInfo
 from emberline.models.quantised_load import STORED_DTYPES, ValueChecks, make_quantised_matrix
 
 log = logging.getLogger("emberline.models")
-MAX_QUANTISED_WEIGHTS = 16 << 20  # at a time, to bound the memory for float32 values
+MAX_QUANTISED_WEIGHTS = 16 << 20  # weights quantised at a time, to bound the memory for float32 values
 
 
 class PendingParts:
-    """The parts of a quantised tensor, each allocated when its first bytes arrive. The last completes the matrix."""
+    """The parts of a quantised tensor (codes, scales and so on), each allocated when its first bytes arrive.
+
+    When the last part is complete, the matrix is passed to `on_complete`.
+    """
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class PendingExperts:
         *,
         gated: bool = False,
     ) -> None:
-        """`shape`: the stacked matrices, on the meta device."""
+        """`shape`: matrices of the final sizes, on the meta device."""
         count, rows = shape.codes.shape[:2]
         self.experts = ops.PackedExperts(count, rows, shape.k, WeightLayout.QUANTISED, shape, shape.nbytes, gated)
         self._shape, self._device, self._on_packed = shape, device, on_packed
@@ -99,9 +102,9 @@ class PendingExperts:
     def set_part(self, select: Callable[[Tensor], Tensor], matrix: QuantisedMatrix) -> None:
         """Copy a matrix, such as the gates of one expert, to its rows among those of all experts.
 
-        `select`: returns these rows of a tensor [experts, rows of an expert, 1]."""
+        `select`: returns the rows that `matrix` fills, of a tensor [experts, rows of an expert, 1]."""
         if self._matrices is None:
-            self._matrices = allocate_like(self._shape, self._device, zeroed=True)  # there may be unused places
+            self._matrices = allocate_like(self._shape, self._device, zeroed=True)  # some experts may stay unused
         whole, count, n = self._matrices, self._shape.codes.shape[0], self._shape.n
         rows = select(torch.arange(count * n, device=self._device).view(count, n, 1)).flatten()
         _copy_rows(whole.codes, rows, matrix.codes)
@@ -117,13 +120,13 @@ class PendingExperts:
 
 
 def _copy_rows(stacked: Tensor, rows: Tensor, part: Tensor) -> None:
-    """Copy the rows of a part to these rows of the stacked matrices. Bytes are copied: few ops support float8."""
+    """Copy a part to the `rows` of the stacked matrices. Both are viewed as bytes, because few ops support float8."""
     flat = stacked.view(-1, stacked.shape[-1])
     flat.view(torch.uint8)[rows] = part.reshape(-1, part.shape[-1]).view(torch.uint8)
 
 
 def allocate_like(shape: QuantisedMatrix, device: torch.device, *, zeroed: bool = False) -> QuantisedMatrix:
-    """Return a matrix with memory on the device. `shape`: one on the meta device."""
+    """Allocate a matrix on the device with the sizes and dtypes of `shape`, which is on the meta device."""
 
     def allocate(part: Tensor | None) -> Tensor | None:
         if part is None:
@@ -141,7 +144,7 @@ def allocate_like(shape: QuantisedMatrix, device: torch.device, *, zeroed: bool 
 
 
 def quantise_rows(values: Tensor, shape: QuantisedMatrix) -> QuantisedMatrix:
-    """Return bf16 values [.., n, k] in the format of `shape`; only a few are in float32 at a time."""
+    """Quantise bf16 values [.., n, k] to the format of `shape`, some rows at a time to save memory."""
     flat = values.reshape(-1, values.shape[-1])
     step = max(1, MAX_QUANTISED_WEIGHTS // flat.shape[1])
     pieces = (flat[at : at + step] for at in range(0, len(flat), step))

@@ -42,7 +42,7 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class StateSizes:
-    """A gated delta rule: a matrix for each value head, and the last inputs of a convolution."""
+    """Sizes of the state of a gated delta rule: a matrix for each value head, and the last inputs of a convolution."""
 
     key_heads: int
     value_heads: int
@@ -73,7 +73,7 @@ class ExpertSizes:
     has_router_bias: bool = False
     has_biases: bool = False  # whether the two matrices of an expert have biases
     num_own: int = 0  # experts that a rank has; 0: all
-    num_spare: int = 0  # further experts for which it has memory
+    num_spare: int = 0  # further experts for which a rank has memory
 
     @property
     def own_count(self) -> int:
@@ -112,7 +112,7 @@ class ModelOutline:
     has_mtp_head: bool = False  # whether the last layer is that of a head for multi-token prediction
 
     def with_mtp_head(self) -> ModelOutline:
-        """Return the outline with the layer of a head for multi-token prediction, which has the model's embedding."""
+        """Return the outline with one more layer, of a head for multi-token prediction that shares the embedding."""
         last = next(layer for layer in reversed(self.layers) if layer.attention in ("full", "latent"))
         layer = replace(last, has_experts=any(layer.has_experts for layer in self.layers))
         return replace(self, layers=(*self.layers, layer), has_mtp_head=True)
@@ -120,8 +120,8 @@ class ModelOutline:
     def divide(self, num_gpus: int, *, divide_attention: bool = True, row_unit: int = 1) -> ModelOutline:
         """Return the outline of one GPU's part under tensor parallelism. Raises UnsupportedModel.
 
-        A GPU has at least one KV head. Without `divide_attention`, each GPU has the attention of all heads, and whole
-        experts if these can be divided. `row_unit`: rows of quantised matrices of attention that cannot be divided."""
+        A GPU has at least one KV head. Without `divide_attention`, each GPU has all heads, and whole experts if their
+        number is a multiple of `num_gpus`. `row_unit`: quantised rows of attention are divided in multiples of this."""
         if num_gpus == 1:
             return self
         has_dense = not all(layer.has_experts for layer in self.layers)
@@ -145,7 +145,7 @@ class ModelOutline:
 
 
 def divide_evenly(count: int, parts: int, what: str) -> int:
-    """Return the size of a part. Raises UnsupportedModel, which names `what`, if the parts would differ."""
+    """Return `count / parts`. Raises UnsupportedModel, whose message names `what`, if that is not a whole number."""
     if count % parts:
         message = f"{count} {what} cannot be divided evenly among {parts} ranks"
         raise UnsupportedModel(message, hint="choose another number of ranks")
@@ -153,7 +153,7 @@ def divide_evenly(count: int, parts: int, what: str) -> int:
 
 
 def divide_vocabulary(vocab: int, parts: int) -> int:
-    """Return the rows of the embedding that each part but the last has. Raises UnsupportedModel if a part has none."""
+    """Return the rows of the embedding of each part but the last. Raises UnsupportedModel if a part would have none."""
     align = VOCABULARY_ALIGN_ROWS
     while align:
         rows = -(-vocab // (align * parts)) * align
@@ -174,12 +174,12 @@ def _divide_experts(experts: ExpertSizes, parts: int, *, whole: bool) -> ExpertS
 
 
 def divide_kv_heads(kv_heads: int, parts: int) -> int:
-    """Return the KV heads of a part. If there are fewer than parts, several parts have the same one."""
+    """Return the KV heads of a part. If there are fewer heads than parts, several parts have the same head."""
     return 1 if parts % kv_heads == 0 else divide_evenly(kv_heads, parts, "KV heads")
 
 
 def divide_latent(latent: LatentConfig, parts: int, row_unit: int = 1) -> LatentConfig:
-    """Return the latents of a part: their projections are divided if each has a multiple of `row_unit` rows."""
+    """Return the sizes of a part. Projections to latents are divided if each part has a multiple of `row_unit` rows."""
     has_even_parts = not (latent.q_rank % (parts * row_unit) or latent.cached_dim % (parts * row_unit))
     return replace(latent, down_parts=parts if has_even_parts else 1)
 

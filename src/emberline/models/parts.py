@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pyt
 
 @dataclass(frozen=True, slots=True)
 class DecoderParts:
-    """The defaults are Llama's. `registry.Architecture` describes the values."""
+    """How layers differ from Llama's, whose values are the defaults. `Architecture` describes the fields."""
 
     norms: NormPlacement = "pre"
     norm_kind: NormKind = "rms"

@@ -48,19 +48,19 @@ class WeightFormat:
 
     name: str
     bits: int
-    group_rows: int  # weights that share a scale: rows, and columns; 0: the whole row or column
+    group_rows: int  # rows and columns of weights that share a scale; 0: all rows or columns
     group_columns: int
     scale_bits: int
     zero_bits: int = 0  # of the zero point of each group
-    row_bits: int = 0  # of what each row has besides
+    row_bits: int = 0  # of other data that each row has
 
     @property
     def row_unit(self) -> int:
-        """Rows that share scales, or words of zero points, so that a matrix cannot be divided within them."""
+        """Number of rows that share scales or words of zero points: a matrix can be divided only at multiples of it."""
         return CODES_PER_WORD if self.name == "int4" else max(1, self.group_rows)
 
     def kept_bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes of a matrix as an H100 or H200 keeps it, with its scales; other GPUs need no more."""
+        """Return the bytes of a matrix and its scales on an H100 or H200. Other GPUs need at most as many."""
         if can_pack(self.name, rows, columns, self.group_columns):
             return count_packed_bytes(self.name, rows, columns, self.group_columns, has_zeros=self.zero_bits > 0)
         groups = -(-rows // (self.group_rows or rows)) * -(-columns // (self.group_columns or columns))
@@ -124,7 +124,7 @@ def read_quantisation(config: Mapping[str, object]) -> QuantisationConfig | None
 
 
 def check_kv_scheme(config: Mapping[str, object]) -> None:
-    """Raise UnsupportedModel if a config says how to quantise keys and values, and not as one float8 scale each.
+    """Raise UnsupportedModel if a config quantises keys and values to anything but float8 with a scale per tensor.
 
     Only an engine with a float8 KV cache uses such scales."""
     section = _find_section(config)
@@ -140,7 +140,7 @@ def check_kv_scheme(config: Mapping[str, object]) -> None:
 
 
 def _find_section(config: Mapping[str, object]) -> ConfigFields | None:
-    """Return the quantization_config, or what stands in for it (see hub/checkpoint.py); None: there is none."""
+    """Return quantization_config, or what a ModelOpt file has instead (see hub/checkpoint.py); None: neither is set."""
     fields = ConfigFields(config, "config.json")
     if not fields.has_field("quantization_config"):
         return None
@@ -155,7 +155,7 @@ def _find_section(config: Mapping[str, object]) -> ConfigFields | None:
 
 
 def require_support(section: ConfigFields, name: str, is_supported: bool, hint: str = METHODS_HINT) -> None:
-    """Raise UnsupportedModel for the value of a field."""
+    """Raise UnsupportedModel, naming the field and its value, unless `is_supported`."""
     if not is_supported:
         raise UnsupportedModel(
             f"{section.where}: {name} is {str(section.values.get(name))[:80]!r}, which is not supported", hint=hint

@@ -1,4 +1,4 @@
-"""QuantisedTensorInfo: the tensors that a publisher stores a quantised matrix as, joined by their names and shapes.
+"""QuantisedTensorInfo: a quantised matrix, joined from the tensors in which its publisher stores it.
 
 | layout | codes | other parts |
 |---|---|---|
@@ -65,7 +65,7 @@ class QuantisedTensorInfo(TensorInfo):
 
     @property
     def is_transposed(self) -> bool:
-        """Whether rows and columns of each matrix are exchanged, compared with the codes."""
+        """Whether each matrix is the transpose of its stored codes."""
         return self.layout == "blocks"
 
     @property
@@ -76,7 +76,7 @@ class QuantisedTensorInfo(TensorInfo):
 
 
 class TensorJoiner:
-    """Joins the tensors of a checkpoint to quantised matrices. It changes the mapping that it is given."""
+    """Joins the tensors of a checkpoint to quantised matrices. It changes the mapping `tensors` in place."""
 
     def __init__(self, config: QuantisationConfig, tensors: dict[str, TensorInfo]) -> None:
         self.config = config
@@ -89,7 +89,7 @@ class TensorJoiner:
                 del self.tensors[name]
         for name, info in list(self.tensors.items()):
             for suffix, join in self._joiners():
-                if name not in self.tensors:  # it is a part of a matrix that was joined
+                if name not in self.tensors:  # it was joined to another tensor
                     break
                 if name.endswith(suffix) and (joined := join(name, info, name.removesuffix(suffix))) is not None:
                     del self.tensors[name]
@@ -203,7 +203,7 @@ class TensorJoiner:
         return None if parts is None else (f"{base}.weight", _make_info("awq", found, (rows, columns), parts))
 
     def _join_gptq(self, name: str, info: TensorInfo, base: str) -> Joined:
-        """Join codes [k / 8, n], zero points [groups, n / 8], scales [groups, n] and the groups of columns [k]."""
+        """Join codes [k / 8, n], zero points [groups, n / 8], scales [groups, n] and the group of each column [k]."""
         words, rows = _two_sizes(name, info)
         columns = words * CODES_PER_WORD
         found = self._choose_int4(name, base, info, (rows, columns))
@@ -223,7 +223,7 @@ class TensorJoiner:
         return f"{base}.weight", replace(made, zero_offset=self.config.zero_offset)
 
     def _choose_int4(self, name: str, base: str, info: TensorInfo, shape: tuple[int, int]) -> WeightFormat:
-        """Return the format whose groups divide the columns and whose scales have the stored shape, or the first."""
+        """Return the config's int4 format that fits the columns and the stored scales, or the first if none does."""
         candidates, columns = self._candidates(name, "int4"), shape[1]
         if info.dtype != "I32" or len(info.shape) != 2:
             raise _codes_error(name, info, "I32 and two dimensions")
@@ -239,7 +239,7 @@ class TensorJoiner:
         return candidates[0]
 
     def _candidates(self, name: str, kind: str) -> list[WeightFormat]:
-        """Return the formats of this kind that the config has: that of the module first."""
+        """Return the config's formats of this kind, first the one that it gives for the module of tensor `name`."""
         own = self.config.find_format(name.rpartition(".")[0])
         formats = dict.fromkeys([*([own] if own is not None else []), *(s.format for s in self.config.schemes)])
         found = [each for each in formats if each.name == kind]
@@ -253,7 +253,9 @@ class TensorJoiner:
     def _pop_parts(
         self, codes: TensorInfo, wanted: Mapping[Part, Wanted], *, has_zeros: bool
     ) -> dict[Part, TensorInfo] | None:
-        """Remove the scales, and the zero points, which are used with `has_zeros`. None: some are missing."""
+        """Remove scales and zero points from the tensors, and return the parts of the matrix; None: some are missing.
+
+        Zero points are used only with `has_zeros`."""
         scales = self._pop(wanted["scales"][0], codes, *wanted["scales"][1:])
         zeros = self._pop(wanted["zeros"][0], codes, *wanted["zeros"][1:], is_optional=not has_zeros)
         if scales is None or (has_zeros and zeros is None):
@@ -270,7 +272,7 @@ class TensorJoiner:
         *,
         is_optional: bool = False,
     ) -> TensorInfo | None:
-        """Remove a part from the tensors and return it; None: it is not there."""
+        """Remove tensor `name` from the tensors and return it; None: there is no such tensor."""
         part = self.tensors.pop(name, None)
         if part is None and not is_optional:
             self.lacking.append(name)

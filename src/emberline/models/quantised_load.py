@@ -1,6 +1,6 @@
-"""make_quantised_matrix: converts the tensors that a publisher stores a matrix as to a QuantisedMatrix, on any device.
+"""make_quantised_matrix: makes a QuantisedMatrix from the tensors in which its publisher stores it, on any device.
 
-On the meta device it returns what a conversion would return, without values.
+On the meta device, the result has sizes and dtypes, but no values.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ STORED_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of the code of each of eight rows
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # for each of eight rows, the position of its code in a 32-bit word
 NAN_EXPONENT = 255
 MAX_PENDING_CHECKS = 1024  # each takes 512 bytes of a GPU's memory
 
 
 class ValueChecks:
-    """Checks of values that are on a device. On a CPU they are made at once, on a GPU many together."""
+    """Checks of values on a device. On a CPU each is made at once. On a GPU the results of many are read together."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[Tensor, ModelFileError]] = []
@@ -59,9 +59,9 @@ class ValueChecks:
 def make_quantised_matrix(
     name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Tensor], checks: ValueChecks
 ) -> QuantisedMatrix:
-    """Return the matrix. `tensors`: its parts, with the dtypes of STORED_DTYPES.
+    """Return the matrix. `tensors`: the parts of the matrix, with the dtypes of STORED_DTYPES.
 
-    Raises ModelFileError, or lets `checks` raise it, if the values of scales or groups are invalid."""
+    If scales or groups have invalid values, ModelFileError is raised, by this function or later by `checks`."""
     _check_scales(name, info, tensors, checks)
     _check_shape(name, info, tensors, checks)
     return CONVERTERS[info.layout](name, info, tensors, checks)
@@ -77,7 +77,7 @@ def describe_matrix(info: QuantisedTensorInfo) -> QuantisedMatrix:
 
 
 def _check_scales(name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Tensor], checks: ValueChecks) -> None:
-    """Check that scales are numbers. A scale of 0 is valid: it belongs to a group of zeros."""
+    """Check that scales are finite. A scale of 0 is valid: all weights of its group are 0."""
     scales, stored = tensors["scales"], info.parts["scales"]
     where = f"the scales of tensor {name!r} in {stored.file}"
     if info.format.name == "mxfp4":
@@ -109,7 +109,7 @@ def _convert_blocks(
 def _convert_fp8(
     name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Tensor], checks: ValueChecks
 ) -> QuantisedMatrix:
-    """Return blocks as they are, and scales of whole tensors as scales of rows."""
+    """Return the matrix with unchanged scales of blocks, or with a scale for each row."""
     codes, scales, found = tensors["codes"].view(torch.uint8), tensors["scales"], info.format
     *experts, rows, columns = codes.shape
     if found.group_rows and found.group_columns:
@@ -177,7 +177,7 @@ def _convert_gptq(
 def _sort_columns(
     name: str, info: QuantisedTensorInfo, matrix: QuantisedMatrix, groups: Tensor | None, checks: ValueChecks
 ) -> QuantisedMatrix:
-    """Return the matrix with the columns of a group side by side. `groups`: the group of each column."""
+    """Return the matrix with its columns sorted by group. `groups`: the group of each column; None: already sorted."""
     if groups is None:
         return matrix
     columns = torch.argsort(groups, stable=True)
@@ -191,18 +191,18 @@ def _sort_columns(
 
 
 def _transpose(matrix: Tensor) -> Tensor:
-    """Return a transposed copy. `contiguous` would keep the strides of a matrix with one row or column."""
+    """Return a transposed copy. A `contiguous` call would keep the strides of a matrix with one row or column."""
     return matrix.t().clone(memory_format=torch.contiguous_format)
 
 
 def _split_words(words: Tensor) -> Tensor:
-    """Return the codes [m, 8 n], one in each byte, of int32 words [m, n], that in the lowest bits first."""
+    """Split int32 words [m, n] into codes of four bits [m, 8 n], one in each byte, from the lowest bits on."""
     halves = words.view(torch.uint8)
     return torch.stack([halves & 15, halves >> 4], dim=-1).flatten(-2)
 
 
 def _join_halves(codes: Tensor) -> Tensor:
-    """Return the codes, one in each byte, with two in each byte."""
+    """Pack codes of four bits, one in each byte, into half as many bytes."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 

@@ -1,4 +1,4 @@
-"""select_model_tensors: the tensors that a model loads, with the parts of a quantised matrix joined to one.
+"""select_model_tensors: the tensors that a model loads, with the stored parts of each quantised matrix joined.
 
 This module does not import torch.
 """
@@ -20,7 +20,7 @@ from emberline.models.weight_formats import NarrowSize
 
 __all__ = ["QuantisedTensorInfo", "list_quantised_sizes", "read_loaded_quantisation", "select_model_tensors"]
 
-# Heads, embeddings, and what is multiplied by heads of latents or split before it is packed.
+# Output heads, embeddings, projections from latents, and projections that are split before they are packed.
 DEQUANTISED_TENSORS = re.compile(r"^lm_head\.|\.embed_tokens\.|\.kv_b_proj\.|\.linear_attn\.in_proj")
 GATED_QUERY_TENSORS = re.compile(r"\.self_attn\.[qkv]_proj\.")  # whose rows are reordered, if queries have gates
 
@@ -38,7 +38,7 @@ def list_quantised_sizes(checkpoint: Checkpoint, *, has_query_gate: bool = False
 
 
 def list_narrow_tensors(selected: Checkpoint, *, has_query_gate: bool = False) -> list[NarrowSize]:
-    """Do the same for a checkpoint with the tensors that `select_model_tensors` returns, or a rank's parts of them."""
+    """As `list_quantised_sizes`, for a checkpoint that `select_model_tensors` returned, or a rank's part of one."""
     sizes = []
     for name, info in selected.tensors.items():
         is_dequantised = DEQUANTISED_TENSORS.search(name) or (has_query_gate and GATED_QUERY_TENSORS.search(name))
@@ -52,7 +52,7 @@ def list_narrow_tensors(selected: Checkpoint, *, has_query_gate: bool = False) -
 def select_model_tensors(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with only the tensors of the language model, under the names that the model loads.
 
-    Raises ModelFileError, with a list, if quantised tensors lack scales."""
+    Raises ModelFileError, which lists the missing scales, if quantised tensors lack scales."""
     selected = select_text_model(checkpoint)
     found = read_loaded_quantisation(select_text_config(checkpoint.config))
     if found is None:

@@ -40,7 +40,7 @@ STALL_TIMEOUT_S = 60.0  # time without a new chunk after which loading fails
 
 
 def weight_file_paths(checkpoint: Checkpoint) -> list[Path]:
-    """Return the files of weights that are copied as they are; those of GGUF files are dequantised from a map."""
+    """Return the weight files that are read in chunks. GGUF files are not: their tensors are read from a memory map."""
     return sorted({info.file for info in checkpoint.tensors.values() if not isinstance(info, GGUFTensorInfo)})
 
 

@@ -45,7 +45,8 @@ class RopeConfig:
     ) -> RopeConfig:
         """Read one set of rope parameters, `fields`.
 
-        Where it has no rope_theta, `theta_field` of config.json has it. `aliases`: other names of kinds of scaling.
+        If `fields` has no rope_theta, the field `theta_field` of `config` is used. `aliases`: other names of kinds of
+        scaling.
         """
         kind = fields.text("rope_type", fields.text("type", "default"))
         kind = (aliases or {}).get(kind, kind)
@@ -66,7 +67,7 @@ class RopeConfig:
 class Ropes(NamedTuple):
     rope: RopeConfig
     local_rope: RopeConfig | None = None  # of layers with a window; None: the same as of the others
-    score_factor: float = 1.0  # of attention scores, where a model scales them for a longer context
+    score_factor: float = 1.0  # factor of attention scores, for models that scale them for a longer context
 
 
 def read_ropes(config: ConfigFields, arch: Architecture, head_dim: int, max_position: int) -> Ropes:

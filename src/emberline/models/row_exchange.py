@@ -1,7 +1,7 @@
-"""RowExchange: moves rows between ranks that attend to different requests and have parts of the same layers.
+"""RowExchange: moves rows between ranks that have different requests, but share the weights of some layers.
 
-With data-parallel attention, a rank has the rows of its own requests. Layers that ranks divide compute their part for
-the rows of all ranks, and each rank then gets the sums of its own rows.
+With data-parallel attention, a rank has the rows of its own requests. In a layer whose weights are divided among ranks,
+each rank computes its part for the rows of all ranks. Each rank then gets the sums over the ranks of its own rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from emberline.kernels.comm.communicator import Communicator
 class RowExchange:
     comm: Communicator
     counts: tuple[int, ...]  # rows of each rank
-    # Integers, for each row of all ranks: 1 for those of requests, 0 for padding. None: this is not known.
+    # An integer for each row of all ranks: 1 for a row of a request, 0 for padding; None: unknown.
     counted: Tensor | None = None
 
     @property
@@ -37,10 +37,10 @@ class RowExchange:
         return self.comm.all_to_all(x.repeat(size, *[1] * (x.dim() - 1)), [len(x)] * size, self.counts)
 
     def sum_own(self, x: Tensor) -> Tensor:
-        """Return the sums of this rank's rows of the ranks' x. `x`: the rows of all ranks, in the order of the ranks.
+        """Return the sum over the ranks of this rank's rows. `x`: the rows of all ranks, in the order of the ranks.
 
-        As in `all_reduce`, sums are computed in float32, in the order of the ranks, and rounded once. Those of float64
-        are computed in float64.
+        As in `all_reduce`, sums are computed in float32, in the order of the ranks, and rounded once. For x in float64
+        they are computed in float64.
         """
         assert len(x) == self.total, f"{len(x)} rows, and not {self.total}"
         size = self.comm.size

@@ -26,9 +26,9 @@ class Shard:
     world_size: int = 1
     expert_parts: int = 1  # groups of ranks among which whole experts are divided; a group divides their width
     divides_attention: bool = True  # False: each rank has all heads, and attends to requests of its own
-    redundant_experts: int = 0  # further experts of which each group of ranks can keep copies
-    gathers_rows: bool = False  # whether ranks that attend to different requests compute experts for the rows of all
-    only_expert: int | None = None  # of all experts, load only this one
+    redundant_experts: int = 0  # copies of experts that each group of ranks can keep beside its own experts
+    gathers_rows: bool = False  # with data-parallel attention: whether ranks compute their experts for all rows
+    only_expert: int | None = None  # the only expert to load; None: all of the rank
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -42,9 +42,9 @@ class Shard:
         return self.world_size == 1
 
     def shard_config(self, config: ModelConfig) -> ModelConfig:
-        """Return the config of this rank, with the sizes of its part. `vocab` stays that of the whole model.
+        """Return the config with the sizes of this rank's part. `vocab` stays that of the whole model.
 
-        Raises UnsupportedModel, which names what cannot be divided evenly."""
+        Raises UnsupportedModel, whose message names what cannot be divided evenly."""
         if self.is_whole:
             return config
         ranks, experts = self.world_size, config.experts
@@ -60,12 +60,12 @@ class Shard:
         )
 
     def vocabulary(self, size: int) -> range:
-        """Return the tokens whose rows of the embedding and the output head this rank has."""
+        """Return this rank's range of tokens: it has their rows of the embedding and the output head."""
         part = divide_vocabulary(size, self.world_size)
         return range(size)[part * self.rank : part * (self.rank + 1)]
 
     def experts(self, count: int) -> range:
-        """Return the indexes of the experts of which this rank has all columns or a part of them."""
+        """Return the indexes of this rank's experts, of each of which it may have only some columns."""
         if self.only_expert is not None:
             return range(self.only_expert, self.only_expert + 1)
         each = divide_evenly(count, self.expert_parts, "experts")
@@ -85,7 +85,7 @@ class Shard:
 
     @property
     def dispatches_rows(self) -> bool:
-        """Whether rows go to the ranks that have their experts, so that a rank computes other rows' experts only."""
+        """Whether each row is sent to the ranks that have its experts, with data-parallel attention."""
         return not self.divides_attention and self.expert_parts > 1 and not self.gathers_rows
 
     def shared_columns(self, width: int) -> range:
@@ -97,11 +97,11 @@ class Shard:
 
     @property
     def has_expert_bias(self) -> bool:
-        """Whether this rank adds the output biases of its experts: one of the ranks with the same experts does."""
+        """Whether this rank adds the output biases of its experts: only the first of the ranks that share them does."""
         return self.rank % self._expert_ranks == 0
 
     def divide(self, count: int) -> range:
-        """Return the indexes of this rank's part of `count` units. If `count` is below the ranks, ranks share units."""
+        """Return the indexes of this rank's part of `count` units. With fewer units than ranks, ranks share units."""
         parts = min(count, self.world_size)
         index, each = self.rank * parts // self.world_size, count // parts
         return range(index * each, (index + 1) * each)

@@ -20,7 +20,7 @@ def load_stacked_experts(
 ) -> StackedExperts:
     """Load the experts of a layer. `at`: how the names of the layer's tensors begin.
 
-    The tensors have room for spare experts behind those that are loaded."""
+    Behind the experts, the tensors have room for copies of further experts."""
     count, ffn, order = len(experts.numbers), experts.ffn, tensors.order
     if "{}" in tensors.down:
         rows = 2 * ffn // len(tensors.gate_up)
@@ -41,7 +41,7 @@ def load_stacked_experts(
         select_gate_up, select_down = (partial(_select_first, count, view) for view in views)
         gate_up = [StackPart(f"{at}.{tensors.gate_up[0]}", gate_up_shape, select_gate_up)]
         down = [StackPart(f"{at}.{tensors.down}", down_shape, select_down)]
-    # Kernels for packed experts read those of all numbers.
+    # Kernels for packed experts need all experts of the layer.
     packable = experts.own is None and can_pack_experts(hidden, ffn, has_biases=experts.options.has_biases)
     places = experts.num_places
     first, second = (places, 2 * ffn, hidden), (places, hidden, ffn)
@@ -59,14 +59,14 @@ def load_stacked_experts(
 
 
 def keep_down_bias(weights: Weights, bias: Tensor | None) -> Tensor | None:
-    """Return the bias of experts' outputs, or zeros on ranks that have other columns: the sum has the bias once."""
+    """Return the bias, or zeros on ranks that do not add it: ranks' outputs are summed, and one rank adds the bias."""
     return bias if bias is None or weights.shard.has_expert_bias else weights.transform(bias, torch.zeros_like)
 
 
 def _load_bias(
     weights: Weights, at: str, name: str, shape: tuple[int, int], places: int, order: GateUpOrder
 ) -> Tensor | None:
-    """Load the biases of experts, with room for those of `places` experts."""
+    """Load the biases of a layer's experts into a tensor with room for `places` experts."""
     if not name:
         return None
     select = partial(_select_first, shape[0], _separate_bias if order == "interleaved_columns" else _select_all)
@@ -78,7 +78,7 @@ def _select_rows(expert: int, first: int, count: int, whole: Tensor) -> Tensor:
 
 
 def _select_first(count: int, view: Callable[[Tensor], Tensor], whole: Tensor) -> Tensor:
-    """Return a view of the first experts."""
+    """Return a view of the first `count` experts, as `view` arranges them."""
     return view(whole[:count])
 
 

@@ -49,9 +49,9 @@ class Stage:
         return self.index == self.count - 1
 
     def select_config(self, config: ModelConfig) -> ModelConfig:
-        """Return the config of a model with only this stage's layers, from which the stage's memory follows.
+        """Return the config of a model with only this stage's layers. It serves to compute the memory of the stage.
 
-        The first and the last of several stages have one matrix of the vocabulary each, and stages between have none.
+        The first of several stages has the embedding, the last the output head, and stages between have neither.
         """
         if self.count == 1:
             return config
@@ -71,7 +71,7 @@ class Stage:
         )
 
     def _renumber(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Return the place in this stage of those of a model's layers that it has."""
+        """Return those of the `layers` that this stage has, numbered from the stage's first layer."""
         return tuple(layer - self.layers.start for layer in layers if layer in self.layers)
 
     def foreign_tensors(self, config: ModelConfig) -> str:
@@ -91,10 +91,10 @@ def split_layers(
     first_cost: float = 0.0,
     fits: Callable[[range], bool] = lambda layers: True,
 ) -> list[range]:
-    """Split layers with these costs into consecutive stages so that the most expensive stage costs the least.
+    """Split layers with these costs into consecutive stages so that the cost of the most expensive stage is minimal.
 
-    `head_cost`, `first_cost`: what the last and the first stage compute besides their layers. `fits`: whether a stage
-    with these layers fits into its memory; a stage that does not is chosen only if no division avoids it.
+    `head_cost`, `first_cost`: costs of the last and the first stage besides their layers. `fits`: whether a stage with
+    these layers fits into memory. The result has stages that do not fit only if there is no division without them.
     """
     sums = [0.0, *accumulate(costs)]
 
@@ -102,7 +102,7 @@ def split_layers(
         extra = (head_cost if stage == stages - 1 else 0.0) + (first_cost if stage == 0 else 0.0)
         return not fits(range(begin, end)), sums[end] - sums[begin] + extra
 
-    # By number of layers in the stages so far: the highest cost of a stage, and where these stages begin.
+    # best[n]: for the first n layers in the stages so far, the highest cost of a stage, and where each stage begins.
     best: list[tuple[tuple[bool, float], tuple[int, ...]]] = [(cost_of(0, end, 0), (0,)) for end in range(len(sums))]
     for stage in range(1, stages):
         best = [
@@ -117,7 +117,7 @@ def split_layers(
 
 
 def _layer_costs(config: ModelConfig) -> list[float]:
-    """Return about how many weights each layer has, which a step of many requests reads from memory."""
+    """Return about how many weights each layer has: a step of many requests reads all of them from memory."""
     attention = config.hidden * config.head_dim * 2 * (config.heads + config.kv_heads)
     sparse, dense, experts = 0, 3 * config.hidden * config.ffn, config.experts
     if experts is not None:

@@ -1,6 +1,6 @@
-"""cut_tensor: a part of a tensor of a checkpoint, as the bytes of the file that it is stored in.
+"""cut_tensor: describes which bytes of a file have a rank's part of a stored tensor.
 
-A part that is contiguous in its file becomes a shorter tensor there. Other parts have a TensorCut. Quantised weights
+A part that is contiguous in its file is described as a shorter tensor, other parts by a TensorCut. Quantised weights
 are cut at the edges of the groups that share a scale, or of the blocks of a GGUF file.
 
 This module does not import torch.
@@ -35,7 +35,7 @@ class DimensionCut(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """A dimension of a stored tensor: the matrix dimension that it stands for, and the elements per entry."""
+    """A dimension of a stored tensor: the matrix dimension that it stores, and the matrix elements per stored entry."""
 
     dimension: int
     unit: int = 1
@@ -44,7 +44,7 @@ class Axis(NamedTuple):
 def cut_tensor(name: str, info: TensorInfo, cuts: Sequence[DimensionCut]) -> TensorInfo:
     """Return a part of a tensor. Raises UnsupportedModel if a group of quantised weights would be divided.
 
-    All cuts but one are of dimension 0, and have one range."""
+    Of several cuts, only that of the last dimension may have several ranges; any other must be of dimension 0."""
     for cut in cuts:
         if info.shape[cut.dimension] != cut.size:
             raise ModelFileError(
@@ -75,7 +75,7 @@ def _cut_stored(
     ranges = tuple((begin * inner, end * inner) for begin, end in last.ranges)
     part = replace(info, shape=_cut_shape(info.shape, cuts))
     cut = TensorCut(info.shape, record_bytes, first, num_records, ranges)
-    if info.packing is not None:  # its checksums are those of the whole tensor
+    if info.packing is not None:  # the checksums cover the whole tensor
         return replace(part, cut=cut)
     start = info.offset + first * record_bytes
     if num_records == 1 and len(ranges) == 1:
@@ -106,7 +106,7 @@ def _cut_gguf(name: str, info: GGUFTensorInfo, cuts: Sequence[DimensionCut]) -> 
 
 
 def _cut_latents(info: GGUFTensorInfo, cuts: Sequence[DimensionCut]) -> GGUFTensorInfo:
-    """Return some heads of the keys and values of latent attention, which are stored one head after the other."""
+    """Return the cut heads of the keys and values of latent attention. Heads are stored one after the other."""
     (cut,), values = cuts, info.latent_values
     assert values is not None and cut.dimension == 0 and len(cut.ranges) == 1
     begin, end = (row * values.shape[0] // cut.size for row in cut.ranges[0])
@@ -122,7 +122,7 @@ def _cut_latents(info: GGUFTensorInfo, cuts: Sequence[DimensionCut]) -> GGUFTens
 def _cut_quantised(name: str, info: QuantisedTensorInfo, cuts: Sequence[DimensionCut]) -> QuantisedTensorInfo:
     parts: dict[Part, TensorInfo] = {}
     for part, stored in sorted(info.parts.items(), key=lambda item: item[0] != "scales"):  # to name groups in errors
-        if part == "shape":  # that of the whole matrix
+        if part == "shape":  # it is that of the whole matrix
             continue
         axes = enumerate(_list_axes(info, part))
         found = [(place, cut, axis.unit) for place, axis in axes for cut in cuts if cut.dimension == axis.dimension]
@@ -138,7 +138,7 @@ def _cut_quantised(name: str, info: QuantisedTensorInfo, cuts: Sequence[Dimensio
 
 
 def _divide_units(name: str, cut: DimensionCut, unit: int, what: str) -> DimensionCut:
-    """Return a cut in units of several elements. The last unit of a dimension may be smaller."""
+    """Return a cut counted in units of `unit` elements. Raises UnsupportedModel if it would divide a unit."""
     for begin, end in cut.ranges:
         if begin % unit or (end % unit and end != cut.size):
             raise UnsupportedModel(
@@ -151,7 +151,7 @@ def _divide_units(name: str, cut: DimensionCut, unit: int, what: str) -> Dimensi
 
 
 def _list_axes(info: QuantisedTensorInfo, part: Part) -> list[Axis]:
-    """Return the axes of a stored part. Dimension -1 stands for a stored dimension that is never cut."""
+    """Return the axes of a stored tensor (codes, scales, ..). Dimension -1 marks one that is never cut."""
     first, group = len(info.shape) - 2, info.format.group_columns
     experts = [Axis(dimension) for dimension in range(first)]
     rows, columns = (first + 1, first) if info.is_transposed else (first, first + 1)
@@ -184,7 +184,7 @@ def _list_axes(info: QuantisedTensorInfo, part: Part) -> list[Axis]:
 
 
 def _list_fp8_axes(info: QuantisedTensorInfo, part: Part, rows: int, columns: int) -> list[Axis]:
-    """Return the axes of codes, of scales of blocks, of rows, or of the whole matrix, without those of experts."""
+    """Return the axes of codes or scales (of blocks, rows or the whole matrix), without the axis of experts."""
     if part == "codes":
         return [Axis(rows), Axis(columns)]
     found, shape = info.format, info.parts[part].shape[len(info.shape) - 2 :]

@@ -30,7 +30,7 @@ class Section(NamedTuple):
 
     units: int
     kept: range
-    width: int = 1  # rows or columns of a unit
+    width: int = 1  # number of rows or columns of a unit
 
 
 def cut_checkpoint(checkpoint: Checkpoint, shard: Shard) -> Checkpoint:
@@ -64,7 +64,7 @@ class CutRules:
             self._add_experts(self._spec, config.experts)
 
     def has_part(self, name: str) -> bool:
-        """Return whether the rank has a part of the tensor: it has none of the experts of other ranks."""
+        """Return whether the rank has a part of the tensor. Only tensors of other ranks' experts are left out."""
         experts, found = self._config.experts, LAYER_TENSOR.fullmatch(name)
         if experts is None or self._spec is None or found is None:
             return True
@@ -74,7 +74,7 @@ class CutRules:
         return int(number[1]) in self._shard.experts(experts.count)
 
     def find(self, name: str, num_dimensions: int) -> list[DimensionCut]:
-        """Return the cuts of a tensor; none: each rank has the whole tensor."""
+        """Return how a tensor is cut for this rank; an empty list if each rank has the whole tensor."""
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             size = self._config.vocab
             return [_join(0, Section(size, self._shard.vocabulary(size)))]
@@ -174,7 +174,7 @@ class CutRules:
 
 
 def _stem(name: str) -> str:
-    """Return a tensor's name without its last part, if that is weight or bias, and with {} as number of an expert."""
+    """Return a tensor's name without .weight or .bias, and with {} in place of the number of an expert."""
     return NUMBER.sub("{}", name.removesuffix(".weight").removesuffix(".bias"))
 
 
@@ -183,7 +183,7 @@ def _each_expert_stems(tensors: ExpertTensors) -> set[str]:
 
 
 def _join(dimension: int, *sections: Section) -> DimensionCut:
-    """Return the cut of a dimension that has these sections one after the other."""
+    """Return the cut of a dimension that consists of these sections, in this order."""
     starts = [0]
     for units, _, width in sections:
         starts.append(starts[-1] + units * width)

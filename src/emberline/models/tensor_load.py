@@ -50,7 +50,7 @@ class PendingMatrix:
         *,
         zeroed: bool = False,
     ) -> None:
-        """`select`: returns the view of a part, by its number. `zeroed`: whether what no part fills is zero."""
+        """`select`: returns a view of the part with this index. `zeroed`: elements that no part fills are zero."""
         self._size, self._dtype, self._device, self._zeroed = size, dtype, device, zeroed
         self._select, self._on_complete = select, on_complete
         self._whole: Tensor | None = None

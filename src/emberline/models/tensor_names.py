@@ -25,9 +25,9 @@ IGNORABLE_TENSORS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\
 
 
 def ignorable_tensors(config: ModelConfig, stage: Stage | None = None) -> str:
-    """Return a pattern of the tensors that the model does not use: also of layers for multi-token prediction.
+    """Return a pattern of names of tensors that the model does not use, such as those for multi-token prediction.
 
-    `stage`: of a pipeline; None: the model has all layers.
+    With `stage`, the pattern also matches the tensors that only other stages of the pipeline use.
     """
     if stage is not None and (foreign := stage.foreign_tensors(config)):
         return f"{ignorable_tensors(config)}|{foreign}"
@@ -39,7 +39,7 @@ def ignorable_tensors(config: ModelConfig, stage: Stage | None = None) -> str:
 def load_model(config: ModelConfig, weights: Weights, context: int, stage: Stage | None = None) -> DecoderModel:
     """Load the decoder, or one stage of it, without a fingerprint.
 
-    Raise ModelFileError if the checkpoint lacks tensors; the message lists them, and those that are not used.
+    Raise ModelFileError if the checkpoint lacks tensors; the message lists the missing and the unused ones.
     """
     return load_or_list_missing(
         lambda source: DecoderModel.load(config, source, context, "", stage), weights, ignorable_tensors(config, stage)
@@ -49,8 +49,8 @@ def load_model(config: ModelConfig, weights: Weights, context: int, stage: Stage
 def load_or_list_missing(load: Callable[[Weights], Model], weights: Weights, ignorable_pattern: str) -> Model:
     """Return what `load` loads from the weights.
 
-    Raise ModelFileError if the checkpoint lacks tensors; the message lists them, and those that are not used. In a
-    large checkpoint, all names and shapes are checked before values are read."""
+    Raise ModelFileError if the checkpoint lacks tensors; the message lists the missing and the unused ones. On a CPU,
+    all names and shapes of a large checkpoint are checked before values are read."""
     if weights.device.type == "cpu" and _count_bytes(weights) >= MIN_CHECKED_BYTES:  # on a GPU, `finish` reads values
         names = TensorNameScan(weights, ignorable_pattern)
         load(names)
@@ -71,9 +71,9 @@ def _count_bytes(weights: Weights) -> int:
 
 
 class TensorNameScan(Weights):
-    """Collects the names of the tensors that a model loads, and checks the shapes of those that are there.
+    """Collects the tensors that a model loads but the checkpoint lacks, and checks the shapes of the others.
 
-    All tensors are empty, and no file is read."""
+    The load methods return tensors without values and read no file."""
 
     device = torch.device("meta")
 
@@ -84,7 +84,7 @@ class TensorNameScan(Weights):
         self._missing: list[str] = []
 
     def check_missing(self) -> None:
-        """Raise ModelFileError if the checkpoint lacks tensors that were loaded."""
+        """Raise ModelFileError if a tensor was requested that the checkpoint lacks."""
         if self._missing:
             raise self.make_error()
 

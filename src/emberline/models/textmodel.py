@@ -27,7 +27,7 @@ SHARED_FIELDS = ("quantization_config", "eos_token_id", "tie_word_embeddings")  
 
 
 def select_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model, which is `config` itself unless that is multimodal."""
+    """Return the config of the language model: `config` itself, or the text_config of a multimodal one."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in TEXT_MODEL_TYPES:
         return config
@@ -38,7 +38,7 @@ def select_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def select_text_model(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the tensors of the language model only, named as in a checkpoint without images."""
+    """Return a checkpoint with the tensors of the language model only, named as in a checkpoint of text only."""
     if checkpoint.config.get("model_type") not in TEXT_MODEL_TYPES:
         return checkpoint
     tensors = {}

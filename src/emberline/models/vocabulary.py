@@ -19,9 +19,9 @@ from emberline.models.weights import Weights
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
     comm: Communicator
-    tokens: range  # of this rank
-    part_size: int  # tokens of each rank but the last, which may have fewer
-    vocab: int  # tokens of all ranks
+    tokens: range  # whose rows this rank has
+    part_size: int  # number of tokens of each rank but the last, which may have fewer
+    vocab: int  # number of tokens of all ranks
 
     @staticmethod
     def of(weights: Weights, vocab: int) -> VocabularyPart | None:
@@ -33,18 +33,20 @@ class VocabularyPart:
         return VocabularyPart(weights.comm, weights.shard.vocabulary(vocab), part_size, vocab)
 
     def embed(self, tokens: Tensor, table: Tensor | ops.PackedWeight, exchange: RowExchange | None = None) -> Tensor:
-        """Return the rows of the whole embedding. `table`: the rows that this rank has.
+        """Return the embeddings of the tokens. `table`: the rows of the embedding that this rank has.
 
-        `exchange`: of ranks with different tokens. `tokens` are then those of all ranks, and only own rows returned."""
+        With `exchange`, ranks have different tokens: `tokens` are those of all ranks, in the order of the ranks, and
+        only the embeddings of this rank's tokens are returned."""
         others = (tokens < self.tokens.start) | (tokens >= self.tokens.stop)
         own = (tokens - self.tokens.start).masked_fill_(others, 0)
         rows = ops.embed(own, table).masked_fill_(others[:, None], 0)
         return self.comm.all_reduce(rows) if exchange is None else exchange.sum_own(rows)
 
     def compute_logits(self, x: Tensor, head: ops.LinearLayer, out: Tensor | None) -> Tensor:
-        """Return the logits of all tokens. `head`: the rows that this rank has.
+        """Return the logits of x over the whole vocabulary. `head`: the rows that this rank has.
 
-        `out`: what receives the result, of a captured step; None: a new tensor, whose rows are exchanged in parts."""
+        `out`: receives the result of a captured step (CUDA graph). Without it, the result is a new tensor, and the
+        ranks exchange logits a few rows at a time."""
         if out is not None:
             return out.copy_(self._gather_logits(x, head))
         parts = list(split_evenly(len(x), MAX_GATHERED_LOGITS))

@@ -17,7 +17,7 @@ from emberline.models.weight_form import find_block_type
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # by their names in safetensors files
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 REQUESTED_DTYPES = ("auto", *DTYPE_BYTES)
-# Stacked to the first matrix.
+# Tensors from which the first matrix may be stacked.
 FIRST_MATRIX_NAMES = tuple(
     f"model.layers.0.self_attn.{name}.weight"
     for name in ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
@@ -25,7 +25,9 @@ FIRST_MATRIX_NAMES = tuple(
 
 
 def stored_weight_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype of the first matrix in the files, or the widest of its parts. Raises UnsupportedModel."""
+    """Return the stored dtype of the model's first matrix, or the widest of the tensors from which it is stacked.
+
+    Raises UnsupportedModel for other dtypes than those of STORED_DTYPES."""
     tensors = select_model_tensors(checkpoint).tensors
     dtypes = {tensors[name].dtype for name in FIRST_MATRIX_NAMES if name in tensors}
     if unsupported := dtypes - STORED_DTYPES.keys():
@@ -43,9 +45,10 @@ def stored_weight_format(checkpoint: Checkpoint) -> str:
 
 
 def choose_weight_dtype(checkpoint: Checkpoint, requested: str = "auto", *, on_gpu: bool) -> str:
-    """Return the dtype of the weights in memory: the requested one, or that of the files, with bfloat16 for float16.
+    """Return the dtype of the weights in memory. For `auto`, it is that of the files, but bfloat16 for float16.
 
-    Raises InvalidRequest if the device or the model does not support it, UnsupportedModel for other dtypes in files."""
+    Raises InvalidRequest if the device or the model does not support `requested`, UnsupportedModel if the files have an
+    unsupported dtype."""
     check_requested_dtype(requested, on_gpu=on_gpu)
     stored = stored_weight_dtype(checkpoint)
     if requested == "float16" and stored != "float16":

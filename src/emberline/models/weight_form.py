@@ -27,7 +27,7 @@ F32_BYTES, BF16_BYTES = 4, 2
 
 
 def find_block_type(checkpoint: Checkpoint) -> str | None:
-    """Return the GGUF type of most of the weights; None: they are not in quantised GGUF blocks."""
+    """Return the quantised GGUF type that takes the most bytes; None: the checkpoint has no quantised GGUF blocks."""
     sizes = Counter[str]()
     for info in checkpoint.tensors.values():
         if isinstance(info, GGUFTensorInfo) and info.has_blocks:
@@ -55,10 +55,10 @@ def check_requested_weights(requested: str, *, on_gpu: bool) -> None:
 
 
 def choose_weight_form(checkpoint: Checkpoint, dtype: str = "auto", requested: str = "auto") -> WeightForm:
-    """Return the form of matrices in the memory of a CPU. `dtype`, `requested`: the settings dtype and weights.
+    """Return how a CPU keeps matrices: plain, in GGUF blocks, or as q4 or q8.
 
-    Blocks of GGUF files are kept unless a dtype or plain weights are requested. Raises InvalidRequest if the settings
-    contradict each other or the files."""
+    `dtype`, `requested`: the settings dtype and weights. Blocks of GGUF files are kept unless a dtype or plain weights
+    are requested. Raises InvalidRequest if the settings contradict each other or the files."""
     found = find_block_type(checkpoint)
     for form in CPU_WEIGHTS:
         if form == requested and (found is not None or dtype != "auto"):

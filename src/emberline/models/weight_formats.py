@@ -31,18 +31,18 @@ ONLINE_INT4_GROUPS = (128, 64, 32)  # the first that divides the columns is used
 
 @dataclass(frozen=True, slots=True)
 class NarrowSize:
-    """The size of equal matrices that are kept quantised."""
+    """The size of quantised matrices in memory that all have the same shape and format."""
 
     rows: int
     columns: int
     num_matrices: int
-    num_bytes: int  # of all of them
+    num_bytes: int  # of all these matrices
     kind: str = ""  # of the codes: fp8, int4, mxfp4 or nvfp4; others have no kernels of their own on any GPU
     group_columns: int = 0  # columns that share a scale; 0: the whole row
 
     @staticmethod
     def of(matrix: QuantisedMatrix, num_matrices: int, num_bytes: int) -> NarrowSize:
-        """Return the size of so many matrices like this one."""
+        """Return the size of `num_matrices` matrices like `matrix`, which take `num_bytes` together."""
         columns = 0 if matrix.group_columns >= matrix.k else matrix.group_columns
         return NarrowSize(matrix.n, matrix.k, num_matrices, num_bytes, matrix.kind, columns)
 
@@ -50,8 +50,8 @@ class NarrowSize:
 def read_weight_formats(config: Mapping[str, Any], outline: ModelOutline) -> dict[WeightKind, WeightFormat]:
     """Return the format of each kind of weights that is quantised. `config`: that of the language model.
 
-    An output head is never kept quantised. Raises UnsupportedModel for a format that cannot be loaded, or that only
-    some matrices of a kind have."""
+    An output head is never kept quantised. Raises UnsupportedModel if a format cannot be loaded, or if matrices of one
+    kind have different formats."""
     quantisation = read_quantisation(config)
     if quantisation is None:
         return {}
@@ -69,7 +69,7 @@ def read_weight_formats(config: Mapping[str, Any], outline: ModelOutline) -> dic
 
 
 def choose_online_format(name: str, columns: int) -> WeightFormat | None:
-    """Return the format that `--weights` makes of bf16 matrices with so many columns; None: they stay as they are."""
+    """Return the format to which `--weights` quantises bf16 matrices with so many columns; None: they stay bf16."""
     if name != "int4":
         return ONLINE_FORMATS[name]
     group = next((size for size in ONLINE_INT4_GROUPS if columns % size == 0), None)
@@ -77,7 +77,7 @@ def choose_online_format(name: str, columns: int) -> WeightFormat | None:
 
 
 def list_online_sizes(outline: ModelOutline, name: str) -> list[NarrowSize]:
-    """Return the sizes of the matrices that `--weights` quantises at load."""
+    """Return the sizes, after quantisation, of the matrices that `--weights` quantises at load."""
     sizes = []
     for part in list_weight_parts(outline):
         found = choose_online_format(name, part.columns) if is_quantisable(part) else None

@@ -15,13 +15,13 @@ WeightKind = Literal[
     "embedding", "head", "attention", "dense ffn", "routed experts", "shared experts", "router", "norms"
 ]
 
-MIN_HEAD_SHARE = 0.02  # of all weights, from which on a second, packed copy of the head is worth its memory
-MIN_PACKED_ATTENTION_WEIGHTS = 12 << 20  # of a matrix in a model with experts, measured on an H200
+MIN_HEAD_SHARE = 0.02  # smallest share of all weights at which a second, packed copy of the head pays
+MIN_PACKED_ATTENTION_WEIGHTS = 12 << 20  # smallest matrix that is packed in a model with experts, measured on an H200
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """Some equal matrices. Norms and biases are matrices with one column."""
+    """Matrices of the same kind and shape. Norms and biases count as matrices with one column."""
 
     kind: WeightKind
     rows: int
@@ -29,7 +29,7 @@ class WeightPart:
     num_matrices: int = 1
     is_always_plain: bool = False  # whether a GPU never packs them
     is_faster_plain: bool = False  # whether a GPU keeps them in bfloat16 where others are packed
-    is_never_quantised: bool = False  # whether a GPU keeps them in bfloat16 or packed: their rows are reordered
+    is_never_quantised: bool = False  # whether a GPU never quantises them, because their rows are reordered
 
     @property
     def num_weights(self) -> int:
@@ -67,7 +67,7 @@ def is_attention_faster_plain(num_weights: int, *, has_experts: bool) -> bool:
 
 
 def can_pack_experts(hidden: int, ffn: int, *, has_biases: bool) -> bool:
-    """Return whether a GPU can pack the experts' matrices: its kernels multiply 128 of their rows at a time."""
+    """Return whether a GPU can pack the experts' matrices. Its kernels need multiples of 128 rows, and no biases."""
     return not has_biases and hidden % 128 == 0 and ffn % 64 == 0
 
 

@@ -39,7 +39,7 @@ from emberline.unweight.ordered_map import map_in_order
 from emberline.unweight.tensor import CodedTensor, check_raw_crc, is_coded
 
 COMPARE_ELEMENTS = 16 << 20  # compared at once, to bound memory
-MAX_DECODED_SPANS = 64  # of a coded tensor, of which only these are decoded; of more, the whole tensor
+MAX_DECODED_SPANS = 64  # of a rank's part of a coded tensor; if it has more, the whole tensor is decoded
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -48,11 +48,11 @@ class StackPart(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    select: Callable[[Tensor], Tensor]  # returns the part: a view, whose elements are in the order of the tensor's
+    select: Callable[[Tensor], Tensor]  # returns a view of the part, with its elements in the tensor's order
 
 
 def count_unfilled_bytes(whole: Tensor, parts: Sequence[StackPart]) -> int:
-    """Return the bytes of a stacked tensor that no part fills: of places for experts that are copied to it later."""
+    """Return the bytes of a stacked tensor that no part fills: room for experts that are copied there later."""
     return whole.nbytes - sum(part.select(whole).nbytes for part in parts)
 
 
@@ -67,7 +67,7 @@ class Weights:
 
     @property
     def attention_comm(self) -> Communicator | None:
-        """The connections of the ranks that divide the heads; None: this rank has all heads."""
+        """The communicator of the ranks among which the heads are divided; None: this rank has all heads."""
         return self.comm if self.shard.divides_attention else None
 
     @property
@@ -87,15 +87,15 @@ class Weights:
         """Prepare to load a checkpoint's tensors.
 
         With `shard`, only the shard's part of each tensor is loaded; layers then sum their outputs by `comm`, which is
-        required to run the model. `form`: of the matrices of `linear`, `experts_linear` and `load_embedding_table`.
+        required to run the model. `form`: how `linear`, `experts_linear` and `load_embedding_table` keep matrices.
         """
         self.shard, self.comm = shard or Shard(), comm
         self.checkpoint = cut_checkpoint(select_model_tensors(checkpoint), self.shard)
         self._blocks = None if form == "plain" else BlockPacker(form)
         # Of matrices; None: that of the file, but bfloat16 for float16. With float16, matrices of other dtypes stay.
         self.dtype = dtype
-        self.loaded_bytes = 0  # in the final dtype
-        self.read_bytes = 0  # of the files
+        self.loaded_bytes = 0  # counted in the final dtype
+        self.read_bytes = 0  # read from the files
         self._lock = threading.Lock()  # of read_bytes
         self._unused = set(self.checkpoint.tensor_names())
         self._files = MappedFiles()
@@ -156,7 +156,7 @@ class Weights:
     ) -> ops.PackedWeight:  # fmt: skip
         """Return matrices (name, rows) stacked into one, packed for the kernels of this device.
 
-        `full_precision`: never quantised, as heads, routers and embeddings. `packable`: uw12 if others are.
+        `full_precision`: never quantised, as for heads and routers. `packable`: uw12 (12 bits per weight) is allowed.
         """
         if self._blocks is None:
             return ops.pack_linear(self.stack(parts, columns, gated=gated), gated=gated)
@@ -188,7 +188,7 @@ class Weights:
     ) -> list[ops.PackedWeight]:
         """Return matrices with these numbers of rows, packed for the kernels of this device.
 
-        They are consecutive rows of what `arrange` makes of the stacked matrices `parts`, in another order."""
+        The matrices `parts` are stacked, `arrange` reorders the rows, and `rows` says where the result is split."""
         matrix = self.transform(self.stack(parts, columns), arrange)
         return [self.pack(part) for part in matrix.split(list(rows))]
 
@@ -217,7 +217,7 @@ class Weights:
     def stack_experts(
         self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return a tensor that the parts fill. `dtype`: None for that of matrices."""
+        """Return a tensor that the parts fill. `dtype`: of the result; None: the dtype that matrices have in memory."""
         whole = torch.empty(shape, dtype=dtype or self._final_dtype([part.name for part in parts]))
         self.loaded_bytes += count_unfilled_bytes(whole, parts)
         for name, part_shape, select in parts:
@@ -228,7 +228,8 @@ class Weights:
     def have_same_format(self, stacks: Sequence[tuple[tuple[int, int, int], Sequence[StackPart]]]) -> bool:
         """Return whether the matrices of a layer's experts, given as shapes and parts, are kept in one format.
 
-        Kernels compute both matrices of an expert in one format. If they differ, load them with full precision.
+        Kernels compute both matrices of an expert in one format. If the formats differ, the caller loads both in full
+        precision.
         """
         return True
 
@@ -238,13 +239,13 @@ class Weights:
     ) -> Tensor | ops.PackedExperts:  # fmt: skip
         """Return the matrices [experts, n, k] of a layer, which the parts fill, as the device's kernels read them.
 
-        `gated`: whether they are gate and up, the rows of gate before those of up. `packable`: whether kernels read
-        them in the uw12 format too. `full_precision`: whether quantised matrices become bf16.
+        `gated`: whether they are gate and up, the rows of gate before those of up. `packable`: whether kernels also
+        read them in the uw12 format. `full_precision`: whether quantised matrices become bf16.
         """
         return self.stack_experts(shape, parts)
 
     def transform(self, tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return a function of a loaded tensor, which keeps its shape. The tensor itself must not be used any more."""
+        """Return `function(tensor)`, of the same shape as `tensor`. The tensor itself must not be used any more."""
         return function(tensor)
 
     def pack(self, matrix: Tensor) -> ops.PackedWeight:
@@ -252,7 +253,7 @@ class Weights:
         return ops.pack_linear(matrix.contiguous())
 
     def pack_latent_products(self, matrix: Tensor, heads: int, plain_dim: int) -> ops.LatentProducts:
-        """Return the products of a loaded matrix, as `ops.pack_latent_products` describes them."""
+        """Return a loaded matrix, packed for the products of latent attention: see `ops.pack_latent_products`."""
         return ops.pack_latent_products(matrix, heads, plain_dim)
 
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:

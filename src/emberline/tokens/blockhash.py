@@ -27,7 +27,7 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def group_block_hash(digest: bytes, group: int) -> bytes:
-    """Return the hash of the block with the same tokens in another group of layers than the first.
+    """Return the hash of the block that has the same tokens, but in group `group` of the layers.
 
     `digest`: the block's hash in the first group (0), which is also the hash of its tokens."""
     if group == 0:

@@ -34,7 +34,7 @@ class WeightCodec(Protocol):
         """
 
     def crc32(self, data: Bytes, previous_crc: int = 0) -> int:
-        """Return the CRC-32 of `data`, continued from `start`, the CRC-32 of preceding bytes."""
+        """Return the CRC-32 of `data`, continued from `previous_crc`, the CRC-32 of preceding bytes."""
 
 
 class NativeWeightCodec:

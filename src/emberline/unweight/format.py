@@ -20,7 +20,7 @@ MAX_LOOKUP_SYMBOLS = 6
 ALIGN_BYTES = 64  # the size of a coded tensor is a multiple of this
 ELEMENT_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E5M2": 1}  # other dtypes are stored raw
 MIN_ELEMENTS = 4096  # smaller tensors are stored raw
-MAX_CODED_RATIO = 0.98  # a tensor is coded if this shrinks it at least to this part of its size
+MAX_CODED_RATIO = 0.98  # a tensor is coded only if its coded size is at most this share of its size
 
 
 def count_blocks(num_elements: int) -> int:
@@ -36,7 +36,7 @@ def stream_bounds(num_elements: int) -> NDArray[np.int64]:
 
 
 def max_coded_bytes(num_elements: int, element_bytes: int) -> int:
-    """Return an upper bound of the bytes that encoding writes; it writes streams in units of 8 bytes."""
+    """Return an upper bound of the bytes that encoding writes. The encoder writes streams in units of 8 bytes."""
     return (
         (element_bytes - 1) * num_elements
         + -(-num_elements * MAX_CODE_BITS // 8)
