@@ -54,8 +54,8 @@ class AsyncEngine:
         `stall_timeout`: seconds without a message after which the process counts as hung.
         `max_restart_pause`: in seconds. The pause before a restart doubles each time the process has run for less than
         a minute.
-        `command`: of the process; None: the usual one. `child`: a process that was started already, for the first
-        start."""
+        `command`: starts the process; None: ENGINE_COMMAND. `child`: a process that was started already, which is
+        used for the first start."""
         self.models = dict(models)
         self.state = EngineState.STARTING
         self.model_info: dict[str, messages.LoadedModelInfo] = {}  # by model, from the latest start of the process

@@ -23,9 +23,9 @@ def build_forward_batch(
     states: StateCache | None = None,
     columns: StepColumns | None = None,
 ) -> ForwardBatch:
-    """`groups`: which layers share block tables; None: all share one. `states`: of recurrent layers, if any.
+    """`groups`: which layers share block tables; None: all share one. `states`: memory of recurrent layers, if any.
 
-    `columns`: those of `work`, if they are known; `start`, `tokens` and `samples` of the items are then not used."""
+    `columns`: `start`, `tokens` and `samples` of the work items as arrays, if known; the items' own are then unused."""
     size, columns = cache.shape.block_size, columns or StepColumns.of(work)
     starts, counts, samples = columns.starts, columns.counts, columns.samples.tolist()
     query_start = np.zeros(len(work) + 1, np.int32)
@@ -36,7 +36,7 @@ def build_forward_batch(
     positions = np.arange(total, dtype=np.int32) - np.repeat(query_start[:-1] - starts, counts)
 
     def make_metadata(blocks: Sequence[Sequence[int]]) -> ops.AttentionMetadata:
-        """Return the metadata of layers with these block tables, one for each request."""
+        """Return the attention metadata of layers with these block tables. `blocks`: one table for each request."""
         tables = np.zeros((len(work), max(map(len, blocks), default=0)), np.int32)
         for row, table in enumerate(blocks):
             tables[row, : len(table)] = table
@@ -54,7 +54,7 @@ def build_forward_batch(
         for i, w in enumerate(work)
         if samples[i] or w.prompt_logprobs
     ]
-    windows = range(len(groups.windows) - 1 if groups else 0)  # a rank without work has as many as others
+    windows = range(len(groups.windows) - 1 if groups else 0)  # not from `work`, which may be empty on a rank
     saves, drafts = (None, None) if states is None else build_state_changes(work, starts, states)
     return ForwardBatch(
         tokens=torch.from_numpy(columns.tokens.astype(np.int64)),
@@ -77,7 +77,7 @@ def build_forward_batch(
 def build_state_changes(
     work: Sequence[WorkItem], starts: NDArray[np.int32], states: StateCache
 ) -> tuple[ops.StateSaves | None, ops.StateDrafts | None]:
-    """Return the copies of states that a step makes, and the rows of its drafts; None if it has none.
+    """Return which states a step copies to other slots, and which of its rows are drafts; each is None if it has none.
 
     `starts`: positions of the items' first tokens."""
     rows = np.zeros((5, len(work)), np.int32)

@@ -1,6 +1,6 @@
 """The parts of an engine besides its model and runner: tiers, KV transfer, grammars, and the size of the KV cache.
 
-An engine with one rank has them, and one with several."""
+Engines with one rank and with several use these functions."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ def make_host_tier(
     snapshot_blocks: int = 0,
     allocate: Callable[[int, int], memoryview] | None = None,
 ) -> HostTier:
-    """Return the first tier. `snapshot_blocks`: blocks that hold a snapshot of the model's recurrent states, if any.
+    """Return the first KV tier, which is in main memory. `allocate`: see HostTier.
 
-    Half of the host buffers may wait to be written to lower tiers, and must hold a snapshot. `allocate`: HostTier's."""
+    `snapshot_blocks`: number of blocks that hold a snapshot of the model's recurrent states; 0: there are none. Up to
+    half of the tier's buffers may wait to be written to lower tiers, so this half must have room for a snapshot."""
     tiers = config.tiers
     staging_bytes = (STAGING_BLOCKS + 2 * snapshot_blocks) * buffer_bytes_for(block_bytes)
     min_buffers = MIN_BUFFERS + 2 * snapshot_blocks
@@ -65,13 +66,13 @@ def make_tiers(
     host: HostTier,
     snapshot_blocks: int = 0,
 ) -> TierStack:
-    """Return all tiers. `host`: the first one. `dtype`: of keys and values. Others are as of `make_host_tier`."""
+    """Return all tiers. `host`: the first one. `dtype`: of keys and values. `snapshot_blocks`: see `make_host_tier`."""
     tiers, network = config.tiers, config.network
     size, crc = block_bytes, select_crc(library)
     codec, coding = select_kv_codec(network.kv_codec, library, str(dtype)), network.kv_codec
     below: list[Tier] = []
     if tiers.kv_disk is not None and tiers.kv_disk_size is not None:
-        from emberline.kv.tiers.disk import DiskTier  # as the others: imported if needed, to start sooner
+        from emberline.kv.tiers.disk import DiskTier  # imported only if needed, like the others, to start sooner
 
         directory, quota, policy = Path(tiers.kv_disk), tiers.kv_disk_size, tiers.kv_policy
         below.append(DiskTier(directory, layout, size, quota, policy=policy, crc=crc, codec=codec, codec_choice=coding))

@@ -1,6 +1,6 @@
 """estimate_draft_memory: what a draft model adds to the memory of its GPU, before it is loaded.
 
-The draft model is whole: with several ranks, it is on the GPU of the leader. This module needs no torch."""
+With several ranks, the leader's GPU has the whole draft model. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from emberline.models.weight_parts import WeightPart
 def estimate_draft_memory(
     settings: EngineConfig, checkpoint: Checkpoint, target: ModelConfig, dtype: str
 ) -> DraftMemory:
-    """Return what the draft model that the settings name adds; nothing if they name none.
+    """Return the memory that a draft model adds; NO_DRAFT_MODEL if the settings name none.
 
-    `checkpoint`, `target`: of the whole target model. `dtype`: of its weights. A head with copies of the target's
-    embedding and output head counts as one without. Raises EmberlineError if there is no such draft model."""
+    `checkpoint`, `target`: checkpoint and config of the whole target model. `dtype`: of its weights. If an MTP head has
+    copies of the target's embedding and output head, these are not counted. Raises EmberlineError if there is no such
+    draft model."""
     speculation, packed = settings.speculation, memory.uses_packed_weights(checkpoint, settings, dtype, target)
     if not speculation.uses_draft_model:
         return NO_DRAFT_MODEL
     counter = WeightCounter(memory.DTYPE_BYTES[dtype], packed=packed)
-    # Each rank has only some rows of the embedding and the output head, so the leader needs whole ones for its head.
+    # Each rank has only some rows of the embedding and the output head, so the leader needs complete copies.
     copies, shape = int(settings.parallel.num_ranks > 1), (target.vocab, target.hidden)
     embedding = copies * prod(shape) * counter.width  # never packed, unless it is the output head too
     if speculation.draft_source is None:
@@ -58,7 +59,7 @@ class WeightCounter:
     """Counts the bytes of tensors on a GPU."""
 
     def __init__(self, width: int, *, packed: bool) -> None:
-        """`width`: bytes of a number of a plain matrix. `packed`: whether matrices are kept in 12 bits per weight."""
+        """`width`: bytes per weight of a plain matrix. `packed`: whether matrices are kept in 12 bits per weight."""
         self.width, self._packed = width, packed
 
     def count(self, checkpoint: Checkpoint, names: Iterable[str]) -> int:

@@ -24,7 +24,7 @@ def ends_with_stop_token(request: Request, eos: frozenset[int]) -> bool:
 def append_run(
     request: Request, first: SampledToken, eos: frozenset[int]
 ) -> tuple[list[SampledToken], FinishReason | None]:
-    """Append a step's sampled tokens to the request, up to the one that ends it; return these, and why it ends."""
+    """Append a step's sampled tokens, up to one that ends the request; return these, and why it ends, if it does."""
     run = [first, *first.further]
     tokens, stop_ids = [one.token for one in run], request.params.stop_token_ids
     has_end = run[-1].stop or len(request.tokens) + len(run) >= request.max_len or not eos.isdisjoint(tokens)

@@ -59,7 +59,7 @@ class PipelinedRunner(Runner, Protocol):
 
 @runtime_checkable
 class StagedRunner(PipelinedRunner, Protocol):
-    """A pipelined runner whose stages compute different plans at the same time, of different requests."""
+    """A pipelined runner with several stages, which at any time compute plans of different requests."""
 
     max_in_flight: int  # plans that are launched before the result of the oldest is read
 
@@ -81,7 +81,7 @@ class PreparingRunner(Runner, Protocol):
         ...
 
     def prepare_next(self) -> bool:
-        """Do the next part of this work, about 20 ms at most; return False if nothing was left to do."""
+        """Do the next part of the preparation, in about 20 ms at most; return False if nothing was left to do."""
         ...
 
 
@@ -101,7 +101,7 @@ class GroupRunner(Runner, Protocol):
     """A runner that computes its steps together with other processes."""
 
     def check_ranks(self) -> None:
-        """Raise EngineFailed if one of them was lost."""
+        """Raise EngineFailed if one of the other processes was lost."""
         ...
 
     def progress_count(self) -> int:
@@ -109,7 +109,7 @@ class GroupRunner(Runner, Protocol):
         ...
 
     def close(self) -> None:
-        """End them."""
+        """End the other processes."""
         ...
 
 
@@ -217,9 +217,9 @@ class Engine:
         return outputs
 
     def _wait_for_progress(self) -> None:
-        """Wait briefly, because no request can be computed yet.
+        """Wait briefly, because none of the open requests can be computed yet.
 
-        Each one waits for its grammar to be compiled, for KV blocks to arrive, or for blocks to become free."""
+        Each waits for its grammar to be compiled, for KV blocks to arrive, or for blocks to become free."""
         if blocked := self.scheduler.waiting.blocked_ids:
             futures.wait([self._grammars[name] for name in blocked], IDLE_WAIT_S, futures.FIRST_COMPLETED)
         elif (source := self.kv.pulls or self.kv.tiers) is not None:
@@ -240,10 +240,10 @@ class Engine:
         return self._collect_outputs()
 
     def _step_pipelined(self, runner: PipelinedRunner) -> list[Output]:
-        """Plan and launch a step, then wait for the oldest one if `max_in_flight` steps run, so that no device is idle.
+        """Plan and launch a step. Then, if `max_in_flight` steps run, wait for the oldest. So no device is idle.
 
-        If there is nothing to plan, only wait for the step that is running. If drafts would make the next step better,
-        wait before planning, because drafts continue the newest tokens."""
+        If there is nothing to plan, only wait for the oldest running step. If drafts pay in the next step, wait before
+        planning, because drafts continue the newest tokens."""
         began, waited = time.perf_counter(), 0.0
         if self._in_flight and self.scheduler.should_wait_for_result():
             waited = self._finish_oldest_step()
@@ -367,9 +367,9 @@ class Engine:
         return outputs
 
     def _prepare_grammar(self, submission: Submission) -> None:
-        """Start compiling the submission's grammar; its requests stay in the waiting queue until then.
+        """Start compiling the submission's grammar. Until that is done, its requests stay in the waiting queue.
 
-        They can be aborted there, and their deadlines apply."""
+        While they wait, they can be aborted, and their deadlines apply."""
         grammar = submission.params.grammar
         if grammar is not None and isinstance(self.runner, GrammarRunner):
             self._grammars[submission.id] = self.runner.prepare(grammar)

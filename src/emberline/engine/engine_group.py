@@ -182,7 +182,7 @@ class EngineGroup:
         """Run a step of each engine that is awake, then put models to sleep and wake others where needed.
 
         Models are switched last, so that all outputs of a model are returned before it sleeps. Raises EngineFailed if a
-        rank was lost, also of a model that sleeps."""
+        rank was lost, even one of a sleeping model."""
         for engine in self.engines.values():
             if engine.group_runner is not None:
                 engine.group_runner.check_ranks()

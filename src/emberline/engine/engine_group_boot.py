@@ -1,7 +1,7 @@
 """boot_engine_group: loads the models of a server as one EngineGroup.
 
 On a CPU all models stay awake. On GPUs they stay awake if they fit into the memory together; otherwise they take
-turns. With `models_can_sleep`, a message can put them to sleep on both. Whether they fit is computed before anything is
+turns. With `models_can_sleep`, a message can also put them to sleep. Whether they fit is computed before anything is
 loaded."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class WeightEstimate:
     dtype: str
     weight_bytes: int
     is_packed: bool  # whether a GPU keeps the weights in 12 bits
-    narrow: tuple[NarrowSize, ...] = ()  # what a GPU keeps quantised
+    narrow: tuple[NarrowSize, ...] = ()  # matrices that a GPU keeps quantised
 
     @staticmethod
     def from_config(config: EngineConfig) -> WeightEstimate:
@@ -191,8 +191,8 @@ def plan_time_sharing(
     """Plan the memory of models that share a GPU with `device_bytes` on a host with `free_host_bytes`.
 
     Return the models by name, not loaded yet, and the bytes that all models that are awake may use together. Raises
-    ModelError if the models do not fit. `load`: a function that loads the model with a name and its settings.
-    `other_bytes`: of the GPU's memory, what other processes use. `can_sleep`: models may have to sleep although they
+    ModelError if the models do not fit. `load`: loads a model, given its name and its settings.
+    `other_bytes`: GPU memory that other processes use. `can_sleep`: models may have to sleep although they
     fit. `kernels`: see `plan_engine_memory`."""
     for name, config in configs.items():
         if config.speculation.uses_draft_model:

@@ -1,4 +1,4 @@
-"""reject_unsupported_experts: settings that a GPU has no kernels for if the model is a mixture of experts.
+"""reject_unsupported_experts: refuses settings for which a GPU has no kernels if the model is a mixture of experts.
 
 This module needs no torch."""
 
@@ -10,7 +10,7 @@ from emberline.models.config import ModelConfig
 
 
 def reject_unsupported_experts(config: ModelConfig, settings: EngineConfig) -> None:
-    """Raise UnsupportedModel for a mixture of experts with weights in both forms, or whose results must be exact."""
+    """Raise UnsupportedModel for a mixture of experts if `weights` is both or `exact` is set."""
     if config.experts is None:
         return
     if settings.gpu.weights == "both":

@@ -1,7 +1,8 @@
 """plan_gpus: how a model would use the memory of a set of GPUs, from its config.json alone.
 
-The parts of one GPU are counted by engine/memory.py, for the GPU's part of the model. On several GPUs the plan is a
-calculation only: it was not compared with an engine on several GPUs. The engine has no context parallelism.
+engine/memory.py counts the memory of one GPU, for the GPU's part of the model. On several GPUs the plan is a
+calculation only: it was not compared with an engine on several GPUs. Context parallelism is planned too, although the
+engine does not have it.
 
 This module needs no torch."""
 
@@ -53,17 +54,17 @@ class GPUPlan:
     gpus: GPUSet
     weights: tuple[WeightShare, ...]  # of one GPU
     fixed: Mapping[str, int]  # bytes on one GPU, of all parts but the KV cache
-    groups: tuple[KVGroup, ...]  # one GPU's part of them
+    groups: tuple[KVGroup, ...]  # groups of layers, with one GPU's part of keys and values
     kv_bytes: int  # of one GPU
-    step_kv_bytes: int  # of these, for tokens of the running step that layers with a window drop after it
+    step_kv_bytes: int  # of `kv_bytes`, for tokens that layers with a window drop after the running step
     max_context: int
-    tables: LayerGroups | None  # layers that share block tables; None: recurrent states, which have none
+    tables: LayerGroups | None  # layers that share block tables; None: the model has recurrent states
     max_planned_tokens: int  # of a request, in steps whose results are not known
     expert_groups: int = 1  # groups of GPUs among which whole experts are divided
 
     @property
     def table_blocks(self) -> int:
-        """Blocks of the KV cache with the layers of one group."""
+        """The number of blocks in the KV cache. A block has keys and values of the layers of one group."""
         assert self.tables is not None
         return self.kv_bytes // _block_bytes(self.groups, self.tables)
 
@@ -78,9 +79,10 @@ class GPUPlan:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that all KV caches hold, in sequences that are as long as fit: one in each cache.
+        """The number of tokens that all KV caches hold if each has a single sequence, as long as fits.
 
-        If every layer has a limit, these are the tokens that are kept, whatever sequences they are of."""
+        If every layer keeps only a limited number of tokens, a sequence of any length fits. The result is then the
+        number of tokens that the caches keep in all sequences together."""
         if self.tables is not None and not self.tables.is_single:
             size, planned = self.groups[0].block_size, self.max_planned_tokens
             return self.tables.max_tokens(self.table_blocks, size, planned) * self.caches
@@ -93,7 +95,7 @@ class GPUPlan:
 
     @property
     def ungrouped_tokens(self) -> int:
-        """Tokens that fit if every layer keeps all of them."""
+        """The number of tokens that fit if every layer keeps all of them."""
         states = sum(group.bytes_per_sequence for group in self.groups)
         return self._whole_blocks(max(0, self.kv_bytes - states), sum(group.bytes_per_token for group in self.groups))
 
@@ -127,7 +129,7 @@ class GPUSetPlan:
 
 
 def plan_gpus(config: Mapping[str, Any], gpus: GPUSet, settings: EngineConfig) -> GPUSetPlan:
-    """Return the plans of a config.json's model. `settings`: those of an engine on a GPU.
+    """Return the plans of the model that a config.json describes. `settings`: of an engine on a GPU.
 
     Raises UnsupportedModel or ModelFileError for a config that cannot be planned, ModelError if nothing fits."""
     outline, text = read_outline(config), select_planned_text(config)
@@ -181,7 +183,7 @@ def _choose_dtype(config: Mapping[str, Any], text: Mapping[str, Any], settings: 
 class _WeightPolicy:
     formats: Mapping[WeightKind, WeightFormat]
     dtype: str
-    setting: str  # plain, packed, both, or auto: plain, since config.json does not say whether files are packed
+    setting: str  # plain, packed, both or auto; auto is plain, as config.json does not show packed files
     tie_embeddings: bool
     online: str  # format to which matrices are quantised at load; empty: none
 
@@ -244,7 +246,7 @@ def _plan_context(
     weights: _WeightPolicy,
     sharing: KVSharing,
 ) -> GPUPlan:
-    """Return a plan for the requested context, or for the model's, or for the longest that the KV cache holds."""
+    """Return a plan for the requested context, by default the model's, or on several GPUs what the KV cache holds."""
     context = outline.max_context if settings.requested_context is None else settings.requested_context
     if not 1 <= context <= outline.longest_context:
         raise InvalidRequest(
@@ -262,7 +264,7 @@ def _plan_context(
     is_fixed = settings.requested_context is not None or settings.kv_cache.kv_memory is not None
     if is_fixed or gpus.count == 1 or not 0 < held < context:
         return planned
-    # Tables for a context that the cache cannot hold would take memory from it. On one GPU the engine makes them.
+    # Block tables for more than the cache can hold would take memory from it. On one GPU the engine has them anyway.
     return _plan_one(outline, part, groups, gpus, settings, weights, sharing, held)
 
 
@@ -343,11 +345,11 @@ def _block_bytes(groups: tuple[KVGroup, ...], tables: LayerGroups | None) -> int
 def _local_groups(
     groups: tuple[KVGroup, ...], part: ModelOutline, num_gpus: int, sharing: KVSharing
 ) -> tuple[KVGroup, ...]:
-    """Return one GPU's part of the groups.
+    """Return the groups with one GPU's part of their keys, values and states.
 
-    Tensor parallelism divides heads, so that latents and the last heads are copied. Context parallelism deals out the
-    blocks of a sequence. With data-parallel attention a GPU has all layers of its own sequences. States are divided
-    by heads unless attention is not."""
+    Tensor parallelism divides KV heads and copies what it cannot divide: latents, and KV heads that are fewer than the
+    GPUs. Context parallelism divides the blocks of a sequence. With data-parallel attention, a GPU has all of its own
+    sequences. Recurrent states are divided by heads, except with data-parallel attention."""
     if sharing == "data-parallel attention":
         return groups
     divided = group_layers(part, groups[0].dtype, groups[0].block_size)

@@ -66,7 +66,7 @@ class GrammarMatcher:
         return self._inner.validate_tokens(list(tokens))
 
     def forced_tokens(self) -> list[int]:
-        """Return the tokens of the text that must come next, in the tokenizer's usual split of it."""
+        """Return the tokens of the text that must come next, as the tokenizer usually splits such text."""
         tokens: list[int] = self._inner.compute_ff_tokens()
         return tokens
 

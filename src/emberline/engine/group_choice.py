@@ -21,5 +21,5 @@ def choose_groups(windows: Sequence[int], context: int, state_layers: Sequence[i
 def max_planned_tokens(max_batch_tokens: int, *, plans: int) -> int:
     """Return how many tokens of a request may be in steps whose results are not known yet.
 
-    `plans`: how many of these there are: one, and with a pipelined runner also those that are running."""
+    `plans`: number of such steps: one, and with a pipelined runner also those that are already running."""
     return max_batch_tokens * plans

@@ -34,14 +34,14 @@ class StatefulRunner(CacheOwner, Protocol):
 
 @runtime_checkable
 class DataParallelRunner(CacheOwner, Protocol):
-    """A runner on several ranks that may attend to different requests."""
+    """A runner on several ranks, each of which may attend to requests of its own."""
 
     num_caches: int  # caches of `num_blocks` blocks each: one for each rank with requests of its own, otherwise 1
 
 
 @runtime_checkable
 class MovableStatesRunner(StatefulRunner, Protocol):
-    """A runner that copies states to and from tiers, and blocks that other engines read and write."""
+    """A runner that copies recurrent states to and from tiers, and to and from blocks that other engines use."""
 
     pages_per_slot: int  # blocks that hold the states of a slot
 
@@ -55,7 +55,7 @@ def make_kv_manager(
     tiers: TierStack | None = None,
     transfer_endpoint: TransferEndpoint | None = None,
 ) -> AnyKVManager:
-    """Return a manager of the runner's cache. `max_step_tokens`: new tokens of a request in one step, at most."""
+    """Return a manager of the runner's cache. `max_step_tokens`: maximum new tokens of a request in one step."""
     if isinstance(runner, DataParallelRunner) and runner.num_caches > 1:
         assert transfer_endpoint is None, "refused when the engine starts"
         args = runner, config, groups, max_step_tokens, clock, tiers

@@ -16,7 +16,8 @@ def make_kv_shape(
     """Return the shape of a model's KV cache with blocks of `block_size` tokens.
 
     `groups`: layers that share block tables; None: all share one.
-    Raises UnsupportedModel if the model's attention chunks are not whole blocks, which could not be freed."""
+    Raises UnsupportedModel if the model has chunked attention and its chunks do not consist of whole blocks, because
+    blocks in two chunks could not be freed."""
     sizes = {window for window in config.windows if window and config.parts.attention.chunked_windows}
     for size in sorted(sizes):
         if size % block_size:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from emberline.engine.gpu_plan import GPUPlan, GPUSetPlan
 
-MIN_GAIN = 1.25  # as many times more tokens must data-parallel attention hold: a single request is slower with it
+MIN_GAIN = 1.25  # data-parallel attention must hold so many times the tokens, since it slows down single requests
 GIB = 1 << 30
 
 

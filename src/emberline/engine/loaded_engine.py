@@ -28,7 +28,7 @@ class LoadedEngine:
     kv_dtype: str
     numerics: Numerics
     stored_dtype: str  # of the matrices in the checkpoint's files, or their format if they are quantised
-    full_context: int  # context of the model in tokens, if the default is shorter; 0: it is not
+    full_context: int  # the model's context in tokens, if the default context is shorter; else 0
     ranks: tuple[RankSummary, ...] = ()  # among which the model is divided; empty: it is not
 
 

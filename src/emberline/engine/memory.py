@@ -51,7 +51,7 @@ class DraftMemory:
 
     weight_bytes: int = 0
     kv_token_values: int = 0  # numbers that its KV cache stores for each token
-    # Numbers of the target model's hidden states that it reads for each token, and of what it combines them to.
+    # Numbers per token: the target model's hidden states that the draft model reads, and the state it makes of them.
     state_values: int = 0
     sizes: StepSizes | None = None  # None: there is no draft model
 
@@ -92,9 +92,10 @@ def plan_engine_memory(
 ) -> MemoryPlan:
     """Return the plan of an engine with these settings and weights of this dtype. `draft`: of its draft model.
 
-    `narrow`: matrices that are kept quantised. `other_bytes`: what other processes use of the GPU's memory. `groups`:
-    of a rank's layers; None: of all. `kernels`: those of the GPU, hopper or portable; empty: unless the settings name
-    them, it is enough for both. Raises ModelError if the model does not fit, UnsupportedModel if it cannot run."""
+    `narrow`: matrices that are kept quantised. `other_bytes`: GPU memory that other processes use. `groups`: those of a
+    rank's layers; None: those of all layers. `kernels`: the GPU's, hopper or portable; empty: those that the settings
+    name, or if they name none, the larger of both plans. Raises ModelError if the model does not fit, UnsupportedModel
+    if it cannot run."""
     reject_unsupported_on_gpu(config, settings)
     reject_unsupported_experts(config, settings)
     kv_bytes, context = DTYPE_BYTES[kv_dtype(settings, dtype)], choose_max_context(config, settings)
@@ -139,7 +140,7 @@ def uses_packed_weights(
 ) -> bool:
     """Return whether weights of this dtype are kept packed, in 12 bits each.
 
-    By default they are not if the model has experts with biases, which are never packed.
+    With `weights` auto, they are if the files are packed and the model has no experts with biases.
 
     Raises InvalidRequest if the settings require packed weights and the dtype cannot be packed."""
     reject_unpackable_dtype(settings, dtype)
@@ -197,9 +198,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return how an engine uses `total_bytes` of GPU memory. Raises ModelError if the model does not fit.
 
-    `groups`: layers that share block tables; None: all share one. `kv_tokens`, `state_slots`: of the KV cache, and for
-    recurrent states; None: as many as are useful and fit. `tiers`, `transfer`: reserve buffers for KV blocks that move.
-    See `weight_bytes`, `StepKernels.of`, `usable_bytes` and StepLimits for the others."""
+    `groups`: layers that share block tables; None: all share one. `kv_tokens`, `state_slots`: size of the KV cache, and
+    slots for recurrent states; None: as many as are useful and fit. `tiers`, `transfer`: reserve buffers for copies to
+    tiers and other engines. See `weight_bytes`, `StepKernels.of`, `usable_bytes` and StepLimits for the others."""
     groups = groups or LayerGroups.single(config.layers)
     tables, running = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
     used = choose_step_kernels(outline_of(config), kernels, dtype_bytes, packed=packed, narrow=narrow)
@@ -296,8 +297,9 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of all weights on the device.
 
-    Matrices are stored plain, packed, or in both formats (`both`), but those in `narrow` are quantised. Then a large
-    output head is stored in both formats too. An embedding that is separate from the head never is."""
+    Matrices are stored plain, packed, or in both formats (`both`), except those in `narrow`, which are quantised. If
+    there are any of these, a large output head that would be plain is stored in both formats. An embedding that is
+    separate from the head never is."""
     size, outline = 0, outline_of(config)
     copies_head = bool(narrow) and not packed and is_head_large(outline)
     for part in list_weight_parts(outline):
@@ -339,7 +341,7 @@ def is_packable(rows: int, columns: int) -> bool:
 
 
 def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int, layers: int | None = None) -> int:
-    """Return the bytes that this many layers keep of a token. `layers`: None: all of the model."""
+    """Return the bytes of a token in the KV cache. `layers`: number of layers; None: all but recurrent ones."""
     parts = 2 if config.parts.attention.latent is None else 1  # keys and values, or one latent for both
     layers = layers or config.layers - len(config.parts.attention.state_layers)
     return parts * layers * config.kv_heads * config.head_dim * kv_dtype_bytes
@@ -358,7 +360,7 @@ def transfer_slot_bytes(token_bytes: int) -> int:
 
 
 def _peak_bytes(sizes: StepSizes, limits: StepLimits, draft: DraftMemory, rows: int, max_tuned_rows: int) -> int:
-    """Return what the layers of a model, or those of its draft model after them, allocate in a step."""
+    """Return the peak bytes that the layers of a model allocate in a step, or those of its draft model after them."""
     found = layer_bytes(sizes, limits.kernels, rows, max_tuned_rows, has_ranks=limits.has_ranks)
     if draft.sizes is None:
         return found
@@ -370,7 +372,7 @@ def _scratch_bytes(sizes: StepSizes, limits: StepLimits, block_bytes: int, draft
     tokens, running, context = limits.max_batch_tokens, limits.max_running, limits.max_context
     size = sizes.partial_result_bytes(running, limits.max_new_tokens, max_step_rows(running)) + sizes.expanded_bytes
     size += draft.scratch_bytes(running, limits.max_new_tokens)
-    # int32; one is being copied while the other is used
+    # Two sets of block tables in int32: one is copied while the other is used.
     size += 2 * running * limits.block_tables * -(-context // limits.block_size) * 4
     size += context * sizes.rope_values * F32_BYTES
     size += _vocab_table_bytes(sizes.vocab, running) + unpacked_bytes(sizes, limits.kernels)

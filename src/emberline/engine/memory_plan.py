@@ -43,7 +43,7 @@ class MemoryPlan:
 
     @property
     def context_kv_bytes(self) -> int:
-        """The bytes of the KV blocks of a request of the maximum length, with one that it does not fill."""
+        """The bytes of the KV blocks of a request of the maximum length, and of one more block."""
         tokens = self.max_context + self.block_size
         blocks = self.groups.num_prompt_blocks(tokens, self.block_size, self.max_planned_tokens)
         return blocks * (self.kv_bytes // self.kv_blocks)

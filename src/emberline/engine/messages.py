@@ -67,7 +67,7 @@ class LoadedModelInfo(msgspec.Struct):
     prefix_cache: bool = True
     numerics: Numerics | None = None
     stored_dtype: str = ""  # of the matrices in the checkpoint's files, or their format if they are quantised
-    full_context: int = 0  # context of the model in tokens, if the default is shorter; 0: it is not
+    full_context: int = 0  # the model's context in tokens, if the default context is shorter; else 0
     speculates: bool = False  # drafts tokens, for example from the prediction of a request
     kv_groups: int = 1  # groups of layers, each with a block table of its own
     ranks: tuple[RankSummary, ...] = ()  # among which the model is divided; empty: it is not

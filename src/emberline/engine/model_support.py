@@ -14,13 +14,13 @@ def reject_states(config: ModelConfig, what: str, hint: str) -> None:
 
 
 def reject_unsupported_on_gpu(config: ModelConfig, settings: EngineConfig) -> None:
-    """Raise UnsupportedModel for settings of a GPU that recurrent layers do not support."""
+    """Raise UnsupportedModel if the model has recurrent layers and a setting for GPUs does not support these."""
     if settings.gpu.exact:
         reject_states(config, "--exact on a GPU", "remove --exact: how a prompt is cut into chunks changes its states")
 
 
 def reject_unpackable_dtype(settings: EngineConfig, dtype: str) -> None:
-    """Raise InvalidRequest if the settings require packed or quantised weights and those of this dtype cannot be."""
+    """Raise InvalidRequest if the settings require packed or quantised weights, which `dtype` or `exact` rules out."""
     weights = settings.gpu.weights
     if weights not in ("auto", "plain") and dtype != "bfloat16":
         change = "quantised" if settings.gpu.online_format else "packed"

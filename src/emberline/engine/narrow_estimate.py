@@ -23,9 +23,9 @@ from emberline.models.weight_formats import NarrowSize, list_online_sizes
 def estimate_narrow_sizes(
     checkpoint: Checkpoint, model: ModelConfig, settings: EngineConfig, dtype: str
 ) -> list[NarrowSize]:
-    """Return the sizes of matrices that the files have quantised, or that the settings quantise at load.
+    """Return the sizes of matrices that are quantised in the files, or that the settings quantise at load.
 
-    Parts of a matrix whose formats differ are dequantised when they are loaded, but counted here."""
+    A matrix whose parts have different formats is dequantised when it is loaded, but counted here."""
     if dtype != "bfloat16" or settings.gpu.exact or settings.gpu.weights == "plain":
         return []
     outline = outline_of(model)
@@ -37,7 +37,7 @@ def estimate_narrow_sizes(
 def estimate_narrow_part(
     checkpoint: Checkpoint, model: ModelConfig, settings: EngineConfig, dtype: str, shard: Shard, stage: Stage
 ) -> list[NarrowSize]:
-    """Return these sizes for the part of one rank. `model`: the whole one."""
+    """Return what `estimate_narrow_sizes` returns, for the part of one rank. `model`: config of the whole model."""
     if not (whole := estimate_narrow_sizes(checkpoint, model, settings, dtype)):
         return whole
     outline = outline_of(stage.select_config(shard.shard_config(model)))
@@ -51,7 +51,7 @@ def estimate_narrow_part(
 
 
 def describe_narrow_sizes(checkpoint: Checkpoint, settings: EngineConfig, narrow: Sequence[NarrowSize]) -> str:
-    """Return the format and size of the quantised matrices, after a comma; an empty string: there are none."""
+    """Return the format and size of the quantised matrices as text that starts with a comma; empty: there are none."""
     if not narrow:
         return ""
     form = stored_weight_format(checkpoint) if list_quantised_sizes(checkpoint) else settings.gpu.online_format

@@ -20,7 +20,7 @@ class OpenSubmissions:
     def check_id_is_free(self, submission_id: str, running: RunningSteps) -> None:
         """Raise InvalidRequest if the id belongs to an open submission, or to one that a running step computes.
 
-        The result of that step would be taken for one of the new submission."""
+        The result of that step would be mistaken for one of the new submission."""
         if submission_id in self._request_ids:
             message = f"a request with id {submission_id!r} is already open"
             raise InvalidRequest(message, param="id", hint="use a new id")

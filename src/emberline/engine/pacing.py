@@ -24,11 +24,11 @@ TAIL_MARGIN = 0.97  # part of the tail that a long step is planned to take, sinc
 
 
 def max_prompt_tokens(max_batch_tokens: int, planned: int, num_stages: int, prompts: Sequence[Request | None]) -> int:
-    """Return how many tokens of prompts a step may have besides `planned` tokens.
+    """Return how many prompt tokens a step may have besides `planned` tokens of decoding requests.
 
     With several stages, prompts are computed in more and smaller steps: the stages compute different steps at the same
-    time, and wait for the longest. A step has few more tokens of prompts than others have of decoding requests, or an
-    even share of the prompts that are known. `prompts`: requests whose prompts come next."""
+    time, and wait for the longest. A step then gets about as many prompt tokens as decoding tokens, or an even share of
+    the known prompt tokens if that is more. `prompts`: requests whose prompts come next."""
     left = max_batch_tokens - planned
     if num_stages == 1:
         return left
@@ -41,7 +41,7 @@ class PromptPacer:
     def __init__(self, target: float, tail: float) -> None:
         """`target`: desired seconds between two tokens of a stream.
 
-        `tail`: how long the few steps may be that exceed the target, as a multiple of `target`."""
+        `tail`: maximum duration of the few steps that may exceed the target, as a multiple of `target`."""
         self.target, self.tail = target, tail
         self._base_seconds, self._seconds_per_token = 0.005, 25e-6  # initial guesses
         self._allowed_late = 0.0  # number of tokens that may be late

@@ -168,7 +168,7 @@ def _loaded_model_info(loaded: LoadedEngine, import_seconds: dict[str, float]) -
 def _start_preload(config: EngineConfig) -> FileReader | None:
     """If one GPU is used, start reading files before torch is imported, since reading takes longest.
 
-    Of several ranks, each reads only its part of the files."""
+    With several ranks, return None: each rank reads only its own part of the files, and does that itself."""
     if config.device == "cpu" or not has_gpu_driver() or config.parallel.num_ranks > 1:
         return None
     return preload.start_preload(Path(config.model))

@@ -1,4 +1,4 @@
-"""plan_ranks: how the ranks of an engine would use the memory of a GPU each, before anything is loaded.
+"""plan_ranks: how each rank of an engine would use the memory of its GPU, before anything is loaded.
 
 Each rank's part is planned by the functions that the rank itself uses. This module needs no torch."""
 
@@ -20,7 +20,7 @@ from emberline.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The memory plan of ranks with equal plans."""
+    """The ranks whose memory plans are equal, and that plan."""
 
     ranks: tuple[int, ...]
     plan: MemoryPlan  # of one of these ranks
@@ -43,10 +43,11 @@ def plan_ranks(
     *,
     kernels: str = "",
 ) -> list[RankPlan]:
-    """Return the plans of the ranks of --tp, --pp and --ep, each on a GPU with `gpu_bytes` that has these kernels.
+    """Return the plans of the ranks that --tp, --pp and --ep ask for, each on a GPU with `gpu_bytes` of memory.
 
-    All ranks have as many KV blocks, and slots for recurrent states, as fit on the one with the least room. Raises
-    InvalidRequest if the model cannot be divided so, and ModelError if a rank's part does not fit."""
+    All ranks have equally many KV blocks and slots for recurrent states, as many as fit on the rank with least room.
+    `kernels`: see `plan_engine_memory`. Raises InvalidRequest if the model cannot be divided among these ranks, and
+    ModelError if a rank's part does not fit."""
     layout = Layout.of_gpus(settings.parallel)
     draft = estimate_draft_memory(settings, checkpoint, config, dtype)
     args = checkpoint, config, settings, gpu_bytes, dtype, kernels, layout

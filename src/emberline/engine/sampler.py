@@ -158,7 +158,7 @@ class Sampler:
         self._vocab = vocab
         self._make_state = make_state
         self._states: dict[str, SamplingState] = {}
-        self._penalties: dict[str, PenaltyCounts] = {}  # of the rows that have some
+        self._penalties: dict[str, PenaltyCounts] = {}  # of the requests that have penalties
 
     def admit(self, admission: Admission) -> str | None:
         """Add a request; return an error message if its tokens cannot be sampled, else None."""
@@ -177,9 +177,9 @@ class Sampler:
     def sample(self, work: Sequence[WorkItem], logits: Tensor) -> tuple[dict[str, SampledToken], dict[str, str]]:
         """Sample the next tokens of each request. The logits are overwritten.
 
-        Return the tokens, and errors of requests that cannot continue, both by request id. `logits`: of each work item
-        one row for its last known token, then one for each drafted token. A row is used if all drafted tokens up to it
-        were sampled. Each token is sampled after those before it are known, as without a draft."""
+        Return the tokens, and errors of requests that cannot continue, both by request id. `logits`: for each work item
+        one row after its last known token, then one after each drafted token. A row is used only if all drafted tokens
+        before it were sampled. Tokens are sampled one after the other, as without a draft."""
         if len(work) == len(logits):  # there are no drafts
             return self._sample_rows([w.id for w in work], logits)
         tokens: dict[str, list[SampledToken]] = {}
@@ -190,7 +190,7 @@ class Sampler:
             sampled, lost = self._sample_rows([w.id for w, _ in alive], logits[[row for _, row in alive]])
             for name, one in sampled.items():
                 tokens.setdefault(name, []).append(one)
-            # After other tokens of this step, a failure is left out: the next step fails again, behind these tokens.
+            # A failure after other tokens of this step is not reported: the next step fails again, after these tokens.
             failed |= {name: why for name, why in lost.items() if name not in tokens}
             alive = [(w, row + 1) for w, row in alive if w.id in sampled and _continues_draft(w, tokens[w.id])]
         for first, *further in tokens.values():
@@ -269,7 +269,7 @@ class Sampler:
 
 
 def _continues_draft(work: WorkItem, sampled: Sequence[SampledToken]) -> bool:
-    """Return whether the newest sampled token was drafted, so that the next row of the logits follows it."""
+    """Return whether the newest sampled token equals the drafted one, so that the next row of the logits is valid."""
     at = len(work.tokens) - work.num_draft + len(sampled) - 1
     return at < len(work.tokens) and sampled[-1].token == work.tokens[at] and not sampled[-1].stop
 
@@ -298,7 +298,7 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], top_counts: Sequence[i
 
 
 def list_logprobs(found: LogProbs, top_counts: Sequence[int]) -> list[TokenLogprob]:
-    """Return the log-probabilities of tokens. `top_counts`: how many of the most likely tokens each has beside it."""
+    """Return the log-probabilities of tokens. `top_counts`: for each, how many of the most likely tokens are listed."""
     chosen, top_ids, top_values, rank = found
     ids, values = top_ids.tolist(), top_values.tolist()
     return [

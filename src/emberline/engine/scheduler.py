@@ -175,7 +175,7 @@ class Scheduler:
                 self._append_token(request, result.sampled[work.id], now)
 
     def should_wait_for_result(self) -> bool:
-        """Return whether drafts make it worth to wait for the newest tokens, unless no plan shares a request."""
+        """Return whether to wait for the newest tokens, so that the next plan can have drafts that follow them."""
         return self.drafter is not None and self.plan_share == 1 and self.drafter.expects_draft(self.running)
 
     # -- parts of a step ------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class Scheduler:
         return [Admission(r.id, list(r.tokens), r.prompt_len, r.params, r.seed) for r in new]
 
     def _take_chunk_size(self, request: Request, budget: int) -> int:
-        """Return how many tokens of a request fit into the budget, and into that of prompt log-probabilities."""
+        """Return how many tokens of a request fit into `budget`, and into the step's budget of scored tokens."""
         count = min(request.num_schedulable, budget)
         if request.needs_prompt_logprobs:
             count = min(count, self._scored_budget)

@@ -14,7 +14,9 @@ from emberline.models.config import ModelConfig
 def allocate_states(
     config: ModelConfig, memory_bytes: int, max_running: int, speculation: SpeculationConfig
 ) -> StateCache | None:
-    """Return the memory of a model's states; None if it has no recurrent layers. Raises ModelError."""
+    """Allocate a model's recurrent states; return None if it has no recurrent layers.
+
+    `memory_bytes`: for states and KV cache together. Raises ModelError if too few states fit."""
     if (shape := make_state_shape(config)) is None:
         return None
     max_draft = speculation.max_new_tokens - 1
@@ -26,7 +28,7 @@ def allocate_states(
 def allocate_device_states(
     config: ModelConfig, num_slots: int, device: torch.device, settings: EngineConfig, dtype: torch.dtype
 ) -> StateCache | None:
-    """Return the memory of a model's states on a device, with a slot for padding; None if it has no such layers.
+    """Allocate a model's recurrent states and a slot for padding on a device; return None if it has no such layers.
 
     `dtype`: of the model's activations."""
     if (shape := make_state_shape(config)) is None:

@@ -22,7 +22,7 @@ def state_slot_bytes(config: ModelConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StatePlanner:
-    """The states of an engine on a GPU. Without recurrent layers, all numbers are 0."""
+    """Plans the memory of recurrent states on a GPU. For a model without recurrent layers, all results are 0."""
 
     slot_bytes: int
     max_running: int
@@ -30,7 +30,7 @@ class StatePlanner:
 
     @staticmethod
     def of(config: ModelConfig, max_running: int, max_new_tokens: int, dtype_bytes: int) -> StatePlanner:
-        """`max_new_tokens`: of a request in a step, with its draft. `dtype_bytes`: of an activation."""
+        """`max_new_tokens`: maximum tokens of a request in a step, with its draft. `dtype_bytes`: of an activation."""
         attention, rows = config.parts.attention, max_new_tokens - 1
         if (sizes := attention.state) is None:
             return StatePlanner(0, max_running, 0)
@@ -38,14 +38,14 @@ class StatePlanner:
         return StatePlanner(state_slot_bytes(config), max_running, rows * values * dtype_bytes)
 
     def count_slots(self, memory_bytes: int, kv_bytes: int | None = None) -> int:
-        """Return the slots if states and KV cache share this memory. `kv_bytes`: see `count_state_slots`."""
+        """Return how many slots fit if states and KV cache share this memory. `kv_bytes`: see `count_state_slots`."""
         if not self.slot_bytes:
             return 0
         sizes, draft = (self.slot_bytes, memory_bytes, self.max_running), self.draft_bytes
         return count_state_slots(*sizes, draft_bytes=draft, num_padding=1, kv_bytes=kv_bytes)
 
     def num_bytes(self, num_slots: int) -> int:
-        """Return the bytes of this many slots, of one for padding, and of rows of drafted tokens."""
+        """Return the bytes of this many slots, of a slot for padding, and of what is kept of drafted tokens."""
         return (num_slots + 1) * self.slot_bytes + min(num_slots, self.max_running) * self.draft_bytes
 
 
@@ -58,13 +58,12 @@ def count_state_slots(
     num_padding: int = 0,
     kv_bytes: int | None = None,
 ) -> int:
-    """Return how many slots for states are allocated: at most half of the memory of the KV cache.
+    """Return how many slots for states to allocate. They get at most half of `memory_bytes`, the KV cache the rest.
 
-    `kv_bytes`: if keys and values must have so many bytes, states get the rest instead of half.
-
-    Fewer slots than `max_running` limit the number of requests that run together. `draft_bytes`: what each running
-    request needs for drafted tokens, in the same half. `num_padding`: slots that are allocated beside these. Raises
-    ModelError if too few fit."""
+    `kv_bytes`: bytes that keys and values must have; states then get what is left, instead of half. `draft_bytes`: what
+    each running request needs for drafted tokens. `num_padding`: slots for padding, which the result does not include.
+    Both are part of the states' share. If there are fewer slots than `max_running`, fewer requests run together. Raises
+    ModelError if too few slots fit."""
     share = memory_bytes // 2 if kv_bytes is None else memory_bytes - kv_bytes
     available = share - num_padding * slot_bytes
     slots = (available - max_running * draft_bytes) // slot_bytes

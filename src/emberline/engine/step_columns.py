@@ -1,4 +1,4 @@
-"""StepColumns: the numbers of a step's work items that change in every step, as arrays. It does not import torch."""
+"""StepColumns: the fields of work items that change in every step, as arrays. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepColumns:
         return StepColumns(starts, counts, tokens, np.array([w.samples for w in work], np.bool_))
 
     def fill_items(self, work: Sequence[WorkItem]) -> None:
-        """Set the fields of the items that are in the columns."""
+        """Set `start`, `tokens` and `samples` of each work item from these arrays."""
         tokens, ends = self.tokens.tolist(), accumulate(self.counts.tolist())
         rows = zip(work, self.starts.tolist(), self.counts.tolist(), ends, self.samples.tolist(), strict=True)
         for item, start, count, end, samples in rows:

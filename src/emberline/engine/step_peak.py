@@ -71,7 +71,7 @@ def layer_bytes(
 
 
 def network_bytes(sizes: StepSizes, kernels: StepKernels, rows: int, max_tuned_rows: int) -> int:
-    """Return what the largest feed-forward network allocates beside the hidden state, with the normed copy of it."""
+    """Return what the largest feed-forward network allocates besides the hidden state, including its normed copy."""
     return max(_one_network_bytes(network, kernels, rows, max_tuned_rows) for network in sizes.networks)
 
 
@@ -80,10 +80,10 @@ def exchange_bytes(
 ) -> int:
     """Return the bytes that a step needs for rows of other ranks, if ranks attend to requests of their own.
 
-    `own`: rows of this rank. `total`: of all ranks. Feed-forward networks compute these: there are their inputs, and
-    outputs that are not summed yet. A rank copies its inputs for each rank that it sends them to, and later receives an
-    output of each of its rows from every rank, which it sums in float32. If experts may move, these outputs and sums
-    are in float64."""
+    `own`: rows of this rank. `total`: rows of all ranks. This rank's feed-forward networks compute all of them, so it
+    has their inputs, and outputs that are not summed yet. A rank copies its inputs for each rank that it sends them to,
+    and later receives an output of each of its rows from every rank, which it sums in float32. If experts may move
+    between ranks, these outputs and sums are in float64."""
     if ranks == 1:
         return 0
     output, sum_ = (F64_BYTES, F64_BYTES) if sizes.has_movable_experts else (kernels.dtype_bytes, F32_BYTES)

@@ -1,7 +1,7 @@
-"""StepSizes, StepLimits: the widths of a model, or of one GPU's part of it, and the settings of an engine, that decide
-how much memory a step needs.
+"""StepSizes, StepLimits: what decides how much memory a step needs.
 
-This module needs no torch."""
+StepSizes has the widths of a model, or of one GPU's part of it, and StepLimits the settings of an engine. This module
+needs no torch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StepSizes:
         )
 
     def list_row_queries(self, max_new_tokens: int) -> tuple[int, ...]:
-        """Return for which numbers of new tokens of a request steps with drafts are captured."""
+        """Return the numbers of new tokens per request for which steps with drafts are captured."""
         if self.has_latents:
             return (max_new_tokens,)
         kv_heads = self.cached_values // (2 * self.output_dim)
@@ -80,7 +80,7 @@ class StepSizes:
 
     @property
     def expanded_bytes(self) -> int:
-        """The bytes of keys and values that latent attention computes from cached latents, with the latents."""
+        """The bytes of the keys and values that latent attention computes from cached latents, and of these latents."""
         return work_limits.MAX_EXPANDED_HEADS * EXPANDED_HEAD_BYTES if self.has_latents else 0
 
 
@@ -103,19 +103,19 @@ class StepLimits:
 
 
 def _count_used_weights(outline: ModelOutline, part: WeightPart) -> int:
-    """Return how many weights of the part a token uses."""
+    """Return how many of the part's weights one token uses."""
     if part.kind != "routed experts" or outline.experts is None:
         return part.num_weights
     return part.num_weights * outline.experts.chosen // outline.experts.count
 
 
 def _attention_values(outline: ModelOutline, layer: LayerOutline) -> int:
-    """Return the numbers per token of queries, keys, values and outputs.
+    """Return how many numbers per token the attention of a layer has: queries, keys, values and outputs.
 
-    Latent attention has compressed queries and keys, queries, queries in the space of the latents, and outputs in
-    that space and of the heads; for chunks of prompts also what is cached, and keys and values of each head. Recurrent
-    layers have projections before and after the convolution, gates, outputs, and for chunks of prompts a key and a
-    value of each value head.
+    Latent attention has compressed queries and keys, and for each head a query, the same query in the space of the
+    latents, an output in that space, and the head's output. For prompt chunks it also has what is cached, and a key and
+    a value for each head. Recurrent layers have projections before and after the convolution, gates, outputs, and for
+    prompt chunks a key and a value for each value head.
     """
     if layer.attention == "state":
         assert outline.state is not None

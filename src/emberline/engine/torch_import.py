@@ -68,7 +68,9 @@ def import_torch_for_cpu() -> None:
 
 
 def prepare_torch_import() -> ReplacedModuleFinder | None:
-    """Replace modules that torch imports; return None, and replace none, if its version is not a known one."""
+    """Replace modules that torch will import, and return the finder of their replacements.
+
+    Replace nothing and return None if torch was imported already, or has no known version."""
     spec = None if "torch" in sys.modules else find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None

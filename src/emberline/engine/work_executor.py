@@ -51,7 +51,7 @@ class WorkExecutor:
     ) -> None:
         """`groups`: layers that share block tables. `states`: memory of recurrent layers, if there are any.
 
-        `copier`: of blocks; None: one that copies states too."""
+        `copier`: copies blocks; None: a HostBlockCopier that copies recurrent states too."""
         self._model, self._cache, self._groups, self._states = model, cache, groups, states
         self.copier = copier or HostBlockCopier(cache, states)
 
@@ -67,7 +67,7 @@ class WorkExecutor:
     def compute(
         self, work: Sequence[WorkItem], capture: HiddenCapture | None = None, columns: StepColumns | None = None
     ) -> Tensor:
-        """`columns`: those of `work`, if they are known: see build_forward_batch."""
+        """`columns`: see `build_forward_batch`."""
         return self._model.forward(replace(self._prepare_batch(work, columns), capture=capture))
 
     def _prepare_batch(self, work: Sequence[WorkItem], columns: StepColumns | None = None) -> ForwardBatch:

@@ -1,4 +1,4 @@
-"""make_work: what each request computes in the next step; make_run_output: what the step of a draft gave."""
+"""make_work: what each request computes in the next step; make_run_output: the Output of a step with a draft."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def make_work_item(
 
 
 def end_draft(request: Request, following: WorkItem | None, num_accepted: int) -> None:
-    """Note that the draft of a request's oldest running step was verified, and where its next step begins.
+    """Record that a step has verified a draft of the request, and correct where the request's next work item begins.
 
-    `following`: the work item of that step, if it was planned before this was known."""
+    `following`: that next work item, if it was planned before the number of accepted tokens was known."""
     request.num_pending -= 1
     if not request.num_pending:
         request.num_draft = request.num_proposing = 0
@@ -96,7 +96,7 @@ def end_draft(request: Request, following: WorkItem | None, num_accepted: int) -
 
 
 def make_run_output(request: Request, sampled: Sequence[SampledToken]) -> Output:
-    """Return the Output of tokens that were sampled in one step, behind a draft, and do not end the request."""
+    """Return the Output of the tokens that one step with a draft has sampled, if they do not end the request."""
     drafted, accepted = request.take_draft_counts()
     tokens = [one.token for one in sampled]
     return Output(request.submission_id, request.index, tokens, drafted_tokens=drafted, accepted_tokens=accepted)

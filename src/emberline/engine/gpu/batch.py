@@ -1,7 +1,7 @@
 """DeviceBatch: the work of a plan as numpy arrays, in the order in which the device processes it.
 
-A single is a work item of one known token and its draft, if any; a chunk is a part of a prompt. A row is a sequence for
-attention: a single, or a part of one with many drafted tokens, or a chunk.
+A single is a work item of one known token and its draft, if any; a chunk is a part of a prompt. A row is what
+attention treats as one sequence: a single, or a part of a single with many drafted tokens, or a chunk.
 
 rows of the step    [0, singles) are singles             [singles, ...) are chunks
 tokens of the step  those of the singles                 then those of the chunks, one after the other"""
@@ -22,7 +22,7 @@ from emberline.kernels.worklist import split_decode_rows
 
 
 def expand_drafts(work: Sequence[WorkItem]) -> Sequence[WorkItem]:
-    """Return the work with each draft as further work items of one token, directly behind that of the known token."""
+    """Return the work with an item of its own for each drafted token, directly after the item of the known token."""
     if not any(w.num_draft for w in work):
         return work
     expanded: list[WorkItem] = []
@@ -64,7 +64,7 @@ class DeviceBatch:
     ) -> tuple[list[WorkItem], list[WorkItem]]:
         """Split a step's work into singles and chunks; return both lists.
 
-        After the known token of a single, and after each drafted one, the next token is sampled. `is_prompt`: if given,
+        A single samples a token after its known token, and one after each drafted token. `is_prompt`: if given,
         work items for which it returns True are chunks too, so that all tokens of a prompt use one kernel."""
         chunks = [
             w
@@ -88,7 +88,7 @@ class DeviceBatch:
         *,
         max_queries: int = 1,
     ) -> DeviceBatch:
-        """`max_queries`: tokens of a row of the singles, at most; a single with more gets several rows."""
+        """`max_queries`: maximum number of tokens in a row of a single; a single with more tokens gets several rows."""
         work = [*singles, *chunks]
         # From lists, which takes half as long as from generators.
         index = np.array([row.index for row in rows.rows_of(work)], np.int64)
@@ -210,7 +210,8 @@ def _token_array(tokens: Sequence[int]) -> np.ndarray:
 def _find_window_slots(rows: DeviceRows, at: np.ndarray, offsets: np.ndarray, block_size: int) -> np.ndarray | None:
     """Return `DeviceBatch.window_slots`.
 
-    `at`: the index in the first block table of each token's block. `offsets`: each token's place in its block."""
+    `at`: where `rows.host_tables`, flattened, has each token's block in its first table. `offsets`: each token's index
+    within its block."""
     if rows.num_tables == 1:
         return None
     slots = np.full((rows.num_tables - 1, len(at) + len(at) % 2), -1, np.int64)

@@ -73,7 +73,7 @@ class BootedGPUEngine:
     runner: GPURunner
     plan: MemoryPlan
     seconds: Mapping[str, float]
-    weights: str = "plain"  # format in GPU memory: plain, packed or both; fp8, int4 or quantised before them
+    weights: str = "plain"  # format in GPU memory, as `name_weight_format` returns it
     stored_dtype: str = ""  # of the matrices in the checkpoint's files, or their format if they are quantised
 
 
@@ -296,9 +296,9 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
 
 
 def _add_packed_copies(weights: Weights, runner: GPURunner, within: object) -> float:
-    """Add a packed (12-bit) copy of the plain weights within a model or a weight; return the seconds spent.
+    """Add a packed (12-bit) copy to each plain weight in `within`; return the seconds spent.
 
-    The kernels that read the copies are loaded too."""
+    `within`: a model or a single weight. The kernels that read the copies are loaded too."""
     began = time.perf_counter()
     weights.loaded_bytes += sum(
         ops.add_packed_copy(each) for each in iter_instances(ops.PackedWeight, within) if each.n

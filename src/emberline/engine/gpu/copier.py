@@ -37,7 +37,7 @@ class PendingCopy:
     """A copy of a few KV blocks that was launched and may still be running."""
 
     event: DeviceEvent  # passed when the device is done
-    host_copies: list[tuple[Tensor, Tensor]]  # copies for the host after that: target, source
+    host_copies: list[tuple[Tensor, Tensor]]  # copies that the host makes after that: (target, source)
 
     def finish(self) -> None:
         self.event.wait()
@@ -59,9 +59,10 @@ class ScratchBuffer:
 
 class DeviceCopier:
     def __init__(self, cache: KVCache, device: Device, states: DeviceStateCopies | None = None, home: int = 0) -> None:
-        """`states`: of a model with recurrent layers, whose pages are copied too.
+        """`states`: copies pages of recurrent states; None: the model has none.
 
-        `home`: the rank whose blocks are in this cache, if ranks attend to requests of their own."""
+        `home`: with data-parallel attention, the number of the rank that this cache belongs to; copies of others are
+        ignored."""
         self._device, self._home = device, home
         self._num_blocks, self._states = cache.num_blocks, states
         self._size = cache.shape.block_bytes
@@ -106,7 +107,7 @@ class DeviceCopier:
         self._area = None
 
     def launch(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> Callable[[], None]:
-        """Queue the saves, then the loads, of blocks of this cache, in order with the steps of the model.
+        """Queue the saves, then the loads, of blocks of this cache. They run in order with the steps of the model.
 
         Return a function that waits until all copies are done and their buffers may be used again."""
         assert self._area is not None
@@ -136,7 +137,7 @@ class DeviceCopier:
         return [self._block_ids.device, *(piece.memory for piece in self._pieces)]
 
     def _separate_pages(self, copies: Sequence[BlockCopy]) -> tuple[list[BlockCopy], list[BlockCopy]]:
-        """Return the copies of blocks, and those of pages of states, unless this rank has no recurrent layers."""
+        """Return the copies of KV blocks, and those of pages of states, which are none on ranks without such layers."""
         blocks = [copy for copy in copies if copy.block < self._num_blocks]
         return blocks, [] if self._states is None else [copy for copy in copies if copy.block >= self._num_blocks]
 
@@ -148,7 +149,7 @@ class DeviceCopier:
             yield copies[i:end], None if block_ids is None else block_ids[i:end]
 
     def _save_blocks(self, copies: Sequence[BlockCopy], block_ids: Tensor | None) -> PendingCopy:
-        """Queue the save of blocks, whose numbers the device has, or of pages of states."""
+        """Queue saves of KV blocks. `block_ids`: their numbers, on the device; None: these are pages of states."""
         piece = self._wait_until_free(next(self._next_out), self._step_stream)
         if block_ids is None:
             assert self._states is not None

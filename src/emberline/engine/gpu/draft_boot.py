@@ -23,7 +23,7 @@ def load_on_device(
 ) -> DraftModel | None:
     """Return the draft model that the settings name, on the device; None if they name none.
 
-    `packed`: with packed weights (12 bits each), unless it has experts."""
+    `packed`: whether weights are packed (12 bits each); those of a separate draft model with experts never are."""
     open_weights = partial(open_draft_weights, settings, target, device, packed=packed)
     return load_draft_model(settings, target, target_directory, open_weights)
 
@@ -43,18 +43,18 @@ def measure_draft_model(draft: DraftModel | None) -> DraftMemory:
 
 
 def summarise_draft_model(target: ModelConfig, draft: DraftModel | None) -> DraftModelSummary:
-    """Return what every rank must know. `target`: of the part of the target model that one rank has."""
+    """Return what every rank must know of the draft model. `target`: config of one rank's part of the target model."""
     reads_output = draft is not None and target.layers in draft.captured_layers
     return DraftModelSummary(max_row_queries(target, draft), draft is not None, reads_output)
 
 
 def max_row_queries(target: ModelConfig, draft: DraftModel | None) -> int:
-    """Return how many tokens of a request the attention of both models can compute together."""
+    """Return how many tokens of a request one row may have in the attention kernels of both models."""
 
     def max_queries(config: ModelConfig) -> int:
         if config.parts.attention.latent is not None:
             return ops.max_latent_queries(config.heads)
-        # At least 2, so that a row with drafts is known as one: the portable kernel computes rows that are too large.
+        # At least 2, which marks rows with drafts. Rows that are too large for this kernel use the portable kernel.
         return max(2, ops.max_row_heads(config.head_dim) // (config.heads // config.kv_heads))
 
     return min(max_queries(config) for config in ([target] if draft is None else [target, draft.config]))

@@ -24,7 +24,7 @@ class DraftRows:
     work: list[WorkItem]
     request_rows: list[RequestRow]
     first: list[int]  # index of the first sampled token of each
-    step_rows: list[int]  # index of the token behind which that was sampled, in the step's tokens
+    step_rows: list[int]  # index, among the step's tokens, of the token before the first sampled one
     drafts: list[Sequence[int]]  # the draft that the step verifies
 
     @staticmethod
@@ -60,8 +60,8 @@ class DraftInputs:
     drafts: Tensor  # [B, max_draft] int64: the draft; PENDING_TOKEN where only the device has it, then NO_TOKEN
     plan: ops.AttentionPlan  # of a pass with one token for each request
     pair_plan: ops.AttentionPlan | None  # of a pass with two tokens for each request
-    next_tokens: Tensor | None = None  # [T] int64: the token behind each token of the step; PENDING_TOKEN: sampled
-    next_index: Tensor | None = None  # [T] int64: index of that sampled token
+    next_tokens: Tensor | None = None  # [T] int64: the token after each token of the step; PENDING_TOKEN: sampled
+    next_index: Tensor | None = None  # [T] int64: its index among the sampled tokens, if it is one of these
     step_plan: ops.AttentionPlan | None = None  # of a pass with the step's tokens; None: the target model's
 
     @property
@@ -76,12 +76,12 @@ class DraftInputs:
 
     @property
     def step_rows(self) -> Tensor:
-        """The index of the token behind which that was sampled, in the step's tokens."""
+        """The index, among the step's tokens, of the token before each request's first sampled token."""
         return self.numbers[2]
 
     @property
     def starts(self) -> Tensor:
-        """The position of that token, without its shift."""
+        """The position of the token at `step_rows`, before it is moved by the shift."""
         return self.numbers[3]
 
     @property
@@ -91,7 +91,7 @@ class DraftInputs:
 
     @property
     def shifts(self) -> Tensor:
-        """The row in DeviceRows.accepted by which `starts` is shifted; usually the padding row."""
+        """The row in DeviceRows.accepted that has the shift of `starts`; usually the padding row, which has 0."""
         return self.numbers[5]
 
 
@@ -146,7 +146,7 @@ def stage_draft_inputs(
 def _following_tokens(
     chunks: Sequence[WorkItem], batch: DeviceBatch, padded_tokens: int, rows: DeviceRows
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each token of a step the token behind it, or PENDING_TOKEN and the index of the sampled token."""
+    """Return the token after each token of a step, PENDING_TOKEN if it is sampled, and its index in the samples."""
     tokens = np.zeros(padded_tokens, np.int64)
     index = np.zeros(padded_tokens, np.int64)
     singles = batch.single_tokens

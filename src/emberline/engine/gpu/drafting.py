@@ -63,9 +63,9 @@ class DeviceDrafting:
     ) -> None:
         """`graphs`: whether to capture CUDA graphs.
 
-        `target_shape`: of the target model, (query heads, KV heads, head size), the dtype of its activations, and
-        the tokens of a row of its attention and those of a step, with padding, at most. `share_tokens`: sends drafts to
-        the other ranks; None: there are none."""
+        `target_shape`: of the target model: (query heads, KV heads, head size), the dtype of its activations, the
+        maximum tokens in a row of its attention, and the maximum tokens of a step, with padding. `share_tokens`: sends
+        drafts to the other ranks; None: there are none."""
         target_heads, dtype, max_queries, max_step_tokens = target_shape
         max_running, max_batch_tokens = limits.max_running, limits.max_batch_tokens
         cache = make_draft_cache(model, target_cache, str(device.torch_device))
@@ -105,7 +105,7 @@ class DeviceDrafting:
 
     @property
     def num_prepared(self) -> int:
-        """How many kinds of chains have run for the first time, and how many were captured."""
+        """How many kinds of chains (the passes that draft after a step) ran once, plus how many were captured."""
         return len(self._seen) + len(self._replays)
 
     def device_buffers(self) -> list[Tensor]:
@@ -131,7 +131,7 @@ class DeviceDrafting:
     ) -> Callable[[Tensor | None], Callable[[], dict[str, Sequence[int]]]]:
         """Copy the inputs of drafting to the device; return a function that queues the drafting.
 
-        That function is called with the sampled tokens, and returns a function that returns the drafts by request id.
+        That function takes the sampled tokens, if any, and returns one that returns the drafts by request id.
         `batch`: the step's work without padding."""
         rows = DraftRows.select(singles, chunks, self._rows)
         padded = pad_row_count(len(rows.work)) if rows.work else 0
@@ -153,7 +153,7 @@ class DeviceDrafting:
     def _plan_step(
         self, batch: DeviceBatch, shape: StepShape | None, staged: StagedInputs, queries: int
     ) -> ops.AttentionPlan:
-        """Plan the attention of a pass over all tokens of the target model's step."""
+        """Plan the attention of the draft model's pass over all tokens of the target model's step."""
         padded = batch if shape is None else batch.pad_to(shape, self._rows.padding_row)
         min_tiles = 0 if shape is None else ops.max_prefill_tiles(shape.tokens, shape.chunks)
         plan = self._planner.plan(
@@ -163,7 +163,7 @@ class DeviceDrafting:
         return replace(plan, reads_early=self._max_queries > 1)
 
     def capture_ahead(self, shape: StepShape, step: StepInputs) -> None:
-        """Capture the draft passes after a step of this shape without chunks, for drafts of full length or none.
+        """Capture the draft passes after steps of this shape, which have no chunks, and either full drafts or none.
 
         `step`: inputs of such a step, with padding only."""
         if not self._graphs or not self._rows.max_draft:
@@ -182,7 +182,7 @@ class DeviceDrafting:
             self._capture_chain(shape, step, padded)
 
     def _capture_chain(self, shape: StepShape, step: StepInputs, padded: int) -> None:
-        """Capture the chain after a step of this shape, with a whole draft for each of `padded` requests."""
+        """Capture the draft passes after a step of this shape, which draft the full length for `padded` requests."""
         staged = self._staging.new_inputs()
         empty = DeviceBatch.from_work([], [], self._rows, self.cache.shape.block_size)
         num_states = shape.singles if self._captured is not None else 0
@@ -236,7 +236,7 @@ class DeviceDrafting:
         self._replays[key]()
 
     def _run(self, inputs: DraftInputs, step: StepInputs) -> None:
-        """Compute the step's tokens, and store new drafts if any are wanted."""
+        """Compute the step's tokens with the draft model, if it needs that, and store new drafts if any are wanted."""
         plan = step.tiles if inputs.step_plan is None else inputs.step_plan
         rows, model = self._rows, self.model
         accepted, hidden = None, None
@@ -276,7 +276,7 @@ class DeviceDrafting:
     def _step_batch(
         self, step: StepInputs, tokens: Tensor, logit_rows: Tensor, plan: ops.AttentionPlan
     ) -> ForwardBatch:
-        """Return the first pass: all tokens of the target model's step, at the same positions."""
+        """Return the batch of the first pass: `tokens`, at the positions of the target model's step."""
         metadata = ops.AttentionMetadata(
             *(step.positions, step.slots, step.query_start, step.context),
             self._rows.first_tables.index_select(0, step.rows),
@@ -295,9 +295,9 @@ class DeviceDrafting:
         position: Tensor,
         tables: Tensor,
     ) -> Tensor:
-        """Return the first drafted token of a model that reads tokens, after its pass over the last two known tokens.
+        """Return the first drafted tokens of a draft model that reads tokens, from a pass over the two newest tokens.
 
-        The newest token is missing in its cache, and the one before it too if the whole draft was accepted."""
+        The draft model's cache lacks the newest token, and the token before it too if the whole draft was accepted."""
         before = drafted.gather(1, (accepted - 1).clamp(min=0)[:, None]).squeeze(1)
         known = step.tokens[inputs.step_rows]
         before = torch.where(accepted > 0, before, known)
@@ -316,7 +316,7 @@ class DeviceDrafting:
     def _chain_batch(
         self, tokens: Tensor, position: Tensor, limits: Tensor, tables: Tensor, plan: ops.AttentionPlan
     ) -> ForwardBatch:
-        """Return a pass over one token of each request. Rows with a limit of 0 are padding."""
+        """Return the batch of a pass over one token of each request. Rows with a limit of 0 are padding."""
         at, slots = ops.find_slots(position, limits, tables, self.cache.shape.block_size)
         metadata = ops.AttentionMetadata(at, slots, self._query_start[: len(tokens) + 1], at, tables)
         return ForwardBatch(tokens, metadata, None, self.cache.keys, self.cache.values, plan=plan.with_block_tables())

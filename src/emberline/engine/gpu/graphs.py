@@ -33,7 +33,7 @@ class StepInputs:
     weight_unpacker: ops.WeightUnpacker
     window_slots: Tensor | None  # slots in each group of layers with an attention window; None: there are none
     state_slots: Tensor | None = None  # StateRows.slots; None: there are no recurrent layers
-    state_drafts: Tensor | None = None  # StateRows.drafts and query_start; None: they keep no rows of drafted tokens
+    state_drafts: Tensor | None = None  # StateRows.drafts and query_start; None: no drafts in recurrent layers
     state_starts: Tensor | None = None
     has_drafts: bool = True  # whether a request may have drafted tokens
     exchanged: ExchangedRows | None = None  # with data-parallel attention
@@ -89,7 +89,7 @@ class ModelStep:
 
 
 def max_input_bytes(limits: SchedulerConfig, planner: ops.AttentionPlanner, num_tables: int = 1) -> int:
-    """Return the size of the memory for the inputs of a step. `num_tables`: block tables of a request."""
+    """Return the size of the memory for the inputs of a step. `num_tables`: block tables of each request."""
     per_token, per_row = 8 + 8 + 8 + 8 + 4 + 8 * (num_tables - 1), 4 + 8 + 4 + 8 + 8 + 4 + 40 + 64
     tables = 16 * (limits.max_batch_tokens // limits.block_size + limits.max_running) * num_tables
     rows = max_step_rows(limits.max_running)

@@ -17,8 +17,8 @@ from emberline.models.weight_formats import NarrowSize
 def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = (), *, packed: bool = False) -> float:
     """Compile all kernels that steps need, unless an earlier start did; return the seconds spent.
 
-    `narrow`: the matrices that are kept quantised. `packed`: whether others are packed. A kernel that is compiled at
-    its first use would delay a request by a second."""
+    `narrow`: the matrices that are kept quantised. `packed`: whether the other matrices are packed. A kernel that is
+    compiled at its first use would delay a request by a second."""
     began = time.perf_counter()
     if not runner.cache.keys.is_cuda:
         return 0.0

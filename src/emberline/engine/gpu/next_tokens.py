@@ -52,7 +52,7 @@ class ComputedStep:
 
 class NextTokens(Protocol):
     def launch(self, step: ComputedStep) -> Callable[[], StepResult]:
-        """Queue what gives the requests of a step their next tokens; return a function that waits for the result."""
+        """Queue the sampling or the receipt of a step's next tokens; return a function that waits for the result."""
         ...
 
     def device_buffers(self) -> list[Tensor]:
@@ -74,9 +74,9 @@ class TokenSampler:
         share_tokens: ShareTokens | None = None,
         num_buffers: int = RING_BUFFERS,
     ) -> None:
-        """`max_input_bytes`: of sampling in one step, without grammar masks. `share_tokens`: sends sampled tokens.
+        """`max_input_bytes`: maximum bytes of the inputs of sampling in one step, without grammar masks.
 
-        `num_buffers`: see InputStaging."""
+        `share_tokens`: sends the tokens to other ranks; None: none needs them. `num_buffers`: see InputStaging."""
         self._rows, self._stream, self._vocab_size = rows, device.step_stream, vocab_size
         self._share_tokens = share_tokens
         self._penalties = DevicePenalties(rows.padding_row + 1, vocab_size, device.torch_device)
@@ -108,7 +108,7 @@ class TokenSampler:
 
         plan, failures, began, count_prepared = step.plan, step.failures, step.began, step.count_prepared
 
-        def finish() -> StepResult:  # it does not keep the logits
+        def finish() -> StepResult:  # keeps no reference to the logits
             tokens, lost = sampled.wait_for_tokens_and_failures()
             self._sample_waiting_step()
             prompts = {name: score() for name, score in scores.items()}
@@ -141,7 +141,7 @@ class TokenReceiver:
     """Receives the tokens that another rank samples, and the drafts of its draft model."""
 
     def __init__(self, rows: DeviceRows, device: Device, max_input_bytes: int, comm: Communicator | None) -> None:
-        """`comm`: the ranks that get tokens, of which the first samples; None: plans have no pending tokens."""
+        """`comm`: connects the ranks that get tokens; its first rank samples. None: no plan has pending tokens."""
         self._rows, self._stream, self._comm = rows, device.step_stream, comm
         self._inputs = InputStaging(max_input_bytes, device)
 
@@ -158,14 +158,14 @@ class TokenReceiver:
                 receive_drafts(self._comm, self._rows, drafted)
         end, number, began = self._stream.record_event(), step.plan.step, step.began
 
-        def finish() -> StepResult:  # it does not keep the logits
+        def finish() -> StepResult:  # keeps no reference to the logits
             end.wait()
             return StepResult(number, {}, seconds=end.seconds_since(began))
 
         return finish
 
     def _list_drafted_rows(self, step: ComputedStep) -> np.ndarray:
-        """Return the rows of the requests for which the leader's draft model drafts behind this step."""
+        """Return the rows of the requests for which the leader's draft model drafts after this step."""
         has_drafts = self._rows.max_draft > 0
         found = DraftRows.select(step.singles, step.chunks, self._rows).request_rows if has_drafts else []
         return np.array([row.index for row in found], np.int64)

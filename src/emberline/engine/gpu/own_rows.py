@@ -9,9 +9,10 @@ of its rows. The numbers of rows are known before the step, so it can be capture
 - In an uncaptured step, each rank has as many rows as its requests need, and at least one, also of logits: no kernel
   gets an empty tensor.
 
-Experts are divided layers too: rows go to all ranks, not only to those that have their experts, since how many these
-are depends on data. So a row is sent to all ranks where a dispatch would send it to a few, and every rank computes the
-router for all rows. The leader gets the logits of all requests and samples. All ranks receive all tokens.
+Layers with experts are divided too. Each row goes to all ranks, not only to those that have its experts, because the
+number of rows for each rank would depend on the data, and not be known before the step. So more rows are sent than in a
+dispatch, and every rank computes the router for all rows. The leader gets the logits of all requests and samples. All
+ranks receive all sampled tokens.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ class ExchangedRows:
     chosen: Tensor  # see ForwardBatch.chosen_rows
 
     def make_batch_fields(self, tokens: Tensor) -> dict[str, Any]:
-        """Queue the exchange of the ranks' tokens, and return the fields of ForwardBatch. `tokens`: of this rank."""
+        """Queue the exchange of the ranks' tokens, and return the fields of ForwardBatch. `tokens`: this rank's."""
         fields = {"exchange": self.rows, "logit_exchange": self.logit_rows, "chosen_rows": self.chosen}
         return {"all_tokens": self.rows.gather(tokens), **fields}
 
 
 @dataclass(frozen=True)
 class HomeWork:
-    """The work of a step whose requests have the same home."""
+    """The part of a step's work whose requests have the same home: the rank that attends to them."""
 
     singles: list[WorkItem]
     chunks: list[WorkItem]
@@ -90,9 +91,9 @@ class DividedStep:
         return max((len(w.tokens) for w in self.singles), default=1)
 
     def find_logits(self, offsets: Sequence[int], single_rows: Sequence[int]) -> np.ndarray:
-        """Return where the logits of all requests are among those of all ranks, in the order in which they are sampled.
+        """Return the index of each request's logits in the joined logits of all ranks, in the order of sampling.
 
-        `offsets`: of the logits of each rank. `single_rows`: of these, how many precede those of chunks."""
+        `offsets`: index of each rank's first logits. `single_rows`: how many of a rank's logits precede its chunks'."""
         chunk_offsets = np.array(offsets, np.int64) + np.array(single_rows, np.int64)
         singles = _place_in_order(self.singles, [len(w.tokens) for w in self.singles], np.array(offsets, np.int64))
         chunks = _place_in_order(self.chunks, [_count_chunk_logits(w) for w in self.chunks], chunk_offsets)
@@ -101,9 +102,9 @@ class DividedStep:
 
 class OwnRows:
     def __init__(self, comm: Communicator, max_logits: int, *, counts_rows: bool = False) -> None:
-        """`comm`: of the ranks with requests of their own. `max_logits`: rows of logits of a captured step, at most.
+        """`comm`: connects the ranks with requests of their own. `max_logits`: maximum logit rows of a captured step.
 
-        `counts_rows`: whether steps must know which rows are padding, because experts count theirs."""
+        `counts_rows`: whether steps must know which rows are padding, because the rows of each expert are counted."""
         self._comm, self._max_logits, self._counts_rows = comm, max_logits, counts_rows
 
     def divide(self, singles: Sequence[WorkItem], chunks: Sequence[WorkItem]) -> DividedStep:
@@ -122,7 +123,7 @@ class OwnRows:
     ) -> StepShape | None:
         """Return the shape of the captured step with room for the work of each home; None: it must run uncaptured.
 
-        All ranks find the same one. `planner`: of this rank, with the same limits as the others have."""
+        All ranks find the same shape. `planner`: of this rank; it has the same limits as those of other ranks."""
         if any(w.prompt_logprobs for w in step.chunks) or step.num_logits > self._max_logits:
             return None
         sizes = ([(w.start, len(w.tokens)) for w in home.chunks] for home in step.homes)
@@ -170,7 +171,7 @@ def _mark_rows(homes: Sequence[HomeWork], counts: Sequence[int], shape: StepShap
 
 
 def fill_uncaptured(batch: DeviceBatch, rows: DeviceRows) -> DeviceBatch:
-    """Return the batch of an uncaptured step with at least one row, and at least one row of logits."""
+    """Return the batch of an uncaptured step, padded to one row and to one row of logits if it has none."""
     if not len(batch.tokens):
         return batch.pad_to(StepShape(1, 0, 0), rows.padding_row, rows.padding_state)
     return batch if len(batch.logit_rows) else replace(batch, logit_rows=np.zeros(1, np.int64))
@@ -181,9 +182,9 @@ def _count_chunk_logits(chunk: WorkItem) -> int:
 
 
 def _place_in_order(work: Sequence[WorkItem], counts: Sequence[int], offsets: np.ndarray) -> np.ndarray:
-    """Return a place for each of the `counts` rows of the work items. A home's rows follow each other from its offset.
+    """Return an index for each row of the work items. The rows of a home have consecutive indexes from its offset on.
 
-    `offsets`: by home."""
+    `counts`: number of rows of each work item. `offsets`: by home."""
     homes = np.repeat(np.array([w.home for w in work], np.int64), np.array(counts, np.int64))
     order, sizes = np.argsort(homes, kind="stable"), np.bincount(homes, minlength=len(offsets))
     places = np.empty(len(homes), np.int64)

@@ -34,19 +34,19 @@ class PenalisedRows:
 
 @dataclass(frozen=True, slots=True)
 class DraftPenalties:
-    """The rows of one step that follow the first, second, ... drafted token of requests with penalties.
+    """The rows of one step that follow the n-th drafted token of requests with penalties, for one n.
 
     The drafted token is counted before the row is penalised, as if it had been sampled."""
 
     penalised: PenalisedRows
-    tokens: Tensor  # [S] int64: the drafted token of each such row of the logits
+    tokens: Tensor  # [S] int64: the token before each row of the logits, which is drafted for these rows
 
 
 @dataclass(frozen=True, slots=True)
 class CountReset:
     """Token counts to write to the device for requests that get a row in this step.
 
-    `prompt` and `output` are the tokens that occur there, as indexes into the flattened table of counts."""
+    `prompt`, `output`: the tokens that occur in prompts and outputs, as indexes into the flattened table of counts."""
 
     slots: Tensor  # int64: rows of the counts
     prompt: Tensor  # int64
@@ -115,9 +115,9 @@ def prepare_draft_penalties(
     offsets: Sequence[int],
     inputs: StagedInputs,
 ) -> list[DraftPenalties]:
-    """Stage the penalties of drafted tokens, by their position in the draft.
+    """Stage the penalties of the rows after drafted tokens: an entry for each position in the drafts.
 
-    `draft_rows`: indexes in `work` of drafted tokens whose requests may have penalties. `offsets`: see `draft_offsets`.
+    `draft_rows`: indexes in `work` of drafted tokens whose requests may have penalties. `offsets`: see SpecialRows.
     The device counts the whole draft, so the counts of these requests are rebuilt before their next step."""
     found: list[DraftPenalties] = []
     if not draft_rows:

@@ -60,7 +60,7 @@ class PlannedModel:
         """Plan the memory of a model, or of a rank's part of it. Raises ModelError if it does not fit, InvalidRequest
         if the stage cannot be computed.
 
-        `device_memory`: bytes of the GPU's memory, and of these, what others use. `stage`: of a pipeline."""
+        `device_memory`, `stage`: see `plan_stage_memory`."""
         plan, config = plan_stage_memory(
             *(model.config, stage, settings, model.context, device_memory, str(model.dtype).removeprefix("torch.")),
             packed=weights.packed,
@@ -108,8 +108,8 @@ class PlannedModel:
     def tune_matrix_products(self) -> float:
         """Find the fastest matrix product kernel for each number of tokens; return the seconds spent.
 
-        Call this before a runner fills the memory. Measurements of an earlier start are reused. Without a GPU or
-        captured graphs, nothing is measured."""
+        Call this before a runner fills the memory. Measurements of an earlier start are reused. Without a GPU
+        or captured graphs, and with the setting `exact`, nothing is measured."""
         model, settings = self.model, self.settings
         if model.device.type != "cuda" or not settings.gpu.graphs or settings.gpu.exact:
             return 0.0

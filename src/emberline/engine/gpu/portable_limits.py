@@ -15,7 +15,7 @@ MIN_FLOAT8_CAPABILITY = (8, 9)  # GPUs before it do not convert float8
 def reject_unsupported_settings(
     settings: EngineConfig, device: torch.device, *, has_packed_experts: bool = False
 ) -> None:
-    """Raise InvalidRequest if a setting needs another GPU or Hopper's kernels.
+    """Raise InvalidRequest if portable kernels are used, and a setting needs Hopper's kernels or a newer GPU.
 
     `has_packed_experts`: whether the model is a mixture of experts whose weights are to be packed."""
     if device.type != "cuda" or ops.has_hopper_kernels():

@@ -21,8 +21,8 @@ PromptScores = dict[str, Callable[[], list[TokenLogprob]]]
 def score_prompts(work: Sequence[WorkItem], logits: Tensor, rows: DeviceRows) -> tuple[PromptScores, Tensor]:
     """Queue the log-probabilities of prompts, and return functions that read them, and the logits to sample from.
 
-    There is a function for each request that needs it, by request id. Call it when the step's result is read. If a
-    prompt is scored, the logits are overwritten: since they take much memory, they are neither kept nor copied."""
+    There is a function for each request whose prompt is scored, by request id. Call it when the step's result is read.
+    If a prompt is scored, the logits are overwritten: since they take much memory, they are neither kept nor copied."""
     if not any(w.prompt_logprobs for w in work):
         return {}, logits
     scored, sampled = split_logit_rows(work)

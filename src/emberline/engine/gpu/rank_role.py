@@ -33,7 +33,7 @@ class RankRole:
     attends_to_own: bool = False  # whether this rank has the KV cache of requests of its own, and attends to these
     pages_per_slot: int = 0  # pages of the states of a sequence, on every rank; 0: as many as those of this rank need
     counts_rows: bool = False  # whether the rows of each expert are counted, because experts may move between ranks
-    # On a rank that verifies the drafts of the leader's draft model: what it must know of that; None on the others.
+    # On a rank that verifies drafts of the leader's draft model: what it must know of that model; None on other ranks.
     draft_model: DraftModelSummary | None = None
 
     @staticmethod
@@ -47,7 +47,7 @@ class RankRole:
 
     @property
     def home(self) -> int:
-        """The home of the requests that this rank attends to."""
+        """The number of this rank among those that attend to requests of their own; 0 if it is not one of these."""
         return self.shards.rank if self.shards is not None and self.attends_to_own else 0
 
     @property
@@ -61,38 +61,38 @@ class RankRole:
 
     @property
     def num_plans(self) -> int:
-        """The number of plans that are launched before the result of the first one is read, at most."""
+        """The maximum number of plans that are launched before the result of the oldest is read."""
         return max(2, self.stage.count)
 
     def make_own_rows(self, max_logits: int) -> OwnRows | None:
-        """Return what divides the work of steps by the homes of requests; None: this rank computes all of it.
+        """Return the OwnRows that select the work of this rank's own requests; None: it computes that of all requests.
 
-        `max_logits`: rows of logits of a captured step, at most."""
+        `max_logits`: maximum rows of logits of a captured step."""
         assert self.shards is not None or not self.attends_to_own
         if self.shards is None or not self.attends_to_own:
             return None
         return OwnRows(self.shards, max_logits, counts_rows=self.counts_rows)
 
     def make_next_tokens(self, rows: DeviceRows, device: Device, vocab_size: int, max_input_bytes: int) -> NextTokens:
-        """Return how the requests of a step get their next tokens."""
+        """Return the object that gives the requests of a step their next tokens."""
         if not self.is_leader:
             return TokenReceiver(rows, device, max_input_bytes, self._token_ranks)
         return TokenSampler(rows, device, vocab_size, max_input_bytes, self.share_tokens, self.num_plans + 1)
 
     @property
     def share_tokens(self) -> ShareTokens | None:
-        """What queues the sending of the leader's tokens to the ranks that embed them; None: no other rank does."""
+        """A function that sends the leader's tokens to the ranks that embed them; None: no other rank needs them."""
         return None if (comm := self._token_ranks) is None else partial(_send_tokens, comm)
 
     @property
     def _token_ranks(self) -> Communicator | None:
-        """The ranks that embed tokens which only the device of the leader knows.
+        """The ranks that embed tokens which only the leader's device knows; None: there are no such tokens or ranks.
 
-        With several stages, a request is planned when its newest token is known: no rank needs it from the device."""
+        With several stages, a request is planned only after the host has read its newest token."""
         return self.shards if self.stages is None else None
 
     def run_model(self, model: DecoderModel, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        """Queue this rank's part of a forward pass, and return the logits; without rows, if another stage has them."""
+        """Queue this rank's part of a forward pass, and return the logits: no rows unless its stage is the last."""
         if self.stages is None:
             return model.forward(batch, out)
         return PipelineModel(model, self.stage, self.stages).forward(batch, out)

@@ -38,7 +38,7 @@ class RequestRow:
     is_plain: bool  # copied from `sampling` for speed
     num_blocks: int = 0  # blocks of its table that the device has
     num_window_blocks: int = 0  # of each of its tables for layers with an attention window
-    preemptions: int = 0  # preemptions of the request when these were sent
+    preemptions: int = 0  # preemptions of the request when these blocks were sent
     has_counts: bool = False  # whether the device has its token counts, for penalties
     drafts: tuple[HostDrafts, int] | None = None  # the newest draft of the draft model, and its index
 
@@ -53,9 +53,9 @@ class DeviceRows:
         num_tables: int = 1,
         states: StateCache | None = None,
     ) -> None:
-        """`width`: blocks of the longest block table. `max_draft`: tokens that a draft model proposes, at most.
+        """`width`: maximum blocks in a block table. `max_draft`: maximum tokens that a draft model proposes.
 
-        `num_tables`: block tables of a request, one for each group of layers. `states`: of recurrent layers, if any."""
+        `num_tables`: block tables of a request, one for each group of layers. `states`: recurrent states, if any."""
         self.max_draft = max_draft
         self.padding_row = capacity
         # The slot with the recurrent states of padding, and whether the rows of drafted tokens are kept.
@@ -69,7 +69,7 @@ class DeviceRows:
         self.tables = torch.zeros(capacity + 1, width, dtype=torch.int32, device=device)
         # For each row its newest token, then its draft.
         self.newest = torch.zeros((capacity + 1) * (1 + max_draft), dtype=torch.int64, device=device)
-        # For each row, the accepted tokens of the newest draft. That of the padding row is always 0.
+        # For each row, how many tokens of its newest draft were accepted; always 0 for the padding row.
         self.accepted = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
         self.host_tables = np.zeros((capacity + 1, width), np.int32)  # the tables with all updates that will be sent
         self.temperature = np.zeros(capacity + 1, np.float32)
@@ -176,7 +176,7 @@ class DeviceRows:
     def _take_window_updates(
         self, work: WorkItem, row: RequestRow, indexes: list[np.ndarray], blocks: list[int]
     ) -> None:
-        """Append the new entries of a request's tables for layers with a window, which all have the same length.
+        """Append the new entries of a request's block tables for layers with a window. These tables have equal lengths.
 
         Released blocks stay in the device's tables: no token that is computed from now on attends to them."""
         start, end = row.num_window_blocks, len(work.window_blocks[0])

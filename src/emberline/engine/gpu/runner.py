@@ -66,7 +66,7 @@ class GPURunner:
         """`groups`: layers of the whole model that share block tables; None: all share one.
 
         `states`: memory of recurrent layers, with a slot for padding; None: the model has none. `rank`: this runner's
-        part of an engine on several ranks, of which `model`, `cache` and `states` are; None: there is only one rank."""
+        part of an engine on several ranks; `model`, `cache` and `states` are this part. None: there is only one."""
         limits = settings.scheduler
         self.model, self.cache, self.step_stream = model, cache, device.step_stream
         self.num_blocks, self._block_size = cache.num_blocks, cache.shape.block_size
@@ -205,7 +205,7 @@ class GPURunner:
         return self._next_tokens.launch(ComputedStep(plan, failures_by_request, began, *rest))
 
     def _launch_own_rows(self, own_rows: OwnRows, step: DividedStep) -> Tensor:
-        """Queue the model's computation of the requests of this rank, and return the logits of those of all ranks."""
+        """Queue the forward pass of this rank's requests, and return the logits of the requests of all ranks."""
         own = own_rows.own_work(step)
         self._send_table_updates(own.all)
         parts = own.singles, own.chunks, self._rows, self._block_size
@@ -318,7 +318,7 @@ class GPURunner:
             launch_expert_kernels(self.model, self.draft_model, self.max_batch_tokens)
 
     def _get_logits_buffer(self, shape: StepShape) -> Tensor:
-        """Return where a step of this shape writes its logits; a rank of an earlier stage has none."""
+        """Return the buffer for the logits of a step of this shape; without columns on ranks of earlier stages."""
         width = self.vocab_size if self.rank.has_logits else 0
         rows = shape.rows if self._own_rows is None else self._own_rows.count_logits(shape)
         return self._graphs.get_logits_buffer(rows, width, self.cache.keys.device)

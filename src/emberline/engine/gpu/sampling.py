@@ -97,7 +97,7 @@ class StepSampling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """What the device needs to sample S tokens: one behind each work item's known tokens and each drafted token."""
+    """What the device needs to sample S tokens: one after each work item's known tokens and each drafted token."""
 
     work: Sequence[WorkItem]
     request_rows: Sequence[RequestRow]
@@ -113,10 +113,10 @@ class SamplingInputs:
     mask: tuple[Tensor, Tensor] | None  # bits, rows
     scored: tuple[list[int], Tensor] | None  # indexes in [0, S) of tokens with log-probabilities, on host and device
     num_top: Sequence[int]  # for each of these, how many likely tokens are reported beside it
-    pending_drafts: Mapping[str, tuple[HostDrafts, int]]  # by request: the draft, where the host did not know it
+    pending_drafts: Mapping[str, tuple[HostDrafts, int]]  # by request: drafts that the host did not know at launch
 
     def draft_of(self, work: WorkItem) -> Sequence[int]:
-        """Return the draft of a work item. Drafts that were on the device only have been copied since."""
+        """Return the draft of a work item. If only the device had it at launch, the host has a copy by now."""
         if work.id not in self.pending_drafts:
             return work.tokens[len(work.tokens) - work.num_draft :]
         drafts, at = self.pending_drafts[work.id]
@@ -183,7 +183,7 @@ def list_newest_indexes(work: Sequence[WorkItem], rows: DeviceRows) -> np.ndarra
 def _place_newest(row_indexes: np.ndarray, drafted: np.ndarray, rows: DeviceRows) -> np.ndarray:
     """Return where in DeviceRows.newest each sampled token goes. `drafted`: drafted tokens of each work item.
 
-    For a request with a draft only the host knows which of its tokens is the newest: they go to the padding row."""
+    Tokens of requests with drafts go to the padding row, because only the host knows which of them is the newest."""
     if drafted.any():
         row_indexes = np.repeat(np.where(drafted > 0, rows.padding_row, row_indexes), 1 + drafted)
     return row_indexes * (1 + rows.max_draft)
@@ -203,13 +203,13 @@ def _stage_shifts(
 
 
 class SpecialRows(NamedTuple):
-    """The sampled tokens of requests with penalties, biases, masks or log-probabilities.
+    """Which sampled tokens are of requests with penalties, biases, masks or log-probabilities.
 
-    The lists have an entry for each token of the step; they are empty if there is no such request."""
+    The first three lists have an entry for each token that the step samples. All are empty without such requests."""
 
     work: Sequence[WorkItem]  # drafted tokens are work items of their own
     request_rows: Sequence[RequestRow]
-    offsets: Sequence[int]  # position in its draft of each token's predecessor, from 1; 0: it is not drafted
+    offsets: Sequence[int]  # for each token, the place in the draft of the token before it, from 1; 0: not drafted
     rows: list[int]  # indexes of the tokens of such requests
 
     @staticmethod
@@ -266,8 +266,8 @@ class SamplingOutputs:
     ) -> tuple[dict[str, SampledToken], dict[str, str]]:
         """Return the sampled tokens, and errors of requests that cannot continue, both by request id.
 
-        Requests that have ended in the meantime are left out. The token of a draft's row counts only if the draft is
-        what was sampled up to there."""
+        Requests that have ended in the meantime are left out. A token after a drafted one counts only if all drafted
+        tokens before it were sampled."""
         scores = self._logprobs_by_row(inputs)
         sampled: dict[str, SampledToken] = {}
         failed: dict[str, str] = {}
@@ -306,10 +306,10 @@ class SamplingOutputs:
 def _follow_rules(
     state: SamplingState, tokens: Sequence[int], first: int, draft: Sequence[int], scores: Mapping[int, TokenLogprob]
 ) -> SampledToken | str:
-    """Append a request's sampled tokens to its state, and return them; or why the request cannot continue.
+    """Append a request's sampled tokens to its state, and return them, or return why the request cannot continue.
 
-    The token behind a drafted one counts only if that is what was sampled. After other tokens of this step, a failure
-    is left out: the next step fails again."""
+    A token after a drafted one counts only if that drafted token was sampled. A failure after other tokens of this step
+    is not reported, because the next step fails again."""
     run: list[SampledToken] = []
     for i in range(1 + len(draft)):
         if i and (run[-1].stop or run[-1].token != draft[i - 1]):

@@ -37,11 +37,11 @@ class ShapeGrid:
     def for_model(
         parameter_count: int, max_batch_tokens: int, *, has_experts: bool = False, exchanging_ranks: int = 1
     ) -> ShapeGrid:
-        """Return the sizes to capture for a model of which a token uses `parameter_count` weights of the layers.
+        """Return the sizes to capture. `parameter_count`: number of weights in the model's layers that one token uses.
 
-        A step is worth capturing if launching it takes longer than computing it. For a small model that holds for
-        larger steps too, but it gets coarser sizes, because padding costs it little. `exchanging_ranks`: ranks that
-        have different rows. They compute each other's padding, so a captured step has only a part of the tokens."""
+        A step is worth capturing if launching it takes longer than computing it. For a small model that is so for
+        larger steps too; their sizes are coarser, because padding costs little there. `exchanging_ranks`: number of
+        ranks that attend to requests of their own. Each computes the padding of all, so only smaller steps pay."""
         if exchanging_ranks > 1:
             return ShapeGrid(min(max(TOKEN_GRAIN, MAX_CHUNK_TOKENS // exchanging_ranks), max_batch_tokens))
         operations = LAUNCH_FLOP * (EXPERT_LAUNCH_FACTOR if has_experts else 1)
@@ -131,7 +131,8 @@ def captured_shapes(
 ) -> set[StepShape]:
     """Return all shapes of steps that are captured ahead of their use.
 
-    `queries`: numbers of tokens of a row in steps with drafts. Those with chunks are captured at their first use."""
+    `queries`: numbers of tokens that a row may have in steps with drafts. Of these steps, those with chunks are not
+    included: they are captured at their first use."""
     grid = grid or ShapeGrid(min(MAX_CHUNK_TOKENS, max_batch_tokens))
     without_chunks = {StepShape(pad_row_count(rows), 0, 0) for rows in range(1, max_running + 1)}
     mixed = {
@@ -160,8 +161,8 @@ def max_step_rows(request_count: int) -> int:
 def max_draft_rows(request_count: int, *, reads_states: bool) -> int:
     """Return the maximum number of rows, including padding, of a pass of a draft model.
 
-    `reads_states`: whether it reads hidden states of the target model. One that reads tokens computes the last two
-    tokens of each request as a row each."""
+    `reads_states`: whether the draft model reads hidden states of the target model. If not, it computes the last two
+    tokens of each request, as two rows."""
     step_rows = max_step_rows(request_count)
     return step_rows if reads_states else max(step_rows, 2 * pad_row_count(request_count))
 

@@ -1,7 +1,8 @@
 """DraftSender, receive_drafts: how the drafts of the leader's draft model reach the ranks that only verify them.
 
-Ranks may keep a request in different rows of DeviceRows. So a message has, in the order of DraftRows, for each request
-that wants a draft: how many tokens of its previous draft were accepted, its newest token, and its new draft."""
+Ranks may keep the same request in different rows of DeviceRows, so a message has no rows, but lists the requests that
+want a draft in the order of DraftRows: for each, how many tokens of its previous draft were accepted, its newest token,
+and its new draft."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from emberline.kernels.comm.communicator import Communicator
 
 class DraftSender:
     def __init__(self, share: ShareTokens, max_rows: int, rows: DeviceRows) -> None:
-        """`share`: queues the sending of a tensor. `max_rows`: requests that want a draft, with padding, at most."""
+        """`share`: queues the sending of a tensor. `max_rows`: maximum requests that want a draft, with padding."""
         self._share = share
         self.message = _make_message(max_rows, rows)
 
@@ -27,12 +28,12 @@ class DraftSender:
         self.message[: len(found), 1 : 1 + found.shape[1]].copy_(found)
 
     def send(self, count: int) -> None:
-        """Queue the sending of the message, without what it has of padding. `count`: of requests."""
+        """Queue the sending of the message without its padding. `count`: number of requests."""
         self._share(self.message[:count])
 
 
 def receive_drafts(comm: Communicator, rows: DeviceRows, indexes: Tensor) -> None:
-    """Queue the receipt of drafts from the first rank, and store them. `indexes`: rows of the requests in DraftRows."""
+    """Queue the receipt of drafts from the first rank, and store them. `indexes`: each request's row in DeviceRows."""
     message = comm.broadcast(_make_message(len(indexes), rows), 0)
     rows.store_drafts(indexes, message[:, 0], message[:, 1:])
 

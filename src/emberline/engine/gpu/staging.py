@@ -50,7 +50,7 @@ class StagedInputs:
 
 class InputStaging:
     def __init__(self, size: int, device: Device, num_buffers: int = RING_BUFFERS) -> None:
-        """`num_buffers`: of the host. With as many steps on the device, the host waits for the first of them."""
+        """`num_buffers`: buffers on the host. If all are in use, the host waits until the oldest has been copied."""
         self._stream = device.step_stream
         self.device = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
         self.host_buffers = [device.allocate_pinned(size) for _ in range(num_buffers)]

@@ -1,8 +1,8 @@
 """DeviceStateCopies: copies of recurrent states on a device, queued on the stream that is active.
 
 States are copied between slots, between slots and pages (kv/state_pages.py), which tiers keep, and between slots and KV
-blocks, which other engines read and write. Plans may reuse a slot or a block before the steps that use it have run: all
-steps and copies run in the order of plans."""
+blocks, which other engines read and write. A plan may reuse a slot or a block before the steps of earlier plans have
+used it, because all steps and copies run in the order of their plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from emberline.kv.state_pages import StatePages, split_page
 
 class DeviceStateCopies:
     def __init__(self, states: StateCache, cache: KVCache, pages_per_slot: int = 0) -> None:
-        """`pages_per_slot`: at least those that these states need; 0: as many. The others are empty."""
+        """`pages_per_slot`: pages of a slot; those that these states do not need are empty. 0: as many as they need."""
         self._states, self._cache = states, cache
         self._page_bytes = cache.shape.block_bytes
         needed = StatePages.cut(states.shape.slot_bytes, self._page_bytes, cache.num_blocks)
@@ -29,10 +29,10 @@ class DeviceStateCopies:
         self._part_sizes = [part.shape[1] for part in self._parts]
 
     def clear_blocks(self, work: Sequence[WorkItem]) -> None:
-        """Fill blocks of requests that had states with zeros."""
+        """Fill blocks that held recurrent states with zeros, before requests use them for keys and values."""
         if cleared := [block for w in work for block in w.cleared_blocks]:
             for part in self._cache.parts:
-                part.view(torch.uint8)[:, cleared] = 0  # float8 has no such operation
+                part.view(torch.uint8)[:, cleared] = 0  # as bytes: torch cannot do this with float8
 
     def begin_step(self, work: Sequence[WorkItem]) -> None:
         """Queue the copies that precede the model in a step."""
@@ -47,7 +47,7 @@ class DeviceStateCopies:
                 self._write_block(block, self._read_page(w.state.slot, page))
 
     def save_snapshots(self, work: Sequence[WorkItem]) -> None:
-        """Queue the copies of states that follow the model in a step, at the end of which the snapshots are."""
+        """Queue the copies of states to snapshots, after the model. A snapshot has the states at the end of a step."""
         for w in work:
             if w.state is not None and w.state.save_to is not None:
                 assert w.state.save_end == w.start + len(w.tokens), "the states have advanced further"

@@ -41,7 +41,9 @@ class StateRows:
     def from_work(
         singles: Sequence[WorkItem], chunks: Sequence[WorkItem], num_single_rows: int, rows: DeviceRows
     ) -> StateRows | None:
-        """Return None if the model has no recurrent layers. Test requests, which have no slot, use that of padding."""
+        """Return the rows of a step; None if the model has no recurrent layers.
+
+        `num_single_rows`: rows of the singles in attention. Test requests, which have no slot, use that of padding."""
         if (padding := rows.padding_state) is None:
             return None
         slots = np.full(num_single_rows + len(chunks), padding, np.int32)

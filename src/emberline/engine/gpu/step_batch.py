@@ -26,7 +26,7 @@ def build_step_batch(
     *,
     computes_all_rows: bool = False,
 ) -> ForwardBatch:
-    """Queue what prepares a forward pass, and return its batch.
+    """Queue the operations that prepare a forward pass, and return its batch.
 
     Tokens that only the device knows are filled in, and positions are moved past the accepted tokens of drafts. The
     block tables of all groups of layers are selected at once, so the time does not depend on the number of groups.
@@ -76,7 +76,7 @@ def build_step_batch(
 
 
 class StateTensors(NamedTuple):
-    """Fields of a ForwardBatch of a model that keeps the rows of drafted tokens."""
+    """Fields of a ForwardBatch that only recurrent layers with drafted tokens use."""
 
     state_saves: ops.StateSaves | None = None
     state_drafts: ops.StateDrafts | None = None
@@ -86,7 +86,7 @@ class StateTensors(NamedTuple):
 def _select_states(
     inputs: StepInputs, rows: DeviceRows, states: StateCache, attention: ops.AttentionMetadata
 ) -> StateTensors:
-    """Queue what finds out how many drafted tokens were accepted, and return the tensors of recurrent layers."""
+    """Queue the count of accepted drafted tokens, and return the tensors that recurrent layers need for drafts."""
     if inputs.state_drafts is None or inputs.state_starts is None:
         return StateTensors()
     columns = inputs.state_drafts.unbind()

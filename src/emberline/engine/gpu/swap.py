@@ -68,7 +68,7 @@ class SleepManager:
         return sum(self._models[name].nbytes for name in self._awake_since)
 
     def add(self, name: str, model: SwappableModel) -> None:
-        """Add a model, which is asleep at first. Raises ModelError if it needs more than all of the memory."""
+        """Add a model, which is asleep at first. Raises ModelError if it alone needs more than `memory`."""
         assert name not in self._models
         if model.nbytes > self.memory:
             raise ModelError(
@@ -222,10 +222,10 @@ class RunnerMemory:
 
 
 def usable_model_bytes(device_bytes: int, utilization: float = DEFAULT_UTILIZATION, other_bytes: int = 0) -> int:
-    """Return how many of a device's `device_bytes`, of which other processes use some, models that are awake may use.
+    """Return how many bytes of a device's memory the models that are awake may use together.
 
-    The rest is a reserve. It also holds what sleeping models leave on the device: compiled kernels and workspaces of
-    libraries."""
+    `other_bytes`: what other processes use. RESERVE_BYTES are kept as a reserve, which also holds what sleeping models
+    leave on the device: compiled kernels and workspaces of libraries."""
     return usable_bytes(device_bytes, utilization, other_bytes) - RESERVE_BYTES
 
 

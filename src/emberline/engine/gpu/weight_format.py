@@ -30,8 +30,8 @@ def open_device_weights(
 ) -> DeviceWeights:
     """Return the weights of a checkpoint, not loaded yet, in the format that the settings choose.
 
-    `reader`: already reads the checkpoint's files. `packed`: whether bf16 matrices are kept in 12 bits. `shard`: the
-    part of a rank, which `comm` connects to the ranks with the other parts; None: there is one rank. Raises
+    `reader`: a process that already reads the checkpoint's files. `packed`: whether bf16 matrices are kept in 12 bits.
+    `shard`: this rank's part of the weights; None: all. `comm`: connects the ranks with the other parts. Raises
     UnsupportedModel if a float8 KV cache is set and the checkpoint describes another kind of quantised cache."""
     gpu, uses_kv_scales = settings.gpu, settings.kv_cache.kv_dtype == "float8"
     if uses_kv_scales:
@@ -51,7 +51,7 @@ def open_device_weights(
 
 
 def name_weight_format(weights: Weights, settings: EngineConfig) -> str:
-    """Return plain, packed or both, after the format of matrices that are kept quantised."""
+    """Return plain, packed or both; with quantised matrices their format, such as int4 or int4+packed."""
     form = "both" if settings.gpu.weights == "both" else "packed" if weights.packed else "plain"
     if not weights.narrow_sizes:
         return form

@@ -18,7 +18,7 @@ DECAY_PER_TOKEN = 0.97  # of the weight of a result with each later token of the
 
 @dataclass(slots=True)
 class RecentDrafts:
-    """Counts of tried and accepted tokens of one request's drafts, by place, in which older drafts count less."""
+    """For each place of a draft, how many tokens of one request were tried and accepted. Older drafts count less."""
 
     position: int  # number of the request's tokens when the counts were last updated
     # Tokens that were compared: those that were right, and the first that was wrong.
@@ -48,8 +48,8 @@ class AcceptanceEstimate:
     ) -> list[float]:
         """Return for each drafted token the probability that it and all before it are accepted.
 
-        `confidence`: the proposer's estimate for each token, given that those before it are accepted. `by_place`: it
-        was measured for each place, so results at other places say nothing about this one."""
+        `confidence`: the proposer's estimate for each token, given that those before it are accepted. `by_place`:
+        whether the estimates were measured for each place of a draft; then results at other places are not used."""
         counts = self._counts.get(request_id)
         probability, found = 1.0, []
         if counts is None:
@@ -78,7 +78,7 @@ class ModelAcceptance:
     """How often the tokens of a draft model are accepted, for each place of its drafts, in all requests together."""
 
     def __init__(self, max_draft: int, prior: float) -> None:
-        """`prior`: the probability before anything is known. Places that are not tried return to it slowly."""
+        """`prior`: the assumed probability before any result. Estimates for untried places slowly return to it."""
         self._prior = prior
         self._tried = [0.0] * max_draft
         self._accepted = [0.0] * max_draft
@@ -95,7 +95,7 @@ class ModelAcceptance:
         self._accepted = [count * DECAY_PER_STEP for count in self._accepted]
 
     def confidence(self, count: int) -> list[float]:
-        """Return for each of the first places the probability that its token is right if those before it are."""
+        """Return, for the first `count` places, the probability that a token is right if those before it are."""
         return [
             (accepted + PRIOR_WEIGHT * self._prior) / (tried + PRIOR_WEIGHT)
             for tried, accepted in zip(self._tried[:count], self._accepted[:count], strict=True)

@@ -12,10 +12,10 @@ from emberline.models.draft_model import DraftModel
 
 
 def make_draft_cache(model: DraftModel, target: KVCache, device: str = "cpu") -> KVCache:
-    """Return a KV cache for a draft model with the blocks of the target model's cache.
+    """Return a KV cache for a draft model, with the same numbers of blocks and tokens as the target model's cache.
 
-    If layers of the target model have several block tables, the draft model uses the first, which has all blocks of a
-    request. The blocks of the others are not used in its cache."""
+    If the target model has several block tables for a request, the draft model uses the first, which covers all tokens.
+    Its cache does not use the blocks that are in other tables."""
     shape = make_kv_shape(model.config, target.shape.block_size, target.shape.dtype)
     return KVCache(shape, target.num_blocks, device)
 

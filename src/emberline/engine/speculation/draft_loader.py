@@ -59,7 +59,8 @@ def load_draft_model(
 def check_vocabulary(draft: Path, draft_config: ModelConfig, target: Path, target_config: ModelConfig) -> None:
     """Raise UnsupportedModel unless both models have the same tokens.
 
-    The tokenizer files are compared. Without them, the sizes must be equal; with them they may differ by padding."""
+    The tokenizer files are compared. Without them, the vocabularies must have equal sizes; with them,
+    the sizes may differ by padding."""
     hint = "use a draft model with the tokenizer of the model"
     ours, theirs = draft / TOKENIZER_FILE, target / TOKENIZER_FILE
     if not (ours.is_file() and theirs.is_file()):

@@ -29,7 +29,7 @@ class DraftState:
     draft_start: int = 0  # position of its first token
 
     def drop_rejected(self, tokens: Sequence[int]) -> None:
-        """Forget the tokens of the newest draft from the first that differs from the request's tokens."""
+        """Count tokens of the newest draft as not computed, from the first that differs from the request's tokens."""
         actual = tokens[self.draft_start : self.draft_start + len(self.drafted)]
         right = 0
         while right < len(actual) and actual[right] == self.drafted[right]:
@@ -47,9 +47,10 @@ class DraftRunner:
         self._cache.free_pages()
 
     def note_work(self, work: Sequence[WorkItem]) -> None:
-        """Note where each request of a step begins, also in steps without the draft model.
+        """Record where the work of new and of preempted requests begins, also in steps without the draft model.
 
-        What the target model found in its cache counts as computed here too: it is, unless drafts were off then."""
+        Tokens before that, which the target model found in its prefix cache, count as computed by the draft model too.
+        They are, unless drafts were off when the target model computed them."""
         for w in work:
             state = self._states.get(w.id)
             if state is None or state.preemptions != w.preemptions:
@@ -91,7 +92,7 @@ class DraftRunner:
         return self._draft([w for w in items if w.samples], work, self._run(items, hidden))
 
     def _known_tokens(self, work: WorkItem, tokens: Sequence[int]) -> WorkItem:
-        """Return the tokens of a request that a model without hidden states has not computed."""
+        """Return the input of a draft model that reads tokens: those that it has not computed yet, as a work item."""
         state = self._states[work.id]
         state.drop_rejected(tokens)
         begin = min(state.computed, len(tokens) - 1)
@@ -99,10 +100,11 @@ class DraftRunner:
         return WorkItem(work.id, begin, tokens[begin:], work.blocks, True, False, work.preemptions)
 
     def _shifted_tokens(self, work: WorkItem, sampled: SampledToken | None, tokens: Sequence[int]) -> WorkItem | None:
-        """Return the input of a model with hidden states: for each computed position, the token behind it.
+        """Return the input of a draft model that reads hidden states: for each computed position, the token after it.
 
-        The result samples if a draft is wanted. None if an earlier position is missing in the model's cache: its hidden
-        states are gone. If a draft is wanted, few are missing (`DraftContext`), and the model drafts without these."""
+        The work item samples if a draft is wanted. If earlier positions are missing in the draft model's cache, their
+        hidden states are gone: return None, unless a draft is wanted. Then only few positions are missing
+        (`DraftContext`), and the model drafts without them."""
         count = len(work.tokens) - work.num_draft + (len(sampled.further) if sampled is not None else 0)
         state = self._states[work.id]
         if state.computed != work.start and not work.num_propose:
@@ -123,7 +125,7 @@ class DraftRunner:
     def _draft(
         self, items: Sequence[WorkItem], work: Sequence[WorkItem], first: tuple[list[int], Tensor | None]
     ) -> dict[str, Sequence[int]]:
-        """Return the drafts of some work items, one token from the first pass and the others from further passes."""
+        """Return drafts for `items`: one token of each from the result `first` of a pass, the rest from more passes."""
         wanted = {w.id: w.num_propose for w in work}
         tokens, hidden = first
         drafts: dict[str, list[int]] = {w.id: [token] for w, token in zip(items, tokens, strict=True)}

@@ -28,7 +28,7 @@ FORCED_CONFIDENCE = 0.95  # that a model splits forced text into tokens as its t
 MODEL_CONFIDENCE = 0.7  # that a draft model's token is accepted, before anything is known about the model
 MAX_GAP = 3.0  # a longer time between two results, as a multiple of the step's own, means that the engine was idle
 MIN_KNOWN = 0.75  # share of a step's requests for which a draft model can draft, for the step to be judged
-MAX_HOST_S = 0.02  # that the host and a draft model may need besides between two steps of the same request
+MAX_HOST_S = 0.02  # that the host and a draft model may take in addition, between two steps of the same request
 
 
 class Drafter:
@@ -105,10 +105,10 @@ class Drafter:
         return drafts
 
     def _choose_num_propose(self, proposals: Mapping[str, Proposal], lengths: Mapping[str, int]) -> None:
-        """Let the draft model propose as many tokens as are worth verifying, also if this step has fewer.
+        """Set how many tokens the draft model proposes next for each request: as many as are worth verifying.
 
-        The number is the mean, rounded up: a pass of the model takes as long for one request as for all. Requests
-        that end soon have no say: their drafts are short for another reason."""
+        This is the mean of the lengths chosen for this step, rounded up: a pass of the draft model takes as long for
+        one request as for all. Requests that end soon are left out, because their drafts are short for that reason."""
         full = [lengths.get(name, 0) for name, found in proposals.items() if found.is_full_model_draft(self._max_draft)]
         if self._adaptive and any(full):
             self._num_propose = -(-sum(full) // len(full))
@@ -138,7 +138,7 @@ class Drafter:
         return proposals
 
     def complete_plan(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with what its result must contain for later drafts.
+        """Return the plan, extended by what its result must contain for later drafts.
 
         While steps without drafts are measured, which is a short time, the draft model computes prompts only."""
         rows = len(plan.work)
@@ -174,7 +174,7 @@ class Drafter:
     def record_result(self, request: Request, work: WorkItem, first: SampledToken, num_kept: int) -> None:
         """Update the acceptance statistics with the result of a work item's draft.
 
-        `first`: the request's first sampled token, with the further ones. `num_kept`: how many became output."""
+        `first`: the request's first sampled token, which has the further ones. `num_kept`: how many became output."""
         drafted = work.tokens[len(work.tokens) - work.num_draft :]
         if PENDING_TOKEN in drafted:  # of the sampled tokens, only the last differs from the draft
             accepted = min(num_kept, len(first.further))
@@ -194,11 +194,11 @@ class Drafter:
             self._model_acceptance.record(work.num_draft, accepted)
 
     def record_step(self, plan: StepPlan, result: StepResult, now: float, open_ids: Container[str]) -> None:
-        """Keep the tokens that grammars force next as drafts, and record how long the step took.
+        """Keep the forced tokens and the draft model's tokens as later drafts, and record how long the step took.
 
         The duration is the time between the previous result and this one, so it includes planning, which without
         drafts overlaps the previous step. After an idle period, the step's own time is used. Steps with prompt chunks
-        are not recorded, nor those during which the runner prepared a kind of step, or just before which. `now`: time
+        are not recorded, nor steps during which, or just before which, the runner prepared a kind of step. `now`: time
         of this result in seconds. `open_ids`: ids of the requests that have not ended."""
         for proposed in (self._forced, self._drafted):
             if proposed:
@@ -220,9 +220,9 @@ class Drafter:
             self._record_rate(plan, result, seconds)
 
     def _record_rate(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Tell the switch the tokens per second of a step.
+        """Record the tokens per second of a step, by which drafting is switched on and off.
 
-        A draft model is judged by steps in which it can draft for most requests."""
+        A draft model is judged only by steps in which it can draft for most requests."""
         rows = len(plan.work)
         if self.uses_draft_model and self.is_on(rows) and self._context.count_known(plan.work) < MIN_KNOWN * rows:
             return
@@ -261,7 +261,7 @@ class Drafter:
         return EMPTY_PROPOSAL
 
     def _make_model_proposal(self, tokens: Sequence[int], limit: int) -> Proposal:
-        """Return the draft model's tokens, with its confidence in up to `limit` tokens."""
+        """Return a proposal of these tokens of the draft model, with its confidence in up to `limit` tokens."""
         count = limit if self._adaptive else len(tokens)
         return Proposal(tokens, self._model_acceptance.confidence(max(0, count)), from_model=True)
 

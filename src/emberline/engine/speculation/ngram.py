@@ -1,6 +1,6 @@
 """NgramProposer: guesses that the newest tokens of a request continue as they did when they occurred before.
 
-Such places are looked up in the request itself and in the prediction that the client sent."""
+Earlier occurrences are looked up in the request itself and in the prediction that the client sent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NgramProposer:
 
 
 class NgramIndex:
-    """The newest position of each sequence of 2 to 4 tokens of a request.
+    """An index of where each sequence of 2 to 4 tokens of a request has occurred last.
 
     The sequences at the very end are not indexed, so that a lookup finds only earlier occurrences. The indexed text is
     the request's prediction, then its tokens."""
@@ -59,7 +59,7 @@ class NgramIndex:
         if end < self._start and END_OF_PREDICTION in copied:
             tokens = copied[: copied.index(END_OF_PREDICTION)]
         else:
-            tokens = (copied * -(-limit // len(copied)))[:limit]  # at the end of the text, what was copied goes on
+            tokens = (copied * -(-limit // len(copied)))[:limit]  # if it reaches the end of the text, it is repeated
         return Proposal(tokens, [CONFIDENCE[length]] * len(tokens))
 
     def _find_continuation(self) -> tuple[int, int]:

@@ -11,14 +11,14 @@ from emberline.core.request import Request
 class Proposal(NamedTuple):
     """Guessed tokens, and for each the estimated probability that it is right if all earlier ones are.
 
-    A draft model could propose more: its `confidence` is also for the tokens that would follow."""
+    If they are a draft model's, `confidence` may be longer: it then also covers tokens that the model could add."""
 
     tokens: Sequence[int]
     confidence: Sequence[float]
     from_model: bool = False
 
     def is_full_model_draft(self, max_draft: int) -> bool:
-        """Return whether a draft model could propose up to `max_draft` tokens here."""
+        """Return whether these are tokens of a draft model, which could propose up to `max_draft` tokens here."""
         return self.from_model and len(self.confidence) == max_draft
 
 

@@ -1,7 +1,7 @@
 """SuffixProposer: guesses that the newest tokens of a request continue as they did where they occurred before.
 
-Such places are looked up in the request itself, in the prediction that the client sent, and in earlier outputs of the
-same tenant. Longer matches count more."""
+Earlier occurrences are looked up in the request itself, in the prediction that the client sent, and in earlier outputs
+of the same tenant. Longer matches count more."""
 
 from __future__ import annotations
 
