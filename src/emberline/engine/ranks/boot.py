@@ -83,13 +83,13 @@ def boot_ranks(
     check_host_memory(config)
     check_rank_settings(config)
     if config.parallel.nodes > 1:
-        config = replace(config, transfer=None)  # it is not required, and other nodes share no memory
+        config = replace(config, transfer=None)  # KV transfers are optional here, and need memory that ranks share
     began = time.perf_counter()
     layout = Layout.of(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
     check_transfer(config, model)
     check_divisible(layout, model)
-    ops.start_backend(threads=1)  # compiles the kernels of a first start once: the ranks find them
+    ops.start_backend(threads=1)  # compiles the kernels once, if this is their first use: the ranks find them
     layout, cost_shares = choose_stages(config, layout, model)
     measured = time.perf_counter()
     group = RankGroup(config, layout, launcher=launcher)
@@ -118,7 +118,9 @@ def boot_ranks(
 def _allocate_caches(
     config: EngineConfig, group: RankGroup, model: ModelConfig, part: RankPart, num_blocks: int, num_slots: int
 ) -> Engine:
-    """Let all ranks allocate their caches, and return the engine. `model`: the whole one. `part`: the leader's."""
+    """Let all ranks allocate their caches, and return the engine.
+
+    `model`: config of the undivided model. `part`: the leader's part of it."""
     layout = group.layout
     caches = share_caches(config, group.memory, layout, model, part, num_blocks)
     host, buffers = make_shared_host_tier(config, group.memory, part.share.whole.block_bytes, part.share.pages_per_slot)
@@ -132,7 +134,7 @@ def _allocate_caches(
 
 @contextmanager
 def closing_on_error(group: RankGroup) -> Iterator[None]:
-    """End the group if the block fails."""
+    """End the group if the `with` block fails."""
     try:
         yield
     except EmberlineError as error:
@@ -152,9 +154,9 @@ def wait_for_start(group: RankGroup, config: EngineConfig) -> None:
 def load_parts(
     group: RankGroup, load: Callable[[], PartT], memory: GPUMemoryBudget | None = None
 ) -> tuple[PartT, dict[int, RankLoaded]]:
-    """Let all ranks load their parts of the model; return the leader's, and the reports of all by rank.
+    """Let all ranks load their parts of the model; return the leader's part, and the report of every rank.
 
-    `load`: loads the leader's part. `memory`: of each GPU, if other models use it too."""
+    `load`: loads the leader's part. `memory`: budget of each GPU; None: no other model uses the GPUs."""
     layout = group.layout
     group.send(ConnectRanks(memory))
     try:
@@ -194,7 +196,8 @@ def plan_caches(
 ) -> tuple[int, int]:
     """Return the number of KV blocks and of slots for recurrent states, which are the same on all ranks.
 
-    `kv_memory` is the memory of each rank. Raises ModelError if it is too small for a rank's part."""
+    The setting kv_memory is the memory of each rank. Without it, the ranks of a node share `default_kv_bytes`, or half
+    of the free memory if that is None. Raises ModelError if the memory is too small for a rank's part of the cache."""
     parts = list(parts)
     num_local = config.parallel.num_ranks // config.parallel.nodes
     memory_bytes = config.kv_cache.kv_memory or (default_kv_bytes or free_memory() // 2) // num_local
@@ -229,9 +232,9 @@ def _state_bytes(part: RankLoaded, num_slots: int, max_running: int) -> int:
 def share_caches(
     config: EngineConfig, memory: GroupMemory, layout: Layout, model: ModelConfig, part: RankPart, num_blocks: int
 ) -> SharedCaches | None:
-    """Return shared memory for the ranks' KV caches, if the engine exchanges blocks with other engines.
+    """Return shared memory for the ranks' KV caches; None: the engine exchanges no blocks with other engines.
 
-    `model`: the whole one. `part`: the leader's."""
+    `model`: config of the undivided model. `part`: the leader's part of it."""
     if config.transfer is None or transfer_obstacle(config, model):
         return None
     shape = replace(part.kv_shape, layers=part.groups.block_layers, kv_heads=model.kv_heads)
@@ -242,9 +245,10 @@ def share_caches(
 def make_shared_host_tier(
     config: EngineConfig, memory: GroupMemory, block_bytes: int, pages_per_slot: int
 ) -> tuple[HostTier | None, HostBuffers | None]:
-    """Return the host tier, whose buffers are in the group's memory, and the buffers; None: there are no tiers.
+    """Return the host tier and its buffers, which are in the group's memory; both are None if there are no tiers.
 
-    `block_bytes`: of a block with the parts of all ranks. `pages_per_slot`: of the recurrent states of a sequence."""
+    `block_bytes`: size of a block with the parts of all ranks. `pages_per_slot`: number of pages, of the size of a
+    block, that hold the recurrent states of a sequence."""
     if not config.tiers.has_tiers:
         return None, None
     made: list[HostBuffers] = []
@@ -266,9 +270,10 @@ def make_engine(
     host: HostTier | None = None,
     buffers: HostBuffers | None = None,
 ) -> Engine:
-    """Return the engine of a group. `part`: the leader's. `num_slots`: for recurrent states, on every rank.
+    """Return the engine of a group. `part`: the leader's part of the model.
 
-    `caches`: of all ranks, if other engines may copy their blocks. `host`, `buffers`: of `make_shared_host_tier`."""
+    `num_slots`: slots for recurrent states on every rank. `caches`: the caches of all ranks; None: no blocks are
+    exchanged with other engines. `host`, `buffers`: the results of `make_shared_host_tier`."""
     model, steps, share = part.model.config, StepCounter(), part.share
     make_compiler = partial(make_grammar_compiler, Path(config.model), model)
     runner_class = PipelineLeaderRunner if group.layout.pp > 1 else LeaderRunner

@@ -1,8 +1,9 @@
 """BufferParts: where each rank with a GPU has its part of a KV block in a host buffer.
 
-The parts lie one after the other, each as in the rank's own cache. So a GPU copies a part of a block at once; in a
-whole block (kv/block_part.py) its layers and heads are apart. With data-parallel attention, each rank has whole blocks
-of its own requests, and a buffer has one such block. This module does not import torch.
+The parts lie one after the other, each with the layout of the rank's own cache. So a GPU copies its part of a block at
+once. In the layout of an engine on one rank (kv/block_part.py), the layers and heads of a part would not be adjacent.
+With data-parallel attention, each rank has whole blocks of its own requests, and a buffer holds one such block. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,21 +19,24 @@ from emberline.kv.state_pages import StatePages
 class BufferParts(msgspec.Struct, frozen=True):
     offsets: dict[int, int]  # by rank, in bytes
     block_bytes: int  # of all parts
-    pages_per_slot: int  # pages of the recurrent states of a sequence; a rank's part of a page has its part of them
+    # Pages, of the size of a block, that hold the recurrent states of a sequence. A rank's part of a page holds states
+    # of the rank.
+    pages_per_slot: int
     has_whole_blocks: bool = False  # whether each rank has whole blocks, of requests of its own
 
     @staticmethod
     def plan(
         layout: Layout, kv_heads: int, block_bytes: Mapping[int, int], slot_bytes: Mapping[int, int]
     ) -> BufferParts:
-        """Return the places of the parts. Ranks that have the same KV heads of the same layers have the same place.
+        """Return where the parts lie. Ranks that have the same KV heads of the same layers have the same offset.
 
-        `kv_heads`: of the whole model. `block_bytes`, `slot_bytes`: by rank, of its parts of a block and of states."""
+        `kv_heads`: number of KV heads of the whole model. `block_bytes`, `slot_bytes`: by rank, the size of its part of
+        a block and of the recurrent states of a sequence."""
         pages = max(StatePages.cut(slot_bytes[rank], block_bytes[rank], 0).per_slot for rank in range(layout.num_ranks))
         if layout.dp_attention:
             offsets = dict.fromkeys(range(layout.num_ranks), 0)
             return BufferParts(offsets, block_bytes[0], pages, has_whole_blocks=True)
-        has_states = any(slot_bytes.values())  # which every rank has others of
+        has_states = any(slot_bytes.values())  # no two ranks have the same states
         offsets = {}
         end = 0
         for rank in range(layout.num_ranks):

@@ -18,7 +18,7 @@ NONCE_BYTES = 32
 
 
 def read_cluster_key(config: EngineConfig) -> str:
-    """Return the secret of the nodes. Raises InvalidRequest if there is none."""
+    """Return the cluster key, a secret that all nodes share. Raises InvalidRequest if it is not set."""
     if (key := cluster_key_from_environment()) is None:
         message = f"nodes is {config.parallel.nodes}, but there is no cluster key, with which nodes identify themselves"
         raise InvalidRequest(message, param="nodes", hint=KEY_HINT)
@@ -39,7 +39,7 @@ def authenticate_node(node: NodeSocket, key: str) -> None:
 def authenticate_master(master: NodeSocket, key: str) -> None:
     """On another node: prove that this side knows the key, and check that node 0 does.
 
-    Raises WrongClusterKey, or OSError if it disconnects."""
+    Raises WrongClusterKey, or OSError if node 0 disconnects."""
     greeting = GREETING + os.urandom(NONCE_BYTES)
     master.send_bytes(greeting)
     answer = master.receive_bytes()

@@ -18,7 +18,7 @@ from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.rank_commands import ProductChoices
 from emberline.kernels.comm.rendezvous import Rendezvous
 
-DEFAULT_SETTING = "default"  # of a setting that gets the default of the device or the model
+DEFAULT_SETTING = "default"  # stands for the value of a setting that gets the default of the device or the model
 
 
 class StartRank(msgspec.Struct, tag=True):
@@ -36,7 +36,7 @@ class RankStarted(msgspec.Struct, tag=True):
 
 
 class MeasureDevice(msgspec.Struct, tag=True):
-    """Asks a rank how much memory its GPU has. All ranks have started, and nothing is loaded."""
+    """Asks a rank how much memory its GPU has. It is sent when all ranks have started and nothing is loaded."""
 
 
 class DeviceMeasured(msgspec.Struct, tag=True):
@@ -44,7 +44,7 @@ class DeviceMeasured(msgspec.Struct, tag=True):
 
     total_bytes: int
     other_bytes: int  # of these, what other processes use
-    kernels: str = ""  # of the GPU; empty: not known
+    kernels: str = ""  # name of the kernels that the GPU uses; empty: not known
 
 
 class GPUMemoryBudget(msgspec.Struct, frozen=True):
@@ -56,7 +56,9 @@ class GPUMemoryBudget(msgspec.Struct, frozen=True):
 
 
 class ConnectRanks(msgspec.Struct, tag=True):
-    """Asks a rank to connect to the others and to load its part of the model. All ranks have started."""
+    """Asks a rank to connect to the others and to load its part of the model.
+
+    It is sent when all ranks have started."""
 
     memory: GPUMemoryBudget | None = None  # None: the rank measures the memory of its GPU
 
@@ -71,14 +73,14 @@ class RankLoaded(msgspec.Struct, tag=True):
     slot_bytes: int  # of this rank's part of a request's recurrent states
     draft_bytes: int = 0  # of recurrent layers, for the drafted tokens of a running request
     draft_block_bytes: int = 0  # on a GPU: of a block of the KV cache of the leader's draft model
-    max_blocks: int = 0  # that fit on this rank's GPU, and slots; 0 on a CPU
-    max_slots: int = 0
-    fixed_bytes: int = 0  # of its GPU that are freed when the model sleeps, without KV blocks
+    max_blocks: int = 0  # KV blocks that fit on this rank's GPU; 0 on a CPU
+    max_slots: int = 0  # slots for recurrent states that fit on this rank's GPU; 0 on a CPU
+    fixed_bytes: int = 0  # on its GPU, freed when the model sleeps; without KV blocks
     device_name: str = "cpu"
 
 
 class BufferArea(msgspec.Struct, frozen=True):
-    """The place of the host tier's buffers in the group's memory."""
+    """The place of buffers of equal size in the group's memory: those of the host tier, or those for KV transfers."""
 
     offset: int  # in bytes
     buffer_bytes: int
@@ -95,10 +97,10 @@ class AllocateCaches(msgspec.Struct, tag=True):
     # On GPUs: kernels of matrix products that the leader has measured. All ranks must choose the same ones, because
     # other kernels round differently: ranks must not choose different experts for a token.
     products: ProductChoices = []
-    cache_offsets: dict[int, int] = {}  # by rank: the place of its KV cache in the group's memory; empty: in its own
+    cache_offsets: dict[int, int] = {}  # by rank: where its KV cache is in the group's memory; empty: not shared
     host_buffers: BufferArea | None = None  # None: there are no KV tiers
-    transfer_slots: BufferArea | None = None  # on GPUs: of DeviceGroupRegion; None: no blocks are exchanged
-    buffer_parts: BufferParts | None = None  # the division of these buffers among GPUs; None: they have whole blocks
+    transfer_slots: BufferArea | None = None  # on GPUs: for DeviceGroupRegion; None: no blocks are exchanged
+    buffer_parts: BufferParts | None = None  # the division of `host_buffers` among GPUs; None: they have whole blocks
     draft_model: DraftModelSummary | None = (
         None  # on GPUs: the leader's, whose drafts all ranks verify; None: it has none
     )
@@ -118,7 +120,7 @@ class RankAsleep(msgspec.Struct, tag=True):
 
 
 class RankAwake(msgspec.Struct, tag=True):
-    """Reports that a rank has its memory on the GPU again."""
+    """Reports that a rank has restored the memory of its GPU."""
 
     copied_bytes: int  # from main memory
 
@@ -181,7 +183,7 @@ class ControlSocket:
 
     @property
     def num_received(self) -> int:
-        """Bytes that were received and not taken."""
+        """The number of bytes that were received and not yet taken as messages."""
         return len(self._received)
 
     def take_message(self) -> RankMessage | None:
@@ -200,7 +202,7 @@ class ControlSocket:
 
 def digest_settings(config: EngineConfig, layout: Layout) -> str:
     """Return a hash of the settings, which all ranks of a group must have in common."""
-    received = msgspec.convert(msgspec.to_builtins(config), EngineConfig)  # as a rank has it: 5 s as 5.0
+    received = msgspec.convert(msgspec.to_builtins(config), EngineConfig)  # as a rank decodes it: 5 becomes 5.0
     shared = list_shared_settings(received), layout
     encoded = msgspec.msgpack.encode(shared, order="deterministic")  # the order of a set differs by process
     return hashlib.sha256(encoded).hexdigest()[:16]
@@ -209,8 +211,8 @@ def digest_settings(config: EngineConfig, layout: Layout) -> str:
 def list_shared_settings(config: EngineConfig) -> dict[str, Any]:
     """Return the settings that all ranks of a group must have in common, by name.
 
-    Other nodes may have the checkpoint in another directory and another number of cores, and reach node 0 at another
-    address."""
+    Settings that may differ are left out: other nodes may have the checkpoint in another directory and another number
+    of cores, and reach node 0 at another address."""
     settings: dict[str, Any] = {}
     for name, value in msgspec.to_builtins(config, order="deterministic").items():
         if name not in ("model", "threads", "transfer", "unset"):

@@ -16,7 +16,9 @@ COPIES_MARK = b"\xc1"  # MessagePack does not use this byte, so no encoded work 
 
 
 class EncodedCopies(msgspec.Struct, array_like=True):
-    """Copies by columns: blocks, numbers of buffers, groups of layers, homes, as 64-bit integers. Saves come first."""
+    """Copies as columns of 64-bit integers: block, number of the buffer, group of layers, and the rank with the block.
+
+    Saves come first."""
 
     num_saves: int
     columns: bytes
@@ -27,14 +29,14 @@ _DECODER = msgspec.msgpack.Decoder(EncodedCopies)
 
 
 def is_copies(message: bytes) -> bool:
-    """Return whether a message has copies; otherwise it has work."""
+    """Return whether a message of the ring has copies of KV blocks."""
     return message.startswith(COPIES_MARK)
 
 
 def encode_copies(
     saves: Sequence[BlockCopy], loads: Sequence[BlockCopy], buffer_number: Callable[[memoryview], int]
 ) -> bytes:
-    """`buffer_number`: returns the number of a buffer, which is the same for all ranks."""
+    """Return the message for these copies. `buffer_number`: returns a buffer's number, which is equal on all ranks."""
     copies = [*saves, *loads]
     columns = array("q", [each.block for each in copies])
     columns.extend(buffer_number(each.buffer) for each in copies)
@@ -44,7 +46,9 @@ def encode_copies(
 
 
 def decode_copies(message: bytes, find_buffer: Callable[[int], memoryview]) -> tuple[list[BlockCopy], list[BlockCopy]]:
-    """Return saves and loads, without hashes. `find_buffer`: returns the buffer with a number."""
+    """Return the saves and the loads of a message, with empty block hashes.
+
+    `find_buffer`: returns the buffer with this number."""
     encoded = _DECODER.decode(message[len(COPIES_MARK) :])
     columns = array("q", encoded.columns).tolist()
     count = len(columns) // 4

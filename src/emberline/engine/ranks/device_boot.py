@@ -82,15 +82,17 @@ class LoadedDeviceRanks:
 
 @dataclass(frozen=True, slots=True)
 class DeviceDivision:
-    """A model that ranks with GPUs will divide, with settings that work for them."""
+    """A model that will be divided among ranks with a GPU each, and checked settings for these ranks."""
 
     config: EngineConfig
     layout: Layout
-    model: ModelConfig  # the whole one
+    model: ModelConfig  # of the undivided model
 
     @staticmethod
     def of(config: EngineConfig) -> DeviceDivision:
-        """Raises EmberlineError if settings or model are not usable. `config`: see `boot_device_ranks`."""
+        """Return the division that the settings ask for. Raises EmberlineError if settings or model are not usable.
+
+        `config`: see `boot_device_ranks`."""
         config = config.with_settings(device="cuda")  # not auto: all ranks compute on the same kind of device
         check_device_settings(config, torch.cuda.device_count())
         check_requested_dtype(config.dtype, on_gpu=True)
@@ -101,14 +103,15 @@ class DeviceDivision:
         check_device_drafts(config, model)
         check_transfer(config, model)
         if transfer_obstacle(config, model):
-            config = replace(config, transfer=None)  # it is not required
+            config = replace(config, transfer=None)  # KV transfers are optional here
         check_divisible(layout, model)
         return DeviceDivision(config, layout, model)
 
     def load(self, group: RankGroup, memory: GPUMemoryBudget | None = None) -> LoadedDeviceRanks:
         """Load the model on the ranks of a group, which have started with these settings.
 
-        `memory`: of each GPU, if other models use it too. If this raises, the caller must close the group."""
+        `memory`: budget of each GPU; None: no other model uses the GPUs. If this raises, the caller must close the
+        group."""
         config, layout, model = self.config, self.layout, self.model
         began = time.perf_counter()
 
@@ -148,7 +151,7 @@ class DeviceDivision:
 def check_same_devices(parts: dict[int, RankLoaded], layout: Layout) -> None:
     """Raise EngineFailed if a rank has another kind of GPU than the leader.
 
-    Its kernels may round differently. Then ranks would choose different experts for a token, for example."""
+    Kernels of another GPU may round differently, so that ranks choose different experts for a token, for example."""
     ours = parts[layout.leader].device_name
     for rank, part in parts.items():
         if part.device_name != ours:
@@ -157,7 +160,9 @@ def check_same_devices(parts: dict[int, RankLoaded], layout: Layout) -> None:
 
 
 def check_same_forms(ours: str, ready: Mapping[int, RankReady], layout: Layout) -> None:
-    """Raise EngineFailed if a rank has experts, which may move, in another form than the leader."""
+    """Raise EngineFailed if a rank stores movable experts in another form than the leader.
+
+    `ours`: the result of `describe_expert_forms` on the leader."""
     for rank, report in ready.items():
         if report.expert_forms != ours:
             message = f"{layout.describe(rank)} stores experts with other dtypes, shapes or factors than the leader"
@@ -199,9 +204,10 @@ def make_device_engine(
     host: DeviceHostTier | None = None,
     slots: HostBuffers | None = None,
 ) -> Engine:
-    """Return the engine of a group whose ranks are all ready. `part`: the leader's. `model`: the whole one.
+    """Return the engine of a group whose ranks are all ready.
 
-    `host`: the first KV tier. `slots`: for the exchange of blocks with other engines."""
+    `part`: the leader's part of the model. `model`: config of the undivided model. `host`: the first KV tier. `slots`:
+    buffers for the exchange of blocks with other engines."""
     runner = part.runner
     assert isinstance(runner, DeviceLeaderRunner)
     runner.lead(group, part, host)

@@ -1,4 +1,4 @@
-"""load_draft_model_on_gpu: the draft model of several ranks with GPUs, which only the leader has."""
+"""load_draft_model_on_gpu: loads the draft model of an engine on several GPUs, for the leader only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def load_draft_model_on_gpu(
 ) -> DraftModel | None:
     """Return the whole draft model on the leader's GPU, as `load_draft_model_of_ranks` does.
 
-    `packed`: with packed weights (12 bits each), unless it has experts."""
+    `packed`: whether to pack its weights (12 bits each), which is not done if the draft model has experts."""
 
     def open_weights(source: Checkpoint) -> DeviceWeights:
         weights = open_draft_weights(config.speculation, part, device, source, packed=packed)

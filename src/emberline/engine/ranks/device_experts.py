@@ -1,8 +1,9 @@
 """Moves of experts between ranks with GPUs, while no step runs.
 
-A rank sends the weights of an expert from its GPU to the ranks that keep a copy from now on, in the form in which its
-kernels read them. So copies are equal bit for bit, in every format. They are written to places that were allocated at
-the start: captured steps read the same addresses. All ranks make the same transfers in the same order.
+A rank sends the weights of an expert from its GPU to the ranks that keep a copy from now on. The weights are sent in
+the form in which kernels read them, so copies are equal bit for bit in every format. A copy is written to a slot that
+was allocated at the start, because captured steps read fixed addresses. All ranks make the same transfers in the same
+order.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from emberline.models.decoder import DecoderModel
 from emberline.models.expert_placement import EMPTY, Placement
 from emberline.models.sleep import iter_instances
 
-PIECE_BYTES = 16 << 20  # that are sent at a time, which bounds the memory for what a rank has received
+PIECE_BYTES = 16 << 20  # sent at a time, which limits the memory for received weights
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTransfer:
-    """A copy of an expert from one slot to another. A slot is a group of ranks and a place in it."""
+    """A copy of an expert from one slot to another. A slot is given by a group of ranks and an index in this group."""
 
     source: tuple[int, int]
     target: tuple[int, int]
 
 
 def list_transfers(before: Placement, after: Placement) -> list[ExpertTransfer]:
-    """Return the copies after which all slots have the experts of the second placement."""
+    """Return the copies of experts that turn the placement `before` into the placement `after`."""
     first: dict[int, tuple[int, int]] = {}
     for group, experts in enumerate(before):
         for place, expert in enumerate(experts):
@@ -65,9 +66,9 @@ def order_transfers(transfers: list[ExpertTransfer]) -> Iterator[tuple[ExpertTra
 
 
 def move_device_experts(runner: GPURunner, moves: ExpertMoves) -> None:
-    """Keep the experts of these placements from the next step on. All ranks must call this between the same two steps.
+    """Move experts between ranks, so that the next step finds them in these placements.
 
-    Raises RankLost."""
+    All ranks must call this between the same two steps. Raises RankLost."""
     comm, layers = runner.rank.shards, runner.model.movable_layers
     assert comm is not None
     with torch.inference_mode(), runner.step_stream.activate():
@@ -80,9 +81,9 @@ def move_device_experts(runner: GPURunner, moves: ExpertMoves) -> None:
 
 
 def prepare_movable_experts(model: DecoderModel) -> None:
-    """Give the 4-bit experts that may move one scale factor that is the same on all ranks. Call it before capture.
+    """Give all movable 4-bit experts the same global scale factor, on all ranks. Call this before steps are captured.
 
-    Raises UnsupportedModel if their scales do not allow that."""
+    Raises UnsupportedModel if the scales of some experts do not allow that."""
     for layer, network in model.movable_layers.items():
         experts = network.mixture.experts
         assert isinstance(experts, StackedExperts)
@@ -95,13 +96,13 @@ def prepare_movable_experts(model: DecoderModel) -> None:
 
 
 def describe_expert_forms(model: DecoderModel) -> str:
-    """Return a hash of the forms of the experts that may move, which all ranks must have in common."""
+    """Return a hash of how movable experts are stored: dtypes, shapes and factors. It must be equal on all ranks."""
     forms = [_describe_form(network.mixture.experts) for network in model.movable_layers.values()]
     return hashlib.sha256("".join(forms).encode()).hexdigest()[:16] if forms else ""
 
 
 def _describe_form(value: object) -> str:
-    """Return all of a structure but the values of its tensors."""
+    """Return a text of all fields of a structure, with only the dtype and the shape of tensors."""
     if isinstance(value, Tensor):
         return f"{value.dtype}{list(value.shape)}"
     if is_dataclass(value):
@@ -111,7 +112,7 @@ def _describe_form(value: object) -> str:
 
 
 def list_expert_tensors(experts: StackedExperts) -> list[Tensor]:
-    """Return the tensors of a layer's experts, whose first dimension is the place of an expert."""
+    """Return the tensors of a layer's experts. Their first dimension is the index of an expert's slot on this rank."""
     tensors = list(iter_instances(Tensor, experts))
     assert all(len(each) == experts.count and each.is_contiguous() for each in tensors)
     return tensors
@@ -120,7 +121,7 @@ def list_expert_tensors(experts: StackedExperts) -> list[Tensor]:
 def move_weights(
     tensors: list[Tensor], transfers: list[ExpertTransfer], slots: ExpertSlots, comm: Communicator
 ) -> None:
-    """Copy experts between the ranks' tensors. `slots`: of this rank."""
+    """Copy experts between the tensors of the ranks. `slots`: tells which slots this rank has."""
     kept: list[tuple[int, list[Tensor]]] = []
     for transfer, is_kept in order_transfers(transfers):
         group, place = transfer.target
@@ -142,9 +143,10 @@ def _write(tensors: list[Tensor], place: int, received: list[Tensor]) -> None:
 def _exchange(
     tensor: Tensor, transfer: ExpertTransfer, slots: ExpertSlots, comm: Communicator, *, to_host: bool
 ) -> Tensor:
-    """Return the bytes of an expert's part of a tensor on the ranks of the target, and no bytes on the others.
+    """Send one expert's part of a tensor. Return its bytes on the ranks of the target group, no bytes on other ranks.
 
-    A rank sends to the one that has the same columns of experts. `to_host`: whether the result is in main memory."""
+    Each rank of the source group sends to the rank of the target group that has the same columns of experts. `to_host`:
+    whether the result is in main memory."""
     ranks_per_group = comm.size // slots.groups
     group, column = divmod(comm.rank, ranks_per_group)
     (source, place), target = transfer.source, transfer.target[0]

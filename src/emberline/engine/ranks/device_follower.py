@@ -38,9 +38,9 @@ class DeviceFollower:
     ) -> None:
         """`num_plans`: the number of steps over which the leader remembers requests.
 
-        `buffers`: for copies of KV blocks. `on_copied`: called when the copies of a message are complete.
-        `transfers`: copies parts of blocks that are exchanged with other engines; None: none are. `report`: called when
-        the device memory was freed or restored."""
+        `buffers`: host buffers for copies of KV blocks. `on_copied`: called when the copies of a message are complete.
+        `transfers`: copies this rank's parts of the blocks that the engine exchanges with other engines; None: it
+        exchanges none. `report`: sends the leader a message, when the device memory was freed or restored."""
         self._runner, self._plans, self._memory = runner, FollowerPlans(num_plans), RunnerMemory(runner)
         self._buffers, self._on_copied, self._transfers, self._report = buffers, on_copied, transfers, report
 
@@ -70,7 +70,7 @@ class DeviceFollower:
             tuning.use_choices(products)
         elif (moves := decode_moves(message)) is not None:
             move_device_experts(self._runner, moves)
-            self._memory.close()  # its copies of the weights are old
+            self._memory.close()  # the weights that it has in host memory are outdated
         else:
             return False
         return True
@@ -88,9 +88,10 @@ class DeviceFollower:
 
 
 class FollowerPlans:
-    """Makes plans for a runner that does not sample from the published work of steps.
+    """Turns the published work of steps into plans for a runner that does not sample.
 
-    The leader does not send ids. A request that has not been in the newest steps has a new id when it comes back."""
+    The leader sends no request ids, so this class numbers the requests. A request that was in none of the last
+    `num_plans` steps gets a new number when it comes back."""
 
     def __init__(self, num_plans: int) -> None:
         self._decoder = WorkDecoder(num_plans)
@@ -121,7 +122,7 @@ class FollowerPlans:
 
 
 class StepWaiter:
-    """A thread that waits for launched steps, so that an error on the device is found while no further step comes."""
+    """A thread that waits for launched steps, so that an error on the device is found even if no further step comes."""
 
     def __init__(self, check: Callable[[], None], on_error: Callable[[BaseException], None]) -> None:
         """`check`: called after each step; raises an error if its collectives failed. `on_error`: ends the process."""
@@ -141,4 +142,4 @@ class StepWaiter:
             except BaseException as error:
                 self._on_error(error)
                 return
-            ops.mark_progress()  # captured steps do not
+            ops.mark_progress()  # captured steps do not call it themselves

@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 class DeviceLeaderRunner(GPURunner):
     """Publishes the work of each step, then launches the leader's part and samples.
 
-    Until `lead` is called, it computes its part without the other ranks, to try its kernels."""
+    Until `lead` is called, the runner computes the leader's part without the other ranks, to try its kernels."""
 
     _group: FollowerGroup | None = None
     _host: DeviceHostTier | None = None
@@ -41,9 +41,10 @@ class DeviceLeaderRunner(GPURunner):
     experts: LeaderExperts | None = None  # None: experts stay where they are, and their rows are not counted
 
     def lead(self, group: FollowerGroup, part: DevicePart, host: DeviceHostTier | None = None) -> None:
-        """Compute steps together with these ranks from now on. `part`: the leader's, which has this runner.
+        """Compute steps together with the ranks of `group` from now on.
 
-        `host`: the first KV tier; None: there are no tiers."""
+        `part`: the leader's part of the model, which has this runner. `host`: the first KV tier; None: there are none.
+        """
         self._group, self._part, self._host = group, part, host
         self.num_caches = group.layout.num_caches
         self._encoder, self._num_published = WorkEncoder(group.layout.pp), 0
@@ -62,7 +63,9 @@ class DeviceLeaderRunner(GPURunner):
         return "/".join(filter(None, (super().layout, str(self._group.layout), division)))
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Raises EngineFailed, after which the group cannot be used any more."""
+        """Launch a step on all ranks; return a function that waits for it and returns the result.
+
+        Raises EngineFailed, after which the group cannot be used any more."""
         if (group := self._group) is None:
             return super().launch(plan)
         group.check()
@@ -79,7 +82,7 @@ class DeviceLeaderRunner(GPURunner):
                 self._part.check_connections()
             if is_published:
                 group.finish_step()
-                ops.mark_progress()  # captured steps do not
+                ops.mark_progress()  # captured steps do not call it themselves
             return result
 
         return finish_step
@@ -101,7 +104,7 @@ class DeviceLeaderRunner(GPURunner):
 
         def finish() -> None:
             finish_own()
-            group.finish_copies()  # only then buffers may be read, and used again
+            group.finish_copies()  # before that, buffers must not be read or used again
 
         return finish
 
@@ -112,7 +115,7 @@ class DeviceLeaderRunner(GPURunner):
 
     @property
     def is_preparing(self) -> bool:
-        """Whether shapes of steps are left to capture in idle time, or experts may move."""
+        """Whether there is work for idle time: shapes of steps to capture, or layers whose experts may move."""
         return super().is_preparing or (self.experts is not None and self.experts.is_due)
 
     def prepare_next(self) -> bool:
@@ -124,16 +127,16 @@ class DeviceLeaderRunner(GPURunner):
 
     def _move_experts(self, moves: ExpertMoves) -> bool:
         self._run_on_all_ranks(encode_moves(moves), lambda: move_device_experts(self, moves))
-        self._memory.close()  # its copies of the weights are old
+        self._memory.close()  # the weights that it has in host memory are outdated
         return True
 
     def _update_loads(self) -> None:
-        """Read how many rows each expert had, without waiting for steps that run: what they count may be missing."""
+        """Read how many rows each expert had. This does not wait for running steps, whose rows may be missing."""
         with self._side_stream.activate():
             read_row_counts(list(self._movable.values()))
 
     def expert_stats(self) -> ExpertStats | None:
-        """Return how evenly ranks compute experts; None: their rows are not counted."""
+        """Return how evenly ranks compute experts; None: the rows of experts are not counted."""
         return None if self.experts is None else self.experts.stats()
 
     def run_uncaptured_once(self) -> None:
@@ -151,9 +154,9 @@ class DeviceLeaderRunner(GPURunner):
     # -- while other models use the GPUs ------------------------------------------------------------------------------
 
     def sleep(self) -> int:
-        """Free the device memory of all ranks, after all results were read; return the bytes copied to main memory.
+        """Free the device memory of all ranks, and return the bytes copied to main memory.
 
-        Raises EngineFailed, after which the group cannot be used any more."""
+        The results of all steps must have been read. Raises EngineFailed, after which the group cannot be used."""
         return self._change_memory(SLEEP, self._memory.free, RankAsleep, "put its part of the model to sleep")
 
     def wake(self) -> int:
@@ -179,7 +182,7 @@ class DeviceLeaderRunner(GPURunner):
     def share_products(self) -> None:
         """Let the other ranks use the kernels of matrix products that this process uses now.
 
-        Another model in this process may have measured more of them since this one was loaded."""
+        Another model in this process may have measured further products since this model was loaded."""
         assert self._group is not None
         with ending_group(self._group):
             self._group.publish_beside_steps(encode_products(tuning.list_choices()))

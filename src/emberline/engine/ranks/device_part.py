@@ -47,13 +47,13 @@ from emberline.models.weights import Weights
 # Of a kernel that waits for other ranks: longer than a rank's host may be busy between publishing a step and launching
 # it. The leader notices lost ranks earlier.
 COLLECTIVE_TIMEOUT_S = 60.0
-# From a communicator in main memory, and the ranks of it that send tensors to this one.
+# Returns a communicator between GPUs. Arguments: one in main memory, and its ranks that send tensors to this rank.
 ConnectDevices = Callable[[Communicator, Sequence[int]], Communicator]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceConnections:
-    """A rank's connections to other ranks: those of its stage, and those that have the same part of other stages."""
+    """A rank's connections: `shards` to the other ranks of its stage, `stages` to the same shard of other stages."""
 
     shards: StartupCommunicator | None
     stages: StartupCommunicator | None
@@ -64,7 +64,7 @@ class DeviceConnections:
     ) -> DeviceConnections:
         """Connect to the other ranks. Raises RankLost.
 
-        `to_device`: returns the communicator between GPUs of ranks that are connected in main memory."""
+        `to_device`: replaces each communicator, which is in main memory, by one between GPUs."""
         stage, place = rank // layout.tp, rank % layout.tp
         stages = shards = None
         if layout.pp > 1:
@@ -91,7 +91,7 @@ class DevicePart:
         connections: DeviceConnections,
         fingerprint: str,
     ) -> None:
-        """`weights`: those of the model, which are still being loaded; None: they are loaded."""
+        """`weights`: the tensors of the model, which are still being loaded; None: all are loaded."""
         self.planned, self.stage, self.connections = planned, stage, connections
         self._weights, self._fingerprint = weights, fingerprint
 
@@ -169,8 +169,8 @@ class DevicePart:
     ) -> dict[str, float]:
         """Allocate the caches, wait for the weights, and compile and try the kernels, without other ranks.
 
-        `pages_per_slot`: BufferParts.pages_per_slot, if there are tiers. `draft_model`: of the leader, on another rank.
-        Return the seconds of each phase, by name."""
+        Return the seconds of each phase, by name. `pages_per_slot`: BufferParts.pages_per_slot, if there are tiers.
+        `draft_model`: on ranks other than the leader, what they must know of the leader's draft model."""
         is_leader = self.stage.is_last and (self.connections.shards is None or self.connections.shards.rank == 0)
         stages, shards = (
             cast("Communicator | None", each) for each in (self.connections.stages, self.connections.shards)
@@ -196,7 +196,7 @@ class DevicePart:
         return seconds
 
     def describe_whole_blocks(self, model: ModelConfig, fingerprint: str) -> KVLayout:
-        """Return the layout of blocks with the parts of all ranks. `model`: the whole one."""
+        """Return the layout of blocks with the parts of all ranks. `model`: config of the undivided model."""
         groups = self.planned.groups
         shape = replace(self.planned.kv_shape, layers=groups.block_layers, kv_heads=model.kv_heads)
         return shape.layout(fingerprint, transposed_keys=False, groups=groups.name)
@@ -208,7 +208,7 @@ class DevicePart:
         self.runner.copier.attach_host_memory(*args, saves_blocks=parts.saves_blocks(rank))
 
     def check_connections(self) -> None:
-        """Raise RankLost if a collective of a step that was computed gave up."""
+        """Raise RankLost if a collective of an earlier step has failed."""
         for each in self.connections.all:
             each.group.check()
 
@@ -221,7 +221,9 @@ class DevicePart:
 def connect_devices(
     device: Device, config: EngineConfig, message_bytes: int, host: Communicator, senders: Sequence[int]
 ) -> Communicator:
-    """Return the communicator between the GPUs of ranks that are connected in main memory. Raises InvalidRequest."""
+    """Return a communicator between the GPUs of the ranks of `host`, which connects these ranks in main memory.
+
+    `message_bytes`, `senders`: see IpcGroup. Raises InvalidRequest if the setting collectives does not work here."""
     collectives = config.parallel.collectives
     try:
         return connect_device_group(
@@ -246,7 +248,7 @@ def max_message_bytes(config: ModelConfig, settings: EngineConfig, dtype_bytes: 
 
 
 def measure_share(device: Device, ranks_per_gpu: int) -> tuple[int, int]:
-    """Return the bytes of a rank's share of a GPU, and how many of these other processes use."""
+    """Return the bytes of a rank's share of a GPU, and how many of these other processes use; 0 if ranks share it."""
     total, others = measure_memory(device)
     return (total // ranks_per_gpu, 0) if ranks_per_gpu > 1 else (total, others)
 

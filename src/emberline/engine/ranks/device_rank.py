@@ -44,7 +44,7 @@ def run_device_rank(
 
     Raises RankLost, or EmberlineError if the rank cannot go on."""
     message = leader.receive()  # when all ranks have started
-    if start.layout.node_of(start.rank):  # node 0 has counted only its own
+    if start.layout.node_of(start.rank):  # the leader has counted only the GPUs of node 0
         check_gpu_count(start.config.parallel, torch.cuda.device_count())
     gpus = order_visible_gpus(start.layout, start.rank, start.config.parallel.ranks_per_gpu)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # CUDA reads it at its first use, which comes now
@@ -100,7 +100,7 @@ def make_part_transfers(
     memory: GroupMemory,
     on_error: Callable[[BaseException], None],
 ) -> PartTransfers | None:
-    """Return what copies this rank's part of blocks that are exchanged with other engines; None: none are."""
+    """Return the object that copies this rank's part of KV blocks for other engines; None: no blocks are exchanged."""
     if sizes.transfer_slots is None:
         return None
     device, slots = part.planned.device, HostBuffers(memory, sizes.transfer_slots)
@@ -110,10 +110,10 @@ def make_part_transfers(
 
 @contextmanager
 def naming_gpu() -> Iterator[None]:
-    """Let errors of torch and CUDA name this process's GPU."""
+    """Raise errors of torch and CUDA as EngineFailed, with the name of this process's GPU."""
     try:
         yield
-    except RuntimeError as error:  # those of CUDA, also of memory
+    except RuntimeError as error:  # includes CUDA errors and torch.OutOfMemoryError
         raise explain_gpu_error(error) from error
 
 
@@ -126,7 +126,7 @@ def explain_gpu_error(error: RuntimeError) -> EngineFailed:
 
 
 def name_own_gpu() -> str:
-    """Return the name of this process's GPU in CUDA_VISIBLE_DEVICES; the process uses the first one."""
+    """Return the first entry of CUDA_VISIBLE_DEVICES, which names the GPU that this process uses."""
     return next(iter(visible_gpus() or ["0"]))
 
 

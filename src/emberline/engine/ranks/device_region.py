@@ -1,12 +1,14 @@
 """DeviceGroupRegion: the KV blocks of an engine whose ranks have GPUs, for the exchange with other engines.
 
-Each rank copies its part of a piece between its cache and a slot of main memory that all ranks share:
+A transfer moves pieces: some layers of some blocks. Each rank copies its part of a piece between its cache and a slot,
+a buffer in main memory that all ranks share:
 
     gather    ranks: cache to slot |--> leader: slot to the bytes to be sent
     scatter   leader: received bytes to slot |--> ranks: slot to cache
 
-The other ranks get requests in the ring of plans, so they know which steps were started before: their copies wait for
-these steps. The caller is a thread of a transport and waits until all ranks have copied."""
+The leader sends its requests to the other ranks in the ring of plans, which keeps their order among the steps. So the
+copies of a rank wait for the steps that were started before. The caller of `gather` and `scatter` is a thread of a
+transport, which waits until all ranks have copied."""
 
 from __future__ import annotations
 
@@ -55,14 +57,16 @@ RANKS_ENDED = "KV blocks cannot be copied, because the ranks have ended"
 
 
 def slot_bytes_for(layout: KVLayout) -> int:
-    """Return the bytes of a piece that fit into a slot. `layout`: of whole blocks."""
+    """Return how many bytes of a piece fit into a slot. `layout`: of blocks with the parts of all ranks."""
     return memory.transfer_slot_bytes(layout.layer_bytes // layout.tokens)
 
 
 def allocate_transfer_slots(
     config: EngineConfig, memory_of_group: GroupMemory, ranks: Layout, whole: KVLayout
 ) -> HostBuffers | None:
-    """Add slots to the group's memory; return None if the engine exchanges no blocks. `whole`: of whole blocks."""
+    """Add slots to the group's memory and return them; None: the engine exchanges no blocks with other engines.
+
+    `whole`: the layout of blocks with the parts of all ranks."""
     if config.transfer is None:
         return None
     size = buffer_bytes_for(header_bytes(ranks.num_ranks) + slot_bytes_for(whole))
@@ -72,7 +76,9 @@ def allocate_transfer_slots(
 def make_group_region(
     group: FollowerGroup, model: ModelConfig, part: DevicePart, slots: HostBuffers
 ) -> DeviceGroupRegion:
-    """Return the blocks of all ranks together. `model`: the whole one. `part`: the leader's."""
+    """Return a region with the blocks of all ranks.
+
+    `model`: config of the undivided model. `part`: the leader's part of it."""
     runner, groups = part.runner, part.planned.groups
     whole = part.describe_whole_blocks(model, runner.model.fingerprint)
     parts = list_block_parts(group.layout, model, groups)
@@ -99,9 +105,10 @@ class DeviceGroupRegion(DividedRegion):
         slots: HostBuffers,
         unused: HostRegion | None = None,
     ) -> None:
-        """`layout`: of whole blocks. `parts`: by rank, then that of `unused`, the places that no layer has, if any.
+        """`layout`: of blocks with the parts of all ranks. `parts`: by rank, then the part of `unused`, if any.
 
-        `own`: the leader's cache. `slots`: half of them for each direction."""
+        `own`: the leader's cache. `slots`: buffers that all ranks share, half of them for each direction. `unused`: see
+        `allocate_unused_places`."""
         super().__init__(layout, own.blocks, parts)
         self._group, self._slots, self._num_ranks = group, slots, group.layout.num_ranks
         self._own: dict[int, Region] = {group.layout.leader: own}  # by part: the memory that this process copies
@@ -114,7 +121,9 @@ class DeviceGroupRegion(DividedRegion):
             (self._out_slots if number % 2 else self._in_slots).put(TransferSlot(number))
 
     def wait_for_started_work(self) -> None:
-        """Make later writes to KV blocks wait for all steps that were launched before. This call does not wait."""
+        """Make later writes to KV blocks wait for all steps that were launched before this call.
+
+        This call itself does not wait."""
         self._leader_region.wait_for_started_work()
 
     def gather(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, out: memoryview) -> None:
@@ -143,7 +152,7 @@ class DeviceGroupRegion(DividedRegion):
         return split_by_layers(piece, layer_bytes, self._slot_bytes, data)
 
     def _place_parts(self, slot: TransferSlot, parts: Sequence[PartOfPiece]) -> list[memoryview]:
-        """Return the memory of each part in a slot. Ranks that have the same bytes share it."""
+        """Return the memory for each part in a slot. Parts with the same bytes, of several ranks, share memory."""
         data = self._slots.find(slot.number)[header_bytes(self._num_ranks) :]
         places: dict[tuple[int, tuple[int, ...]], memoryview] = {}
         end = 0

@@ -19,7 +19,7 @@ HINTS = {"overlap": "drop overlap=False"}
 def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
     """Raise InvalidRequest for settings that an engine on several GPUs does not support, or if there are too few GPUs.
 
-    `num_gpus`: that this process can see."""
+    `num_gpus`: the number of GPUs that this process can see."""
     check_node_settings(config)
     if config.parallel.dp_attention:
         check_dp_attention(config)
@@ -40,7 +40,7 @@ def check_device_settings(config: EngineConfig, num_gpus: int) -> None:
 
 
 def check_gpu_count(parallel: ParallelConfig, num_gpus: int) -> None:
-    """Raise InvalidRequest if this node has too few GPUs for its ranks. `num_gpus`: that this process can see."""
+    """Raise InvalidRequest if this node has too few GPUs for its ranks. `num_gpus`: GPUs that this process can see."""
     needed = -(-parallel.num_ranks // parallel.nodes // parallel.ranks_per_gpu)
     if needed > num_gpus:
         field, nodes = "tp" if parallel.tp > 1 else "pp", parallel.nodes
@@ -54,7 +54,8 @@ def check_gpu_count(parallel: ParallelConfig, num_gpus: int) -> None:
 def check_device_drafts(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InvalidRequest if the settings ask for speculation and the model has recurrent layers.
 
-    Ranks on GPUs do not keep what such layers need to go back to the last accepted token."""
+    After a rejected draft, such layers must go back to their states at the last accepted token, which ranks on GPUs do
+    not keep."""
     if config.speculation.speculate != "off" and model.parts.attention.state is not None:
         message = f"speculate is {config.speculation.speculate}, but a {model.model_type} model has recurrent layers"
         hint = "drop --speculate, or use one GPU"
@@ -62,16 +63,18 @@ def check_device_drafts(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def gpu_of_rank(layout: Layout, rank: int, ranks_per_gpu: int) -> int:
-    """Return which of its machine's GPUs a rank uses. The leader has the first one, so the last stage has the first."""
+    """Return the index of the GPU that a rank uses on its machine.
+
+    The last stage has the first GPUs, so that the leader has GPU 0."""
     stage, tensor_rank = divmod(rank, layout.tp)
     place = (layout.pp - 1 - stage) * layout.tp + tensor_rank
     return place % layout.ranks_per_node // ranks_per_gpu
 
 
 def order_visible_gpus(layout: Layout, rank: int, ranks_per_gpu: int) -> list[str]:
-    """Return CUDA_VISIBLE_DEVICES of a rank's process, which uses the first GPU of these.
+    """Return the GPUs for CUDA_VISIBLE_DEVICES of a rank's process, which uses the first of them.
 
-    It sees those of the other ranks too, since their memory is read in collectives."""
+    The GPUs of the other ranks follow, because collectives read their memory."""
     count = -(-layout.ranks_per_node // ranks_per_gpu)
     gpus = (visible_gpus() or [str(index) for index in range(count)])[:count]
     own = gpus[gpu_of_rank(layout, rank, ranks_per_gpu)]

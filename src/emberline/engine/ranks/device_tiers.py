@@ -33,9 +33,9 @@ class DeviceHostTier:
     def make(
         config: EngineConfig, memory: GroupMemory, layout: Layout, kv_heads: int, ranks: Mapping[int, RankLoaded]
     ) -> DeviceHostTier | None:
-        """Add buffers to the group's memory; return None if there are no tiers. Raises InvalidRequest.
+        """Return the host tier, whose buffers are in the group's memory; None: there are no tiers.
 
-        `kv_heads`: of the whole model. `ranks`: what each rank has loaded."""
+        `kv_heads`: number of KV heads of the whole model. `ranks`: what each rank has loaded. Raises InvalidRequest."""
         sizes = ({rank: getattr(each, name) for rank, each in ranks.items()} for name in ("block_bytes", "slot_bytes"))
         parts = BufferParts.plan(layout, kv_heads, *sizes)
         tier, buffers = make_shared_host_tier(config, memory, parts.block_bytes, parts.pages_per_slot)
@@ -45,7 +45,7 @@ class DeviceHostTier:
         return DeviceHostTier(tier, buffers, parts, f"layers-{'-'.join(counts)}")
 
     def make_tiers(self, config: EngineConfig, runner: GPURunner, dtype: torch.dtype) -> TierStack:
-        """Return all tiers. `runner`: the leader's. The memory stays pinned until they are closed."""
+        """Return all tiers. `runner`: the leader's. The host buffers stay pinned until the tiers are closed."""
         assert runner.copier is not None
         library = ops.start_backend(threads=1).library
         sizes = self.parts.block_bytes, dtype
@@ -63,7 +63,7 @@ def describe_caches(
 ) -> AllocateCaches:
     """Return the message that lets the other ranks allocate their caches.
 
-    `slots`: of DeviceGroupRegion, if any. `draft_model`: of the leader, if any."""
+    `slots`: buffers for KV transfers, if any: see DeviceGroupRegion. `draft_model`: the leader's, if any."""
     return AllocateCaches(
         num_blocks,
         num_slots,

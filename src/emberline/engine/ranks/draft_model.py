@@ -27,9 +27,9 @@ def load_draft_model_of_ranks(
 ) -> DraftModel | None:
     """Return the whole draft model that the settings name; None if they name none.
 
-    `part`: the leader's part of the target model, whose checkpoint this is. A head that shares the target's embedding
-    or output head gets whole ones. `open_weights`: returns the tensors of a checkpoint for the leader's device; None:
-    for a CPU. Raises UnsupportedModel or ModelFileError."""
+    `checkpoint`: of the target model. `part`: the leader's part of that model. `open_weights`: returns the tensors of a
+    checkpoint on the leader's device; None: on the CPU. An EAGLE-3 or MTP head that shares the target's embedding or
+    output head gets all rows of these. Raises UnsupportedModel or ModelFileError."""
     if not config.speculation.uses_draft_model:
         return None
     from emberline.engine.speculation.draft_loader import load_draft_model
@@ -54,14 +54,14 @@ def _load_vocabulary(target: DecoderModel, weights: Weights, *, needs_head: bool
     config = target.config
     stage = Stage.of(config) if needs_head else Stage(0, 2, range(config.layers))
     embedding, head = load_vocabulary_matrices(config, weights, stage)
-    weights.finish(".*")  # the ranks have the other tensors
+    weights.finish(".*")  # the other tensors are not needed here: the ranks' parts of the model have them
     return replace(target, embedding=embedding, head=replace(target.head, weight=head))
 
 
 def _count_copies(model: Eagle3Head | MTPHead, target: DecoderModel) -> int:
-    """Return the bytes of the target model's embedding and output head, if the draft model uses them too.
+    """Return the bytes of the target model's embedding and output head, as far as the draft model uses them too.
 
-    On this rank they are copies that were loaded for the draft model only."""
+    On this rank, both are copies that were loaded for the draft model only."""
     embedding, head = model.embedding, model.head.weight
     copies = [embedding.nbytes] * (embedding is target.embedding)
     copies += [head.nbytes] * (head is target.head.weight and head is not embedding)

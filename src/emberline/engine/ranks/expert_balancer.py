@@ -1,6 +1,6 @@
-"""ExpertBalancer: decides when ranks keep other experts, by the load that was observed.
+"""ExpertBalancer: decides from the observed load when experts move to other ranks.
 
-This module does not import torch, and the clock is given, so that tests decide about time."""
+This module does not import torch. The caller passes the clock, so that tests can control the time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from emberline.models.expert_placement import Placement, group_loads, place_expe
 
 CHECK_INTERVAL_S = 30.0  # between two times at which experts may move
 MIN_IMBALANCE = 1.1  # below this, experts stay where they are
-MIN_ROWS_PER_EXPERT = 16  # recent rows of each layer, on average over its experts: fewer say little about the next
-MIN_LOAD_DECREASE = 0.05  # part by which the load of the busiest ranks of a layer must fall for experts to move
+MIN_ROWS_PER_EXPERT = 16  # average over the experts of a layer; fewer recent rows say little about the next ones
+MIN_LOAD_DECREASE = 0.05  # fraction by which the load of the busiest ranks of a layer must fall for experts to move
 
 
 class PlacedExperts(Protocol):
@@ -30,7 +30,7 @@ class ExpertBalancer:
     def __init__(
         self, layers: Mapping[int, PlacedExperts], clock: Clock, update_loads: Callable[[], None] = lambda: None
     ) -> None:
-        """`update_loads`: adds what was not counted yet to the layers' loads."""
+        """`update_loads`: adds the rows since its last call to the loads of the layers."""
         self._layers, self._clock, self._update_loads = layers, clock, update_loads
         self._next_check = clock.now() + CHECK_INTERVAL_S
         self._unchecked: list[int] = []  # layers whose experts may move now
@@ -48,7 +48,7 @@ class ExpertBalancer:
         return bool(self._unchecked)
 
     def choose_move(self) -> tuple[int, Placement] | None:
-        """Return the next layer to check with its new placement; None: its experts stay where they are."""
+        """Check the next layer. Return the layer and its new placement; None: its experts stay where they are."""
         layer = self._unchecked.pop(0)
         experts = self._layers[layer]
         loads = experts.load.recent.tolist()

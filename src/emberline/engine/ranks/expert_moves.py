@@ -1,4 +1,4 @@
-"""Messages in the ring of plans after which ranks keep other experts. This module does not import torch."""
+"""Messages in the ring of plans that let ranks move experts. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def encode_moves(moves: ExpertMoves) -> bytes:
 
 
 def decode_moves(message: bytes) -> ExpertMoves | None:
-    """Return the placements of a message, or None if it is the work of a step."""
+    """Return the placements of a message; None: it is another message, such as the work of a step."""
     return _DECODER.decode(message[len(MOVES_MARK) :]) if message.startswith(MOVES_MARK) else None

@@ -1,7 +1,7 @@
 """RankGroup: the processes of an engine's other ranks, and a thread of the leader that watches them.
 
-If a rank dies, hangs or reports an error, all of them are killed. If the leader is waiting in a collective, that fails
-at once, because its connections close."""
+If a rank dies, hangs or reports an error, all these processes are killed. A collective in which the leader is waiting
+then fails at once, because its connections close."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class RankGroup:
     ) -> None:
         """Start the processes. The caller must call `close`.
 
-        With several nodes, wait for the others first. Raises EmberlineError if one of them does not join. `launcher`:
-        what started them, which `close` closes too."""
+        With several nodes, first wait until all others have joined. Raises EmberlineError if one does not. `launcher`:
+        has started the other nodes; `close` closes it too."""
         self.layout, self._launcher = layout, launcher
         self._timeout_s = config.parallel.rank_timeout
         self._nodes = RemoteNodes(config, layout, launcher) if layout.nodes > 1 else None
@@ -100,7 +100,7 @@ class RankGroup:
     # -- for the leader's thread --------------------------------------------------------------------------------------
 
     def send(self, message: RankMessage) -> None:
-        """Send a message to all ranks."""
+        """Send a message to all other ranks."""
         for child in self._processes.children.values():
             with contextlib.suppress(OSError):  # it has ended, which the watching thread notices
                 child.control.send(message)
@@ -109,7 +109,7 @@ class RankGroup:
         self.check()
 
     def wait_for(self, kind: type[MessageT], timeout_s: float = BOOT_TIMEOUT_S) -> dict[int, MessageT]:
-        """Return the next message of each rank, by rank. Raises an error if a rank is lost or too slow."""
+        """Return the next message of each other rank, by rank. Raises an error if a rank is lost or too slow."""
         messages: dict[int, MessageT] = {}
         deadline = time.monotonic() + timeout_s
         while len(messages) < len(self._followers):
@@ -145,11 +145,13 @@ class RankGroup:
             self.check()
 
     def watch(self, communicator: Communicator) -> None:
-        """Abort this communicator between GPUs if a rank is lost: no connection is closed when its process ends."""
+        """Abort this communicator between GPUs if a rank is lost later.
+
+        It has no connections that close when a process ends, so without this its kernels would go on waiting."""
         self._device_communicators.append(communicator)
 
     def publish(self, plan: bytes) -> None:
-        """Send a plan to all ranks. Raises RankLost. The step lasts until `finish_step`."""
+        """Send a plan to all other ranks. Raises RankLost. The step lasts until `finish_step`."""
         self._num_running += 1
         if self._nodes is not None:
             self._nodes.publish(plan)
@@ -160,17 +162,17 @@ class RankGroup:
         self._num_running -= 1
 
     def publish_copies(self, copies: bytes) -> None:
-        """Send copies to all ranks, which are on this machine. They are made when `finish_copies` returns."""
+        """Ask all other ranks, which are on this machine, to make copies. `finish_copies` waits for them."""
         self._num_running += 1
         self.publish_beside_steps(copies)
 
     def publish_beside_steps(self, message: bytes) -> None:
-        """Send a message to all ranks, which are on this machine. Any thread may call this. Raises RankLost."""
+        """Send a message to all other ranks, which are on this machine. Any thread may call this. Raises RankLost."""
         with self._writer_lock:
             self._writer.publish(message)
 
     def finish_copies(self) -> None:
-        """Wait until all ranks have made the oldest copies for which this was not called yet. Raises EngineFailed."""
+        """Wait until all other ranks have made the oldest copies that no earlier call awaited. Raises EngineFailed."""
         self._num_copies += 1
         while any(self._memory.get(rank, NUM_COPIED) < self._num_copies for rank in self._followers):
             self.check()
@@ -183,7 +185,7 @@ class RankGroup:
             raise self._failure
 
     def explain(self, reason: BaseException) -> EmberlineError:
-        """Return the error with which the group ends, because a step of the leader failed for this reason."""
+        """End the group, because a step of the leader failed for this reason, and return the error."""
         self._is_lost.wait(EXPLAIN_TIMEOUT_S)  # the watching thread may find the rank that caused it
         if isinstance(reason, EngineFailed):
             self._fail_with(reason)
@@ -308,16 +310,17 @@ class RankGroup:
             self._followers[rank].inbox.put(message)
 
     def _handle_end(self, rank: int, status: int | None) -> None:
-        """Fail because a process has ended, unless it ended because it lost another one, which is then the cause."""
+        """Fail because a rank's process has ended, or note that it has ended only because it lost another rank."""
         if status == LOST_PEER_STATUS:
             self._lost_peer = f"{self.layout.describe(rank)} lost its connection to another rank"
         elif not self._is_closing.is_set():
             self._fail(f"{self.layout.describe(rank)} {describe_status(status)}", hint_at_cause(status))
 
     def _find_silent_ranks(self, seconds: float) -> None:
-        """Fail if a rank has shown no heartbeat for too long. `seconds`: since the previous call, at most a tick.
+        """Fail if a rank has shown no heartbeat for too long.
 
-        The clock also advances while the machine or this process is stopped, so longer times do not count."""
+        `seconds`: time since the previous call, but at most one polling interval, because the clock also advances while
+        the machine or this process is stopped."""
         limit = self._timeout_s if self.is_ready else max(START_TIMEOUT_S, self._timeout_s)
         if self._nodes is not None and (link := self._nodes.check(seconds, limit, self.is_ready)) is not None:
             hint = f"check whether {link.host} runs, and its network"
@@ -350,7 +353,7 @@ class RankGroup:
         self._end_all()
 
     def _end_all(self) -> None:
-        """End all processes. The leader's calls of communicators fail then, at the latest when they are aborted."""
+        """End all processes. Collectives in which the leader waits then fail, if necessary because they are aborted."""
         self._processes.kill_all()
         for communicator in self._device_communicators:
             communicator.abort()

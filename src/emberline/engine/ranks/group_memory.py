@@ -41,7 +41,7 @@ class GroupMemory:
         return offset
 
     def map(self, offset: int, num_bytes: int) -> mmap.mmap:
-        """Return added memory at an offset from `extend`."""
+        """Map and return memory that was added. `offset`: the result of `extend`."""
         return mmap.mmap(self.fd, num_bytes, offset=offset)
 
     def close(self) -> None:

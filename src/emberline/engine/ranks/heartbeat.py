@@ -27,7 +27,7 @@ class HeartbeatThread:
     def end_with_supervisor(self, leader: int, timeout_s: float) -> None:
         """End this process if the process that started it is stopped for `timeout_s`.
 
-        That process increments the counter of the leader, which is on another node."""
+        The leader is on another node, so that process increments the leader's counter in the memory of this node."""
         self._leader, self._supervisor_timeout_s = leader, timeout_s
 
     def _beat(self) -> None:

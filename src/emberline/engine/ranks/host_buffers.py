@@ -18,17 +18,17 @@ class HostBuffers:
 
     @staticmethod
     def allocate(memory: GroupMemory, buffer_bytes: int, count: int) -> HostBuffers:
-        """Add buffers to the group's memory. Only the leader calls this. Memory is used only once it is written."""
+        """Add buffers to the group's memory. Only the leader calls this. A page takes up RAM once it is written."""
         return HostBuffers(memory, BufferArea(memory.extend(buffer_bytes * count), buffer_bytes, count))
 
     def number(self, buffer: memoryview) -> int:
-        """Return the number of a buffer, which is a part of `memory`."""
+        """Return the number of this buffer, which must be a slice of `memory`."""
         offset, rest = divmod(_address(buffer) - _address(self.memory), self.area.buffer_bytes)
         assert rest == 0 and 0 <= offset < self.area.count
         return offset
 
     def find(self, number: int) -> memoryview:
-        """Return the buffer with a number."""
+        """Return the buffer with this number."""
         size = self.area.buffer_bytes
         return self.memory[number * size : (number + 1) * size]
 

@@ -16,11 +16,11 @@ class Layout:
 
     tp: int = 1
     pp: int = 1
-    ep: int = 1  # parts of a stage's ranks among which whole experts are divided
+    ep: int = 1  # groups of a stage's ranks; each expert belongs to one group, whose ranks divide it
     nodes: int = 1  # machines, which have the same number of ranks each
     dp_attention: bool = False  # whether ranks attend to different requests, with all heads
-    redundant_experts: int = 0  # further experts of which each of the `ep` parts can keep copies
-    stage_layers: tuple[int, ...] = ()  # number of layers of each stage; empty: about the same number of weights
+    redundant_experts: int = 0  # further experts of which each of the `ep` groups can keep copies
+    stage_layers: tuple[int, ...] = ()  # number of layers of each stage; empty: stages get about equally many weights
     gathers_rows: bool = False  # whether ranks that attend to different requests compute experts for the rows of all
 
     @staticmethod
@@ -32,8 +32,8 @@ class Layout:
     def of_gpus(config: ParallelConfig) -> Layout:
         """Return the layout of ranks with a GPU each.
 
-        They send rows to all ranks, and not only to those that have their experts: how many rows a step exchanges must
-        not depend on data, or it could not be captured."""
+        With data-parallel attention, they send each row to all ranks, and not only to those that have its experts.
+        Otherwise the number of rows to exchange would depend on data, and steps could not be captured."""
         return replace(Layout.of(config), gathers_rows=config.dp_attention)
 
     @property
@@ -51,7 +51,7 @@ class Layout:
         return [rank for rank in range(self.num_ranks) if rank != self.leader]
 
     def node_of(self, rank: int) -> int:
-        """Return the node of a rank. Node 0 has the last stages, and so the leader; the last one has stage 0."""
+        """Return the node of a rank. Node 0 has the last stages, and so the leader. The last node has stage 0."""
         stage, tensor_rank = divmod(rank, self.tp)
         return ((self.pp - 1 - stage) * self.tp + tensor_rank) // self.ranks_per_node
 
@@ -88,14 +88,16 @@ class Layout:
 
     @property
     def numerics_name(self) -> str:
-        """The ranks for Numerics; empty if they compute the same bits as one rank: stages do, sums of ranks do not."""
+        """The name of the division in Numerics; empty if it gives the same bits as one rank.
+
+        Stages give the same bits. Sums of the results of several ranks (tp > 1) do not."""
         if self.tp == 1:
             return ""
         return f"tp{self.tp}{self._suffix}"
 
     @property
     def num_caches(self) -> int:
-        """Ranks with KV caches for requests of their own; 1: all have parts of one cache."""
+        """The number of ranks that have KV caches for requests of their own; 1: all ranks have parts of one cache."""
         return self.tp if self.dp_attention else 1
 
     @property

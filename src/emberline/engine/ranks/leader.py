@@ -38,7 +38,7 @@ class FollowerGroup(Protocol):
     layout: Layout
 
     def publish(self, plan: bytes) -> None:
-        """Send a plan to all of them. Raises RankLost."""
+        """Send a plan to all other ranks. Raises RankLost."""
         ...
 
     def finish_step(self) -> None:
@@ -46,23 +46,23 @@ class FollowerGroup(Protocol):
         ...
 
     def publish_copies(self, copies: bytes) -> None:
-        """Send copies of KV blocks to all of them. Raises RankLost."""
+        """Ask all other ranks to make these copies of KV blocks. Raises RankLost."""
         ...
 
     def finish_copies(self) -> None:
-        """Wait until all of them have made the oldest copies for which this was not called yet. Raises EngineFailed."""
+        """Wait until all other ranks have made the oldest copies that no earlier call awaited. Raises EngineFailed."""
         ...
 
     def publish_beside_steps(self, message: bytes) -> None:
-        """Send a message that is no step to all of them. Any thread may call this. Raises RankLost."""
+        """Send a message that is no step to all other ranks. Any thread may call this. Raises RankLost."""
         ...
 
     def wait_for(self, kind: type[MessageT], timeout_s: float) -> dict[int, MessageT]:
-        """Return the next message of each of them, by rank. Raises EngineFailed if one is lost or too slow."""
+        """Return the next message of each other rank, by rank. Raises EngineFailed if a rank is lost or too slow."""
         ...
 
     def check(self) -> None:
-        """Raise EngineFailed if one of them was lost."""
+        """Raise EngineFailed if a rank was lost."""
         ...
 
     def explain(self, reason: BaseException) -> EmberlineError:
@@ -70,7 +70,7 @@ class FollowerGroup(Protocol):
         ...
 
     def progress_count(self) -> int:
-        """Return a number that grows while they compute."""
+        """Return a number that grows while the other ranks compute."""
         ...
 
     def close(self) -> None: ...
@@ -82,13 +82,15 @@ class GroupExecutor:
     def __init__(
         self, group: FollowerGroup, own: WorkExecutor, steps: StepCounter, buffers: HostBuffers | None
     ) -> None:
-        """`buffers`: shared by all ranks, for copies of KV blocks; None: there are no tiers."""
+        """`own`: computes the leader's part.
+
+        `buffers`: shared by all ranks, for copies of KV blocks; None: there are no tiers."""
         self._group, self.own, self._steps, self._buffers = group, own, steps, buffers
         self._encoder = WorkEncoder(group.layout.pp)
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
 
     def copy(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
-        """Raises EngineFailed, as `compute`. When this returns, all ranks have copied their part."""
+        """Let all ranks copy their part of blocks, and wait until they have. Raises EngineFailed, as `compute`."""
         self.publish_copies(saves, loads)
         self.copy_own(saves, loads)
 
@@ -104,7 +106,7 @@ class GroupExecutor:
     def copy_own(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
         """Copy the leader's part of published copies, and wait until the other ranks have copied theirs.
 
-        Only then the writing thread of the tiers may read a saved block, and a loaded one may be evicted."""
+        Before that, the tiers must neither read a saved block from its buffer nor reuse the buffer of a loaded one."""
         if saves or loads:
             with ending_group(self._group):
                 self.own.copy(saves, loads)
@@ -116,7 +118,9 @@ class GroupExecutor:
         self._cleared += blocks
 
     def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
-        """Raises EngineFailed, after which the group cannot be used any more."""
+        """Compute a step on all ranks, and return the logits.
+
+        Raises EngineFailed, after which the group cannot be used any more."""
         with ending_group(self._group):
             self.publish(work, captured_layers=() if capture is None else capture.layers)
             return self.compute_own(work, capture)
@@ -130,7 +134,8 @@ class GroupExecutor:
     ) -> None:
         """Let the other ranks begin with a step. `cleared`: blocks that they fill with zeros first.
 
-        `captured_layers`: those of the capture with which the leader will compute the step."""
+        `captured_layers`: layers whose inputs the leader's draft model will read, as in the argument `capture` of
+        `compute_own`."""
         self._group.check()
         self._cleared += cleared
         if work:
@@ -148,7 +153,7 @@ class GroupExecutor:
         return logits
 
     def run_on_all(self, message: bytes, run_own: Callable[[], bool]) -> bool:
-        """Send a message to the other ranks, and return the result of the leader's part."""
+        """Send a message to the other ranks, call `run_own` for the leader's part, and return its result."""
         self._group.check()
         with ending_group(self._group):
             self._group.publish(message)
@@ -159,7 +164,7 @@ class GroupExecutor:
 
 @contextmanager
 def ending_group(group: FollowerGroup) -> Iterator[None]:
-    """End the group if the block fails, also by KeyboardInterrupt: the others are in the middle of a step."""
+    """End the group if the `with` block fails, also by KeyboardInterrupt: other ranks are in the middle of a step."""
     try:
         yield
     except Exception as error:
@@ -215,7 +220,7 @@ class LeaderRunner(TorchRunner):
         self.experts = LeaderExperts(dispatches, group.layout)
 
     def _make_executor(self) -> StepExecutor:
-        """Return what computes the steps when they are run."""
+        """Return the executor that computes the steps of this runner."""
         return self._group_executor
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -223,7 +228,7 @@ class LeaderRunner(TorchRunner):
         return super().run(plan)
 
     def _admit_requests(self, plan: StepPlan) -> tuple[list[WorkItem], dict[str, str]]:
-        """Return the work, sorted by the ranks that compute it, because the rows of logits are."""
+        """Return the result of the superclass, with the work sorted by rank: the rows of logits have this order."""
         work, failed = super()._admit_requests(plan)
         return work if self.num_caches == 1 else sorted(work, key=attrgetter("home")), failed
 
@@ -241,11 +246,11 @@ class LeaderRunner(TorchRunner):
 
     @property
     def is_preparing(self) -> bool:
-        """Whether experts of hot layers may move to other ranks while the engine is idle."""
+        """Whether experts of some layer may move to other ranks while the engine is idle."""
         return self.experts.is_due
 
     def prepare_next(self) -> bool:
-        """Move the experts of one layer, if that evens out the load of the ranks; return False if none was left."""
+        """Move the experts of one layer, if that evens out the load of the ranks; return False if no layer was left."""
         return self.experts.move_next(self._move_experts)
 
     def _move_experts(self, moves: ExpertMoves) -> bool:
@@ -271,7 +276,7 @@ class PipelineLeaderRunner(LeaderRunner):
         super().__init__(group, *args)
         self.max_in_flight = group.layout.pp
         self._unfinished: list[StepPlan] = []  # plans that were launched, in order
-        self._refused: set[str] = set()  # requests that cannot be sampled; a plan may have more of their prompt
+        self._refused: set[str] = set()  # requests that cannot be sampled; later plans may still have their prompts
 
     def _make_executor(self) -> StepExecutor:
         return PublishedExecutor(self._group_executor)
@@ -282,7 +287,7 @@ class PipelineLeaderRunner(LeaderRunner):
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Publish a plan; return a function that computes the leader's part and returns the result.
 
-        These functions must be called in the order of the plans."""
+        The returned functions must be called in the order of the plans."""
         ended = set(plan.ended_ids)
         self._group_executor.forget(plan.ended_ids)
         sampled_later = ended & {w.id for each in self._unfinished for w in each.work}

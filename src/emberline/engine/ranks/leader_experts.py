@@ -28,9 +28,9 @@ class LeaderExperts:
         clock: Clock | None = None,
         update_loads: Callable[[], None] = lambda: None,
     ) -> None:
-        """`layers`: those whose experts are divided among groups of ranks and whose rows are counted.
+        """`layers`: by index, the layers whose experts are divided among groups of ranks, with counts of their rows.
 
-        `update_loads`: adds what was not counted yet to their loads."""
+        `update_loads`: adds the rows since its last call to these counts."""
         self._layers, self._clock, self._update_loads = layers, clock or SystemClock(), update_loads
         self._ranks_per_group, self._moved, self._next_update = layout.tp // layout.ep, 0, 0.0
         self.balancer: ExpertBalancer | None = None  # None: experts stay where they are
@@ -62,7 +62,7 @@ class LeaderExperts:
             return False
         if (found := self.balancer.choose_move()) is None:
             return True
-        self._update_loads()  # what was counted until now, with the experts where they are
+        self._update_loads()  # before the move, because it counts by the present placement
         layer, placement = found
         moved = moved_experts(self._layers[layer].placement, placement)
         if move({layer: placement}):

@@ -13,7 +13,7 @@ BACKLOG = 64  # connections that wait to be accepted
 
 
 def bind_master(host: str, port: int) -> socket.socket:
-    """Return a listener of node 0 at one of its addresses. Raises InvalidRequest if that is not possible."""
+    """Return a socket of node 0 that listens at this address. Raises InvalidRequest if that is not possible."""
     where = f"node 0 cannot listen at {host}, port {port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -60,9 +60,9 @@ def run_node(
 ) -> None:
     """Run the ranks of a node until node 0 shuts down or `stop` is set.
 
-    `config`: of this node, with the directory of the checkpoint on it. `command`: of a rank's process. The processes
-    end with the thread that calls this function. Raises EmberlineError if the node cannot join the group of node 0, or
-    if node 0 cannot be reached for `node_timeout`."""
+    `config`: the settings of this node, with its own path of the checkpoint. `command`: starts a rank's process. These
+    processes end with the thread that calls this function. Raises EmberlineError if the node cannot join the group of
+    node 0, or if node 0 cannot be reached for `node_timeout`."""
     check_node_address(config.parallel)
     if config.device != "cuda":
         with contextlib.suppress(NativeBuildError):  # the ranks then use torch
@@ -86,7 +86,8 @@ def run_node(
 def join_master(config: EngineConfig, cluster_key: str, stop: threading.Event) -> NodeSocket | None:
     """Connect to node 0 and join its group; return None once `stop` is set.
 
-    Attempts are repeated while node 0 cannot be reached. Raises EmberlineError if it refuses this node."""
+    Attempts are repeated for up to `node_timeout` while node 0 cannot be reached. Raises EmberlineError after that, or
+    if node 0 refuses this node."""
     parallel, began, logged = config.parallel, time.monotonic(), -RETRY_LOG_INTERVAL_S
     while not stop.is_set():
         seconds, pause_s = time.monotonic() - began, RETRY_PAUSE_S
@@ -128,7 +129,9 @@ def _try_to_join(config: EngineConfig, cluster_key: str) -> NodeSocket:
 
 
 def with_settings_of_node(config: EngineConfig, own: EngineConfig) -> EngineConfig:
-    """Return the config of node 0 with what may differ on this node. `own`: of this node."""
+    """Return the config of node 0, with this node's values of the settings that may differ between nodes.
+
+    `own`: the config of this node."""
     node = {name: getattr(own.parallel, name) for name in ("node_rank", "node_address", "master")}
     return replace(config, model=own.model, threads=own.threads, parallel=replace(config.parallel, **node))
 
@@ -136,8 +139,8 @@ def with_settings_of_node(config: EngineConfig, own: EngineConfig) -> EngineConf
 class NodeZeroTimer:
     """Measures how long node 0 has sent nothing.
 
-    The clock also advances while the machine or this process is stopped, so long times between two checks count little.
-    """
+    The clock also advances while the machine or this process is stopped. So the time between two checks counts as at
+    most two intervals between heartbeats."""
 
     def __init__(self) -> None:
         self.limit_s = START_TIMEOUT_S
@@ -178,7 +181,9 @@ class NodeRun:
         return False
 
     def run(self, stop: threading.Event) -> bool:
-        """Start the ranks and serve node 0; return whether it has shut down. Raises ConnectionError if it is lost."""
+        """Start the ranks and serve node 0. Return True when node 0 has shut down, False when `stop` is set.
+
+        Raises ConnectionError if node 0 or a rank is lost."""
         layout = self._start.layout
         self._processes = RankProcesses(layout.num_ranks, self._command)
         self._writer: PlanWriter | None = None
@@ -209,7 +214,7 @@ class NodeRun:
             failure = EngineFailed(f"node {self._config.parallel.node_rank} cannot start a rank's process: {error}")
             self._master.send(Rejection.from_error("", failure))
             raise
-        finally:  # the writer closes the pipes, also of ranks that were started before one could not be
+        finally:  # the writer closes the pipes, also those of ranks that had started when another one failed to start
             self._writer = PlanWriter(
                 self._processes.memory, self._processes.notice_fds, timeout_s=PLAN_TIMEOUT_S, check=self._check
             )
@@ -269,9 +274,9 @@ class NodeRun:
             self._master.send(RankEnded(child.rank, child.wait_for_status()))
 
     def _check(self) -> None:
-        """Raise an error if a rank has ended or node 0 is lost. It is called while a rank's plans are full.
+        """Raise an error if a rank has ended or node 0 is lost. PlanWriter calls this while its ring is full.
 
-        Messages of node 0 are not read meanwhile, but the number of unread bytes shows whether some arrive."""
+        Messages of node 0 are not read meanwhile, but the number of unread bytes shows whether any arrive."""
         if self._is_over.is_set() or any(c.process.poll() is not None for c in self._processes.children.values()):
             raise RankLost("a rank of this node has ended")
         if self._master.is_closed_by_peer():

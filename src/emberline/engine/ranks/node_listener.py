@@ -138,7 +138,7 @@ class NodeListener:
         return StartNode(self._config, self._layout, self.rendezvous.store_port)
 
     def stop(self) -> None:
-        """Stop listening, soon. The links stay open."""
+        """Let the listening thread end soon. The links stay open."""
         self._is_closing.set()
 
     def close(self) -> None:
@@ -190,7 +190,9 @@ class NodeListener:
         node.close()
 
     def _note_refusal(self, error: EmberlineError, host: str) -> None:
-        """Let the start fail if a node that knows the key cannot join; others must not be able to end it."""
+        """Note why a node was refused. The start fails, unless the node has another key or a number that is taken.
+
+        A process without the key must not be able to end the start, and a node whose number is taken tries again."""
         with self._lock:
             self._refused = f"a node at {host} was refused: {error.message}"
             if not isinstance(error, WrongClusterKey | NodeRankTaken):

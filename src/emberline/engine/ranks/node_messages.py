@@ -38,11 +38,11 @@ class NodeHello(msgspec.Struct, tag=True):
 
 
 class NodeJoined(msgspec.Struct, tag=True):
-    """Accepts a node."""
+    """Reports to a node that it has joined the group."""
 
 
 class StartNode(msgspec.Struct, tag=True):
-    """Asks a node to start its ranks. All nodes have joined."""
+    """Asks a node to start its ranks. It is sent when all nodes have joined."""
 
     config: EngineConfig  # of node 0, with the defaults of its device
     layout: Layout
@@ -50,19 +50,19 @@ class StartNode(msgspec.Struct, tag=True):
 
 
 class ToRanks(msgspec.Struct, tag=True):
-    """A message for all ranks of the node."""
+    """A message of the leader for all ranks of a node."""
 
     body: bytes  # from encode_rank_message
 
 
 class NodePlan(msgspec.Struct, tag=True):
-    """The plan of a step, for all ranks of the node."""
+    """The plan of a step, for all ranks of a node."""
 
     plan: bytes
 
 
 class FromRank(msgspec.Struct, tag=True):
-    """A message of a rank."""
+    """A message of one of the node's ranks for the leader."""
 
     rank: int
     body: bytes  # from encode_rank_message
@@ -82,17 +82,17 @@ class MasterBeat(msgspec.Struct, tag=True):
 
 
 class NodeBeat(msgspec.Struct, tag=True):
-    """Shows that a node is running, and how often its ranks have. It is sent every BEAT_INTERVAL_S."""
+    """Shows that a node is running, and carries the counters of its ranks. It is sent every BEAT_INTERVAL_S."""
 
     counts: dict[int, tuple[int, int]]  # by rank: HEARTBEAT and PROGRESS of its GroupMemory
 
 
 class NodeGoodbye(msgspec.Struct, tag=True):
-    """Announces a regular end of the engine: the node ends too."""
+    """Announces that the engine shuts down without an error, so that the node ends too."""
 
 
 class GroupEnded(msgspec.Struct, tag=True):
-    """Reports that the group has lost a rank or a node: the node joins the next group."""
+    """Reports that the group has ended because of a failure, so that the node joins the next group."""
 
     reason: str
 
@@ -120,7 +120,7 @@ class NodeSocket:
     """One end of the TCP connection between node 0 and another node. Several threads may send."""
 
     def __init__(self, connection: socket.socket, send_timeout_s: float) -> None:
-        """`send_timeout_s`: after which `send` fails if the other side reads nothing."""
+        """`send_timeout_s`: time after which `send` fails if the other side reads nothing."""
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         whole, fraction = divmod(send_timeout_s, 1)
@@ -145,7 +145,7 @@ class NodeSocket:
                 if poller.poll(0):
                     self._framing.send_encoded(_ENCODER.encode(message))
             except OSError:
-                pass  # the side that reads notices it
+                pass  # the thread that reads from the connection detects this
             finally:
                 self._lock.release()
 
@@ -164,7 +164,9 @@ class NodeSocket:
         return message
 
     def receive(self, kind: type[MessageT], timeout_s: float = HANDSHAKE_TIMEOUT_S) -> MessageT:
-        """Return the next message. Raises the error of a Rejection, and ConnectionError if none comes in time."""
+        """Return the next message, which must be of this `kind`. If it is a Rejection, raise the error in it.
+
+        Raises ConnectionError if the message is of another kind, or none comes in time."""
         try:
             message = _DECODER.decode(self.receive_bytes(timeout_s))
         except msgspec.DecodeError as error:
@@ -201,7 +203,7 @@ class NodeSocket:
             self._framing.send_encoded(body)
 
     def has_ended(self) -> bool:
-        """Return whether the other side, which has sent nothing, has closed the connection."""
+        """Return whether the other side has closed the connection; False if it has sent bytes that are unread."""
         try:
             return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -224,7 +226,7 @@ class NodeSocket:
     def finish(self, message: NodeMessage, timeout_s: float) -> None:
         """Send a last message and wait until the other side has closed the connection.
 
-        If this side closed it first, with unread messages, the other side could lose the last one."""
+        If this side closed the connection first and had unread messages, the other side could lose the last message."""
         with contextlib.suppress(OSError):  # it has ended already
             self.send(message)
         self.end()

@@ -28,19 +28,19 @@ class OwnWorkExecutor(WorkExecutor):
         states: StateCache | None,
         copier: HostBlockCopier,
     ) -> None:
-        """`comm`: of the ranks that have requests of their own. `cache`, `states`: of this rank's requests."""
+        """`comm`: connects the ranks that have requests of their own. `cache`, `states`: hold this rank's requests."""
         super().__init__(model, cache, groups, states, copier)
         self._comm = comm
 
     def copy(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
-        """Copy the blocks of this rank. `saves`, `loads`: those of all ranks."""
+        """Copy the blocks of this rank's requests. `saves`, `loads`: the copies of all ranks."""
         own = self._comm.rank
         super().copy([each for each in saves if each.home == own], [each for each in loads if each.home == own])
 
     def _prepare_batch(self, work: Sequence[WorkItem], columns: StepColumns | None = None) -> ForwardBatch:
-        """Return the batch of this rank's requests, with the numbers of rows of the others.
+        """Return the batch of this rank's requests, with the number of rows of each rank.
 
-        `work`: that of all ranks, sorted by rank."""
+        `work`: the work items of all ranks, sorted by rank."""
         if columns is not None:
             columns.fill_items(work)
         homes = [[w for w in work if w.home == rank] for rank in range(self._comm.size)]

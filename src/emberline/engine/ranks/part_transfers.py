@@ -1,4 +1,6 @@
-"""PartTransfers: copies a rank's parts of KV blocks that the leader exchanges with other engines, beside the steps."""
+"""PartTransfers: copies a rank's parts of the KV blocks that the leader exchanges with other engines.
+
+Steps may run at the same time."""
 
 from __future__ import annotations
 
@@ -31,13 +33,15 @@ class PartTransfers:
         slots: HostBuffers,
         on_error: Callable[[BaseException], None],
     ) -> None:
-        """`region`: the rank's cache. `slots`: those of DeviceGroupRegion. `on_error`: called if the device fails."""
+        """`region`: the rank's cache. `slots`: buffers that the ranks share: see DeviceGroupRegion.
+
+        `on_error`: called if the device fails."""
         self._region, self._stream, self._rank, self._num_ranks = region, device.step_stream, rank, num_ranks
         self._slots, self._on_error = slots, on_error
         self._pool = ThreadPoolExecutor(2 * memory.TRANSFER_SLOTS, "transfers")
 
     def start(self, message: bytes) -> None:
-        """Begin with a request of the leader. The copies wait for all steps that were launched before this call."""
+        """Start the copies that the leader requests. They wait for all steps that were launched before this call."""
         request = decode_piece_request(message)
         if parts := [part for part in request.parts if part.rank == self._rank]:
             self._pool.submit(self._copy, request, parts, self._stream.record_event())

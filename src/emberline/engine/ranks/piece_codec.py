@@ -1,7 +1,8 @@
-"""PieceRequest: asks ranks with GPUs to copy their parts of a piece of a KV transfer, in the ring of plans.
+"""PieceRequest: a message in the ring of plans that asks ranks with GPUs to copy their parts of a KV transfer's piece.
 
-The parts pass through a slot of memory that all ranks share. It begins with a word for each rank, in which the rank
-writes the number of the request when its part is copied. This module does not import torch.
+A piece is some layers of some blocks. Its parts pass through a slot, a buffer that all ranks share. A slot begins with
+a header: one word for each rank, in which the rank writes the number of the request when its part is copied. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from numpy.typing import NDArray
 from emberline.kv.transfer.piece import TransferPiece
 
 PIECE_MARK = b"\xc4"  # begins a binary string in MessagePack, which no other message is
-FAILED = 1 << 63  # added to the number of a request if the part could not be copied
+FAILED = 1 << 63  # set in a rank's word, beside the number of the request, if its part could not be copied
 HEADER_ALIGNMENT = 64
 
 
 class PartRequest(msgspec.Struct, array_like=True):
-    """What one rank copies: a piece of its own blocks, to or from bytes of the slot behind its header."""
+    """What one rank copies: a piece of its own cache, to or from the bytes [begin, end) after the slot's header."""
 
     rank: int
     layers: tuple[int, int]
@@ -65,5 +66,5 @@ def header_bytes(num_ranks: int) -> int:
 
 
 def view_words(slot: memoryview, num_ranks: int) -> NDArray[np.uint64]:
-    """Return the words of the ranks in a slot."""
+    """Return the header of a slot: a word for each rank."""
     return np.frombuffer(slot, np.uint64, num_ranks)

@@ -29,9 +29,9 @@ class PlanWriter:
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`notice_fds`: by rank, where notices are written. `timeout_s`: how long to wait for the slowest reader.
+        """`notice_fds`: by rank, the write end of its pipe. `timeout_s`: how long to wait for the slowest reader.
 
-        `check`: raises an error if a reader has ended; it is called while the ring is full."""
+        `check`: called while the ring is full; raises an error if a reader has ended."""
         self._memory, self._notice_fds, self._timeout_s, self._check = memory, dict(notice_fds), timeout_s, check
         self.position = 0  # bytes written since the start; READ_POSITION of a reader that has read everything
 
@@ -83,7 +83,7 @@ class PlanReader:
     def receive(self) -> bytes | None:
         """Wait for the next plan and return it; None: the writer has ended."""
         pieces: list[bytes] = []
-        while notice := os.read(self._notice_fd, NOTICE.size):  # so short a write to a pipe is never split
+        while notice := os.read(self._notice_fd, NOTICE.size):  # a write this short to a pipe is never split
             end, length, is_last = NOTICE.unpack(notice)
             offset = (end - _round_up(length)) % PLAN_BYTES
             pieces.append(bytes(self._memory.plans[offset : offset + length]))

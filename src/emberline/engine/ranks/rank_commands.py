@@ -1,6 +1,7 @@
-"""Commands of the leader in the ring of plans, which are no work of steps. This module does not import torch.
+"""Commands of the leader in the ring of plans: messages other than the work of a step.
 
-The work of a step is a MessagePack array; these messages begin with bytes that no array begins with."""
+The work of a step is a MessagePack array; commands begin with bytes that no array begins with. This module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -24,5 +25,5 @@ def encode_products(products: ProductChoices) -> bytes:
 
 
 def decode_products(message: bytes) -> ProductChoices | None:
-    """Return the kernels of a message; None: it has none."""
+    """Return the kernels in a message; None: it is another message."""
     return _DECODER.decode(message[len(PRODUCTS_MARK) :]) if message.startswith(PRODUCTS_MARK) else None

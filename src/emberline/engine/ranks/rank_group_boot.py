@@ -1,7 +1,7 @@
 """boot_rank_engine_group: loads models whose ranks share GPUs as one EngineGroup.
 
-The processes of all models start together and run until the end. Those of one model measure the GPUs, while nothing is
-loaded and no other process of this server uses them."""
+The rank processes of all models start together and run as long as the server. Before anything is loaded, the ranks of
+the first model measure the memory of the GPUs, which no other process of this server uses at that time."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def _load_models(
 
 
 def measure_gpus(division: DeviceDivision, group: RankGroup) -> list[DeviceMeasured]:
-    """Return the memory of the GPU of each rank. All ranks of the group have started, and nothing is loaded."""
+    """Return the memory of each rank's GPU. Call it after all ranks have started, and before anything is loaded."""
     group.send(MeasureDevice())
     return [measure_device(division.config), *group.wait_for(DeviceMeasured).values()]

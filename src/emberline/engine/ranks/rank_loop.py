@@ -86,13 +86,13 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
 
 
 def make_copies(part: RankPart, buffers: HostBuffers | None, message: bytes) -> None:
-    """Copy this rank's part of KV blocks to and from host buffers. `message`: from the leader's `encode_copies`."""
+    """Copy this rank's part of KV blocks to and from host buffers. `message`: the result of `encode_copies`."""
     assert buffers is not None
     part.executor.copy(*decode_copies(message, buffers.find))
 
 
 def compute_step(part: RankPart, decoder: WorkDecoder, message: bytes) -> None:
-    """Compute this rank's part of a step, or load other experts. `message`: of WorkEncoder or of `encode_moves`."""
+    """Compute this rank's part of a step, or load other experts. `message`: from WorkEncoder or `encode_moves`."""
     if (moves := decode_moves(message)) is not None:
         part.move_experts(moves)
         return

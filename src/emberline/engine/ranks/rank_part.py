@@ -53,19 +53,19 @@ CONNECT_TIMEOUT_S = 30.0  # between ranks that have all started
 # Of a collective. A long step of a slow rank must not end the group: the leader notices lost ranks earlier.
 COLLECTIVE_TIMEOUT_S = 1800.0
 
-ConnectRanksFunction = Callable[[str, int, int], Communicator]  # from a group's name, a rank in it and its size
+ConnectRanksFunction = Callable[[str, int, int], Communicator]  # arguments: a group's name, a rank in it, its size
 
 
 class RankPart:
     executor: WorkExecutor  # set by `allocate`
     cache: KVCache
-    draft_model: DraftModel | None = None  # of the leader
+    draft_model: DraftModel | None = None  # only the leader has one
     draft_runner: DraftRunner | None = None
 
     def __init__(
         self, model: DecoderModel, layers: range, config: EngineConfig, shard: Shard, whole: ModelConfig
     ) -> None:
-        """`model`: loaded for this rank, with these layers and this shard. `whole`: of the whole model."""
+        """`model`: this rank's part, with these layers and this shard. `whole`: config of the undivided model."""
         self.model, parts = model, model.config.parts
         self.groups = choose_groups(model.config.windows, model.context, parts.attention.state_layers)
         self._own_groups = self.groups.of_layers(layers)
@@ -125,9 +125,10 @@ class RankPart:
         return part
 
     def move_experts(self, moves: ExpertMoves) -> bool:
-        """Load experts and keep these placements. If a rank cannot load one, change nothing and return False.
+        """Load the experts that these placements add to this rank, and use the placements from the next step on.
 
-        All ranks must call this, between the same two steps. Raises RankLost."""
+        If any rank cannot load an expert, change nothing and return False. All ranks must call this between the same
+        two steps. Raises RankLost."""
         assert self._attending is not None and self._expert_loader is not None
         networks, group = self.model.dispatching_layers, self._expert_group
         loaded: dict[int, dict[int, Expert]] = {}
@@ -211,6 +212,6 @@ def start_rank_backend(config: EngineConfig, layout: Layout) -> int:
 
 
 def connect_processes(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Communicator:
-    """Return the connections of a group of processes."""
+    """Connect this process to the other processes of a group, through main memory. Raises RankLost."""
     timeouts = {"connect_timeout_s": CONNECT_TIMEOUT_S, "timeout_s": COLLECTIVE_TIMEOUT_S}
     return GlooGroup(rendezvous, name, rank, size, **timeouts)

@@ -40,7 +40,7 @@ class RankProcesses:
     """The operating system kills the processes when the thread that started them ends."""
 
     def __init__(self, num_ranks: int, command: tuple[str, ...] = RANK_COMMAND) -> None:
-        """`num_ranks`: of the whole group, also on other machines."""
+        """`num_ranks`: the number of ranks of the whole group, on all machines."""
         self.memory = GroupMemory.create(num_ranks)
         self.notice_fds: dict[int, int] = {}  # by rank, where notices of plans are written; their user closes them
         self.children: dict[int, RankChild] = {}
@@ -81,14 +81,14 @@ class RankProcesses:
                 child.process.stdin.close()
 
     def close(self) -> None:
-        """Close what is shared with processes that were killed."""
+        """Close the connections and the shared memory. Call `kill_all` before."""
         for child in self.children.values():
             child.control.connection.close()
         self.memory.close()
 
 
 def describe_status(status: int | None) -> str:
-    """Return what happened to a process, by its exit status; None: it is running, but has closed its connection."""
+    """Return what happened to a process. `status`: its exit status; None: it runs, but has closed its connection."""
     if status is None:
         return "closed its connection"
     return f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"

@@ -1,7 +1,7 @@
 """plan_rank_sharing: how models whose ranks share GPUs divide the memory, before anything is loaded.
 
-Each GPU has a rank of every model. All are planned with the memory of the GPU that has the least, and a model counts as
-large as its largest rank. So what fits by this plan fits on every GPU."""
+Each GPU has a rank of every model. All ranks are planned with the memory of the GPU that has the least, and the size of
+a model is that of its largest rank. So what fits by this plan fits on every GPU."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from emberline.models.weight_formats import NarrowSize
 @dataclass(frozen=True, slots=True)
 class RankSharingPlan:
     model_bytes: Mapping[str, int]  # by model: what it takes on the GPU where it takes the most, while it is awake
-    memory: Mapping[str, GPUMemoryBudget]  # by model: what its ranks plan with
-    usable_bytes: int  # of each GPU, that all models that are awake may use together
+    memory: Mapping[str, GPUMemoryBudget]  # by model: the memory of a GPU that its ranks plan with
+    usable_bytes: int  # bytes of each GPU that all models that are awake may use together
 
 
 def check_shareable(configs: Mapping[str, EngineConfig]) -> None:
@@ -68,7 +68,7 @@ def plan_rank_sharing(
 ) -> RankSharingPlan:
     """Plan the memory of models that share these GPUs, on a host with `free_host_bytes`.
 
-    `can_sleep`: models may have to sleep although they fit. Raises ModelError if the models do not fit."""
+    `can_sleep`: whether a message can put models to sleep even if all fit. Raises ModelError if they do not fit."""
     models = {name: PlannedDivision(division, gpus[0].kernels) for name, division in divisions.items()}
     utilization = min(division.config.gpu.gpu_memory_utilization for division in divisions.values())
     buffers = sum(each.buffer_bytes for each in models.values())
@@ -93,7 +93,7 @@ def plan_rank_sharing(
 
 
 def find_smallest_gpu(gpus: Sequence[DeviceMeasured], utilization: float, kept_bytes: int) -> GPUMemoryBudget:
-    """Return the memory of the GPU with the least room. `kept_bytes`: what models keep there while they sleep."""
+    """Return the memory of the GPU with the least room. `kept_bytes`: bytes that models keep there while asleep."""
     usable, total = min(
         (memory.usable_bytes(gpu.total_bytes, utilization, gpu.other_bytes), gpu.total_bytes) for gpu in gpus
     )
@@ -101,14 +101,14 @@ def find_smallest_gpu(gpus: Sequence[DeviceMeasured], utilization: float, kept_b
 
 
 def round_kv_share(share: int, plans: Sequence[MemoryPlan]) -> int:
-    """Return the setting kv_memory with which the KV cache of no rank is larger than `share`."""
+    """Return a value of the setting kv_memory with which no rank's KV cache exceeds `share` bytes."""
     blocks = {plan.kv_bytes // plan.kv_blocks for plan in plans}
     is_exact = len(blocks) == 1 and not any(plan.state_slots for plan in plans)
     return share // max(blocks) * max(blocks) if is_exact else share - max(blocks)
 
 
 def count_model_bytes(plans: Sequence[MemoryPlan]) -> int:
-    """Return what the rank of a model that takes the most takes. All ranks have as many KV blocks as fit on each."""
+    """Return the bytes of a model's largest rank. All ranks have the same number of KV blocks, which fits on each."""
     num_blocks = min(plan.kv_blocks for plan in plans)
     return max(plan.fixed_bytes - plan.reserve + num_blocks * (plan.kv_bytes // plan.kv_blocks) for plan in plans)
 
@@ -120,7 +120,7 @@ class PlannedDivision:
     stage needs more memory."""
 
     def __init__(self, division: DeviceDivision, kernels: str = "") -> None:
-        """`kernels`: of the GPUs; see `plan_engine_memory`."""
+        """`kernels`: name of the kernels that the GPUs use; see `plan_engine_memory`."""
         self._division, self._kernels, settings = division, kernels, division.config
         self._checkpoint = Checkpoint.open(Path(settings.model))
         self._dtype = choose_weight_dtype(self._checkpoint, settings.dtype, on_gpu=True)
@@ -138,7 +138,7 @@ class PlannedDivision:
 
     @property
     def buffer_bytes(self) -> int:
-        """The memory of a GPU through which ranks exchange tensors, also while the model sleeps."""
+        """The bytes of a GPU's buffers for collectives, which stay allocated while the model sleeps."""
         layout, settings = self._division.layout, self._division.config
         shards = count_buffer_bytes() if layout.tp > 1 else 0
         if layout.pp == 1:
@@ -147,7 +147,7 @@ class PlannedDivision:
         return shards + count_buffer_bytes(message, num_senders=1)
 
     def plan_stages(self, shared: GPUMemoryBudget) -> list[MemoryPlan]:
-        """Return the plan of a rank of each stage. Raises ModelError if it does not fit."""
+        """Return a plan for each stage: that of its first rank. Raises ModelError if a rank does not fit."""
         settings = self._division.config.with_settings(kv_memory=shared.kv_memory)
         device_memory = shared.total_bytes, shared.other_bytes
         return [

@@ -1,4 +1,4 @@
-"""boot_on_ray: builds an Engine whose other nodes Ray starts."""
+"""boot_on_ray: builds an Engine on this node and on further nodes that Ray starts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def boot_on_ray(
 ) -> LoadedEngine:
     """Start nodes and load the model on them. Raises EmberlineError if settings, model or the cluster are not usable.
 
-    `kind`: CPU or GPU. `boot_node`: loads the model, given the config of node 0 and what has started the others.
-    `max_nodes`: on which it can."""
+    `kind`: CPU or GPU. `boot_node`: loads the model, given the config of node 0 and the launcher of the other nodes.
+    `max_nodes`: the most nodes on which `boot_node` can load it."""
     check_divisible(Layout.of(config.parallel), ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model))))
     began = time.perf_counter()
     launcher = RayLauncher(config, kind, max_nodes)

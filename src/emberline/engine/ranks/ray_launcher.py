@@ -210,7 +210,7 @@ def check_own_gpus(granted: list[str]) -> None:
 
 
 def reserve(ray: Any, config: EngineConfig, kind: str, max_nodes: int = MAX_RANKS) -> tuple[PlacementGroup, Placement]:
-    """Return a placement group with a bundle for each node, and what it has. The first bundle is on this node.
+    """Return a Ray placement group with a bundle for each node, and its Placement. The first bundle is on this node.
 
     Waits for other programs to free resources, and for nodes to join the cluster. Raises EngineUnavailable after
     `node_timeout`."""
@@ -279,7 +279,7 @@ def _with_placement(config: EngineConfig, placement: Placement, address: str) ->
 
 
 def _find_port_pair(address: str) -> int:
-    """Return a free port whose next one is free too."""
+    """Return a port such that it and the next one are free."""
     while True:
         port = free_port(address)
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -302,7 +302,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _kept_signal_handlers() -> Iterator[None]:
-    """Restore the handlers of signals afterwards, because ray.init replaces that of SIGTERM."""
+    """Restore the signal handlers after the `with` block, because ray.init replaces the one for SIGTERM."""
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
     try:

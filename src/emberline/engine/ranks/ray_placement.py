@@ -47,8 +47,8 @@ def list_placements(
 ) -> Iterator[Placement]:
     """Yield the placements that the cluster could grant when nothing else runs on it, those on fewer nodes first.
 
-    `here`: this node, one of `nodes`. `max_nodes`: that a placement may have. If the cluster cannot
-    grant any, the one with the smallest parts is yielded."""
+    If there is none, yield only the placement that asks for the least on each node. `here`: this node, one of `nodes`.
+    `max_nodes`: the most nodes of a placement."""
     num_ranks, found = config.parallel.num_ranks, False
     for count in range(1, num_ranks + 1):
         if num_ranks % count or count > max_nodes:
@@ -65,9 +65,10 @@ def list_placements(
 def _fit(
     config: EngineConfig, kind: str, ranks_per_node: int, count: int, here: RayNode, nodes: Sequence[RayNode]
 ) -> Placement | None:
-    """Return the placement on `count` nodes; None: the cluster has not enough of them.
+    """Return the placement on `count` nodes; None: the cluster has too few nodes that are large enough.
 
-    A rank gets --threads CPUs; without this setting, all that the smallest of the nodes has for it."""
+    A rank gets --threads CPUs. Without this setting, the ranks of a node divide as many CPUs as the smallest of these
+    nodes has."""
     others = sorted((n.resources.get(kind, 0.0) for n in nodes if n.id != here.id), reverse=True)[: count - 1]
     units = min([here.resources.get(kind, 0.0), *others]) // ranks_per_node
     if len(others) < count - 1 or units < 1:

@@ -19,7 +19,7 @@ class RemoteNodes:
     def __init__(self, config: EngineConfig, layout: Layout, launcher: NodeLauncher | None = None) -> None:
         """Wait until all other nodes have joined, and let them start their ranks. The caller must call `close`.
 
-        Raises EmberlineError if the address cannot be used, or a node does not join."""
+        Raises EmberlineError if node 0 cannot listen at its address, or a node does not join."""
         self._layout = layout
         self._listener = NodeListener(config, layout, launcher)
         self.rendezvous = self._listener.rendezvous
@@ -38,7 +38,7 @@ class RemoteNodes:
             raise
 
     def send(self, message: RankMessage) -> None:
-        """Send a message to all ranks of these nodes. The thread that reads notices if a node has ended."""
+        """Send a message to all ranks of these nodes, and ignore closed connections: RankGroup's thread finds them."""
         body = encode_rank_message(message)
         for link in self.links:
             link.send_if_open(ToRanks(body))
@@ -53,9 +53,9 @@ class RemoteNodes:
                 raise RankLost(f"{self._layout.describe_node(link.node)} cannot receive plans: {error}") from error
 
     def check(self, seconds: float, limit_s: float, is_ready: bool) -> NodeLink | None:
-        """Show the nodes that this process runs; return a node that has sent nothing for `limit_s`.
+        """Send a heartbeat to each node; return a node that has sent nothing for `limit_s`, or None.
 
-        `seconds`: since the previous call."""
+        `seconds`: time since the previous call."""
         silent = None
         for link in self.links:
             link.socket.try_send(MasterBeat(is_ready))
@@ -65,14 +65,14 @@ class RemoteNodes:
         return silent
 
     def end(self, error: EmberlineError | None) -> None:
-        """Let the nodes end their ranks, and end the connections. `error`: why; None: the engine is shut down."""
+        """Let the nodes end their ranks, and end the connections. `error`: the reason; None: the engine shuts down."""
         self._listener.stop()  # nodes that join again get a connection to the next engine process
         for link in self.links:
             link.socket.try_send(_last_message(error))
             link.socket.end()
 
     def close(self, error: EmberlineError | None) -> None:
-        """Like `end`, and close everything."""
+        """Like `end`, then close the connections and the listener."""
         timeout_s = FAILURE_TIMEOUT_S if isinstance(error, EngineFailed) else GOODBYE_TIMEOUT_S
         for link in self.links:
             link.socket.finish(_last_message(error), timeout_s)
@@ -81,7 +81,7 @@ class RemoteNodes:
 
 
 def _last_message(error: EmberlineError | None) -> NodeMessage:
-    """Return the last message to a node. After a failure it joins the next group, after other errors it ends."""
+    """Return the last message to a node. It lets the node join the next group after EngineFailed, and otherwise end."""
     if error is None:
         return NodeGoodbye()
     return GroupEnded(error.message) if isinstance(error, EngineFailed) else Rejection.from_error("", error)

@@ -55,14 +55,14 @@ def check_node_settings(config: EngineConfig) -> None:
 
 
 def check_dp_attention(config: EngineConfig) -> None:
-    """Raise InvalidRequest for settings that do not work with requests that belong to one rank each."""
+    """Raise InvalidRequest for settings that do not work with data-parallel attention."""
     if config.speculation.uses_draft_model:
         message = "dp_attention is set, and a draft model does not work with it yet"
         raise InvalidRequest(message, param="speculate", hint="drop --speculate or --dp-attention")
 
 
 def check_transfer(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise InvalidRequest if the engine must exchange KV blocks with others and its ranks cannot."""
+    """Raise InvalidRequest if the engine must exchange KV blocks with other engines and its ranks cannot."""
     if not (obstacle := transfer_obstacle(config, model)):
         return
     message = f"several ranks cannot exchange KV blocks with other workers yet if {obstacle}"

@@ -41,7 +41,7 @@ class SharedCaches:
         return SharedCaches(whole, parts, regions, offsets)
 
     def make_region(self, groups: LayerGroups, steps: StepCounter) -> GroupRegion:
-        """Return the blocks of all ranks together. `groups`: of the whole model."""
+        """Return a region with the blocks of all ranks. `groups`: of the layers of the whole model."""
         parts = list(zip(self.parts, self.regions, strict=True))
         if (unused := allocate_unused_places(groups, self.layout, self.regions[0].blocks)) is not None:
             parts.append(unused)
@@ -49,7 +49,9 @@ class SharedCaches:
 
 
 def list_block_parts(ranks: Layout, model: ModelConfig, groups: LayerGroups) -> list[BlockPart]:
-    """Return the part of each rank. `model`: the whole one. `groups`: of the whole model."""
+    """Return the part of a KV block that each rank has.
+
+    `model`: config of the undivided model. `groups`: the groups of its layers."""
     parts = []
     for rank in range(ranks.num_ranks):
         layers, shard = ranks.stage(rank, model).layers, ranks.shard(rank)
@@ -61,9 +63,9 @@ def list_block_parts(ranks: Layout, model: ModelConfig, groups: LayerGroups) -> 
 def allocate_unused_places(
     groups: LayerGroups, whole: KVLayout, num_blocks: int
 ) -> tuple[BlockPart, HostRegion] | None:
-    """Return memory for the places of a block that no layer uses, and these places; None: all are used.
+    """Return the places for layers in a block that no layer uses, and memory for them; None: all are used.
 
-    An engine on one rank has memory for these places too. They are sent, and count for checksums."""
+    An engine on one rank has memory for these places too. Transfers send their bytes, and checksums include them."""
     if (unused := _find_unused_places(groups, whole.heads)) is None:
         return None
     layout = replace(whole, layers=max(map(len, unused.layers)))
@@ -89,7 +91,7 @@ def _part_bytes(layout: KVLayout, num_blocks: int) -> int:
 
 
 def _find_unused_places(groups: LayerGroups, num_heads: int) -> BlockPart | None:
-    """Return the places for layers in a block that no layer uses, since its group is smaller; None: there are none."""
+    """Return the places for layers that no layer uses, in blocks of groups with fewer layers; None: there are none."""
     counts = [sum(group == each for each, _ in groups.places) for group in range(len(groups.windows))]
     if all(count == groups.block_layers for count in counts):
         return None

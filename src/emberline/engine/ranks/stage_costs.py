@@ -2,8 +2,8 @@
 
 One layer of each kind is loaded and timed, and so are the embedding, and the output head with sampling. Layers are of
 the same kind if their tensors have the same shapes and formats, and their attention reads the same tokens. A prompt
-needs the output head only for its last token, so the division depends on the load: here, requests have as many tokens
-in their prompts as they generate."""
+needs the output head only for its last token, so the best division depends on the load. It is assumed that requests
+generate as many tokens as their prompts have."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from emberline.models.weight_form import choose_weight_form
 DECODE_ROWS = 8  # requests of a timed step that generates tokens, one each
 CHUNK_TOKENS = 64  # of a timed step that computes a part of one prompt
 SHAPES = ((DECODE_ROWS, 1), (1, CHUNK_TOKENS))  # of the timed steps: requests, and tokens of each
-CONTEXT = 128  # tokens of each request before these
+CONTEXT = 128  # tokens of each request before those of the timed step
 MIN_REPEATS, MAX_REPEATS, MAX_SECONDS = 3, 20, 0.05  # of a timed call
 
 
 @dataclass(frozen=True, slots=True)
 class PartCost:
-    """What a part of a model takes: a layer, the embedding, or the output head with sampling."""
+    """The time and memory of a part of a model: of a layer, the embedding, or the output head with sampling."""
 
     seconds: float  # for a token of a prompt and a generated token together
     weight_bytes: int
@@ -50,11 +50,11 @@ class PartCost:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The memory of each rank, and what a KV cache needs at least."""
+    """The memory that each rank may use, and the size of the smallest useful KV cache."""
 
     all_bytes: int
-    kv_bytes: int  # of these
-    num_blocks: int  # KV blocks of the longest request
+    kv_bytes: int  # of these, bytes for the KV cache
+    num_blocks: int  # KV blocks of the longest request, which must fit
 
     @staticmethod
     def of(config: EngineConfig, ranks_per_node: int, context: int) -> RankMemory:
@@ -69,7 +69,9 @@ class ModelCosts:
     head: PartCost
 
     def split(self, stages: int, memory: RankMemory) -> tuple[int, ...]:
-        """Return the numbers of layers for which the slowest stage is fastest, of those that fit into the memory."""
+        """Return the number of layers of each stage.
+
+        Of the divisions that fit into the memory, the one whose slowest stage is fastest is returned."""
 
         def fits(layers: range) -> bool:
             ends = [self.embedding] * (layers.start == 0) + [self.head] * (layers.stop == len(self.layers))
@@ -96,7 +98,7 @@ class ModelCosts:
 def choose_stages(config: EngineConfig, layout: Layout, model: ModelConfig) -> tuple[Layout, list[float]]:
     """Return the layout with the number of layers of each stage, and each stage's share of a step's time.
 
-    If the settings have these numbers, only the shares are measured."""
+    If the settings give the numbers of layers, only the shares are measured."""
     if layout.pp == 1:
         return layout, [0.0]
     layout.stage(0, model)  # raises an error if the model cannot be divided
@@ -108,7 +110,7 @@ def choose_stages(config: EngineConfig, layout: Layout, model: ModelConfig) -> t
 
 
 def measure_costs(config: EngineConfig, layout: Layout) -> ModelCosts:
-    """Time the parts of a model, as one rank of each stage computes them."""
+    """Time the layers, the embedding and the output head of a model, of each only the part of one rank."""
     threads = start_rank_backend(config, layout)
     checkpoint = Checkpoint.open(Path(config.model))
     model = ModelConfig.from_checkpoint(checkpoint)
@@ -190,7 +192,7 @@ def _measure_head(part: RankPart, threads: int) -> float:
 
 
 def _measure_token(calls: Sequence[Callable[[], object]], threads: int) -> float:
-    """Return the seconds for a generated token and a token of a prompt. `calls`: compute a step of each SHAPES."""
+    """Return the seconds for one generated token plus one prompt token. `calls`: compute a step of each of SHAPES."""
     return sum(_measure(call, threads) / (rows * tokens) for call, (rows, tokens) in zip(calls, SHAPES, strict=True))
 
 

@@ -16,7 +16,7 @@ class SwappedRankEngine:
     """Implements SwappableEngine. An error of a rank ends the group: `wake` and `sleep` raise EngineFailed then."""
 
     def __init__(self, nbytes: int, load: Callable[[], LoadedDeviceRanks]) -> None:
-        """`nbytes`: that the model will take of a GPU. `load`: loads the engine, at the first `wake`."""
+        """`nbytes`: bytes of a GPU that the model will take. `load`: loads the engine, at the first `wake`."""
         self.nbytes, self._load = nbytes, load
         self._loaded: LoadedDeviceRanks | None = None
         self._is_awake = False

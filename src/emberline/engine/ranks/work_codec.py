@@ -2,8 +2,9 @@
 
 A step mostly continues requests of an earlier one, so only what changed is encoded: new tokens, and new blocks at the
 ends of the block tables. With several stages, steps of different requests alternate, so requests are remembered over
-as many steps as there are stages. Fields that only KV transfers use are not encoded. Both sides work by columns,
-because a loop over 256 items in Python costs more than all the rest. This module does not import torch.
+as many steps as there are stages. Fields that only KV transfers use are not encoded. Both sides handle a field of all
+items at once, because a loop over 256 items in Python costs more than all other work here. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -34,18 +35,21 @@ class RareFields(msgspec.Struct, array_like=True):
 
 
 class EncodedWork(msgspec.Struct, array_like=True):
-    """The work items of a step by columns. Numbers in bytes are 32-bit integers, which are decoded faster."""
+    """The work items of a step, field by field.
+
+    `numbers` and `slots` are 32-bit integers as bytes, because these are decoded faster than lists."""
 
     num_items: int
-    numbers: bytes  # starts of all items; tokens of all items; unless each has one, their numbers of tokens
-    samples: bytes | bool  # one value: that of all items
+    # The start of each item, then the tokens of all items, then the token count of each item unless all have one token.
+    numbers: bytes
+    samples: bytes | bool  # by item; one value if it is equal for all items
     new_blocks: dict[int, Sequence[int]]  # by item: blocks at the end of its table
     # By item: the slot of its request; ~slot: a request begins there. None: as in the oldest remembered step.
     slots: bytes | None
     homes: dict[int, int]  # by item, if its request is new: the rank that has its blocks, if that is not 0
-    rare: dict[int, RareFields]  # by item, where a field has no default
+    rare: dict[int, RareFields]  # by item, if one of these fields does not have its default
     cleared: Sequence[int]  # blocks that are filled with zeros before the step
-    captured_layers: Sequence[int] = ()  # whose inputs a draft model reads
+    captured_layers: Sequence[int] = ()  # layers whose inputs a draft model reads
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -61,21 +65,21 @@ class _EncodedRequests:
     slots: NDArray[np.int32]
 
 
-ENDED = -1  # instead of the number of preemptions of a request
+ENDED = -1  # stands in place of a request's number of preemptions when the request has ended
 
 
 class WorkEncoder:
     def __init__(self, num_plans: int = 1) -> None:
-        """`num_plans`: the number of steps over which requests are remembered, the same as of the decoders."""
+        """`num_plans`: the number of steps over which requests are remembered. It must be the same in the decoders."""
         self._num_plans = num_plans
-        self._steps: deque[_EncodedRequests] = deque()  # the last `num_plans` ones
-        self._slots: dict[str, int] = {}  # of the requests in these
+        self._steps: deque[_EncodedRequests] = deque()  # the last `num_plans` steps
+        self._slots: dict[str, int] = {}  # by id, of the requests in `_steps`
         self._free_slots: list[int] = []
         self._preemptions: list[int] = []  # by slot
         self._num_blocks = np.zeros(0, np.int32)  # by slot: length of the block table that the decoders know
 
     def forget(self, ids: Sequence[str]) -> None:
-        """Note that these requests have ended: a request with the same id, which may follow at once, is another one."""
+        """Note that these requests have ended. A later request with the same id, even in the next step, is another."""
         ended = self._slots.keys() & ids if self._slots and ids else ()
         for name in ended:
             self._preemptions[self._slots[name]] = ENDED
@@ -89,7 +93,7 @@ class WorkEncoder:
     ) -> bytes:
         """Return the work of the next step. `cleared`: blocks to fill with zeros first.
 
-        `captured_layers`: those whose inputs the leader's draft model reads."""
+        `captured_layers`: layers whose inputs the leader's draft model reads."""
         slots, changed = self._continue_requests([w.id for w in work], [w.preemptions for w in work])
         numbers = [w.start for w in work]
         numbers += [token for w in work for token in w.tokens]
@@ -116,7 +120,7 @@ class WorkEncoder:
     def _continue_requests(
         self, ids: list[str], preemptions: list[int]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
-        """Return the slots of the items' requests, and `EncodedWork.slots`."""
+        """Return the slot of each item's request, and the value of `EncodedWork.slots`."""
         oldest = self._steps.popleft() if len(self._steps) == self._num_plans else None
         if oldest is not None and ids == oldest.ids and preemptions == oldest.preemptions:
             self._steps.append(oldest)
@@ -131,7 +135,9 @@ class WorkEncoder:
         return slots, changed
 
     def _continue_request(self, name: str, preemptions: int) -> int:
-        """Return the slot of a request, or ~slot if it begins there: a preemption replaces all blocks of a request."""
+        """Return the slot of a request, or ~slot if the decoders must begin with an empty block table.
+
+        They must if the request is new, or was preempted, which replaces all its blocks."""
         slot = self._slots.get(name)
         if slot is not None and self._preemptions[slot] == preemptions:
             return slot
@@ -152,7 +158,7 @@ class DecodedStep:
     requests: list[WorkItem]  # without ids; `start`, `tokens` and `samples` are only in the columns
     columns: StepColumns
     cleared: Sequence[int]  # blocks to fill with zeros before the step
-    captured_layers: tuple[int, ...] = ()  # those whose inputs the leader's draft model reads
+    captured_layers: tuple[int, ...] = ()  # layers whose inputs the leader's draft model reads
 
     def fill_items(self) -> list[WorkItem]:
         """Return the work items with all fields but their ids."""
@@ -162,7 +168,7 @@ class DecodedStep:
 
 class WorkDecoder:
     def __init__(self, num_plans: int = 1) -> None:
-        """`num_plans`: the number of steps over which requests are remembered, the same as of the encoder."""
+        """`num_plans`: the number of steps over which requests are remembered. It must be the same in the encoder."""
         self._steps: deque[list[WorkItem]] = deque([[] for _ in range(num_plans)], num_plans)
         self._by_slot: list[WorkItem] = []
         self._rare_items: list[WorkItem] = []  # those with rare fields
@@ -196,7 +202,7 @@ class WorkDecoder:
         return StepColumns(numbers[:items], counts, tokens, samples)
 
     def _find_item(self, slot: int) -> WorkItem:
-        """Return the work item of a slot. ~slot: of a request that begins there."""
+        """Return the work item of a slot. Given ~slot, make a new item, for a request that begins in the slot."""
         if slot >= 0:
             return self._by_slot[slot]
         item = WorkItem("", 0, (), [], samples=False)
@@ -215,7 +221,7 @@ class WorkDecoder:
 
 
 def _collect_rare_fields(work: Sequence[WorkItem]) -> dict[int, RareFields]:
-    """Return the rare fields of items that have some, by index."""
+    """Return the rare fields of the items in which one of them does not have its default, by index of the item."""
     return {
         index: RareFields(
             w.prompt_logprobs,

@@ -21,7 +21,9 @@ class CollectivesUnavailable(Exception):
 
 
 class Communicator(Protocol):
-    """Classes inherit the calls that are made of others, and replace those that they have a faster way for."""
+    """The calls of one rank of a group. Calls that can be composed of other calls have a default implementation here.
+
+    Classes override a default if they have a faster way."""
 
     rank: int  # of this process or thread in its group
     size: int  # number of ranks
@@ -29,7 +31,7 @@ class Communicator(Protocol):
     fuses_norm: bool = False  # whether `all_reduce_add_norm` takes less time than a sum and a norm
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' x, which it may overwrite.
+        """Return the sum of the x of all ranks. May overwrite x.
 
         The sum is computed in float32, in the order of the ranks, and rounded once to the dtype of x: every rank gets
         the same bits, and the sum of one element does not depend on where in x it is.
@@ -37,19 +39,19 @@ class Communicator(Protocol):
         ...
 
     def all_reduce_add(self, x: Tensor, partial: Tensor) -> Tensor:
-        """Add the sum of the ranks' `partial`, which it may overwrite, to x in place and return x.
+        """Add the sum of the `partial` of all ranks to x in place and return x. May overwrite `partial`.
 
-        The sum is rounded before it is added, as by `all_reduce`. x is the same on all ranks.
+        The sum is rounded before it is added, as by `all_reduce`. x must be equal on all ranks.
         """
         return x.add_(self.all_reduce(partial))
 
     def all_reduce_add_norm(self, x: Tensor, partial: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add the sum of the ranks' `partial` to x, as `all_reduce_add`, and return the RMS norm of x."""
+        """Add the sum of the `partial` of all ranks to x, as `all_reduce_add`, and return the RMS norm of x."""
         x = self.all_reduce_add(x, partial)
         return backend_of(x).rms_norm(x, weight, eps, torch.empty_like(x))
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the ranks' x, which have the same shape, concatenated by their last dimension."""
+        """Return the x of all ranks, concatenated along the last dimension. All x have the same shape."""
         ...
 
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
@@ -60,13 +62,13 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Overwrite x on all ranks with that of `source`, which has the same shape and dtype, and return it."""
+        """Overwrite x on all ranks with the x of rank `source`, and return it. All x have the same shape and dtype."""
         ...
 
     def send(self, x: Tensor, to: int) -> None: ...
 
     def receive(self, x: Tensor, source: int) -> None:
-        """Overwrite x with the tensor that `source` sends."""
+        """Overwrite x with the tensor that rank `source` sends."""
         ...
 
     @property
@@ -75,13 +77,13 @@ class Communicator(Protocol):
         return 0
 
     def check(self) -> None:
-        """Raise RankLost if a kernel of an earlier call could not complete it: its result must not be used.
+        """Raise RankLost if a kernel of an earlier call has failed. The results of that call must not be used.
 
-        Calls with tensors on a GPU return before their kernels end. This does not wait for them."""
+        Calls with tensors on a GPU return before their kernels end. `check` does not wait for these kernels."""
         return
 
     def abort(self) -> None:
-        """End all calls that wait, and all later ones, with RankLost. Any thread may call this method.
+        """Make all waiting calls and all later calls raise RankLost. Any thread may call this method.
 
         Kernels that wait for other ranks end too, and `check` raises RankLost."""
         ...
@@ -90,7 +92,7 @@ class Communicator(Protocol):
 
 
 def gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
-    """Return the bytes of all ranks, exchanged in main memory."""
+    """Return the `data` of each rank. `comm`: must exchange tensors in main memory."""
     lengths = comm.all_gather(torch.tensor([len(data)])).tolist()
     padded = torch.frombuffer(bytearray(data.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
     parts = comm.all_gather(padded).view(comm.size, -1)

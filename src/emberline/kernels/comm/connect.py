@@ -26,11 +26,11 @@ def connect_device_group(
     message_bytes: int = 0,
     senders: Sequence[int] = (),
 ) -> Communicator:
-    """Return a communicator of the ranks of `host`, which exchanges tensors in main memory, for tensors on GPUs.
+    """Return a communicator that exchanges tensors on GPUs between the ranks of `host`.
 
-    `collectives`: ipc, nccl or gloo, or auto for the first of them that is possible. The communicator that is returned
-    replaces `host`, which must not be used or closed any more. Other arguments are those of IpcGroup.
-    Raises CollectivesUnavailable, on all ranks, if the setting is impossible, and RankLost.
+    `host`: exchanges tensors in main memory. The result replaces it: the caller must not use or close `host` any more.
+    `collectives`: ipc, nccl or gloo, or auto for the first of these that works. Other arguments are those of IpcGroup.
+    Raises CollectivesUnavailable on all ranks if `collectives` does not work here, and RankLost.
     """
     if collectives in ("auto", "ipc"):
         try:

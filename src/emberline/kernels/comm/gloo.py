@@ -63,7 +63,7 @@ class GlooGroup(Communicator):
             del store  # an error that is raised here must not keep it
 
     def open_store(self, name: str) -> Any:
-        """Return a store of torch that the ranks share while this group is open, to connect them in another way."""
+        """Return a torch Store that the ranks share while this group is open, for connecting another torch backend."""
         assert self._rendezvous is not None
         return distributed.PrefixStore(f"{self._name}/{name}", self._rendezvous.open_store(self._connect_timeout))
 
@@ -103,9 +103,9 @@ class GlooGroup(Communicator):
             x.copy_(received)
 
     def abort(self) -> None:
-        """End all calls that wait, and all later ones, with RankLost. Any thread may call this method.
+        """Make all waiting calls and all later calls raise RankLost. Any thread may call this method.
 
-        gloo closes all connections of a group when one of its calls times out, so this makes a call that does."""
+        gloo closes all connections of a group when one call times out, so this method makes a call that times out."""
         if (group := self._group) is not None:
             with contextlib.suppress(RuntimeError):
                 received = torch.empty(1, dtype=torch.uint8)
@@ -141,7 +141,7 @@ def _copy_to_host(x: Tensor) -> Tensor:
 
 
 def _empty_on_host(x: Tensor, *shape: int) -> Tensor:
-    """Return memory for a tensor like x; for one on a GPU it is pinned, so that copies are fast."""
+    """Return an empty tensor in main memory with the dtype of x; pinned if x is on a GPU, so that copies are fast."""
     return torch.empty(shape, dtype=x.dtype, pin_memory=x.is_cuda)
 
 

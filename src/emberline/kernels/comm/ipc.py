@@ -1,8 +1,9 @@
 """IpcGroup: exchanges tensors between GPUs of one machine with our own kernels, in memory that all ranks have mapped.
 
-`kernels/cuda/collectives.cu` has the kernels, and says how sums are computed. Calls return before their kernels have
-run. They go to torch's current stream; calls of one group must be ordered on the device. They can be captured: the
-number of a call is in device memory, so graphs and other calls may be mixed, if all ranks run the same calls in order.
+`kernels/cuda/collectives.cu` has the kernels, and describes how sums are computed. Calls put their kernels on torch's
+current stream and return before these have run. Calls of one group must be ordered on the device. CUDA graphs can
+capture calls: each call gets its number from device memory when it runs, so captured and other calls may be mixed, if
+all ranks run the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from emberline.kernels.cuda import collectives, ipc
 from emberline.kernels.cuda.driver import CudaDriverError
 from emberline.kernels.cuda.nvrtc import KernelCompileError
 
-SLOT_BYTES = 8 << 20  # of a tensor that one kernel exchanges; larger ones take several
+SLOT_BYTES = 8 << 20  # the most bytes of a tensor that one kernel exchanges; a larger tensor takes several kernels
 EXCHANGE_BLOCKS = 16  # CTAs of all_to_all, whose ranks do not know each other's number of rows
 ALIGNMENT = 16  # bytes of the addresses that kernels read
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -64,15 +65,16 @@ class IpcGroup(Communicator):
     ) -> None:
         """Map the memory of the other ranks. Raises CollectivesUnavailable, or RankLost if a rank does not take part.
 
-        `host`: connects the same ranks in main memory. It is used here only.
+        `host`: connects the same ranks in main memory. Only this constructor uses it.
         `timeout_s`: how long a kernel waits for other ranks.
-        `message_bytes`: of the largest tensor that `send` sends at once; twice that is allocated for each of `senders`,
-        the ranks that send to this one. A rank that sends waits until the message before the last was received.
-        `max_blocks`: CTAs of a kernel, the same on all ranks.
+        `message_bytes`: the most bytes that one kernel of `send` sends; larger tensors take several messages.
+        `senders`: the ranks that send to this rank. For each of them, memory for two messages is allocated, so a sender
+        waits only until its message before the last was received.
+        `max_blocks`: the most CTAs of a kernel, the same on all ranks.
         """
         self.rank, self.size, self._device, self._max_blocks = host.rank, host.size, device, max_blocks
         self.fuses_norm = collectives.has_norm_order(device)
-        self.prefers_two_shot = prefers_two_shot  # from bytes and ranks; the same on all ranks
+        self.prefers_two_shot = prefers_two_shot  # tests and benchmarks replace it; the same on all ranks
         self._timeout_s, self._slot_bytes = timeout_s, slot_bytes // ALIGNMENT * ALIGNMENT
         self._message_bytes = _round_up(message_bytes)
         self._memory: ipc.AllocatedMemory | None = None
@@ -130,7 +132,7 @@ class IpcGroup(Communicator):
         group.report, group.data = self._pinned_report.data_ptr(), collectives.HEADER_BYTES
         group.slot_bytes, group.message_bytes = self._slot_bytes, self._message_bytes
         group.timeout_ns = int(self._timeout_s * 1e9)
-        # On a GPU that ranks share, a kernel that has started early could keep the one away that it waits for.
+        # On a GPU that ranks share, a kernel that starts early could occupy the SMs that the kernel it waits for needs.
         group.can_overlap = len({peer["gpu"] for peer in peers}) == self.size
         self._group = group
         return ""
@@ -198,7 +200,7 @@ class IpcGroup(Communicator):
             )
 
     def _split(self, count: int, item_bytes: int, most_bytes: int = 0) -> Iterator[slice]:
-        """Yield parts of `count` items that fit into a slot, or into `most_bytes`."""
+        """Yield slices of `count` items that each fit into a slot, or into `most_bytes` if that is not 0."""
         step = (most_bytes or self._slot_bytes) // ALIGNMENT * ALIGNMENT // item_bytes
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
@@ -268,9 +270,9 @@ class IpcGroup(Communicator):
         self._report[1] = 1
 
     def close(self) -> None:
-        """Unmap and free the memory. A second call does nothing. Ranks of the same process must have ended their calls.
+        """Unmap and free the memory. A second call does nothing. Calls of ranks in the same process must have ended.
 
-        Memory that other processes have mapped lasts until they end or unmap it."""
+        Memory that other processes have mapped lasts until these processes end or unmap it."""
         self.abort()
         with suppress(CudaDriverError, RuntimeError):  # after a fault of the device, every call of it fails
             torch.cuda.synchronize(self._device)
@@ -282,11 +284,11 @@ class IpcGroup(Communicator):
 
 
 def _align(x: Tensor) -> Tensor:
-    """Return x, or a copy of it that is contiguous and whose address kernels can read."""
+    """Return x if kernels can read it, otherwise a copy that is contiguous and aligned."""
     return x if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(4096)
 def _sign(call: str, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return 16 bits by which ranks find that they make different calls."""
+    """Return a 16-bit checksum of a call. Ranks compare it, to detect that they make different calls."""
     return zlib.crc32(f"{call} {tuple(shape)} {dtype}".encode()) & 0xFFFF

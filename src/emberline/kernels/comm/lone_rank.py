@@ -25,11 +25,11 @@ class LoneRank(Communicator):
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return as many copies of x as there are ranks, so that the result has its size."""
+        """Return as many copies of x as there are ranks, so that the result has the size of a real gather."""
         return torch.cat([x] * self.size, dim=-1)
 
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-        """Return rows of x, repeated until there are as many as the other ranks send."""
+        """Return rows of x, repeated until there are `sum(receive_counts)` of them."""
         count = sum(receive_counts)
         return x[torch.arange(count, device=x.device) % len(x)] if len(x) else x.new_zeros(count, *x.shape[1:])
 

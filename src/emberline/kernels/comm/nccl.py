@@ -1,9 +1,9 @@
 """NcclGroup: exchanges tensors between GPUs through torch's NCCL backend, on one machine or several.
 
-NCCL needs a GPU for each rank. It orders its own sums by the size, the number of ranks and the links between GPUs.
-Every rank gets the same bits, and runs on the same machines repeat them, but they differ from those of other
-communicators, and the sum of an element depends on its place in the tensor. So NCCL only gathers the tensors of all
-ranks, and each rank sums them in order, unless `own_order` is False.
+NCCL needs a GPU for each rank. The order in which NCCL itself adds numbers depends on the size of the tensor, the
+number of ranks and the links between GPUs. All ranks get the same bits, and so do repeated runs on the same machines.
+But other communicators get other bits, and the sum of an element depends on its place in the tensor. So NCCL only
+gathers the tensors of all ranks, and each rank adds them in the order of the ranks, unless `own_order` is False.
 
 If a rank does not take part within the deadline, NCCL's watchdog ends the process.
 """
@@ -26,7 +26,7 @@ class NcclGroup(Communicator):
     can_capture = True
 
     def __init__(self, host: GlooGroup, device: torch.device, *, timeout_s: float, own_order: bool = True) -> None:
-        """Connect the ranks of `host`, which this group closes later.
+        """Connect the GPUs of the ranks of `host`. `close` closes `host` too.
 
         `own_order`: whether `all_reduce` sums in the order of the ranks; otherwise NCCL sums, which is faster.
         Raises CollectivesUnavailable if NCCL is missing or refuses the GPUs.
@@ -86,7 +86,7 @@ class NcclGroup(Communicator):
             raise RankLost(f"rank {self.rank} of {self.size}: the group was aborted")
 
     def abort(self) -> None:
-        """End the calls of all threads with an error. Further calls, also of other threads, do nothing."""
+        """Make the calls of all threads fail. Do nothing if the group was aborted or closed before."""
         if (group := self._take_running_group()) is not None:
             group.abort()
 
@@ -98,7 +98,7 @@ class NcclGroup(Communicator):
         self._host.close()
 
     def _take_running_group(self) -> Any:
-        """Return torch's group to the first caller, and mark this one as aborted; None for later callers."""
+        """Mark this group as aborted and return torch's group; None: it was already marked, by any thread."""
         with self._abort_lock:
             was_aborted, self._is_aborted = self._is_aborted, True
             return None if was_aborted else self._group
@@ -109,7 +109,7 @@ class NcclGroup(Communicator):
         return list(parts.unbind())
 
     def _call(self, start: Callable[[], Any]) -> None:
-        """Make the current stream wait for a call of NCCL, which has streams of its own."""
+        """Start a call of NCCL, which runs on a stream of its own, and make the current stream wait for it."""
         self.check()
         try:
             start().wait()

@@ -18,11 +18,11 @@ class Rendezvous:
     address: str = "127.0.0.1"  # of this machine, at which the other ranks connect to this one
 
     def duplicate(self) -> Rendezvous:
-        """Return a rendezvous with a descriptor of its own. The caller must call its `close`."""
+        """Return a copy with a file descriptor of its own. The caller must call the copy's `close`."""
         return self if self.store_fd < 0 else replace(self, store_fd=os.dup(self.store_fd))
 
     def open_store(self, timeout: timedelta) -> Any:
-        """Return torch's store. Raises RuntimeError if it cannot be reached within `timeout`."""
+        """Return the torch Store. Raises RuntimeError if it cannot be reached within `timeout`."""
         from torch import distributed
 
         if self.store_fd >= 0:

@@ -11,9 +11,9 @@ from emberline.kernels.comm.lone_rank import LoneRank
 
 
 class StartupCommunicator:
-    """A Communicator that exchanges nothing until `open` is called, and then is that of a group.
+    """A Communicator that exchanges nothing until `open` is called, and from then on passes all calls to `group`.
 
-    How many kernels a rank has to compile, and how long that takes, differs between ranks."""
+    Ranks take different times to compile their kernels. A rank that exchanged tensors before could wait too long."""
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
@@ -21,12 +21,12 @@ class StartupCommunicator:
         self._active: Communicator = self._lone_rank
 
     def open(self) -> None:
-        """Exchange tensors from now on. All ranks are ready to."""
+        """Exchange tensors from now on: later calls wait for the other ranks."""
         self._active = self.group
 
     def receive(self, x: Tensor, source: int) -> None:
         if self._active is self._lone_rank:
-            x.zero_()  # what is there may not be numbers, which would stay in states of padding
+            x.zero_()  # x may hold NaN, which would stay in the recurrent states of padding rows
         else:
             self._active.receive(x, source)
 

@@ -22,9 +22,10 @@ MAX_BLOCKS = 12  # CTAs of each kernel: the kernels of 8 ranks must run at the s
 
 
 def prepare_process() -> None:
-    """Set what ranks of one process need: other work must not wait for a kernel that waits for it.
+    """Set the CUDA options that let the kernels of several ranks run at the same time in one process.
 
-    Streams would wait for each other if they shared a hardware queue, and so would kernels that are loaded late."""
+    A kernel waits for the kernels of other ranks. These could not start if their streams shared its hardware queue, or
+    if they had to be loaded then."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
@@ -33,7 +34,9 @@ class StreamRanks:
     def __init__(
         self, size: int, *, timeout_s: float = 20.0, delays: random.Random | None = None, **options: Any
     ) -> None:
-        """`delays`: draws the order in which ranks start calls, and delays. `options`: of IpcGroup."""
+        """`delays`: draws random delays and the order in which ranks start calls; None: no delays, ranks in order.
+
+        `options`: further arguments of IpcGroup."""
         device = torch.device("cuda", 0)
         options = {"max_blocks": MAX_BLOCKS} | options
         self.size, self._delays = size, delays
@@ -43,14 +46,16 @@ class StreamRanks:
         self.reserve_memory()
 
     def reserve_memory(self) -> None:
-        """Let torch allocate memory for later tensors: a call of the driver might wait for a kernel that waits."""
+        """Let torch's allocator cache memory for later tensors.
+
+        Otherwise it would call the driver, which might wait for a running kernel that waits for another rank."""
         for stream in self.streams:
             with torch.cuda.stream(stream):
                 _ = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in (RESERVED_BYTES, 1000)]
         torch.cuda.synchronize()
 
     def start(self, call: Callable[[IpcGroup], Result]) -> list[Result]:
-        """Start a call on all ranks. Return what the calls return at once."""
+        """Start a call on all ranks, and return their results without waiting for the GPU."""
         results: dict[int, Result] = {}
         for rank in self._delays.sample(range(self.size), self.size) if self._delays else range(self.size):
             with torch.cuda.stream(self.streams[rank]):
@@ -69,7 +74,7 @@ class StreamRanks:
         return results
 
     def capture(self, call: Callable[[IpcGroup], Result]) -> list[tuple[torch.cuda.CUDAGraph, Result]]:
-        """Return a graph of the call for each rank, with its results. The call was run before."""
+        """Return a CUDA graph of the call for each rank, with the rank's result. The call must have run before."""
         captured = []
         for stream, comm in zip(self.streams, self.comms, strict=True):
             graph = torch.cuda.CUDAGraph()

@@ -20,21 +20,21 @@ class ThreadGroup:
     def __init__(self, size: int, deadline_s: float = 60.0, *, in_turns: bool = False) -> None:
         """`deadline_s`: how long a call waits for the other ranks.
 
-        With `in_turns`, only one rank runs at a time in `run`: the others wait for it or in a call. So kernels are not
-        compiled by two threads at once."""
+        `in_turns`: whether `run` lets only one rank run at a time, until that rank ends or waits in a call. Then two
+        threads never compile kernels at once."""
         self.size, self.deadline_s = size, deadline_s
         self._running = threading.Semaphore(1 if in_turns else size)  # ranks that run
         self.communicators = [ThreadCommunicator(self, rank) for rank in range(size)]
         self._barrier = threading.Barrier(size)
         # Two sets of slots are used in turn: a rank that is one call ahead does not overwrite what others still read.
-        # A slot has the number of a call, what it is, and its tensor.
+        # A slot holds the number of a call, its description and its tensor.
         self._slots: list[list[tuple[int, str, Tensor]]] = [[(0, "", torch.empty(0))] * size for _ in range(2)]
         self._messages: list[list[SimpleQueue[Tensor]]] = [[SimpleQueue() for _ in range(size)] for _ in range(size)]
 
     def run(self, function: Callable[[ThreadCommunicator], Result]) -> list[Result]:
-        """Return the results of the function, which runs in a thread for each rank.
+        """Run the function in a thread for each rank, and return the results.
 
-        If it raises an error on a rank, the others get RankLost, and the error is raised here."""
+        If it raises an error on a rank, the other ranks get RankLost, and `run` raises the error."""
 
         def run_rank(communicator: ThreadCommunicator) -> Result:
             try:
@@ -51,7 +51,7 @@ class ThreadGroup:
         return [future.result() for future in futures]
 
     def abort(self) -> None:
-        """End all calls that wait, and all later ones, with RankLost."""
+        """Make all waiting calls and all later calls raise RankLost."""
         self._barrier.abort()
 
     def exchange(self, rank: int, turn: int, call: str, x: Tensor) -> list[Tensor]:
@@ -134,7 +134,7 @@ class ThreadCommunicator(Communicator):
         self._group.abort()
 
     def _exchange(self, x: Tensor, call: str) -> list[Tensor]:
-        """Return the tensors of all ranks. `call`: what must agree on all ranks."""
+        """Return the tensors of all ranks. `call`: a description of the call, which must be equal on all ranks."""
         self._turn += 1
         return self._group.exchange(self.rank, self._turn, call, x.clone())
 

@@ -14,5 +14,5 @@ ONE_SHOT_MAX_BYTES = {2: 1 << 62, 4: 512 << 10, 8: 160 << 10}
 
 
 def prefers_two_shot(nbytes: int, ranks: int) -> bool:
-    """Return whether a sum of so many bytes on each rank takes less time in two steps."""
+    """Return whether the two-shot kernel sums tensors of `nbytes` on each rank faster than the one-shot kernel."""
     return nbytes > next(limit for most, limit in ONE_SHOT_MAX_BYTES.items() if ranks <= most)
