@@ -56,7 +56,7 @@ class AttentionLayer:
     interleaved: bool = False  # whether rotated pairs are neighbours, and not half of the rotary dimensions apart
     chunked: bool = False  # whether a query attends to the keys since the last multiple of `window`, up to its own
     sinks: Tensor | None = None  # [q_heads] float32: a score per head that joins the softmax, but has no value
-    latent_dim: int = 0  # values are this many last elements of the keys, and not cached again; 0: own values
+    latent_dim: int = 0  # if not 0, a value is the last `latent_dim` elements of its key, which are cached once
 
     @property
     def value_dim(self) -> int:
@@ -65,7 +65,7 @@ class AttentionLayer:
 
     @property
     def qkv_heads(self) -> int:
-        """The number of heads in `qkv`: of queries, of keys, and of values unless they are parts of the keys."""
+        """The number of query, key and value heads in `qkv`; values that are parts of the keys are not counted."""
         return self.q_heads + (1 if self.latent_dim else 2) * self.kv_heads
 
     @property
@@ -78,15 +78,15 @@ class AttentionLayer:
 class PerHeadWeights:
     """A matrix [n, k] for each head of a layer."""
 
-    weight: Tensor  # on a GPU: [heads, n, k], maybe a view of a tensor with another order; else without elements
+    weight: Tensor  # on a GPU: [heads, n, k], possibly a view with other strides; on a CPU: an empty tensor
     packed: tuple[PackedWeight, ...] = ()  # on a CPU: the matrix of each head
 
 
 @dataclass(frozen=True, slots=True)
 class LatentProducts:
-    """The matrices that give keys and values of each head from latents, in the forms that attention uses."""
+    """The matrices of multi-head latent attention that turn cached latents into the keys and values of each head."""
 
-    keys: PerHeadWeights  # [heads, rank, plain]: from queries of keys to queries of latents
+    keys: PerHeadWeights  # [heads, rank, plain]: turns queries into ones that are compared with latents
     values: PerHeadWeights  # [heads, values, rank]: from latents to values
     expansion: LinearLayer | None = None  # on a GPU: from latents to the keys and values of all heads
 
@@ -150,8 +150,9 @@ class PositionShift(NamedTuple):
 
     With r = token_shifts[i], positions[i] is increased by accepted[r], and the slot of the new position is looked up in
     row r of the block tables. context[b] is increased by accepted[row_shifts[b]]. Where a shift is `padding_row`,
-    nothing changes. If layers are divided into groups, a row has a block table for each group, `table_width` entries
-    after the previous one, in which that group's slots are looked up.
+    nothing changes. If layers are divided into groups with block tables of their own, a row of `tables` has the tables
+    of all groups side by side, `table_width` entries apart, and `window_slots` has the slots of all groups but the
+    first.
     """
 
     positions: Tensor  # [T] int32

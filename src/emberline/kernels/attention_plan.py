@@ -95,13 +95,13 @@ class AttentionPlan:
 @dataclass(frozen=True, slots=True)
 class PlannerOptions:
     max_widened_blocks: int = 0  # float8 blocks that can be copied as bf16 for prefill in one forward pass
-    max_queries: int = 1  # the largest value of `plan`'s parameter, up to `worklist.max_row_queries`
+    max_queries: int = 1  # the largest `max_queries` of `AttentionPlanner.plan`; at most `worklist.max_row_queries`
     # Decode rows are planned for their length rounded up to a multiple of this: a larger one lets more consecutive
     # passes share a plan, which costs some balance between the multiprocessors.
     length_grain: int = TILE_KEYS
     fixed_cuts: bool = False  # whether the keys of a decode row are cut at fixed positions
     max_length: int = MAX_LENGTH  # keys of a decode row with fixed cuts
-    portable: bool = False  # whether only Triton kernels compute the attention, as that on latents
+    portable: bool = False  # whether Triton kernels compute all attention, as they always do on latents
 
 
 DEFAULT_OPTIONS = PlannerOptions()
@@ -151,16 +151,19 @@ class AttentionPlanner:
     def limit_queries(self, max_queries: int) -> int:
         """Return how many queries a decode row may have: `max_queries`, or 1 with fixed cuts.
 
-        With fixed cuts, each query is a row of its own, which cannot read keys before the previous kernel ends."""
+        With fixed cuts, each query is a row of its own. Several rows may then belong to one sequence, so a row reads no
+        keys until the preceding kernel, which writes the new keys, has ended."""
         return 1 if self._fixed_cuts else max_queries
 
     def list_row_queries(self, max_queries: int) -> tuple[int, ...]:
-        """Return the values of `plan`'s parameter `max_queries`, up to this one, that differ in speed, ascending."""
+        """Return, in ascending order, the values up to `max_queries` for which `plan` selects different kernels."""
         q_heads, kv_heads, head_dim = self._heads
         return work_limits.list_row_queries(max_queries, q_heads // kv_heads, head_dim)
 
     def can_capture_chunks(self, chunks: Sequence[tuple[int, int]]) -> bool:
-        """Return whether a step can be captured. `chunks`: cached and new tokens of each chunk of a prompt."""
+        """Return whether a step with these prompt chunks can be captured into a CUDA graph.
+
+        `chunks`: the numbers of cached and of new tokens of each chunk."""
         return self.can_widen_blocks(before + new for before, new in chunks)
 
     def can_widen_blocks(self, lengths: Iterable[int]) -> bool:
@@ -232,7 +235,9 @@ class AttentionPlanner:
     def _count_widened_tokens(
         self, context: np.ndarray, new_token_counts: np.ndarray, first_prefill_row: int
     ) -> np.ndarray:
-        """Return the tokens of each prefill row: all, or none if copies of its float8 blocks do not fit."""
+        """Return how many new tokens of each row are put into `AttentionPlan.prefill_tiles`: all or none.
+
+        The number is 0 for decode rows, and for rows whose float8 KV blocks have no room left for bf16 copies."""
         rows = np.arange(len(new_token_counts)) >= first_prefill_row
         if self._widened is not None:
             need = self._count_blocks(context + new_token_counts) * (rows & (new_token_counts > 0))
@@ -272,7 +277,7 @@ class AttentionPlanner:
         return kept if widened is None else [*kept, widened.keys, widened.values]  # without the small block_numbers
 
     def max_plan_bytes(self, rows: int, tokens: int) -> int:
-        """Return an upper bound of the bytes that `plan` copies to the device, by rows and new tokens."""
+        """Return an upper bound of the bytes that `plan` copies to the device, for so many rows and new tokens."""
         if self._device.type != "cuda":
             return 0
         widened = 0 if self._widened is None else 8 * len(self._widened.block_numbers) + 4 * rows + 64

@@ -34,7 +34,7 @@ class ScoreKind(NamedTuple):
         return (1.0 if self.softcap else scale) * math.log2(math.e)
 
     def cap_factor(self, scale: float) -> float:
-        """Return the factor f of scores s such that 2 ** (f * s) is exp(2 * x), for capped scores softcap * tanh(x)."""
+        """Return f such that 2 ** (f * score) is exp(2 * x), where softcap * tanh(x) is the capped score; 0: no cap."""
         return 2 * math.log2(math.e) * scale / self.softcap if self.softcap else 0.0
 
     @property

@@ -5,12 +5,14 @@ query q, the decay d and the step size s:
 
     S = d * S;  S = S + k (s * (v - k S))^T;  output = q S
 
-Queries, keys and values come out of a causal convolution over the tokens of a sequence, of each channel by itself. A
-sequence starts with zeros: what its slots contain is not read in the step with its first tokens.
+Queries, keys and values come out of a causal convolution over the tokens of a sequence, which treats each channel
+separately. A slot is the memory for the states of one sequence. A sequence starts with states of zeros: the step with
+its first tokens does not read its slot.
 
-The last tokens of a sequence may be drafted, and a state cannot go back. So states do not advance over drafted tokens:
-the inputs (k, v, d and s) of these tokens are kept, 3 % of the size of a state for each token of Qwen3-Next, and the
-next step first advances the states over the accepted ones. So a step reads and writes a state once, as without drafts.
+The last tokens of a sequence may be drafts of speculative decoding, and a state cannot be rolled back. So a step does
+not advance states over drafted tokens. It keeps the inputs (k, v, d and s) of these tokens, which take 3 % of the size
+of a state per token for Qwen3-Next, and the next step first advances the states over the accepted drafts. A step thus
+reads and writes a state once, as without drafts.
 """
 
 from __future__ import annotations
@@ -52,29 +54,29 @@ class DeltaLayer:
 
     @property
     def draft_width(self) -> int:
-        """The numbers that the delta rule keeps of a drafted token."""
+        """How many numbers the delta rule keeps for each drafted token."""
         return self.channels + 2 * self.value_heads
 
 
 class StateSaves(NamedTuple):
-    """Copies of states that a step makes. A sequence's rows are its accepted drafts, then its tokens in the step."""
+    """When and where a step copies states. A sequence's rows are its accepted drafts, then its tokens in the step."""
 
     slots: Tensor  # [B] int32: the slot to which the states of the sequence are copied
-    after: Tensor  # [B] int32: the number of its rows after which that is done; 0: there is no copy
+    after: Tensor  # [B] int32: how many of its rows the copied states include; 0: no copy
 
 
 class StateDrafts(NamedTuple):
-    """The kept rows of drafted tokens, which ops overwrite, and the drafts of the sequences of a step."""
+    """The inputs of drafted tokens, kept from one step to the next in a place for each sequence; ops overwrite them."""
 
     conv: Tensor  # [places, max_draft, channels] float32: inputs of the convolution
     rule: Tensor  # [places, max_draft, draft_width] float32: queries, keys, values; decay and step size of each head
-    places: Tensor  # [B] int32: where the rows of the sequence are kept
-    accepted: Tensor  # [B] int32: rows there over which the states advance before this step's tokens
-    counts: Tensor  # [B] int32: drafted tokens at the end of the sequence, whose rows replace the others
+    places: Tensor  # [B] int32: the place of each sequence
+    accepted: Tensor  # [B] int32: kept rows over which the states advance before this step's tokens
+    counts: Tensor  # [B] int32: drafted tokens at the end of the sequence, which replace the kept ones
     has_any: bool = True  # False: all `counts` are 0
 
     def of_layer(self, index: int) -> StateDrafts:
-        """Return the rows of one layer, where the rows of all layers have a dimension for these first."""
+        """Return the drafts of one layer, if the first dimension of `conv` and `rule` is the layer."""
         return self._replace(conv=self.conv[index], rule=self.rule[index])
 
 
@@ -93,7 +95,7 @@ class LayerStates(NamedTuple):
 class DeltaGates(NamedTuple):
     """Projections of each token, one number for each value head."""
 
-    steps: Tensor  # [T, value_heads]: the step size is the sigmoid
+    steps: Tensor  # [T, value_heads]: the step size is sigmoid(step)
     times: Tensor  # [T, value_heads]: the decay is exp(-rate * softplus(time + time_bias))
 
 
@@ -139,7 +141,7 @@ def _prepare_rows(mixed: Tensor, gates: DeltaGates, layer: DeltaLayer) -> Tensor
 
 
 def _advance(state: Tensor, row: Tensor, layer: DeltaLayer) -> Tensor:
-    """Advance the matrices of a sequence over a row in place, and return the output of each value head."""
+    """Advance a sequence's states in place by one token with the inputs `row`; return each value head's output."""
     *pair, values, factors = row.split([layer.keys, layer.keys, layer.values, 2 * layer.value_heads])
     repeats, heads = layer.value_heads // layer.key_heads, (layer.key_heads, layer.key_dim)
     q, k = (part.view(heads).repeat_interleave(repeats, dim=0)[..., None] for part in pair)
@@ -176,7 +178,7 @@ class _Sequence(NamedTuple):
 
 
 def _iter_sequences(states: LayerStates) -> Iterator[_Sequence]:
-    """Yield the sequences of a step, without padding, which has no rows."""
+    """Yield the sequences of a step. Padding, which has no tokens, is skipped."""
     starts, context = states.metadata.query_start.tolist(), states.metadata.context.tolist()
     saves = [(0, 0)] * len(context) if states.saves is None else _zip_tensors(*states.saves)
     drafts = [(0, 0, 0)] * len(context) if states.drafts is None else _zip_tensors(*states.drafts[2:5])

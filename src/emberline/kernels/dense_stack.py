@@ -23,13 +23,13 @@ class DenseLayer:
 
     @property
     def weights(self) -> tuple[PackedWeight, ...]:
-        """The weights of all products. Those of queries, keys and values may be parts of different layouts."""
+        """The weights of all products. The rows of qkv may be split into parts with different layouts."""
         qkv = self.qkv.weight
         return *(qkv.parts or (qkv,)), self.o.weight, self.gate_up.weight, self.down.weight
 
     @property
     def can_run_natively(self) -> bool:
-        """Whether native kernels exist for all weights. They know at most two parts of one matrix."""
+        """Whether native kernels exist for all weights. They support at most two parts per matrix."""
         return len(self.qkv.weight.parts) <= MAX_PARTS and all(weight.layout >= 0 for weight in self.weights)
 
 

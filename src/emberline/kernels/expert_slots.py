@@ -1,6 +1,6 @@
 """ExpertSlots: which slot has the weights of which expert, if experts may move between ranks or have copies.
 
-The tables are tensors on the device of the rows, and are changed in place, so that captured steps read the new ones.
+The tables are tensors on the device of the rows, and are changed in place, so that captured graphs read the new ones.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ SCATTER, SCATTER_SHIFT = 0x9E3779B1, 16  # 2 ** 32 divided by the golden ratio: 
 
 
 class ExpertSlots:
-    """A slot holds the weights of one expert; an expert may be in several slots.
+    """The slots of each expert. A slot holds the weights of one expert; an expert may be in several slots.
 
     This is no dataclass: when a model sleeps, the memory of all tensors that are found in dataclasses is freed, and
     these small tables are needed meanwhile."""
 
     def __init__(self, experts: int, groups: int, per_group: int, device: torch.device, own_group: int = 0) -> None:
-        """`groups`: of ranks; the ranks of a group have parts of the same experts. `per_group`: slots, of which group g
-        has those from g * per_group on. `own_group`: of this rank."""
+        """`experts`: number of experts. `groups`: number of groups of ranks; each rank of a group has a part of each of
+        the group's experts. `per_group`: slots of a group; group g has the slots from g * per_group on. `own_group`:
+        the group of this rank."""
         self.groups, self.per_group = groups, per_group
         self.own = range(own_group * per_group, (own_group + 1) * per_group)
         # Slots of each expert, as many as it has copies, then zeros: [experts, groups].
@@ -34,7 +35,7 @@ class ExpertSlots:
         return self.groups * self.per_group
 
     def assign(self, slots: Sequence[Sequence[int]]) -> None:
-        """Let later steps find the experts in these slots. `slots`: of each expert, one or more."""
+        """Set the slots in which later steps find the experts. `slots`: one or more for each expert."""
         rows = [[*each, *[0] * (self.groups - len(each))] for each in slots]
         self.table.copy_(torch.tensor(rows))
         self.copies.copy_(torch.tensor(list(map(len, slots))))

@@ -1,4 +1,4 @@
-"""The block formats of GGUF whose codes CPU kernels multiply as they are, and what they mean as numbers."""
+"""The GGUF block formats whose codes CPU kernels multiply directly, and their conversion to floats."""
 
 from __future__ import annotations
 

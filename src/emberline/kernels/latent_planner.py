@@ -2,7 +2,7 @@
 
 Decode rows attend on the latents, and their keys are split into work items, as other attention does. Chunks of prompts
 attend to their own tokens with the keys and values of each head, in tiles of queries. They attend to the
-keys before the chunk on the latents if the step is captured, because the number of these keys is not known then, or if
+keys before the chunk on the latents if the step is captured, because the number of these keys is unknown then, or if
 there are few new tokens. Otherwise keys and values of each head are computed for them too, in passes of bounded memory.
 """
 
@@ -49,7 +49,7 @@ class LatentPlanner(AttentionPlanner):
     ) -> None:
         """Prepare to plan forward passes, as AttentionPlanner does.
 
-        Latents are not widened, and fixed cuts are not supported.
+        Float8 latents are not copied as bf16, and fixed cuts are not supported.
         """
         assert not options.fixed_cuts and heads[1] == 1
         super().__init__(heads, keys, dtype, max_rows, replace(options, portable=True))
@@ -62,7 +62,7 @@ class LatentPlanner(AttentionPlanner):
             )
 
     def can_capture_chunks(self, chunks: Sequence[tuple[int, int]]) -> bool:
-        """Return whether a captured step is faster, although chunks attend to earlier keys on the latents in it."""
+        """Return whether a captured step is faster, though its chunks must attend to earlier keys on the latents."""
         return sum(before * new for before, new in chunks) <= MAX_CAPTURED_PAIRS
 
     def limit_queries(self, max_queries: int) -> int:
@@ -144,7 +144,7 @@ class LatentPlanner(AttentionPlanner):
 def split_context(
     context: np.ndarray, new_token_counts: np.ndarray, first_row: int, block_size: int, heads: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield sources and ranges of each ContextPass, which cover all keys before the tokens of rows from `first_row`."""
+    """Yield `sources` and `ranges` of each ContextPass. They cover the cached keys of rows from `first_row` on."""
     max_blocks = max(1, work_limits.MAX_EXPANDED_HEADS // (heads * block_size))
     keys = context * ((np.arange(len(context)) >= first_row) & (new_token_counts > 0))
     blocks = -(-keys // block_size)

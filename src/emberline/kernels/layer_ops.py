@@ -9,8 +9,9 @@ from emberline.kernels.backend import backend_of
 
 
 def run_layer_products(mixed: Tensor, x: Tensor, products: LayerProducts) -> Tensor | None:
-    """Add the outputs of attention and of the feed-forward network to x in place, and return the queries, keys and
-    values of the next layer; or change nothing and return None: there is no kernel for these weights or as many rows.
+    """Compute a layer's products after its attention, and return the queries, keys and values of the next layer.
 
-    `mixed`: the values that the rows attend to."""
+    The outputs of attention and of the feed-forward network are added to x in place. If no kernel supports these
+    weights or this number of rows, x is unchanged and the result is None. `mixed`: the result of attention, to which
+    the output projection is applied."""
     return backend_of(x).run_layer_products(mixed, x, products)

@@ -43,7 +43,7 @@ class Routing:
 
 
 class SelectedExperts(NamedTuple):
-    """The experts of rows, and the rows as inputs of experts."""
+    """The experts that each row selects, and the normed rows, which are the inputs of the experts."""
 
     normed: Tensor  # [rows, hidden]
     weights: Tensor  # [rows, experts per row] float32
@@ -53,15 +53,15 @@ class SelectedExperts(NamedTuple):
 class OwnSums(NamedTuple):
     """What a rank adds to the output of a mixture whose experts may move between ranks."""
 
-    sums: Tensor  # float64 [rows, hidden], of numbers that `exact_sums.round_term` returns
-    slots: Tensor  # integers [rows, experts per row]: what computes each expert of a row, on whichever rank it is
+    sums: Tensor  # float64 [rows, hidden], of terms that `exact_sums.round_term` rounded
+    slots: Tensor  # integers [rows, experts per row]: the slot, on any rank, that computes each expert of a row
 
 
 @dataclass(frozen=True, slots=True)
 class Expert:
     """A gated feed-forward network.
 
-    If `gate_up` is not packed as gated, its products are those of gate, then those of up.
+    If `gate_up` is not packed as gated, all rows of gate come before those of up.
     """
 
     gate_up: PackedWeight
@@ -136,7 +136,7 @@ class Mixture:
     slots: ExpertSlots | None = None  # None: experts are where `routing.own` says, and never move
 
     def split_experts(self) -> tuple[Expert, ...]:
-        """Return each expert with matrices of its own; of stacked experts, copies for the reference backend."""
+        """Return each expert with its own matrices. Those of stacked experts are copied, for the reference backend."""
         return self.experts.split() if isinstance(self.experts, StackedExperts) else self.experts
 
     @property
@@ -182,7 +182,7 @@ class Mixture:
 def select_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """Return the weights and the numbers of the experts that each row selects, both [rows, experts_per_row].
 
-    Of experts with equal scores, the first is selected, and also of groups.
+    Of experts with equal scores, the one with the lowest number is selected first. The same holds for groups.
     """
     scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
     choice = scores if routing.correction is None else scores + routing.correction

@@ -56,8 +56,8 @@ class OpBackend(ABC):
     def keeps_quantised(self, matrix: QuantisedMatrix) -> bool:
         """Return whether `pack_quantised`, or `pack_quantised_experts` for stacked matrices, keeps the codes.
 
-        Loaders and memory plans ask before the codes are read, with a matrix on the meta device. If not, bf16 values
-        are loaded.
+        Loaders and memory plans call this before the codes are read, with a matrix on the meta device. If the result is
+        False, they load bf16 values.
         """
         return False
 
@@ -66,13 +66,13 @@ class OpBackend(ABC):
         return matrix.nbytes
 
     def arrange_gate_rows(self, weight: Tensor) -> Tensor:
-        """Return a weight, with the rows of gate before those of up, as `pack_linear` with gated=True expects it."""
+        """Reorder a weight with all rows of gate before those of up as `pack_linear` with gated=True expects it."""
         return weight
 
     def pack_quantised(self, matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight:
         """Return the matrix in the layout that `linear` or, with gated=True, `gate_up_silu` reads.
 
-        A gated matrix has the rows of gate before those of up. Backends without a kernel for the kind dequantise it.
+        A gated matrix has the rows of gate before those of up. Backends without a kernel for the matrix dequantise it.
         """
         values = dequantise_to_bf16(matrix)
         return self.pack_linear(self.arrange_gate_rows(values) if gated else values, gated=gated)
@@ -88,7 +88,7 @@ class OpBackend(ABC):
         """Return a matrix of GGUF blocks, uint8 [n, bytes of a row], in the layout that the products and `embed` read.
 
         A gated matrix has the rows of gate before those of up. Raises UnsupportedBlocks if the type has no kernel or k
-        is not a multiple of its block. Backends without such kernels dequantise the matrix.
+        is not a multiple of its block size. Backends without such kernels dequantise the matrix.
         """
         return self.pack_linear(dequantise_blocks(blocks, type_name, k).to(torch.bfloat16), gated=gated)
 
@@ -118,7 +118,7 @@ class OpBackend(ABC):
     ) -> Tensor:
         """Return gelu(norm(x) Wg^T) * (norm(x) Wu^T), where gelu is the approximation by a tanh.
 
-        The layer is that of `gate_up_silu`.
+        The layer's weight was packed with gated=True, as for `gate_up_silu`.
         """
 
     @abstractmethod
@@ -145,7 +145,7 @@ class OpBackend(ABC):
         """Run x through the stack's layers, overwriting x, and return `rows` of the last layer's output.
 
         `keys` and `values` are the KV caches of all layers. The last layer caches the keys and values of
-        all rows, and computes the rest only for `rows`.
+        all rows, and computes everything after that only for `rows`.
         """
         for layer, k, v in zip(stack.layers, keys, values, strict=True):
             qkv = self.linear(x, layer.qkv, LinearOutput())
@@ -159,15 +159,18 @@ class OpBackend(ABC):
 
     @abstractmethod
     def pack_latent_products(self, matrix: Tensor, heads: int, plain_dim: int) -> LatentProducts:
-        """Return the products of a matrix [heads * (plain + values), rank]: rows of keys, then of values, by head."""
+        """Return each head's matrices from the weight [heads * (plain_dim + value size), rank] of latent attention.
+
+        For each head, the weight has `plain_dim` rows for the unrotated elements of keys, then the rows for values.
+        """
 
     @abstractmethod
     def latent_attention(
         self, inputs: LatentInputs, plan: AttentionPlan | None = None, rows: Tensor | None = None
     ) -> Tensor:
-        """Cache the latents of the new tokens, and return the values [T, heads * values] that each attends to.
+        """Cache the latents of the new tokens, and return the result of attention, [T, heads * value_dim].
 
-        With `rows`, only those of these tokens are returned. GPU backends require `plan`; others ignore it.
+        With `rows`, only the results of these tokens are returned. GPU backends require `plan`; others ignore it.
         """
 
     @abstractmethod
@@ -181,7 +184,7 @@ class OpBackend(ABC):
     def layer_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         """Write the layer norm (without bias) of each row of x into `out`, which may be x, and return it.
 
-        A `weight` [groups, width] norms groups of `width` columns of a row separately.
+        With a `weight` [groups, width], each group of `width` columns of a row is normed separately.
         """
 
     @abstractmethod
@@ -189,10 +192,10 @@ class OpBackend(ABC):
         """Replace each element of x by cap * tanh(x / cap) in place and return x."""
 
     def convolve(self, x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:
-        """Return the silu of the causal convolution of the rows of x with the inputs before them.
+        """Return the silu of a causal convolution over the tokens of each sequence.
 
-        The rows of x may be parts of longer rows. The last inputs of each sequence are kept in its slot. Saves and
-        drafts: see delta_rule.py.
+        The inputs before the step are read from the sequence's slot, in which the last inputs are then kept. The rows
+        of x may be parts of longer rows. For saves and drafts, see delta_rule.py.
         """
         raise NotImplementedError(f"{type(self).__name__} has no kernels for recurrent layers")
 
@@ -212,31 +215,31 @@ class OpBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no kernel for gated attention")
 
     def run_layer_products(self, mixed: Tensor, x: Tensor, products: LayerProducts) -> Tensor | None:
-        """Compute a layer's products in one kernel, as `layer_ops.run_layer_products` describes. None: it has none."""
+        """Compute a layer's products in one kernel, or return None; see `layer_ops.run_layer_products`."""
         return None
 
     @abstractmethod
     def run_mixture(self, x: Tensor, mixture: Mixture, out: Tensor | None = None) -> Tensor:
-        """Add the output of the mixture-of-experts network for x to `out`, or to x, in place and return that."""
+        """Add the mixture-of-experts output for x to `out`, by default x, in place and return that tensor."""
 
     def select_experts(self, x: Tensor, mixture: Mixture) -> SelectedExperts:
-        """Norm the rows of x, and select the experts of each row, of those of all ranks."""
+        """Norm the rows of x, and select the experts of each row among the experts of all ranks."""
         raise NotImplementedError(f"{type(self).__name__} cannot dispatch rows to experts of other ranks")
 
     def run_experts(self, x: Tensor, experts: Tensor, mixture: Mixture) -> Tensor:
-        """Return the output of one expert for each row of x, which is normed.
+        """Return the output of one given expert for each row of x. The rows are already normed.
 
-        `experts`: int32 [rows], indexes into the experts that this rank has."""
+        `experts`: int32 [rows], the index of each row's expert among the experts of this rank."""
         raise NotImplementedError(f"{type(self).__name__} cannot compute rows of other ranks")
 
     def add_shared_expert(self, out: Tensor, normed: Tensor, mixture: Mixture) -> Tensor:
-        """Add the output of the shared expert for normed rows to `out` in place and return that."""
+        """Add the output of the shared expert for the rows `normed` to `out` in place, and return `out`."""
         raise NotImplementedError(f"{type(self).__name__} cannot compute a shared expert by itself")
 
     def sum_own_experts(self, x: Tensor, mixture: Mixture) -> OwnSums:
-        """Return what this rank adds to the output of a mixture with slots, as `expert_ops.sum_own_experts` describes.
+        """Return this rank's share of the output of a mixture with slots; see `expert_ops.sum_own_experts`.
 
-        This defines the result. It waits for the device, so it cannot be captured."""
+        This method defines the result of all backends. It waits for the device, so it cannot be captured."""
         slots, scales_inputs = mixture.slots, mixture.routing.scales_inputs
         assert slots is not None
         normed, weights, numbers = self.select_experts(x, mixture)
@@ -293,9 +296,9 @@ class OpBackend(ABC):
 
     @abstractmethod
     def find_slots(self, position: Tensor, limits: Tensor, tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-        """Return the position (int32) and the KV cache slot of a token in each row of `tables` (block tables).
+        """Return the position (int32) and the KV cache slot of one token for each row of the block tables `tables`.
 
-        Positions at or above the row's limit become the last position below it. The slot is -1 if the limit is 0."""
+        A position at or above the row's limit is replaced by limit - 1. If the limit is 0, the slot is -1."""
 
     @abstractmethod
     def shift_positions(self, shift: PositionShift) -> None:

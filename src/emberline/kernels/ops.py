@@ -129,7 +129,7 @@ def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
 def pack_gguf(blocks: Tensor, type_name: str, k: int, *, gated: bool = False) -> PackedWeight:
     """Return a matrix of GGUF blocks, uint8 [n, bytes of a row], as the products and `embed` read it.
 
-    Raises UnsupportedBlocks if the type has no kernel or k is not a multiple of its block.
+    Raises UnsupportedBlocks if the type has no kernel or k is not a multiple of its block size.
     """
     return backend_of(blocks).pack_gguf(blocks, type_name, k, gated=gated)
 
@@ -161,22 +161,22 @@ def fill_experts(experts: PackedExperts, values: Tensor) -> int:
 
 
 def keeps_quantised(device: torch.device, matrix: QuantisedMatrix) -> bool:
-    """Return whether the device's kernels read the codes of such a matrix. If not, load its values as bf16.
+    """Return whether the device's kernels read the codes of matrices like `matrix`. If not, load the values as bf16.
 
-    `matrix`: on any device, with the sizes and dtypes of the real one.
+    `matrix` may be on any device, such as meta: only its sizes and dtypes are used.
     """
     return backend_of(torch.empty(0, device=device)).keeps_quantised(matrix)
 
 
 def count_quantised_bytes(device: torch.device, matrix: QuantisedMatrix) -> int:
-    """Return the bytes of such a matrix on a device that keeps it quantised; `matrix` as in `keeps_quantised`."""
+    """Return the bytes of a matrix like `matrix` on a device that keeps it quantised; see `keeps_quantised`."""
     return backend_of(torch.empty(0, device=device)).count_quantised_bytes(matrix)
 
 
 def empty_quantised_weight(shape: QuantisedMatrix, device: torch.device, *, gated: bool = False) -> PackedWeight:
     """Return a GPU weight without memory, which `fill_quantised_weight` fills later.
 
-    `shape`: a matrix on the meta device, with the sizes and dtypes of the real one.
+    `shape`: a matrix on the meta device, with the sizes and dtypes of the matrix that will be stored.
     """
     data = torch.empty(0, dtype=torch.bfloat16, device=device)
     return PackedWeight(data, shape.n, shape.k, data.dtype, WeightLayout.QUANTISED, gated, handle=shape)
@@ -267,12 +267,15 @@ def paged_attention(
 
 
 def pack_latent_products(matrix: Tensor, heads: int, plain_dim: int) -> LatentProducts:
-    """Return the products of a matrix [heads * (plain + values), rank]: rows of keys, then of values, by head."""
+    """Return each head's matrices from the weight [heads * (plain_dim + value size), rank] of latent attention.
+
+    For each head, the weight has `plain_dim` rows that give the unrotated part of keys, then the rows that give values.
+    """
     return backend_of(matrix).pack_latent_products(matrix, heads, plain_dim)
 
 
 def latent_attention(inputs: LatentInputs, plan: AttentionPlan | None = None, rows: Tensor | None = None) -> Tensor:
-    """Cache the latents of the new tokens, and return the values that each token, or each of `rows`, attends to."""
+    """Cache the latents of the new tokens, and return the result of attention for each, or for each of `rows`."""
     return backend_of(inputs.q).latent_attention(inputs, plan, rows)
 
 
@@ -294,7 +297,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
     """Write the layer norm (without bias) of each row of x into `out`, which may be x, and return it.
 
-    A `weight` [groups, width] norms groups of `width` columns of a row separately.
+    With a `weight` [groups, width], each group of `width` columns of a row is normed separately.
     """
     return backend_of(x).layer_norm(x, weight, eps, out)
 
@@ -305,7 +308,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def convolve(x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:
-    """Return the silu of the causal convolution of the rows of x with the inputs before them, and keep the last."""
+    """Return the silu of a causal convolution over each sequence's tokens, and keep its last inputs in its slot."""
     return backend_of(x).convolve(x, layer, states)
 
 
@@ -325,7 +328,7 @@ def apply_sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def run_mixture(x: Tensor, mixture: Mixture, *, add_to: Tensor | None = None) -> Tensor:
-    """Add the output of the mixture-of-experts network for x to `add_to`, or to x, in place and return that."""
+    """Add the mixture-of-experts output for x to `add_to`, by default x, in place and return that tensor."""
     return backend_of(x).run_mixture(x, mixture, add_to)
 
 
@@ -374,9 +377,9 @@ def fill_newest_tokens(tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
 
 
 def find_slots(position: Tensor, limits: Tensor, tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Return the position (int32) and the KV cache slot of a token in each row of `tables` (block tables).
+    """Return the position (int32) and the KV cache slot of one token for each row of the block tables `tables`.
 
-    Positions at or above the row's limit become the last position below it. The slot is -1 if the limit is 0."""
+    A position at or above the row's limit is replaced by limit - 1. If the limit is 0, the slot is -1."""
     return backend_of(position).find_slots(position, limits, tables, block_size)
 
 

@@ -44,7 +44,7 @@ class PackedWeight:
     layout: WeightLayout = WeightLayout.PLAIN
     gated: bool = False  # whether each panel is half gate rows, half up rows; `n` counts both
     ptr: int = 0  # data.data_ptr(), read once: an op takes microseconds, and calling it would add one
-    handle: object | None = None  # what the GPU kernels need: a cuda.linear.BF16Weight or a cuda.uw12.UW12Weight
+    handle: object | None = None  # what the GPU kernels need, such as a cuda.linear.BF16Weight
     uw12_copy: object | None = None  # a uw12 copy for steps of few rows, where a GPU keeps both forms
     fixed_order: bool = False  # on a GPU: the order of sums shall not depend on the number of rows of x
     parts: tuple[PackedWeight, ...] = ()  # consecutive rows of this weight; `data` is then empty
@@ -66,8 +66,8 @@ def join_rows(parts: Sequence[PackedWeight]) -> PackedWeight:
 class PackedExperts:
     """The matrices [count, n, k] of all experts of a layer, in another form than a tensor of bf16.
 
-    Until their values are loaded, `handle` may be a QuantisedMatrix on the meta device, or None. Those that cannot be
-    compressed are then a tensor after all, with layout ROWS."""
+    Until their values are loaded, `handle` may be a QuantisedMatrix on the meta device, or None. If the loaded values
+    cannot be compressed, `handle` is a tensor after all, and the layout is ROWS."""
 
     count: int
     n: int

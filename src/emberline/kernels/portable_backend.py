@@ -1,10 +1,11 @@
 """PortableBackend: runs the ops on any NVIDIA GPU of compute capability 8.0 or later, with Triton and cuBLAS.
 
-Matrix products with up to 64 rows of x, where reading the weights takes most of the time, use `triton/linear.py`, which
-also adds the bias and the residual, or computes silu(gate) * up, or cuBLAS if that was measured to be faster. For uw12
-weights (compressed to 12 bits) it is `triton/packed_linear.py`. Products with more rows use cuBLAS; uw12 weights are
-unpacked first. `quantised_linear.py` multiplies by codes of narrow formats. Attention is computed by Triton kernels for
-every shape. Sampling and the unpacking of weights are CUDA C++ that is compiled for the GPU's architecture.
+Matrix products with up to 64 rows of x, where reading the weights takes most of the time, use `triton/linear.py`, or
+cuBLAS where that was measured to be faster. With uw12 weights (compressed to 12 bits) they use
+`triton/packed_linear.py`. These two Triton kernels also add the bias and the residual, or compute silu(gate) * up.
+Products with more rows use cuBLAS, for which uw12 weights are unpacked first. `quantised_linear.py` multiplies by codes
+of narrow formats. Attention is computed by Triton kernels for every shape. Sampling and the unpacking of weights are
+CUDA C++ that is compiled for the GPU's architecture.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class PortableBackend(OpBackend):
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
         """Return the weight without rearranging its rows.
 
-        With `gated`, the caller must have interleaved groups of `attention_plan.GATE_GROUP_ROWS` gate rows with groups
-        of as many up rows, if the number of gate rows is a multiple of the group size.
+        With `gated`, the caller must have interleaved groups of `work_limits.GATE_GROUP_ROWS` gate rows with groups of
+        as many up rows, if the number of gate rows is a multiple of the group size.
         """
         n, k = weight.shape
         return PackedWeight(weight, n, k, weight.dtype, WeightLayout.ROWS, gated, weight.data_ptr())
@@ -138,7 +139,7 @@ class PortableBackend(OpBackend):
     def gate_up_gelu(
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
-        """Return gelu(gate) * up. Our product kernels have no gelu, so a kernel of its own follows the product."""
+        """Return gelu(gate) * up. Our product kernels have no gelu, so a separate kernel applies it."""
         width, is_quantised = layer.weight.n // 2, isinstance(layer.weight.handle, QuantisedMatrix)
         gate_and_up = self.linear(x, layer, LinearOutput(unpacker=unpacker))
         y = x.new_empty(len(x), width) if out is None else out
@@ -247,7 +248,7 @@ class PortableBackend(OpBackend):
 def _find_few_rows_kernel(x: Tensor, w: PackedWeight, kind: ProductKind | None) -> Callable[..., Tensor] | None:
     """Return our kernel for few rows, bound to x and w, or None if it does not support them or cuBLAS is faster.
 
-    It is used if tuning did not compare both. `kind` is None for a float32 result, which tuning does not measure."""
+    Our kernel is used if tuning did not compare both. `kind`: None for a float32 result, which is not tuned."""
     m = len(x)
     if isinstance(w.handle, uw12.UW12Weight):
         return partial(packed_linear.linear, x, w.handle) if packed_linear.supports(m) else None
@@ -319,7 +320,7 @@ def unpacked_rows(
 ) -> AbstractContextManager[Tensor]:
     """Return a context manager that yields the weight as plain bf16 [n, k]; launch one product inside it.
 
-    `needs_unpacking`: whether the following weight, which is packed, is unpacked too for as many rows of x."""
+    `needs_unpacking`: called with the next packed weight, returns whether as many rows of x need it unpacked too."""
     if not is_packed(w):
         return nullcontext(w.data)
     if unpacker is None:

@@ -27,8 +27,8 @@ def quantise(
     """Quantise a matrix [.., n, k] of finite values.
 
     `group_rows` is used by fp8 only, `group_columns` by fp8 and int4, where 0 means the whole row. The group of a
-    float4 format is fixed. With `search`, scales of int4 are those of SHRINKS with the least squared error in their
-    group, so that large values may be clipped.
+    float4 format is fixed. With `search`, each int4 scale is multiplied by the factor of SHRINKS that gives the least
+    squared error in its group, so that large values may be clipped.
     """
     values = values.to(torch.float32)
     match kind:
@@ -100,5 +100,5 @@ def _round_to_float4(values: Tensor) -> Tensor:
 
 
 def _join_halves(codes: Tensor) -> Tensor:
-    """Return the codes, one in each byte, with two in each byte."""
+    """Return the 4-bit codes with two in each byte; `codes` has one in each byte."""
     return codes[..., ::2] | codes[..., 1::2] << 4

@@ -10,7 +10,7 @@ the layout that its kernel reads. `dequantise` defines what the codes mean.
 | mxfp4 | float4 e2m1 | k / 2 bytes | code * 2 ** (scale - 127) |
 | nvfp4 | float4 e2m1 | k / 2 bytes | code * scale * row_scale |
 
-The lower half of a byte is the code of the column before that of the upper half.
+The lower 4 bits of a byte are the code of one column, and the upper 4 bits are the code of the next column.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def dequantise(matrix: QuantisedMatrix) -> Tensor:
 
 
 def dequantise_to_bf16(matrix: QuantisedMatrix) -> Tensor:
-    """Return the values rounded to bf16, as `dequantise` has them; only a few are in float32 at a time."""
+    """Return the values of `dequantise` rounded to bf16. To save memory, only some are in float32 at a time."""
     values = torch.empty(*matrix.codes.shape[:-1], matrix.k, dtype=torch.bfloat16, device=matrix.codes.device)
     if matrix.codes.ndim > 2:
         for number in range(len(matrix.codes)):

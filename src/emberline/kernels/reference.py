@@ -177,8 +177,8 @@ class ReferenceBackend(OpBackend):
     ) -> Tensor:
         """Attend on the cached latents, without keys and values of each head.
 
-        Instead of computing keys, the matrix that gives keys is applied to the queries, and the matrix that gives
-        values to the latents that the queries attend to.
+        The matrix that would give keys is applied to the queries instead, and the matrix that gives values is applied
+        to the result of attention on the latents.
         """
         q, kv, layer, keys, metadata = inputs
         (tokens, heads, _), rank, rotary = q.shape, layer.rank, layer.rotary_dim

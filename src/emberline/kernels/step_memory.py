@@ -1,6 +1,6 @@
-"""StepKernels: what the kernels of a GPU allocate in a layer, by the form of the weights.
+"""StepKernels: how many bytes the kernels of a GPU allocate in a layer, by the form of the weights.
 
-Memory plans count with these functions; `tests/cpu/test_step_memory.py` compares them with what the backends allocate.
+Memory plans use these functions; `tests/cpu/test_step_memory.py` compares them with what the backends allocate.
 This module does not import torch.
 """
 
@@ -27,14 +27,14 @@ from emberline.kernels.work_limits import (
 )
 
 BF16_BYTES, F32_BYTES = 2, 4
-FP8_SCALE_COLUMNS, FP8_SCALE_ROWS = 128, 128  # columns of x with one scale at least; scales of rows are padded to these
+FP8_SCALE_COLUMNS, FP8_SCALE_ROWS = 128, 128  # least columns of x per scale; scales are padded to these rows
 PLACE_TABLE_BYTES = 24  # of the tables of sorted rows
 UNSORTED: Sequence[tuple[float, int]] = ((math.inf, 0),)
 NarrowShape = tuple[str, int, int, int]  # of a quantised matrix: kind, rows, columns, and columns that share a scale
 
 
 class WeightForm(StrEnum):
-    """How matrices are kept, as far as it decides what their products allocate."""
+    """How matrices are stored, as far as products with them allocate different amounts of memory."""
 
     PLAIN = "plain"
     PACKED = "packed"  # uw12
@@ -70,12 +70,12 @@ class ExpertNetwork:
     count: int
     chosen: int  # experts of a row
     shared: GatedNetwork | None = None
-    slots: int = 0  # of all groups of ranks, by which rows are sorted if experts may move; 0: they do not
+    slots: int = 0  # of all groups of ranks, if experts may move between ranks; 0: they do not move
 
 
 @dataclass(frozen=True, slots=True)
 class StepKernels:
-    """The kernels that compute a model's layers. Each function returns the most that any of the variants allocates."""
+    """The kernels that compute a model's layers. Functions return the most bytes that any of the variants allocates."""
 
     variants: frozenset[KernelVariant]  # of dense matrices
     expert_variants: frozenset[KernelVariant]  # of routed experts
@@ -93,8 +93,8 @@ class StepKernels:
     ) -> StepKernels:
         """Return the kernels for weights of this dtype.
 
-        `kernels`: hopper or portable; empty: it is not known, so that both are counted. `narrow`, `narrow_experts`:
-        matrices that are kept quantised. `has_other_experts`: whether some routed experts are not."""
+        `kernels`: hopper or portable; empty: not known, so that both are counted. `narrow`, `narrow_experts`:
+        matrices that are kept quantised. `has_other_experts`: whether some routed experts are not kept quantised."""
         names = (kernels,) if kernels else ("hopper", "portable")
         plain = {KernelVariant(name, WeightForm.PACKED if packed else WeightForm.PLAIN) for name in names}
         dense = plain | {KernelVariant(name, _narrow_form(name, *matrix)) for name in names for matrix in narrow}
@@ -117,10 +117,10 @@ class StepKernels:
         return any(each.form is WeightForm.CODES for each in self.variants)
 
     def gated_bytes(self, network: GatedNetwork, rows: int, max_tuned_rows: int) -> int:
-        """Return what a network allocates beside its inputs, which are not normed yet, and the state it adds to.
+        """Return the bytes that a network allocates besides its inputs, not yet normed, and the state it adds to.
 
-        `max_tuned_rows`: rows up to which cuBLAS may have been measured to be faster than a kernel that multiplies
-        gates and ups before it stores them."""
+        `max_tuned_rows`: the most rows for which tuning may have chosen cuBLAS, which stores gates and ups, instead of
+        a kernel that stores only silu(gate) * up."""
         few = min(rows, max_tuned_rows)
         return max(
             max(
@@ -131,10 +131,10 @@ class StepKernels:
         )
 
     def expert_bytes(self, network: ExpertNetwork, rows: int, max_tuned_rows: int) -> int:
-        """Return what the largest pass of a layer of experts allocates beside its inputs and the state that it adds to.
+        """Return the bytes that the largest pass of a layer of experts allocates besides its inputs and the state.
 
-        These are the normed rows, the router's logits, the activations and outputs of each row's experts, also of
-        copies of the rows that are sorted by expert, and the shared expert's activations and outputs."""
+        These are for the normed rows, the router's logits, copies of the rows sorted by expert, the activations and
+        outputs of each row's experts, and those of the shared expert. The state is what the outputs are added to."""
         if not network.slots:  # experts that may move are computed in one pass
             rows = min(rows, max_pass_rows(network.count, network.chosen))
         # Choices of slots are at most twice as wide as the other numbers.
@@ -175,9 +175,9 @@ class StepKernels:
     def _sorted_bytes(self, form: WeightForm, network: ExpertNetwork, rows: int, tile_rows: int) -> int:
         """Return the bytes of the activations and outputs of rows that are sorted into tiles.
 
-        `tile_rows`: 0 if tiles have no unused places. Otherwise inputs may be copied to the places, but are freed
-        before outputs are allocated. Those of products with 4-bit codes are copied for some places at a time, and their
-        outputs are in the order of assignments."""
+        A place is a position of a row in the tiles. `tile_rows`: 0 if tiles have no unused places. Otherwise inputs may
+        be copied to the places, but the copies are freed before outputs are allocated. For products with 4-bit codes,
+        inputs are copied to some places at a time, and outputs are in the order of assignments (row, expert)."""
         assignments = rows * network.chosen
         unused = min(network.count, assignments) * ((tile_rows or MAX_TILE_ROWS) - 1)
         places = assignments + unused
@@ -189,7 +189,7 @@ class StepKernels:
 
 
 def _list_tile_sizes(variant: KernelVariant) -> Sequence[tuple[float, int]]:
-    """Return pairs (rows of an expert on average, rows of a tile); 0: of kernels that leave no places unused."""
+    """Return pairs (most rows of an expert on average, rows of a tile). 0: kernels leave no places in tiles unused."""
     sizes = {
         WeightForm.PLAIN: PLAIN_TILE_ROWS, WeightForm.PACKED: PACKED_TILE_ROWS,
         WeightForm.INT4: INT4_TILE_ROWS, WeightForm.FLOAT4: FLOAT4_TILE_ROWS,

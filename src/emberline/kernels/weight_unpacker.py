@@ -78,7 +78,7 @@ class WeightUnpacker:
         self._buffers.clear()
 
     def next_weight(self, weight: PackedWeight) -> PackedWeight | None:
-        """Return the weight after this one, without those that are not packed, such as routers of experts."""
+        """Return the next weight after this one; weights with layout ROWS, such as routers of experts, are skipped."""
         following = self._next_weights.get(weight)
         while following is not None and following.layout is WeightLayout.ROWS:
             following = self._next_weights.get(following)

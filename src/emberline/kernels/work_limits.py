@@ -1,4 +1,4 @@
-"""Limits of kernels, by which memory is planned: work of decode rows, and shapes of products.
+"""Limits of kernels that memory plans also use: work of decode rows, and shapes of products.
 
 This module needs no numpy."""
 
@@ -18,8 +18,8 @@ GATE_GROUP_ROWS = 16
 MIN_GEMM_ROWS, MAX_GEMM_ROWS = 129, 32768  # rows of x that cuda/gemm.py multiplies, also with silu(gate) * up
 GEMM_ROW_GRAIN, GEMM_COLUMN_GRAIN = 64, 64  # of its weights
 FP8_ROW_GRAIN, FP8_COLUMN_GRAIN, MAX_FP8_COLUMNS = 64, 16, 32768  # of float8 weights, whose inputs are quantised
-# Pairs (rows of an expert on average up to which, rows of a tile of rows that are sorted by expert) of bf16 and uw12
-# weights and of 4-bit codes; 0: kernels that leave no places in tiles unused. The fastest of some, measured on an H200.
+# Tiles of rows sorted by expert, for bf16 weights, uw12 weights and 4-bit codes: pairs (most rows of an expert on
+# average, rows of a tile). 0: kernels that leave no places in tiles unused. The fastest of some, measured on an H200.
 PLAIN_TILE_ROWS = ((96.0, 0), (320.0, 256), (math.inf, 0))
 PACKED_TILE_ROWS = ((12.0, 32), (52.0, 64), (96.0, 128), (math.inf, 256))
 INT4_TILE_ROWS = ((16.0, 0), (24.0, 32), (48.0, 64), (math.inf, 128))
@@ -49,15 +49,16 @@ def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
 
 
 def list_row_queries(max_queries: int, group: int, head_dim: int) -> tuple[int, ...]:
-    """Return the numbers of queries per row for which rows of up to `max_queries` are planned, ascending.
+    """Return, in ascending order, the numbers of queries per row for which decode rows are planned.
 
-    Besides `max_queries`, it is the most that a small CTA can compute, for which an SM has room twice."""
+    They are `max_queries` and, if smaller, the most queries that a small CTA computes: an SM has room for two of these.
+    `group`: query heads per KV head."""
     small = MAX_HEADS_OF_SMALL_CTA // group
     return (small, max_queries) if 1 < small < max_queries and head_dim <= MAX_SMALL_HEAD_DIM else (max_queries,)
 
 
 def max_latent_queries(heads: int) -> int:
-    """Return the number of queries that a decode row of latent attention may have, for which scratch is allocated."""
+    """Return the most queries of a decode row of latent attention, for which scratch memory is allocated."""
     return max(2, MAX_ROW_HEADS // heads)
 
 
@@ -83,8 +84,9 @@ def max_pass_rows(experts: int, experts_per_row: int) -> int:
 
 
 def split_evenly(count: int, limit: int, grain: int = 1) -> Iterator[slice]:
-    """Yield parts of at most `limit` items, as few as possible and about equal. All but the last are multiples of
-    `grain`, as `limit` must be."""
+    """Yield slices of at most `limit` of `count` items: as few as possible, and about equal.
+
+    The sizes of all but the last are multiples of `grain`, of which `limit` must be a multiple too."""
     if count <= limit:
         yield slice(0, count)
         return
@@ -100,5 +102,5 @@ def can_use_gemm(n: int, k: int) -> bool:
 
 
 def supports_fp8_shape(n: int, k: int) -> bool:
-    """Return whether a GPU has products with float8 weights of this shape whose inputs are quantised too."""
+    """Return whether GPU kernels multiply inputs quantised to float8 by float8 weights of this shape."""
     return n > 0 and n % FP8_ROW_GRAIN == 0 and 0 < k <= MAX_FP8_COLUMNS and k % FP8_COLUMN_GRAIN == 0

@@ -67,7 +67,7 @@ class WorkList:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Decode rows of the kernel, in the order of their tokens."""
+    """Decode rows, in the order of their tokens. A sequence may be split into several rows."""
 
     sequences: NDArray[np.int64]  # index of the row's sequence
     context: IntArray  # keys before the row's tokens; for a later row of a sequence, these include new tokens
@@ -108,8 +108,8 @@ def ctas_per_sm(group: int, max_queries: int, head_dim: int) -> int:
 def count_window_parts(rows: int, kv_heads: int, num_ctas: int, window: int) -> int:
     """Return into how many parts the keys of each decode row are cut in a layer with a window.
 
-    `num_ctas`: CTAs that the GPU computes at the same time. The parts of all rows fit into `max_work_items`. They
-    follow from the shapes only, because no row has many keys.
+    `num_ctas`: CTAs that the GPU computes at the same time. The parts of all rows fit into `max_work_items`. The
+    number does not depend on the lengths of rows, because with a window no row has many keys to read.
     """
     parts = -(-num_ctas // (rows * kv_heads))
     return max(1, min(parts, window // (MIN_WINDOW_PART_TILES * TILE_KEYS)))
@@ -137,7 +137,7 @@ def plan_decode_work(
     fixed_cuts: bool = False,
     merge_cost: float = MERGE_COST,
 ) -> WorkList:
-    """Return the work items for rows of `lengths` keys, including those of all new tokens of a row.
+    """Return the work items for rows of `lengths` keys. The keys of a row's new tokens are included.
 
     A row of length 0 has no item, and its output stays unchanged. `overlaps_prefill`: prefill attention runs at the
     same time, so some SMs become free later than others. `part_tiles`, one of PART_SIZES, is a fixed maximum part size

@@ -71,7 +71,8 @@ class CPUBackend(ReferenceBackend):
     def pack_gguf(self, blocks: Tensor, type_name: str, k: int, *, gated: bool = False) -> PackedWeight:
         """Return the codes and scales of the blocks rearranged into panels of columns, about as large as in the file.
 
-        Products with it round each 32 consecutive inputs to int8 with a common scale. Raises DamagedBlocks.
+        Products with this weight round each 32 consecutive inputs to int8 with a common scale. Raises DamagedBlocks if
+        a scale is NaN or infinite.
         """
         found = find_block_format(blocks, type_name, k)
         rows, n, layout = blocks.contiguous(), len(blocks), found.layout

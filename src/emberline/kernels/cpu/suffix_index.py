@@ -1,4 +1,4 @@
-"""SuffixIndex: finds where the newest tokens of a text occurred before, in it and in other texts."""
+"""SuffixIndex: finds where the newest tokens of a text occurred before, in the same text or in others."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class SuffixIndex:
         self._library.ember_suffix_append(self._handle, address, count)
 
     def propose(self, limit: int, shared: SuffixIndex | None = None) -> tuple[list[int], list[float]]:
-        """Return how this text may continue, from earlier places in it and in `shared`: at most `limit` tokens.
+        """Return at most `limit` tokens with which this text may continue, and an estimated probability for each.
 
-        With each token comes an estimate of its probability, if the tokens before it are right."""
+        The tokens are those that followed earlier occurrences of the newest tokens, in this index or in `shared`. A
+        probability assumes that the proposed tokens before it are right."""
         handle = None if shared is None else shared._handle
         count = self._library.ember_suffix_propose(self._handle, handle, min(limit, MAX_PROPOSAL), *self._addresses)
         return self._tokens[:count], self._confidence[:count]

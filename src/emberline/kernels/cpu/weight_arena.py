@@ -1,6 +1,7 @@
 """WeightArena: memory for packed weights, side by side in large mappings.
 
-torch's allocator rounds sizes up and keeps freed pages, which took a third more than the weights of a small model.
+torch's allocator rounds sizes up and keeps freed pages: the weights of a small model took a third more memory than
+their size.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ ALIGN_BYTES = 64
 
 
 class WeightArena:
-    """Allocates tensors that are never freed alone: a mapping is freed with the last tensor in it."""
+    """Allocates tensors in large memory mappings. A mapping is freed when the last tensor in it is freed."""
 
     def __init__(self) -> None:
-        self._mapping: ReferenceType[mmap.mmap] | None = None  # weak: tensors keep it
+        self._mapping: ReferenceType[mmap.mmap] | None = None  # weak: its tensors keep it alive
         self._used = 0
 
     def allocate(self, num_bytes: int) -> Tensor:

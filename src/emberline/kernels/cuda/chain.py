@@ -1,4 +1,4 @@
-"""run_chain: products with 4-bit weights one after the other, in one kernel, for a few rows of x.
+"""run_chain: one kernel for several matrix products with 4-bit weights, one after the other, for few rows of x.
 
 `chain.cu` has the kernel. A row's result does not depend, bit for bit, on its index or on other rows.
 """
@@ -24,7 +24,7 @@ from emberline.kernels.narrow_size import UNIT_COLUMNS
 
 FILE = "chain.cu"
 WARPS, BLOCKS, GROUP_ROWS, MAX_PRODUCTS = 16, 2, 32, 4  # as in chain.cu
-MAX_ROWS = 2  # as there; with more, a kernel for each product is faster
+MAX_ROWS = 2  # as in chain.cu; with more rows, a kernel for each product is faster
 SQUARES, STEP_UNITS, STEP_BYTES = MAX_ROWS * WARPS, 2, 16
 MAX_NORMED_COLUMNS = 8192
 MIN_STAGES, MAX_STAGES = 2, 8
@@ -61,7 +61,9 @@ class _Chain(ctypes.Structure):
 
 
 def supports(rows: int, weights: Sequence[NarrowWeight], normed_columns: int) -> bool:
-    """Return whether `run_chain` has products with these matrices. `normed_columns`: of x, at most, with a norm."""
+    """Return whether `run_chain` can multiply `rows` rows of x by these weights.
+
+    `normed_columns`: the most columns of an x that is normed."""
     if not 1 <= len(weights) <= MAX_PRODUCTS or not 1 <= rows <= MAX_ROWS or normed_columns > MAX_NORMED_COLUMNS:
         return False
     if len({w.format for w in weights}) > 1 or any(w.columns is not None for w in weights):
@@ -97,11 +99,11 @@ def run_layer_products(mixed: Tensor, x: Tensor, products: LayerProducts) -> Ten
 
 
 def get_arrivals(device: torch.device) -> Tensor | None:
-    """Return the counter of the current stream's chains, or None if it must not have chains.
+    """Return the counter that `run_chain` needs on the current stream, or None if it must not run on this stream.
 
-    Call this once before a launch on the stream is captured. The CTAs of a chain wait for each other. So two chains at
-    the same time could each have some of the multiprocessors, and wait forever. Therefore only the first stream that
-    asks has chains, and none if kernels of other processes may run at the same time."""
+    Call this once before a launch on the stream is captured. The CTAs of a launch wait for each other. So two launches
+    at the same time could each occupy some of the multiprocessors, and wait forever. Therefore only the first stream
+    that calls this gets a counter, and no stream does if kernels of other processes may run at the same time."""
     return _get_arrivals(device, torch.cuda.current_stream(device).cuda_stream)
 
 
@@ -122,7 +124,7 @@ def _shares_gpu() -> bool:
 
 
 def run_chain(products: Sequence[ChainedProduct], arrivals: Tensor) -> None:
-    """Compute the products in order. `arrivals`: int32 [1], zero before the first call; only one call at a time."""
+    """Compute the products in order. `arrivals`: int32 [1], zero before the first call. Calls must not overlap."""
     weights, rows = [each.w for each in products], len(products[0].x)
     memory = ChainMemory.make(rows, weights)
     chain = _Chain(arrivals=arrivals.data_ptr(), count=len(products), rows=rows, stages=memory.stages)
@@ -154,7 +156,7 @@ class ChainMemory:
 
     x_bytes: int
     max_steps: int  # of a warp
-    stages: int  # of each warp's ring; 0: the rest does not fit
+    stages: int  # of each warp's ring; 0: there is no memory left for one
     total_bytes: int
 
     @staticmethod

@@ -1,4 +1,7 @@
-"""Launches of the collective kernels of `collectives.cu`, on torch's current stream."""
+"""Launches of the collective kernels of `collectives.cu`, on torch's current stream.
+
+`signature` is a hash of a call. A kernel gives up if another rank makes a call with a different signature.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ FILE = "collectives.cu"
 MAX_RANKS, MAX_BLOCKS, MAX_THREADS = 8, 32, 512  # as in barrier.cuh
 HEADER_BYTES = 64 << 10  # at least the size of the kernels' struct Header
 REPORT_WORDS = 2  # 64-bit words in host memory: what a kernel reports, and the host's request to stop
-# What a kernel reports, in the low 8 bits; the rank because of which it gave up, and the call, are above.
+# What a kernel reports in the low 8 bits. Above them are the rank because of which it gave up, and the call.
 TIMED_OUT, OTHER_CALL, STOPPED, ANOTHER_GAVE_UP = 1, 2, 3, 4
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "float"}
@@ -28,7 +31,7 @@ RANK_LIMITS = (2, 4, 8)  # the most ranks that a variant of a kernel sums
 
 
 def _list_variants(rank_limits: Sequence[int]) -> tuple[str, ...]:
-    """Return the kernels for groups of so many ranks at most."""
+    """Return the names of the kernels. Each that sums has a variant for each maximum number of ranks, `rank_limits`."""
     norms = [f"{ELEMENTS[dtype]}, {chunks}" for dtype in NORM_DTYPES for chunks in NORM_CHUNKS]
     return (
         *(f"reduce_{kind}_shot<{x}, {m}>" for m in rank_limits for kind in ("one", "two") for x in ELEMENTS.values()),
@@ -69,7 +72,7 @@ class _Counts(ctypes.Structure):
 def load_kernels(size: int) -> None:
     """Compile and load all kernels for a group of `size` ranks.
 
-    A kernel that is loaded later might wait for one that waits for other ranks."""
+    Loading a kernel later might wait for a running kernel, which in turn waits for other ranks."""
     names = _list_variants([_limit_ranks(size)])
     modules = {_get_module(name.partition("<")[0], _limit_ranks(size)) for name in names}
     with ThreadPoolExecutor(len(modules), "nvrtc") as pool:  # the compiler releases the GIL
@@ -85,7 +88,7 @@ def _limit_ranks(size: int) -> int:
 def reduce(
     group: Group, x: Tensor, residual: Tensor | None, out: Tensor, signature: int, *, two_shot: bool, max_blocks: int
 ) -> None:
-    """Write the sum of all ranks' x, or `residual` plus that sum, to `out`. All are contiguous and aligned."""
+    """Write the sum of all ranks' x, or `residual` plus that sum, to `out`. All tensors are contiguous and aligned."""
     kind, packs = "two" if two_shot else "one", -(-x.nbytes // 16)
     _launch(
         group,
@@ -96,7 +99,7 @@ def reduce(
 
 
 def choose_norm_threads(columns: int) -> tuple[int, int]:
-    """Return the threads of a CTA and the packs of each, which are those of the norm in triton/norm.py."""
+    """Return the threads of a CTA and the packs of 8 elements of each thread, as in the norm of triton/norm.py."""
     block = max(32, 1 << (columns - 1).bit_length())
     warps = min(max(block // 512, 1), 16)
     return 32 * warps, max(1, block // (32 * warps * 8))
@@ -150,7 +153,7 @@ def gather_rows(group: Group, x: Tensor, out: Tensor, signature: int, max_blocks
 
 
 def broadcast(group: Group, x: Tensor, source: int, signature: int, max_blocks: int) -> None:
-    """Overwrite x with that of the rank `source`."""
+    """Overwrite x with the x of the rank `source`."""
     _launch(group, "broadcast", _count_blocks(-(-x.nbytes // 16), max_blocks), (x, x.nbytes, source, signature))
 
 
@@ -185,12 +188,12 @@ def receive(group: Group, x: Tensor, source: int, signature: int, max_blocks: in
 
 
 def _choose_unit(row_bytes: int) -> int:
-    """Return the bytes of the largest unit that divides a row: the same on all ranks."""
+    """Return the bytes of the largest memory unit that divides a row, which is the same on all ranks."""
     return next(unit for unit in UNITS if row_bytes % unit == 0)
 
 
 def _count_blocks(units: int, max_blocks: int) -> int:
-    """Return the CTAs of a launch, which all ranks choose alike."""
+    """Return the number of CTAs of a launch, which is the same on all ranks."""
     return max(1, min(max_blocks, -(-units // MAX_THREADS)))
 
 
@@ -206,11 +209,11 @@ def _get_kernel(name: str, rank_limit: int) -> CudaKernel:
 
 @cache
 def _get_module(function: str, rank_limit: int) -> CudaModule:
-    """Return the module of all variants of a function for groups of so many ranks."""
+    """Return the module with all variants of a function for groups of at most `rank_limit` ranks."""
     return CudaModule(FILE, [name for name in _list_variants([rank_limit]) if name.partition("<")[0] == function])
 
 
 def list_modules() -> list[CudaModule]:
-    """Return the modules that groups of any size load."""
+    """Return the modules for groups of all sizes."""
     functions = {name.partition("<")[0] for name in VARIANTS}
     return [_get_module(function, limit) for limit in RANK_LIMITS for function in sorted(functions)]

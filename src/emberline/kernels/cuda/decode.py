@@ -152,7 +152,7 @@ def decode_attention(
     [query_start[b], query_start[b + 1]), at most `max_queries` and possibly none. Query j of row b attends to the keys
     [0, context[b] + j], or to the last `window` of these keys. `work` must cover all of them; it may also have been
     planned for longer rows or without the window, which only costs time. `window_parts`: if not 0, `work` is not read,
-    but the visible keys of each row are cut into as many parts, so that a layer with a window does not pay for the
+    but the visible keys of each row are cut into that many parts, so that a layer with a window does not pay for the
     whole context. `query_start` is needed then, with several queries, and with more than 8 query heads per KV head.
 
     With `pdl` (programmatic dependent launch), the kernel starts while preceding kernels still run, and already reads
@@ -230,7 +230,7 @@ class _Variant(NamedTuple):
 
 
 def _choose_variant(head_dim: int, item_bytes: int, row_heads: int, several: bool, is_plain: bool) -> _Variant:
-    """Return one of VARIANTS for rows of so many queries times query heads per KV head."""
+    """Return one of VARIANTS. `row_heads`: queries of a row times query heads per KV head."""
     assert row_heads <= worklist.max_row_heads(head_dim), "unsupported rows"
     space = next(heads for heads in (8, 16, 32) if row_heads <= heads)
     if is_plain and head_dim in PLAIN_HEAD_DIMS:

@@ -258,7 +258,7 @@ def check_status(status: int) -> None:
 
 @cache
 def device_options() -> tuple[str, ...]:
-    """Return the compiler options for the current GPU; without one, those for Hopper."""
+    """Return the compiler options for the current GPU, or for Hopper if there is no GPU."""
     if not torch.cuda.is_available():
         return nvrtc.compiler_options()
     major, minor = torch.cuda.get_device_capability()
@@ -267,7 +267,7 @@ def device_options() -> tuple[str, ...]:
 
 @cache
 def count_sms(device: torch.device | None = None) -> int:
-    """Return the multiprocessors of a GPU, by default of the current one; without any, plans are made for an H200."""
+    """Return the number of multiprocessors of a GPU, by default the current one; if there is no GPU, of an H200."""
     if not torch.cuda.is_available():
         return H200_SMS
     return torch.cuda.get_device_properties(device or "cuda").multi_processor_count

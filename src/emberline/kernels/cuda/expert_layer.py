@@ -1,7 +1,7 @@
 """ExpertLayer: runs a mixture of experts on an NVIDIA GPU.
 
-Many rows are computed in passes, which bound the memory of the experts' inputs and outputs. A pass computes what a step
-with its rows would, and reads the weights of the experts again.
+Many rows are computed in several passes, to bound the memory for the experts' inputs and outputs. Each pass reads the
+weights of the experts again. Its results are those of a step that has only the rows of the pass.
 
 With few rows, the shared expert runs in a second stream. So its weights are read while the router runs and the rows are
 sorted by expert, which leaves most of the memory bandwidth unused.
@@ -27,13 +27,13 @@ from emberline.kernels.triton.grouped import add_expert_outputs
 from emberline.kernels.triton.slotted_rows import select_slots
 from emberline.kernels.work_limits import PASS_ROW_GRAIN, max_pass_rows, split_evenly
 
-UNUSED_TILE_ROWS = 16  # of tiles into which rows are sorted that are sent to other ranks
+UNUSED_TILE_ROWS = 16  # `route_rows` needs a tile size, but `select` ignores the tiles
 MAX_ROWS_IN_TWO_STREAMS = 64  # with 256 rows of DeepSeek-V2-Lite, one stream is 3 % faster
 
 
 class ExpertLayer:
     def __init__(self, backend: OpBackend, *, uses_hopper: bool = False) -> None:
-        """`backend` computes the products that every row takes part in.
+        """`backend` computes the router and the shared expert, whose matrices multiply all rows.
 
         `uses_hopper`: whether kernels for an H100 or H200 compute the routed experts.
         """
@@ -65,16 +65,17 @@ class ExpertLayer:
         self._add_experts(out, normed, logits, mixture, None if adds else outputs, gate)
 
     def select(self, x: Tensor, mixture: Mixture) -> SelectedExperts:
-        """Norm the rows of x, and select the experts of each row, of those of all ranks."""
+        """Norm the rows of x, and select the experts of each row among the experts of all ranks."""
         normed, logits = self._norm_and_score(x, mixture)
         rows = routing.route_rows(logits, replace(mixture.routing, own=None), UNUSED_TILE_ROWS, pdl=True)
         numbers, order = rows.chosen.view(len(x), -1).sort(dim=1)
         return SelectedExperts(normed, rows.weights.view(len(x), -1).gather(1, order), numbers)
 
     def run_given(self, x: Tensor, numbers: Tensor, mixture: Mixture) -> Tensor:
-        """Return the output of one expert for each row of x. `numbers`: indexes into the experts of this rank.
+        """Return the output of one given expert for each row of x.
 
-        The kernels select experts by logits, so these have one expert for each row."""
+        `numbers`: the index of each row's expert among the experts of this rank. The kernels select experts by logits,
+        so this passes logits that are 1 for the given expert and 0 for all others."""
         given = replace(mixture, routing=Routing(1, renormalize=True), shared=None)
         assert isinstance(mixture.experts, StackedExperts)
         logits = torch.zeros(len(x), mixture.experts.count, dtype=torch.float32, device=x.device)
@@ -87,8 +88,8 @@ class ExpertLayer:
     def sum_own(self, x: Tensor, mixture: Mixture) -> OwnSums:
         """Return what this rank adds to the output of a mixture with slots: see `expert_ops.sum_own_experts`.
 
-        Which kernels compute the experts follows from the number of rows only, so a row's outputs have the same bits
-        in all slots."""
+        The choice of kernels depends only on the number of rows, so an expert's output for a row has the same bits in
+        whichever slot it is computed."""
         assert mixture.slots is not None
         normed, logits = self._norm_and_score(x, mixture)
         rows = select_slots(logits, mixture.routing, mixture.slots, pdl=True)
@@ -103,7 +104,7 @@ class ExpertLayer:
         return OwnSums(sum_exactly(outputs, mixture.routing.experts_per_row, shared=shared, pdl=True), rows.slots)
 
     def add_shared(self, out: Tensor, normed: Tensor, shared: SharedExpert) -> Tensor:
-        """Add the output of the shared expert for normed rows to `out` in place and return that."""
+        """Add the output of the shared expert for the rows `normed` to `out` in place, and return `out`."""
         adds = shared.gate is None and shared.scale == 1.0
         outputs = self._compute_shared(normed, shared, out if adds else None)
         if adds:
@@ -125,9 +126,9 @@ class ExpertLayer:
         return normed, self._backend.linear(normed, LinearLayer(weight, bias), LinearOutput(float32=True))
 
     def _get_second_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream of the shared expert. The first call, of any number of rows, must not be captured.
+        """Return the stream on which the shared expert runs. The first call must not be captured.
 
-        Kernels exchange sums in memory of their stream, which must be zeroed before a capture.
+        Kernels exchange partial sums in memory that belongs to their stream and must be zeroed before a capture.
         """
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -164,7 +165,7 @@ class ExpertLayer:
         )  # fmt: skip
 
     def _compute_shared(self, normed: Tensor, shared: SharedExpert, add_to: Tensor | None) -> Tensor:
-        """Return the outputs of the shared expert, or `add_to`, to which they are added in place."""
+        """Return the outputs of the shared expert, or add them to `add_to` in place and return it."""
         inner = self._backend.gate_up_silu(normed, LinearLayer(shared.expert.gate_up))
         return self._backend.linear(inner, LinearLayer(shared.expert.down), LinearOutput(add_to=add_to))
 

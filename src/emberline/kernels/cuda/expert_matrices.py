@@ -21,8 +21,8 @@ MAX_COPIED_WEIGHTS = 32 << 20  # elements that are copied at a time, to alternat
 class ExpertMatrices:
     """The matrices [count, n, k] of a layer's experts.
 
-    `data`: bf16, with the rows of gate before those of up; or packed as one matrix of count * n rows, where `gated`
-    ones have 8 rows of gate and 8 of up alternating.
+    `data` is a bf16 tensor, with the rows of gate before those of up, or one uw12 matrix of count * n rows. If the uw12
+    matrix is `gated`, 8 rows of gate and 8 rows of up alternate in it.
     """
 
     data: Tensor | UW12Weight
@@ -40,7 +40,7 @@ class ExpertMatrices:
 
     @property
     def source_name(self) -> str:
-        """The name of the kernels' type."""
+        """The C++ type through which kernels read the matrices."""
         return "PackedUnits" if self.is_packed else "PlainPairs" if self.gated else "PlainRows"
 
     @property
@@ -53,7 +53,7 @@ class ExpertMatrices:
         return self.data.header_stride if isinstance(self.data, UW12Weight) else 0
 
     def make_argument(self, blocks: int) -> KernelArgument:
-        """Return the argument of kernels that fetch so many blocks of 16 rows at a time."""
+        """Return the matrices as an argument of a kernel that fetches `blocks` blocks of 16 rows at a time."""
         if isinstance(self.data, UW12Weight):
             return PackedUnits.from_weight(self.data)
         if not self.gated:
@@ -69,9 +69,10 @@ def interleave_gate_up(stack: Tensor) -> Tensor:
 
 
 def pack_experts(stack: Tensor, *, gated: bool) -> UW12Weight | None:
-    """Return [experts, n, k] as packed matrices, or None if they cannot be packed or packing does not save enough.
+    """Return the matrices [experts, n, k] as uw12, or None if that is unsupported or does not save enough.
 
-    `gated`: whether they are the rows of gate, then those of up. Of these, copies of a few experts exist at a time.
+    `gated`: whether each matrix has the rows of gate, then those of up. Gated matrices are reordered in copies of a few
+    experts at a time.
     """
     count, n, k = stack.shape
     if stack.dtype is not torch.bfloat16 or n % 128 or not uw12.supports(count * n, k):

@@ -20,7 +20,7 @@ from emberline.kernels.mixture import Routing
 
 FILE = "few_experts.cu"
 MAX_ROWS = 8
-MAX_HEADER_STRIDE = 1024  # bytes of packed weights' headers that shared memory has room for
+MAX_HEADER_STRIDE = 1024  # bytes of a header of packed weights for which shared memory has room
 ROW_BYTES = 2 * SLOT_K  # of 64 columns of x
 
 
@@ -53,7 +53,9 @@ class DownPlan:
 def multiply_gate_up(
     x: Tensor, logits: Tensor, rules: Routing, weight: ExpertMatrices, plan: GateUpPlan, *, pdl: bool = True
 ) -> Tensor:
-    """Return silu(gate) * up of the experts in use, [8 * experts in use, n / 2]: of expert i, row r is 8 i + r."""
+    """Return silu(gate) * up of all experts that any row selects, [8 * selected experts, n / 2].
+
+    Row 8 i + r of the result belongs to the i-th selected expert and row r of x."""
     rows, experts = logits.shape
     assert x.is_contiguous() and x.shape == (rows, weight.k) and rows <= MAX_ROWS and weight.gated
     used = min(experts, rows * rules.experts_per_row)
@@ -83,9 +85,9 @@ def add_down(
     *,
     pdl: bool = True,
 ) -> Tensor:
-    """Add the weighted outputs of the experts to `state` in place. `inner`: of `multiply_gate_up`.
+    """Add the weighted outputs of the experts to `state` in place. `inner`: the result of `multiply_gate_up`.
 
-    With `pdl`, the kernel that wrote the logits must be the one before the preceding one, or an earlier one.
+    With `pdl`, the preceding kernel must not be the one that wrote the logits, but a later one.
     """
     rows, experts = logits.shape
     assert state.is_contiguous() and state.shape == (rows, weight.n) and 8 * rows <= 32 * plan.warps

@@ -50,8 +50,8 @@ def linear(
 ) -> Tensor:
     """Write x w^T into `out` and return it; the arguments are those of `cuda.linear.linear`.
 
-    More than `wide.MAX_ROWS` rows are computed in slices, each of which reads the weight, if the weight is packed or
-    the output is float32.
+    If the weight is packed, or `cuda/gemm.py` does not support the output (float32, or gated with a bias), more than
+    `wide.MAX_ROWS` rows are computed in slices, each of which reads the whole weight.
     """
     m, k = x.shape
     has_gemm = out.dtype is torch.bfloat16 and not (gated and bias is not None)
@@ -89,7 +89,7 @@ def _choose_wide_plan(min_columns: int, n: int, k: int, packed: bool) -> WidePla
 
 
 def _make_plans(columns: int, n: int, k: int, split: int, packed: bool) -> list[WidePlan]:
-    """Return the plans with all tile sizes; without those that need more clusters than run at once, if possible."""
+    """Return a plan for each tile size; if possible, only plans whose clusters all run at the same time."""
     found: list[tuple[bool, WidePlan]] = []
     for groups, tile_columns in wide.PACKED_TILES if packed else wide.PLAIN_TILES:
         if tile_columns != columns:

@@ -1,8 +1,8 @@
-"""pack, linear, gate_up_silu: linear layers with float8 weights, and which kernel computes how many rows.
+"""pack, linear, gate_up_silu: linear layers with float8 weights, with the kernel that suits the number of rows.
 
 With few rows, reading the weights takes nearly all the time: inputs stay bf16 (`cuda/linear.py`), which is most exact.
 With more rows, inputs are quantised to float8 too, with a scale for each row or, if the weight has scales of blocks,
-for each 128 columns of it. Then the tensor cores multiply twice as fast, and inputs take half of the L2's bandwidth:
+for each 128 columns of a row. Then the tensor cores multiply twice as fast, and inputs take half of the L2's bandwidth:
 `cuda/fp8_wide.py` and `cuda/fp8_gate_up.py` for dozens of rows, and above that `cuda/fp8_gemm.py`.
 """
 

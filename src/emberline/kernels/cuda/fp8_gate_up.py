@@ -1,6 +1,6 @@
 """gate_up: computes silu(gate) * up for up to 256 rows of x, where both x and the weight are float8.
 
-`gate_up.cu` has the kernel, in which a tile has so many rows of the weight that there is about one for each SM.
+`gate_up.cu` has the kernel. Its tiles have enough rows of the weight that there is about one tile for each SM.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from emberline.kernels.cuda.linear import MAX_SHARED_BYTES
 from emberline.kernels.cuda.quantise_rows import QuantisedRows
 
 FILE = "gate_up.cu"
-MIN_ROWS = 33  # with fewer rows of x, those of `cuda/fp8_wide.py` take little of what enters an SM
-GROUP_ROWS, CTA_ROWS, MAX_ROWS = 64, 128, 256  # rows of x that a warpgroup computes, and that a CTA and two do
+MIN_ROWS = 33  # with fewer rows, x is a small part of what `cuda/fp8_wide.py` reads into an SM
+GROUP_ROWS, CTA_ROWS, MAX_ROWS = 64, 128, 256  # rows of x of a warpgroup, of a CTA, and of two CTAs
 WIDTHS = (128, 192, 224, 256)  # rows of the weight in a tile
 SIZES = ((1, 1), (2, 1), (2, 2))  # warpgroups of a CTA, and CTAs of a cluster
 
@@ -38,7 +38,7 @@ def supports(m: int, w: FP8Weight) -> bool:
 def gate_up(
     x: QuantisedRows, w: FP8Weight, *, out: Tensor, pdl: bool = True, width: int = 0, stages: int = 0
 ) -> Tensor:
-    """Write silu(gate) * up, [m, n / 2], into `out` and return it. `width`, `stages`: 0 for the chosen ones."""
+    """Write silu(gate) * up, [m, n / 2], into `out` and return it. `width`, `stages`: chosen by shape if 0."""
     m, k = x.codes.shape
     assert m <= MAX_ROWS and k == w.k and x.scales.dim() == 1 and w.row_scales is not None
     assert out.shape == (m, w.n // 2) and out.is_contiguous() and out.dtype is torch.bfloat16
@@ -64,7 +64,7 @@ def gate_up(
 
 @cache
 def choose_width(n: int, ctas: int) -> int:
-    """Return the width with which the busiest SM has the fewest rows of the weight, and of equal ones the largest.
+    """Return the width with which the busiest SM has the fewest rows of the weight; of several such, the largest.
 
     `ctas`: CTAs of a cluster, which compute the same rows of the weight.
     """

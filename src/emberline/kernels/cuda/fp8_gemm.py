@@ -23,7 +23,7 @@ from emberline.kernels.cuda.quantise_rows import QuantisedRows
 FILE = gemm.FILE
 MAX_ROWS = gemm.MAX_ROWS
 MAX_BLOCK_WIDTH = 128  # rows of w in a tile, if the weight has scales of blocks
-# (rows of x up to which, rows of tiles that are computed column by column): fewer if x takes much of the L2.
+# Pairs (most rows of x, rows of tiles that are computed column by column): fewer tiles if x takes much of the L2.
 BANDS = ((4096, 8), (MAX_ROWS, 4))
 LAG_STEPS, MAX_LAG_ROWS = 2, 512  # steps by which one warpgroup is behind the other, in wide tiles of few rows of x
 
@@ -76,7 +76,7 @@ def linear(
 
 @cache
 def choose_plan(m: int, n: int, k: int, *, has_blocks: bool = False) -> GemmPlan:
-    """Return the plan with the least estimated time: that of bf16 with half as many columns (k)."""
+    """Return the plan with the least estimated time, estimated as for bf16 weights with half as many columns (k)."""
     plans = [plan for plan in gemm.PLANS if not has_blocks or plan.width <= MAX_BLOCK_WIDTH]
     best = min(plans, key=lambda plan: gemm.estimate_us(plan, m, n, -(-k // UNIT_K) * SLOT_K))
     lag = LAG_STEPS if m <= MAX_LAG_ROWS and best.width > MAX_BLOCK_WIDTH else 0

@@ -26,7 +26,7 @@ from emberline.kernels.work_limits import (
 UNIT_K = 128  # columns (k) that a kernel reads at a time
 BLOCK_ROWS, TILE_ROWS = 16, FP8_ROW_GRAIN  # rows that share a scale, and rows that a warpgroup computes
 ORDER_GROUP = FP8_COLUMN_GRAIN  # columns among which codes are in another order
-MAX_TILE_BLOCKS = 4  # blocks of rows in a tile: a tile may exceed n by one less
+MAX_TILE_BLOCKS = 4  # blocks of rows in a tile, of which all but the first may be beyond n
 MAX_K = MAX_FP8_COLUMNS  # columns of which quantise.cu has one row in registers
 
 
@@ -101,7 +101,9 @@ def supports_shape(n: int, k: int) -> bool:
 
 
 def supports(matrix: QuantisedMatrix) -> bool:
-    """Return whether our kernels read this matrix: a scale for each row, or for blocks of 16a rows and 128b columns."""
+    """Return whether our kernels can read this matrix.
+
+    It must have scales for whole rows, or for blocks of a multiple of 16 rows and a multiple of 128 columns."""
     n, k = matrix.n, matrix.k
     if matrix.kind != "fp8" or matrix.codes.dim() != 2 or matrix.columns is not None or not supports_shape(n, k):
         return False

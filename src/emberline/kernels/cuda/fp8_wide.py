@@ -128,7 +128,7 @@ def choose_plan(columns: int, n: int, k: int, *, gated: bool = False, has_blocks
 
 
 def make_plan(columns: int, n: int, k: int, config: TileConfig) -> WidePlan:
-    """Return the plan for a configuration: that of bf16 with half as many columns (k), which are as many bytes."""
+    """Return the plan for a configuration: the bf16 plan for half as many columns (k), which have as many bytes."""
     plan = wide.make_plan(columns, n, -(-k // UNIT_K) * SLOT_K, config)
     assert plan.grid <= config.ctas_per_sm * count_sms() or config.split > 1
     return replace(plan, stages=max(2, plan.stages))

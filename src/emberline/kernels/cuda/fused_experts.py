@@ -1,4 +1,4 @@
-"""run_selected: both products of the experts of few rows in one kernel, which also selects the experts. uw12 weights.
+"""run_selected: one kernel that selects the experts of few rows and computes both of their products; uw12 weights.
 
 `fused_experts.cu` has the kernel.
 """
@@ -34,9 +34,10 @@ def supports(rows: int, rules: Routing, gate_up: ExpertMatrices, down: ExpertMat
 def run_selected(
     x: Tensor, logits: Tensor, rules: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, *, pdl: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs [places, hidden] of the rows' experts, and the place and the weight of each assignment.
+    """Return the outputs of the rows' experts, [places, hidden], and a place and a weight for each assignment.
 
-    `logits`: of the router, float32 [rows, experts].
+    An assignment is a pair of a row and one of its experts. Its place is its row in the outputs. `logits`: of the
+    router, float32 [rows, experts].
     """
     rows, experts = logits.shape
     assignments, per_lane = rows * rules.experts_per_row, choose_experts_per_lane(experts)
@@ -47,7 +48,7 @@ def run_selected(
     )
     assert x.dtype is torch.bfloat16 and x.is_contiguous() and x.shape == (rows, gate_up.k) and gate_up.k == down.n
     kernel = _get_kernel(per_lane)
-    # If the kernel is only compiled, other kernels still read the places.
+    # While the kernel is only compiled and not launched, other kernels still read the places.
     places = (torch.empty if kernel.is_loaded else torch.zeros)(assignments, dtype=torch.int32, device=x.device)
     weights = torch.empty(assignments, dtype=torch.float32, device=x.device)
     inner, out = x.new_empty(tiles * PLAN.tile_rows, down.k), x.new_empty(tiles * PLAN.tile_rows, down.n)

@@ -1,4 +1,4 @@
-"""multiply_tiles: multiplies rows, sorted by expert, by the matrices of their experts, which are bf16 or packed (uw12).
+"""multiply_tiles: multiplies rows that are sorted by expert, each by the bf16 or uw12 matrix of its expert.
 
 `grouped.cu` has the kernels.
 """
@@ -19,7 +19,8 @@ from emberline.kernels.work_limits import GATHERED_TILE_ROWS, MAX_TILE_ROWS
 
 FILE = "grouped.cu"
 BOX_ROWS = GATHERED_TILE_ROWS  # rows of x that a copy fetches, if they are sorted
-# Units of 64 k of each CTA's first rows that are read while rows are still sorted, with enough rows of each expert.
+# Units (64 columns) of each CTA's first rows of a matrix that are read while rows of x are still being sorted, if
+# experts have enough rows on average.
 PREFETCHED_UNITS, MIN_PREFETCHED_ROWS = 8, 2
 PRODUCER_THREADS = {32: 32, 64: 32, 128: 32, 256: 128}  # by the rows of a tile
 
@@ -33,14 +34,14 @@ class ExpertTilePlan:
 
     @property
     def gathers(self) -> bool:
-        """Whether the kernel fetches the rows of x one by one, which is too slow for more rows."""
+        """Whether the kernel fetches the rows of x one by one, which is too slow for larger tiles."""
         return self.tile_rows == BOX_ROWS
 
     def slot_bytes(self, weight: ExpertMatrices) -> int:
         return 128 * self.tile_rows + 4 * self.groups * weight.block_bytes
 
     def other_bytes(self, weight: ExpertMatrices) -> int:
-        """Return the bytes of shared memory beside the ring: alignment, headers and their barriers."""
+        """Return the bytes of shared memory besides the pipeline: alignment, headers and their barriers."""
         return 1024 + 2 * 4 * self.groups * weight.header_stride + 32
 
     def count_stages(self, weight: ExpertMatrices) -> int:
@@ -67,12 +68,13 @@ def multiply_tiles(
     scaled: bool = False,
     pdl: bool = True,
 ) -> Tensor:
-    """Return the products of sorted rows, in the order of their places: silu(gate) * up if the matrices are gated.
+    """Multiply each row by the matrix of its expert, and return the results in the order of the tiles.
 
-    `x`: the rows in the order of their places, or in their own if the matrices are gated and the plan `gathers` rows.
-    Places without a row are not written. `scaled`: whether the inputs of gated matrices are multiplied by the weights
-    of assignments. With `pdl`, the tables of rows must come from an earlier kernel than the preceding one if the
-    matrices are not gated.
+    A place is a position of a row in the tiles of `rows`. `x` has a row for each place or, if the matrices are gated
+    and the plan `gathers` rows, the rows before sorting. The results of gated matrices are silu(gate) * up. Places
+    without a row are not written. `scaled`: whether the inputs of gated matrices are multiplied by the routing weights.
+    With `pdl`, and matrices that are not gated, the preceding kernel must not be the one that wrote the tables of
+    `rows`, but a later one.
     """
     assert plan.supports(weight) and rows.tile_rows == plan.tile_rows
     assert x.dtype is torch.bfloat16 and x.is_contiguous() and x.shape[1] == weight.k

@@ -1,9 +1,9 @@
-"""HopperBackend: runs the ops on an NVIDIA H100 or H200, with kernels that other GPUs cannot run where they are faster.
+"""HopperBackend: runs the ops on an NVIDIA H100 or H200, with kernels only for these GPUs where they are faster.
 
 Matrix products with up to 256 rows of x, where reading the weights takes most of the time, use our own kernels:
 `cuda/linear.py` up to 32 rows, and `cuda/wide.py` above that where it is faster than cuBLAS. These kernels also add the
 bias and the residual, or compute silu(gate) * up. They read uw12 weights (compressed to 12 bits) directly and return
-the same bits as for plain weights. Up to 384 rows, products with uw12 weights are computed for two halves of the rows.
+the same bits as for plain weights. Products of up to 384 rows with uw12 weights compute half of the rows at a time.
 Products with more rows use cuBLAS, for which uw12 weights are unpacked first; with a `WeightUnpacker`, the next matrix
 is unpacked during the current product. If a weight is kept both plain and as uw12, each product reads the faster form.
 A weight with `fixed_order` uses `cuda/fixed_order.py` for any number of rows, so that a row's result does not depend on
@@ -79,8 +79,8 @@ class HopperBackend(PortableBackend):
     def pack_linear(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
         """Return the weight without rearranging its rows.
 
-        With `gated`, the caller must have interleaved groups of `attention_plan.GATE_GROUP_ROWS` gate rows with groups
-        of as many up rows, if the number of gate rows is a multiple of the group size.
+        With `gated`, the caller must have interleaved groups of `work_limits.GATE_GROUP_ROWS` gate rows with groups of
+        as many up rows, if the number of gate rows is a multiple of the group size.
         """
         n, k = weight.shape
         has_own_kernel = weight.dtype is torch.bfloat16 and skinny.supports(1, n, k)

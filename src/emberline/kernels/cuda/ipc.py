@@ -122,7 +122,9 @@ def get_device_uuid(index: int) -> bytes:
 
 
 def can_access_peer(index: int, uuid: bytes) -> bool:
-    """Return whether a GPU can access the memory of the GPU with this UUID. That one must be visible here too."""
+    """Return whether a GPU can access the memory of the GPU with this UUID.
+
+    The result is False if that other GPU is not visible to this process."""
     indexes = [other for other in range(torch.cuda.device_count()) if get_device_uuid(other) == uuid]
     if not indexes or indexes[0] == index:
         return bool(indexes)

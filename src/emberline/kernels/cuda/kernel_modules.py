@@ -1,7 +1,7 @@
 """list_modules: the modules of all CUDA kernels, which can be compiled before there is a GPU.
 
-`nvrtc.compile_cached` finds a module by the names of all its kernels, among others. So these modules have the same
-kernels as those that launches load: most have one kernel, because a model needs few."""
+`nvrtc.compile_cached` finds a compiled module by its source and the names of all its kernels. So each module listed
+here has exactly the kernels of a module that a launch loads: mostly one, because a model needs few."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find_sources() -> dict[str, ModuleType]:
 
 
 def list_modules(*names: str) -> list[CudaModule]:
-    """Return the modules of kernels that these Python modules launch; without names, those of all.
+    """Return the modules of kernels that the Python modules `names` launch; without names, of all Python modules.
 
     Raises ValueError if no Python module that launches kernels has one of the names."""
     sources = find_sources()

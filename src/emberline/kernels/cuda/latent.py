@@ -1,10 +1,13 @@
 """latent_attention: multi-head latent attention on a GPU, as a few kernels for each layer.
 
+The cache has one latent vector for each token, from which the keys and values of each head can be computed.
+
 A step without chunks of prompts runs four kernels: `project`, the attention of parts of the keys, the merge of the
 parts, and the product that gives values. Chunks attend to their own tokens with the keys and values of each
 head, which takes a third of the operations of attention on latents. They attend to tokens before the chunk on the
-latents or, if that is faster, with the keys and values of each head too, for a bounded number of tokens at a time. The
-result is the state with which the sums of the chunk begin.
+latents or, if that is faster, with the keys and values of each head too, for a bounded number of tokens at a time.
+Attention to these earlier tokens is computed first: its result is the initial state of the softmax sums over the
+chunk's own tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ def latent_attention(
     *,
     pdl: bool = True,
 ) -> Tensor:
-    """Return the result that `OpBackend.latent_attention` describes. `linear` multiplies by a weight."""
+    """Return the result that `OpBackend.latent_attention` describes. `linear` computes a linear layer."""
     q, _, layer, keys, metadata = inputs
     latent = plan.latent
     assert latent is not None, "latent attention on a GPU needs the plan of a LatentPlanner"
@@ -77,7 +80,7 @@ def _attend_expanded_context(
     *,
     pdl: bool,
 ) -> None:
-    """Add the attention of chunks to the cached keys of a pass to the state in `out` and `log_sums`."""
+    """Update the attention of prompt chunks, whose state is in `out` and `log_sums`, by the cached keys of a pass."""
     q, _, layer, keys, metadata = inputs
     assert layer.products.expansion is not None
     count = len(context_pass.sources) * keys.shape[2]

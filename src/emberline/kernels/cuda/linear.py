@@ -101,7 +101,7 @@ class SkinnyPlan:
 class BF16Weight:
     """A bf16 weight [n, k] and its TMA tensor maps.
 
-    A gated weight has groups of 32 rows: 16 gate rows, then their 16 up rows (`attention_plan.GATE_GROUP_ROWS`).
+    A gated weight has groups of 32 rows: 16 gate rows, then their 16 up rows (`work_limits.GATE_GROUP_ROWS`).
     """
 
     def __init__(self, data: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""linear, multiply_gate_up, multiply_down: products with 4-bit codes, for at most some dozens of rows of a matrix.
+"""linear, multiply_gate_up, multiply_down: products with weights of 4-bit codes, for few rows of x per matrix.
 
-`narrow.cu` has the kernel. A row's result does not depend, bit for bit, on its index or on other rows, but on the
-number of warps among which the plan divides k.
+`narrow.cu` has the kernel. A row's result does not depend, bit for bit, on its index or on other rows. It depends
+on the number of warps among which the plan divides k.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def linear(
     """Write x w^T into `out`, which is bf16 or float32, and return it.
 
     `bias`: float32 [n]. `residual` is added to the product and may be `out` itself. With `gated`, the matrix has
-    gates and ups, and the result is silu(gate) * up, or gelu(gate) * up with `gelu`. `fixed_order`:
+    rows of gate and of up, and the result is silu(gate) * up, or gelu(gate) * up with `gelu`. `fixed_order`:
     whether sums have the same order for any number of rows. `plan` overrides the chosen plan, for benchmarks.
     """
     if w.columns is not None:
@@ -152,7 +152,7 @@ def multiply_gate_up(
     pdl: bool = True,
     plan: NarrowPlan | None = None,
 ) -> Tensor:
-    """Return the activations [assignments, width] of the rows' experts, as `triton.grouped.multiply_gate_up` does."""
+    """Return the activations of the rows' experts, as `triton.grouped.multiply_gate_up` does."""
     assert len(x) == len(rows.weights) // rows.experts_per_row
     out = x.new_empty(len(rows.weights), w.n // 2)
     plan = plan or choose_plan(rows.tile_rows, rows.max_tiles, w.n, w.units, w.unit_bytes)
@@ -172,9 +172,9 @@ def multiply_down(
     pdl: bool = True,
     plan: NarrowPlan | None = None,
 ) -> Tensor:
-    """Return the outputs [assignments, n] of the rows' experts, as `triton.grouped.multiply_down` does.
+    """Return the outputs of the rows' experts, as `triton.grouped.multiply_down` does.
 
-    The preceding kernel must be that of `multiply_gate_up`: it ends after the rows were sorted.
+    The preceding kernel must be that of `multiply_gate_up`, which lets this one start only after the rows are sorted.
     """
     assert len(inner) == len(rows.weights)
     out = inner.new_empty(len(inner), w.n)
@@ -188,8 +188,8 @@ def multiply_down(
 def unpack(w: NarrowWeight, out: Tensor, *, pdl: bool = False) -> Tensor:
     """Write a matrix as bf16 [n, k] into `out` and return it.
 
-    Of a gated matrix, groups of `GATE_GROUP_ROWS` rows of gate and of up alternate, if the number of gate rows is a
-    multiple of the group.
+    The rows of a gated matrix are written in alternating groups of `GATE_GROUP_ROWS` rows of gate and of up or, if the
+    number of gate rows is not a multiple of that, all rows of gate first.
     """
     assert out.shape == (w.n, w.k) and out.dtype is torch.bfloat16 and out.is_contiguous() and len(w.data) == 1
     width = w.n // 2
@@ -205,7 +205,7 @@ def unpack(w: NarrowWeight, out: Tensor, *, pdl: bool = False) -> Tensor:
 
 
 def choose_tile_rows(assignments: int, experts: int) -> int:
-    """Return the rows of a tile for so many pairs of a row and one of its experts."""
+    """Return the rows of a tile. `assignments`: the number of pairs of a row and one of its experts."""
     return next((rows for rows in (8, 16) if assignments <= rows * experts), MAX_TILE_ROWS)
 
 
@@ -221,7 +221,7 @@ def choose_plan(
 ) -> NarrowPlan:
     """Return the plan with the least cost: the rows of w of the busiest SM, and more with few warps or small tiles.
 
-    `x_rows`: of a tile. `row_tiles`: how many there may be.
+    `x_rows`: rows of x in a tile. `row_tiles`: the most tiles of rows of x that there may be.
     """
     tiles = next(size for size in (1, 2, 4) if 8 * size >= x_rows)
     plans = []
@@ -259,7 +259,7 @@ def make_plan(
 
 
 def describe_problem(x: Tensor, w: NarrowWeight, out: Tensor, bias: Tensor | None) -> NarrowProblem:
-    """Return a problem without rows and plan. `bias`: float32 [n], or [experts, n]."""
+    """Return the kernel's parameter for a product, without rows and plan. `bias`: float32 [n], or [experts, n]."""
     assert x.dtype is torch.bfloat16 and x.is_contiguous() and x.shape[1] == w.k and x.data_ptr() % 16 == 0
     assert bias is None or (bias.dtype is torch.float32 and bias.is_contiguous() and bias.shape[-1] == w.n)
     assert out.is_contiguous() and out.dtype in (torch.bfloat16, torch.float32)
@@ -282,7 +282,7 @@ def describe_problem(x: Tensor, w: NarrowWeight, out: Tensor, bias: Tensor | Non
 def describe_dense(
     x: Tensor, w: NarrowWeight, out: Tensor, bias: Tensor | None, residual: Tensor | None, *, gated: bool, gelu: bool
 ) -> NarrowProblem:
-    """Return the problem of a dense product, without plan."""
+    """Return the kernel's parameter for a dense product, in which the plan is not set yet."""
     m, width = out.shape
     assert m == len(x) >= 1 and w.n == (2 * width if gated else width) and len(w.data) == 1
     assert residual is None or (residual.shape == out.shape and residual.is_contiguous() and out.dtype is x.dtype)
@@ -297,10 +297,10 @@ def describe_dense(
 def describe_gate_up(
     x: Tensor, w: NarrowWeight, out: Tensor, bias: Tensor | None, clamp: ClampedSwiGLU | None
 ) -> NarrowProblem:
-    """Return the problem of the gates and ups of experts, without rows and plan.
+    """Return the kernel's parameter for the gate and up products of experts, without rows and plan.
 
-    The next kernel, for the down matrices, reads how rows were sorted before it waits. So it must not start before the
-    kernel that sorted them has ended, whichever kernel is between.
+    The next kernel, for the down matrices, reads the tables of the sorted rows before it waits for this one. So this
+    kernel lets the next one start only after the kernel that sorted the rows has ended.
     """
     assert w.gated, "gates and ups must be packed as such"
     problem = describe_problem(x, w, out, bias)
@@ -311,7 +311,9 @@ def describe_gate_up(
 
 
 def describe_sorted(problem: NarrowProblem, rows: SortedRows, *, scaled: bool) -> None:
-    """Add sorted rows to the problem of experts. `scaled`: whether outputs, or inputs, are multiplied by weights."""
+    """Set the sorted rows in the kernel's parameter for a product of experts.
+
+    `scaled`: whether outputs, or inputs if the problem is gated, are multiplied by the routing weights."""
     problem.order, problem.tile_experts = rows.order.data_ptr(), rows.tile_experts.data_ptr()
     problem.tile_counts, problem.num_tiles = rows.tile_counts.data_ptr(), rows.num_tiles.data_ptr()
     problem.tile_rows = problem.x_rows = rows.tile_rows
@@ -328,7 +330,7 @@ def _launch_sorted(
 
 
 def _count_items(w: NarrowWeight, plan: NarrowPlan) -> int:
-    """Return the items of a tile of rows."""
+    """Return the number of work items of one tile of rows of x."""
     return -(-w.n // plan.cta_rows)
 
 

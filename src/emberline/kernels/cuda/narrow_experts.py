@@ -15,8 +15,8 @@ from emberline.kernels.triton.experts import RouteRows
 from emberline.kernels.triton.routing import clear_other_outputs
 from emberline.kernels.work_limits import FLOAT4_TILE_ROWS, INT4_TILE_ROWS
 
-# Rows of an expert on average from which the kernels for many rows are faster: between 8 and 16 for float4, whose
-# products they overlap with decoding. int4 waits for each group's.
+# Rows of an expert on average above which the kernels for many rows are faster: between 8 and 16 for float4, where they
+# overlap products with decoding. For int4, they wait for the products of each group.
 FLOAT4_WIDE_ROWS, INT4_WIDE_ROWS = FLOAT4_TILE_ROWS[0][0], INT4_TILE_ROWS[0][0]
 
 
@@ -38,7 +38,9 @@ def find_matrices(mixture: Mixture) -> tuple[NarrowWeight, NarrowWeight] | None:
 
 
 def choose_kernels(assignments: int, count: int, matrices: tuple[NarrowWeight, NarrowWeight]) -> Any:
-    """Return the module whose products are faster for so many pairs of a row and one of `count` experts."""
+    """Return the module whose kernels are faster: `narrow` or `narrow_wide`.
+
+    `assignments`: the number of pairs of a row and one of its experts. `count`: the number of experts."""
     is_float4 = matrices[0].format.startswith("Float4")
     has_many_rows = assignments > (FLOAT4_WIDE_ROWS if is_float4 else INT4_WIDE_ROWS) * count
     return narrow_wide if has_many_rows and all(map(narrow_wide.supports_shape, matrices)) else narrow

@@ -1,8 +1,10 @@
 """pack: arranges matrices of 4-bit codes as `narrow.cu` reads them.
 
-| format | a scale in a unit | left out of the sums |
+A unit has the codes of 16 rows and 128 columns, followed by their scales.
+
+| format | form of a scale in a unit | factor that is applied to finished sums instead |
 |---|---|---|
-| Int4 | float16, then with zeros -zero / 64 as bf16 | 64, and the power of two that makes scales fit float16 |
+| Int4 | float16, then -zero / 64 as bf16 if there are zeros | 64 and the power of two that makes scales fit float16 |
 | Float4<4>: mxfp4 | exponent + 94, rotated right by 1 bit | 2 ** 32 |
 | Float4<8>: nvfp4 | e4m3, rotated by 4 bits | 2 ** 26 and the scale of the row |
 """
@@ -30,14 +32,14 @@ from emberline.kernels.narrow_size import (
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 
 MXFP4_FACTOR, NVFP4_FACTOR, INT4_FACTOR = 2.0**32, 2.0**26, 64.0
-# What is added to the exponents of mxfp4: with the factor, this makes 2 ** -126, by which codes are too small.
+# Added to the exponents of mxfp4. Decoded codes are too small by 2 ** 126: 2 ** 94 and the factor correct that.
 MXFP4_OFFSET = 94
 MAX_MXFP4_SCALE = 254 - MXFP4_OFFSET
-# That leaves room for scales from 2 ** -27 to 2 ** 5, which float16 represents as exactly as bf16 does.
+# This factor leaves room for scales from 2 ** -27 to 2 ** 5, which float16 represents as exactly as bf16 does.
 COMMON_INT4_FACTOR = INT4_FACTOR * 2.0**-10
 GATE_ROWS = 8  # rows of gate in a block of a gated matrix
 MAX_PACKED_AT_ONCE = 1 << 25  # weights; more would take gigabytes while they are packed
-# The bits of a word that each bit of a float4 code flips, from the lowest bit, by the place of the code in the word.
+# For each of the 8 codes in a word, and each bit of the code from the lowest: the bits of the word that it flips.
 # This is the inverse of `Float4::decode`.
 FLOAT4_BITS = (
     (0x00004040, 0x00000080, 0x00000100, 0x00008000),
@@ -54,7 +56,7 @@ INT4_BITS = tuple(tuple(1 << 4 * place + bit for bit in range(4)) for place in r
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NarrowWeight:
-    """A matrix [n, k], or the matrices of all experts of a layer."""
+    """A matrix [n, k] of 4-bit codes as `narrow.cu` reads it, or the matrices of all experts of a layer."""
 
     data: Tensor  # uint8 [experts, groups of 4 blocks, units of a row, 4, bytes of a unit]
     format: str  # C++ type
@@ -83,13 +85,13 @@ class NarrowWeight:
 
 
 def supports(matrix: QuantisedMatrix) -> bool:
-    """Return whether a matrix can be packed, by its sizes and dtypes: zero weights stand for it before it is loaded."""
+    """Return whether a matrix can be packed. This depends only on its sizes and dtypes, not on its values."""
     has_layout = can_pack(matrix.kind, matrix.n, matrix.k, matrix.group_columns)
     return has_layout and not (matrix.kind == "int4" and matrix.scales.dtype is torch.float32)
 
 
 def count_bytes(matrix: QuantisedMatrix) -> int | None:
-    """Return the bytes that `pack` makes of a matrix, which may be on the meta device; None: it cannot be packed."""
+    """Return the size of a matrix after `pack` in bytes; None: it cannot be packed. It may be on the meta device."""
     if not supports(matrix):
         return None
     has_zeros = matrix.zeros is not None
@@ -101,7 +103,7 @@ def count_bytes(matrix: QuantisedMatrix) -> int | None:
 def pack(matrix: QuantisedMatrix, *, gated: bool = False) -> NarrowWeight | None:
     """Return the matrix in the layout of `narrow.cu`, or None if `supports` is false.
 
-    `gated`: whether the first half of the rows are gates of the others.
+    `gated`: whether the first half of the rows are those of gate and the second half those of up.
     """
     if not supports(matrix):
         return None
@@ -129,7 +131,7 @@ def pack(matrix: QuantisedMatrix, *, gated: bool = False) -> NarrowWeight | None
 
 
 def _select_rows(values: Tensor, first: int, last: int, *, gated: bool) -> Tensor:
-    """Return rows in the order in which they are packed."""
+    """Return the rows [first, last) of the packed order; if gated, 8 rows of gate and 8 of up alternate in it."""
     if not gated:
         return values[first:last]
     pairs = values.view(2, -1, GATE_ROWS, values.shape[1])[:, first // BLOCK_ROWS : last // BLOCK_ROWS]
@@ -137,7 +139,7 @@ def _select_rows(values: Tensor, first: int, last: int, *, gated: bool) -> Tenso
 
 
 def pack_codes(codes: Tensor, units: int, *, is_float4: bool) -> Tensor:
-    """Return the codes of rows [rows, k / 2], in groups of 4 blocks, as [groups, units, 4, CODE_BYTES]."""
+    """Return codes [rows, k / 2] in the layout of the units: [groups of 4 blocks, units of a row, 4, CODE_BYTES]."""
     values = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
     values = pad(values, (0, units * UNIT_COLUMNS - values.shape[1]))
     # Dimensions: group, block, half of the block's rows, row of 8, unit, half of its columns, step of 16 columns,
@@ -152,7 +154,7 @@ def pack_codes(codes: Tensor, units: int, *, is_float4: bool) -> Tensor:
 
 @cache
 def _make_table(places: tuple[tuple[int, ...], ...]) -> Tensor:
-    """Return the bits of a word that each of 16 codes changes in each of 8 places."""
+    """Return a table [8 places in a word, 16 codes] of the bits of the word that a code flips at a place."""
     table = [[_combine(bits, code) for code in range(16)] for bits in places]
     return torch.tensor(table, dtype=torch.int64).to(torch.int32)
 
@@ -192,7 +194,9 @@ def _convert_scales(matrix: QuantisedMatrix) -> _PackedScales:
 
 
 def _limit_exponents(scales: Tensor) -> _PackedScales:
-    """Return the exponents of mxfp4, at most MAX_MXFP4_SCALE. Larger ones, which no model has, need factors of rows."""
+    """Return the scales of mxfp4 with exponents of at most MAX_MXFP4_SCALE.
+
+    Rows with larger exponents, which no model has, get factors for their sums."""
     if int(scales.max()) <= MAX_MXFP4_SCALE:
         return _PackedScales("Float4<4>", _rotate_right(scales + MXFP4_OFFSET, 1), MXFP4_FACTOR)
     excess = (scales.amax(-1, keepdim=True).int() - MAX_MXFP4_SCALE).clamp(min=0)
@@ -206,10 +210,11 @@ def _rotate_right(bytes_: Tensor, bits: int) -> Tensor:
 
 
 def _convert_to_float16(scales: Tensor) -> tuple[Tensor, float, Tensor | None]:
-    """Return bf16 or float16 scales as float16, and the power of two by which they were divided.
+    """Return bf16 or float16 scales as float16, the power of two by which all were divided, and those of the rows.
 
-    If they differ by more than float16 can represent, each row has its own power of two. What is then rounded is
-    2 ** 30 times smaller than other scales of the row, so that it does not change its sums.
+    Rows have their own powers of two if scales differ by more than float16 can represent; otherwise the last result is
+    None. A scale that is rounded then is 2 ** 30 times smaller than another scale of its row, so rounding it does not
+    change the sums of the row.
     """
     exponent = _choose_exponent(scales)
     scaled = scales.double() * 2.0**exponent
@@ -220,7 +225,7 @@ def _convert_to_float16(scales: Tensor) -> tuple[Tensor, float, Tensor | None]:
 
 
 def _choose_exponent(scales: Tensor) -> int:
-    """Return the power of two by which the largest scale is multiplied to be near the largest float16."""
+    """Return the exponent of the power of two that brings the largest scale near the largest float16."""
     largest = float(scales.float().abs().max())
     return 14 - math.frexp(largest)[1] if 0 < largest < math.inf else 0
 

@@ -15,7 +15,7 @@ from emberline.kernels.quantised_matrix import QuantisedMatrix
 
 
 def pack_weight(matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight | None:
-    """Return the matrix as a weight of a model, or None if the kernels cannot read it."""
+    """Return the matrix as a PackedWeight, or None if the kernels cannot read it."""
     if (packed := pack(matrix, gated=gated)) is None:
         return None
     layout, pointer = WeightLayout.QUANTISED, packed.data.data_ptr()

@@ -1,4 +1,4 @@
-"""linear, multiply_gate_up, multiply_down: products with 4-bit codes, for dozens of rows of a matrix.
+"""linear, multiply_gate_up, multiply_down: products with 4-bit codes, for dozens of rows of x per matrix.
 
 `narrow_wide.cu` has the kernel. A row's result depends on the plan, but not on its index or on other rows.
 """
@@ -124,10 +124,10 @@ def multiply_gate_up(
     pdl: bool = True,
     plan: WideNarrowPlan | None = None,
 ) -> Tensor:
-    """Return the activations [places, width] of the rows' experts, in the order of `rows.order`.
+    """Return the activations of the rows' experts in the order of the tiles of `rows`, [places in tiles, width].
 
-    Inputs are copied to the places of some tiles at a time. The tiles of an expert are adjacent, so its weights are
-    read again only if they are in two parts.
+    Inputs are copied into the order of the tiles, for some tiles at a time. The tiles of an expert are adjacent, so its
+    weights are read twice only if its tiles are computed in two such parts.
     """
     assert len(x) == len(rows.weights) // rows.experts_per_row
     sources = rows.order.clamp(0, len(rows.weights) - 1) // rows.experts_per_row
@@ -153,9 +153,9 @@ def multiply_down(
     pdl: bool = True,
     plan: WideNarrowPlan | None = None,
 ) -> Tensor:
-    """Return the outputs [assignments, n] of the rows' experts. `inner`: in the order of `rows.order`.
+    """Return the outputs [rows * experts per row, n] of the rows' experts. `inner`: the result of `multiply_gate_up`.
 
-    The preceding kernel must be that of `multiply_gate_up`: it ends after the rows were sorted.
+    The preceding kernel must be that of `multiply_gate_up`, which lets this one start only after the rows are sorted.
     """
     assert len(inner) == len(rows.order)
     out = inner.new_empty(len(rows.weights), w.n)
@@ -166,13 +166,13 @@ def multiply_down(
 
 
 def choose_tile_rows(assignments: int, experts: int) -> int:
-    """Return the rows of a tile for so many pairs of a row and one of its experts."""
+    """Return the rows of a tile. `assignments`: the number of pairs of a row and one of its experts."""
     return next((rows for rows in COLUMNS if assignments <= rows * experts * 3 // 4), COLUMNS[-1])
 
 
 @cache
 def choose_plan(m: int, experts: int, n: int, units: int, unit_bytes: int) -> WideNarrowPlan:
-    """Return the plan with the least estimated time for m rows of x and each of so many matrices."""
+    """Return the plan with the least estimated time for `experts` matrices and m rows of x for each of them."""
     columns = next((size for size in COLUMNS if size >= m), COLUMNS[-1])
     tiles = -(-m // columns) * experts
     if tiles == 1 and (found := MEASURED.get((columns, n, units))):

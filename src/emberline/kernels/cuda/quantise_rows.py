@@ -19,7 +19,7 @@ FILE = "quantise.cu"
 MAX_THREADS = 512  # most threads of a CTA, as in quantise.cu
 THREADS_PER_WARP = 32
 CHUNKS = (1, 2, 4)  # groups of ORDER_GROUP columns of a thread
-SCALE_ROW_GRAIN = 128  # rows of scales of blocks are padded to a multiple: a tile reads those of all its columns
+SCALE_ROW_GRAIN = 128  # rows are padded to a multiple for scales of blocks: a tile reads all its scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class RoutedOutputs(NamedTuple):
 
     outputs: Tensor
     places: Tensor | None = None  # None: in the order of assignments
-    weights: Tensor | None = None  # None: they are already multiplied by them
+    weights: Tensor | None = None  # None: outputs are already multiplied by the routing weights
 
 
 def add_selected_experts(x: Tensor, normed: Tensor, logits: Tensor, mixture: Mixture) -> bool:
@@ -87,14 +87,14 @@ def run_routed_experts(normed: Tensor, logits: Tensor, mixture: Mixture) -> Rout
 
 
 def uses_fused_kernel(logits: Tensor, rules: Routing, gate_up: ExpertMatrices, down: ExpertMatrices) -> bool:
-    """Return whether one kernel computes both products: of packed experts with few rows."""
+    """Return whether one kernel computes both products of the experts: if they are packed and have few rows."""
     rows, experts = logits.shape
     is_small = rows * rules.experts_per_row <= MAX_FUSED_ROWS * experts and gate_up.is_packed
     return is_small and routing.supports(experts, rules) and fused_experts.supports(rows, rules, gate_up, down)
 
 
 def choose_tile_plan(average: float, gate_up: ExpertMatrices, down: ExpertMatrices) -> ExpertTilePlan | None:
-    """Return the plan for so many rows of an expert on average; None if other kernels are faster."""
+    """Return the plan for experts of `average` rows on average, or None if other kernels are faster."""
     plans = PACKED_PLANS if gate_up.is_packed or down.is_packed else PLAIN_PLANS
     at = next(i for i, (rows, _) in enumerate(plans) if average <= rows)
     if (plan := plans[at][1]) is None or (plan.supports(gate_up) and plan.supports(down)):
@@ -103,7 +103,7 @@ def choose_tile_plan(average: float, gate_up: ExpertMatrices, down: ExpertMatric
 
 
 def view_matrices(part: Tensor | PackedExperts, *, gated: bool = False) -> ExpertMatrices | None:
-    """Return the matrices of experts for the kernels of this package; None if these do not support them."""
+    """Return the matrices of experts as this package's kernels read them, or None if no kernel supports them."""
     data = part if isinstance(part, Tensor) else part.handle
     if isinstance(data, UW12Weight):
         assert isinstance(part, PackedExperts)

@@ -1,4 +1,4 @@
-"""route_rows: selects the experts of rows and sorts the rows by expert, as `triton/routing.py`, by faster kernels.
+"""route_rows: selects the experts of rows and sorts the rows by expert, like `triton/routing.py`, but faster.
 
 `routing.cu` has the kernels.
 """
@@ -19,7 +19,7 @@ from emberline.kernels.triton.routing import SortedRows, max_tile_count
 FILE = "routing.cu"
 EXPERTS_PER_LANE = (4, 8, 16)  # of a warp that selects the experts of a row
 MAX_EXPERTS, MAX_EXPERTS_PER_ROW = 32 * EXPERTS_PER_LANE[-1], 32
-TILE_GRAIN = 32  # the rows of a tile are a multiple, if an expert has several tiles
+TILE_GRAIN = 32  # the rows of a tile are a multiple of this, if an expert has several tiles
 SELECT_THREADS, PLACE_THREADS = 256, 1024
 CLUSTER, MAX_CLUSTER_ASSIGNMENTS = 8, 1024  # CTAs of one kernel for few rows, and the assignments of each
 # Pairs (rows of a block, rows): the rows of a CTA, for so many rows at most.
@@ -72,7 +72,7 @@ def route_rows(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = Tr
 
 
 def _with_places(rows: SortedRows) -> SortedRows:
-    """Return the same with the place of each assignment."""
+    """Return `rows` with `places`, the position of each assignment in `rows.order`."""
     order, size = rows.order.view(-1, rows.tile_rows), len(rows.weights)
     column, tile = torch.arange(rows.tile_rows, device=order.device), torch.arange(len(order), device=order.device)
     is_used = (column < rows.tile_counts[:, None]) & (tile < rows.num_tiles)[:, None]
@@ -83,7 +83,7 @@ def _with_places(rows: SortedRows) -> SortedRows:
 
 
 def sort_rows(x: Tensor, rows: SortedRows, *, pdl: bool = True) -> Tensor:
-    """Return a copy of the rows of x for each place of the sorted rows, [max_tiles * tile_rows, columns].
+    """Return the rows of x copied to their places in the sorted tiles, [max_tiles * tile_rows, columns].
 
     Places without a row are not written.
     """
@@ -103,7 +103,9 @@ VARIANTS = (
 
 @cache
 def _get_kernel(kernel_name: str) -> CudaKernel:
-    """Return the kernel, loaded: Triton kernels read its tables also while other kernels are only compiled."""
+    """Return the kernel, already loaded, so that a launch inside `compile_in_parallel` runs it too.
+
+    Triton kernels are launched there as well, and read its tables."""
     return _get_module().kernel(kernel_name).load()
 
 

@@ -110,9 +110,9 @@ def pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
 def pack_pieces(
     n: int, k: int, make_pieces: Callable[[], Iterable[Tensor]], device: torch.device, *, max_bits: float = MAX_BITS
 ) -> UW12Weight | None:
-    """Do the same as `pack` for a weight whose rows `make_pieces` yields in order, at least 16 at a time.
+    """Do the same as `pack` for a weight whose rows come in pieces of a multiple of 64 rows.
 
-    It is called twice.
+    `make_pieces` returns the pieces in order; it is called twice.
     """
     if not supports(n, k):
         return None

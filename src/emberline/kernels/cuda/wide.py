@@ -377,7 +377,7 @@ def _make_exchange_arguments(plan: WidePlan, device: torch.device, exchange_poll
 
 
 def get_exchange_memory(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the memory that kernels of the current stream need; call this once before a launch on it is captured."""
+    """Return the memory for `linear` on the current stream; call this once before a launch on it is captured."""
     return _get_exchange_memory(device, torch.cuda.current_stream().cuda_stream)
 
 

@@ -202,7 +202,7 @@ def paged_attention(
 
 
 def choose_product_type(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
-    """Return the type of the products' factors. Float8 keys become float16, as the device converts them fastest."""
+    """Return the type of the products' factors. Float8 keys become float16, to which GPUs convert them fastest."""
     if torch.float32 in (dtype, cache_dtype):
         return tl.float32
     return tl.float16 if cache_dtype is torch.float8_e4m3fn else tl.bfloat16
@@ -211,7 +211,7 @@ def choose_product_type(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtyp
 def _choose_launch_shape(
     dim: int, uses_float32: bool, cache_dtype: torch.dtype, device: torch.device
 ) -> AttentionLaunch:  # fmt: skip
-    """Return the launch for a head size, rounded up to a power of two. The sums must fit into registers."""
+    """Return the launch with which sums fit into registers. `dim`: head size, rounded up to a power of two."""
     if uses_float32:  # no tensor cores
         rows = min(MAX_PROGRAM_ROWS, max(16, 4096 // dim))
         return AttentionLaunch(rows, 16, (8 if rows * dim > 2048 else 4), 1)

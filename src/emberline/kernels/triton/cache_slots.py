@@ -85,7 +85,7 @@ def _shift_positions(
 
 
 def shift_positions(shift: PositionShift) -> None:
-    """Move tokens in place behind the accepted tokens of a draft; see PositionShift."""
+    """Move tokens in place to positions after the accepted draft tokens; see PositionShift."""
     tokens, rows, further = len(shift.positions), len(shift.context), shift.window_slots
     windows = (shift.slots, 0, 0, 0)
     if further is not None:

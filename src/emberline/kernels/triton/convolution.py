@@ -1,8 +1,8 @@
-"""convolve: the causal convolution of recurrent layers, each channel by itself, and the inputs that a sequence keeps.
+"""convolve: the causal convolution of recurrent layers, which treats each channel separately.
 
-A sequence keeps its last inputs in its slot. Programs of the same kernel must not read a slot that another one writes,
-so for prompt chunks, whose tokens many programs share, a second kernel keeps the inputs. Sequences with few tokens
-are computed by one program for each block of channels, which does both.
+The last inputs of a sequence are stored in its slot for the next step. In one kernel, no program may read a slot that
+another program writes. The tokens of a prompt chunk are computed by many programs, so a second kernel stores its last
+inputs. A sequence with few tokens is computed by one program for each block of channels, which stores them too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _convolve_rows(
 ) -> None:  # fmt: skip
     """Compute all tokens of a sequence, unless COMPUTES is False, and keep its last inputs.
 
-    With DRAFTS, accepted drafts of the previous step come before its tokens, and the last of these are drafted: their
-    inputs are kept in the same place."""
+    With DRAFTS, accepted drafts of the previous step come before the sequence's tokens. The last of its tokens may be
+    drafts, whose inputs then replace those of the previous drafts."""
     pdl_trigger_and_wait(PDL)
     row = first_row + tl.program_id(0)
     begin = tl.load(starts + row).to(tl.int64)

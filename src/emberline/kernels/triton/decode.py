@@ -109,7 +109,7 @@ def _compute_part(
     SLOT_ROWS: constexpr, ROWS: constexpr, SPAN: constexpr, MERGED_ROWS: constexpr, MERGED: constexpr,
     WINDOWED: constexpr, CHUNKED: constexpr, CAPPED: constexpr, HAS_SINKS: constexpr, TYPE: constexpr,
 ) -> None:  # fmt: skip
-    """Compute the keys [low, high) of a row for the query heads of one KV head: a whole result, or one of `parts`."""
+    """Compute a part of a row's attention, or all if `parts` is 1: keys [low, high), query heads of one KV head."""
     start, before = tl.load(query_start + request), tl.load(context + request)
     queries = tl.load(query_start + request + 1) - start
     end = before + queries
@@ -174,7 +174,7 @@ def _cut_window(
     item: tensor, query_start: tensor, context: tensor, window: tensor, max_parts: tensor, CHUNKED: constexpr,
     TILE: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return the same for part item % max_parts of a row's visible keys; a padding row has none."""
+    """Return what `_load_item` does for part item % max_parts of a row's visible keys; a padding row has 0 parts."""
     request, part = item // max_parts, item % max_parts
     before = tl.load(context + request)
     queries = tl.load(query_start + request + 1) - tl.load(query_start + request)

@@ -32,7 +32,7 @@ def _scan_tokens(
 ) -> None:  # fmt: skip
     """Advance some columns of a head's state over the tokens of a sequence, and compute their outputs.
 
-    With DRAFTS, it first advances over the kept rows of accepted drafts, and is stored before the drafted tokens."""
+    With DRAFTS, the state first advances over accepted drafts. The state before the drafted tokens is stored."""
     pdl_trigger_and_wait(PDL)
     head, row = tl.program_id(1), first_row + tl.program_id(2)
     begin = tl.load(starts + row).to(tl.int64)
@@ -137,7 +137,7 @@ def compute_delta_rule(
 def scan_tokens(
     mixed: Tensor, gates: DeltaGates, layer: DeltaLayer, states: LayerStates, out: Tensor, rows: range, *, pdl: bool
 ) -> None:
-    """Compute the outputs of some sequences, one token after the other."""
+    """Compute the outputs of the sequences `rows`, one token after the other."""
     drafts, kept = states.drafts, (*(states.slots,) * 6, 0)
     if drafts is not None:
         assert states.saves is not None and drafts.rule.is_contiguous() and drafts.rule.dtype is mixed.dtype
@@ -152,7 +152,9 @@ def scan_tokens(
 
 
 def keep_rows(mixed: Tensor, gates: DeltaGates, layer: DeltaLayer, states: LayerStates, *, pdl: bool) -> None:
-    """Keep the rows of drafted tokens. A kernel of its own: programs of the others still read the rows kept before."""
+    """Keep the inputs of drafted tokens for the next step.
+
+    This is a separate kernel, because programs of the other kernel may still read the inputs kept before."""
     drafts = states.drafts
     assert drafts is not None
     _keep_rows[(states.few_token_rows, -(-layer.draft_width // KEPT_COLUMNS))](

@@ -206,7 +206,7 @@ def scan_chunks(
     u = torch.empty((tokens, layer.value_heads, layer.value_dim), dtype=mixed.dtype, device=mixed.device)
     sizes = layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim
     solved = max(keys, MIN_SOLVED_COLUMNS), MIN_SOLVED_COLUMNS
-    # Of products of float32. In a step in bfloat16, these are only the inverses, which are rounded after that.
+    # Precision of products of float32. With bf16 activations, only inverses are such products, and are rounded later.
     is_bf16 = mixed.dtype is torch.bfloat16
     precision = "tf32" if is_bf16 else "tf32x3"
     common = mixed, steps, times, layer.rates, layer.time_bias, w, u

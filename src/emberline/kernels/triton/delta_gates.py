@@ -1,4 +1,4 @@
-"""load_decay_and_step: what the gates of a token do to a recurrent state, for kernels of the gated delta rule."""
+"""load_decay_and_step: the decay and the step size of a token, for kernels of the gated delta rule."""
 
 from __future__ import annotations
 

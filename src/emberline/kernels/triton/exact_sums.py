@@ -1,4 +1,4 @@
-"""sum_exactly: the sums of each row's outputs of experts that `kernels.exact_sums` defines, in one pass."""
+"""sum_exactly: adds the outputs of each row's experts as `kernels.exact_sums` defines, in one kernel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _sum_exactly(
 
 
 def sum_exactly(outputs: Tensor, terms: int, *, shared: Tensor | None = None, pdl: bool = False) -> Tensor:
-    """Return the sums [rows, n], in float64, of the `terms` outputs [rows * terms, n] of each row.
+    """Return the float64 sum of the `terms` outputs of each row: [rows * terms, n] becomes [rows, n].
 
     `shared`: one more term of each row, [rows, n]."""
     count, columns = outputs.shape

@@ -1,7 +1,7 @@
 """attend_expanded: attention of prompt chunks over the keys and values of each head, computed from latents.
 
 The keys are the tokens of the chunk, or a range of the tokens before it, which `gather_latents` copies from the cache.
-What the queries attend to in other launches is given as the state with which the sums begin. A query and a key have
+The result of earlier launches, for other keys, is the state with which the sums begin. A query and a key have
 plain elements, of which each head has its own, then rotary elements, of which the keys of all heads share one copy.
 """
 
@@ -138,12 +138,12 @@ def attend_expanded(
 
     `q` [T, heads, plain + rotary] has rotated queries, `kv` [T, heads, plain + values] the keys and values of each
     token, and `rotary_keys` [T, rotary] the rotary elements of the keys. `tiles` [n, 2] are (row, first query) of up
-    to PREFILL_TILE_QUERIES tokens; a negative row is padding. With `log_sums` [T, heads], `out` has the attention to
-    the keys before the chunk, if there are any, and `log_sums` the logarithm to base 2 of its sum of powers.
+    to PREFILL_TILE_QUERIES tokens; a negative row is padding. With `log_sums` [T, heads], `out` already has the
+    attention to the keys before the chunk, if there are any, and `log_sums` the base-2 logarithms of the softmax sums.
 
-    With `ranges` [rows, 3] int32, the keys of a row are others than its own tokens: ranges[b] is the first of them in
-    `kv` and `rotary_keys`, their number, and whether `out` and `log_sums` have a state for the row. `log_sums` is
-    updated then, and rows without keys are skipped.
+    With `ranges` [rows, 3] int32, row b attends to other keys than its own tokens: ranges[b] is the index of the first
+    in `kv` and `rotary_keys`, their number, and whether `out` and `log_sums` already have a result for the row.
+    `log_sums` is updated then, and rows without keys are skipped.
     """
     heads, plain, rotary, values = layer.attention.q_heads, layer.plain_dim, layer.rotary_dim, layer.value_dim
     assert q.stride()[1:] == (plain + rotary, 1) and kv.is_contiguous() and out.is_contiguous()
@@ -185,7 +185,7 @@ def _gather_latents(
 def gather_latents(
     keys: Tensor, tables: Tensor, sources: Tensor, latents: Tensor, rotary_keys: Tensor, *, pdl: bool = False
 ) -> None:
-    """Copy blocks of the cache `keys` to `latents` [keys, rank] and `rotary_keys` [keys, rotary], one after the other.
+    """Copy blocks of the cache `keys` to consecutive rows of `latents` [.., rank] and `rotary_keys` [.., rotary].
 
     Block i is copied from block tables[sources[i, 0], sources[i, 1]].
     """

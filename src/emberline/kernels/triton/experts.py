@@ -40,7 +40,7 @@ LARGE_BF16_TILES = ExpertTiles(128, ProductTile(128, 64, 8, 3, bulk=True), Produ
 
 
 def choose_tiles(assignments: int, experts: int, dtype: torch.dtype) -> ExpertTiles:
-    """Return the tiles for so many pairs of a row and one of its experts."""
+    """Return the tiles to use. `assignments`: the number of pairs of a row and one of its experts."""
     if dtype is not torch.bfloat16:
         return FLOAT32_TILES
     return next((tiles for rows, tiles in BF16_TILES if assignments <= rows * experts), LARGE_BF16_TILES)
@@ -69,7 +69,7 @@ def run_routed_experts(
 
 
 def find_matrices(weights: Tensor | PackedExperts) -> Any:
-    """Return the tensor, or the codes of all experts."""
+    """Return the matrices of all experts, as a tensor or a QuantisedMatrix."""
     found = weights if isinstance(weights, Tensor) else weights.handle
     assert isinstance(found, Tensor | QuantisedMatrix), "experts in a form that Triton's kernels do not read"
     return found

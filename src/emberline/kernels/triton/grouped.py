@@ -1,4 +1,4 @@
-"""multiply_experts, add_expert_outputs: the products of a mixture of experts, for rows sorted by expert.
+"""multiply_gate_up, multiply_down, add_expert_outputs: a mixture of experts for rows that are sorted by expert.
 
 A program computes a tile: the rows of one tile of `SortedRows`, and some columns of the expert's matrix. The launch has
 programs for the most tiles that may exist; those without a tile end at once. So only experts with rows are read.
@@ -44,7 +44,7 @@ def finish_products(
     column: tensor, alpha: tensor, limit: tensor,
     WIDTH: constexpr, GATED: constexpr, HAS_BIAS: constexpr, CLAMPED: constexpr, SCALED: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return the outputs of a tile from its products: with bias, weight and, if GATED, activation."""
+    """Apply bias, routing weight and, if GATED, activation to the products of a tile, and return the result."""
     if GATED:
         if SCALED:
             factor = tl.load(weights + assignment, is_row, 0.0)[:, None]
@@ -76,7 +76,7 @@ def _multiply_experts(
 ) -> None:  # fmt: skip
     """Multiply rows of x [*, DEPTH] by an expert's matrix.
 
-    It has WIDTH rows; if GATED, WIDTH rows of gate, then WIDTH rows of up. The input of an assignment is row
+    The matrix has WIDTH rows; if GATED, WIDTH rows of gate, then WIDTH rows of up. The input of an assignment is row
     assignment // DIVISOR of x, its output is row `assignment` of out. With SCALED, the products of a row are multiplied
     by the assignment's weight: before the activation if GATED, which equals scaled inputs, and otherwise after the
     bias. With BULK, w is a tensor descriptor of all matrices as one, for bulk copies (TMA).
@@ -135,10 +135,10 @@ def multiply_gate_up(
     scaled: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """Return the activations [assignments, width] of the rows' experts.
+    """Return the activations [rows * experts per row, width] of each row's experts.
 
     `weight`: [experts, 2 * width, k], the rows of gate before those of up. `bias`: float32 [experts, 2 * width].
-    `scaled`: whether inputs are multiplied by the weights of assignments.
+    `scaled`: whether inputs are multiplied by the routing weights.
     """
     width = weight.shape[1] // 2
     return _launch(x, weight, rows, tile, width, bias=bias, clamp=clamp, scaled=scaled, gated=True, pdl=pdl)
@@ -154,9 +154,9 @@ def multiply_down(
     scaled: bool = True,
     pdl: bool = False,
 ) -> Tensor:
-    """Return the outputs [assignments, n] of the rows' experts. `weight`: [experts, n, width].
+    """Return the outputs [rows * experts per row, n] of each row's experts. `weight`: [experts, n, width].
 
-    `scaled`: whether outputs are multiplied by the weights of assignments.
+    `scaled`: whether outputs are multiplied by the routing weights.
     """
     return _launch(inner, weight, rows, tile, weight.shape[1], bias=bias, scaled=scaled, gated=False, pdl=pdl)
 
@@ -233,12 +233,12 @@ def add_expert_outputs(
     shared_scale: float = 1.0,
     pdl: bool = False,
 ) -> Tensor:
-    """Add the outputs [assignments, n] of each row's experts to x in place, in the order of their ranks.
+    """Add the outputs of each row's experts to x in place, in the order in which the row selected them.
 
-    `places`: int32, the row of `outputs` that each assignment has; None: in the order of assignments. `weights`:
-    float32, of assignments with places, by which their outputs are multiplied; None: they already are.
-    `shared`: outputs of a shared expert [rows, n], which are added first, times `shared_scale` and the sigmoid of
-    `shared_gate`, float32 [rows, 1].
+    An assignment is a pair of a row and one of its experts. `places`: int32, the row of `outputs` for each assignment;
+    None: `outputs` is in the order of assignments. `weights`: float32, the routing weight of each assignment, only with
+    `places`; None: outputs are already multiplied by it. `shared`: outputs of a shared expert [rows, n], which are
+    added first, times `shared_scale` and the sigmoid of `shared_gate`, float32 [rows, 1].
     """
     rows, columns = x.shape
     assert x.stride(1) == 1 and outputs.is_contiguous() and outputs.shape[1] == columns

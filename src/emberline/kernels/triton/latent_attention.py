@@ -1,9 +1,11 @@
-"""Attention of queries of latents over a paged cache of latents, which all heads share.
+"""Latent attention over a paged cache of latents, which all heads share.
 
-A cached token is the rotary elements of its key, then its latent, which is also its value. The rows of a program are
-pairs (query, head), so that latents are read once for all of them. `decode_latents` computes parts of the keys of rows
-with few queries; `latent_projection.merge_parts` merges the parts. `attend_context` computes prompt chunks, over the
-keys that were cached before the chunk. Sums are relative to the largest score so far, with powers of 2.
+Queries of latents are queries multiplied by the matrix that gives keys, so that they are compared with latents
+directly. A cached token is the rotary elements of its key, then its latent, which is also its value. The rows of a
+program are pairs (query, head), so that latents are read once for all of them. `decode_latents` computes rows with few
+queries, for parts of their keys; `latent_projection.merge_parts` merges the parts. `attend_context` computes prompt
+chunks, over the keys that were cached before the chunk. Sums are relative to the largest score so far, and use powers
+of 2.
 """
 
 from __future__ import annotations
@@ -133,9 +135,10 @@ def decode_latents(
     """Write the partial results of a work list's items to `partials` and `max_and_sum`, unmerged.
 
     `q` [T, heads, plain + rotary] has rotated queries, `queries` [T, heads, rank] queries of latents. `work` is the
-    number of items and the items of a `worklist.WorkList`, on the device, and its capacity. Item i has the place that
-    the item names, and an item that covers its whole row the place capacity + row. A place has `max_queries` * heads
-    results of `rank` numbers. `programs` is an upper bound of the number of items; the capacity by default.
+    number of items and the items of a `worklist.WorkList`, on the device, and its capacity. The result of an item is
+    stored at the index that the item names or, if the item covers its whole row, at capacity + row. Each index has
+    `max_queries` * heads results of `rank` numbers. `programs` is an upper bound of the number of items, by default the
+    capacity.
     """
     count, items, capacity = work
     heads, rank, rotary, plain = layer.attention.q_heads, layer.rank, layer.rotary_dim, layer.plain_dim
@@ -156,7 +159,7 @@ def decode_latents(
 
 
 def choose_decode_shape(pairs: int, tokens: int, uses_float32: bool, *, is_small: bool = False) -> LaunchShape:
-    """Return the launch shape of `decode_latents` for rows of this many pairs (query, head), and tokens of the step.
+    """Return the launch shape of `decode_latents` for rows of `pairs` pairs (query, head) in a step of `tokens` tokens.
 
     Few tokens leave SMs without work, so that a program may take the shared memory of two for more loads in flight.
     `is_small`: whether a program has little shared memory.
@@ -224,9 +227,9 @@ def attend_context(
     shape: LaunchShape | None = None,
     pdl: bool = False,
 ) -> None:
-    """Write the latents that the queries of chunks attend to before their chunk to `out` [T, heads, rank].
+    """Write the attention of prompt chunks to the latents before each chunk into `out` [T, heads, rank].
 
-    `log_sums` [T, heads] float32 gets the logarithm to base 2 of the sum of powers of each query. `tiles` [n, 2] are
+    `log_sums` [T, heads] float32 gets the base-2 logarithm of each query's softmax sum. `tiles` [n, 2] are
     (row, first query) of up to PREFILL_TILE_QUERIES tokens. Rows without cached keys are skipped.
     """
     heads, rank, rotary, plain = layer.attention.q_heads, layer.rank, layer.rotary_dim, layer.plain_dim

@@ -1,8 +1,9 @@
-"""Latent attention around its softmax: queries and keys of latents before it, values of each head after it.
+"""The parts of latent attention before its softmax (queries and keys) and after it (values of each head).
 
-`project` computes in one launch what lies between the projections of a layer and its attention: queries of latents, the
-rotation of queries and keys, the norm of latents and the write to the cache. `merge_parts` merges the partial results
-of decode rows, always in the same order. `multiply_values` multiplies mixed latents by the matrices that give values.
+`project` computes in one launch what lies between the projections of a layer and its attention: queries of latents
+(queries times the matrix that gives keys), the rotation of queries and keys, the norm of latents and the write to the
+cache. `merge_parts` merges the partial results of decode rows, always in the same order. `multiply_values` multiplies
+the result of attention on latents by the matrices that give values.
 """
 
 from __future__ import annotations
@@ -147,9 +148,9 @@ def project(
     """Write queries of latents to `queries`, and the tokens' latents and rotated keys to the cache `keys`.
 
     `q` [T, heads, plain + rotary] is rotated in place. `kv` [T, rank + rotary] is the latents before their norm, then
-    the keys before their rotation. `queries` [at most T, heads, rank] gets those of the first tokens; `query_limit`, an
-    int32 on the device, is a lower number of tokens. `fresh`, latents [T, rank] and keys [T, rotary], gets what the
-    cache holds of each token. `cleared` [T, ...] is filled with zeros.
+    the keys before their rotation. `queries` [N, heads, rank] gets those of the first N <= T tokens, or of fewer tokens
+    if `query_limit`, an int32 on the device, is less than N. `fresh`, latents [T, rank] and keys [T, rotary], gets
+    what the cache holds of each token. `cleared` [T, ...] is filled with zeros.
     """
     tokens, heads, size = q.shape
     plain, half, rank = layer.plain_dim, layer.rotary_dim // 2, layer.rank
@@ -274,11 +275,11 @@ def multiply_values(
     max_queries: int = 1,
     pdl: bool = False,
 ) -> None:
-    """Write the values of each head that belong to the mixed latents x to `out` [T, heads * values].
+    """Multiply x, the result of attention on latents, by the matrices that give values; write to `out`.
 
-    Without `tiles`, x [rows * max_queries, heads, rank] has the queries of decode rows. With `tiles` [n, 2], which are
-    (row, first query) of up to PREFILL_TILE_QUERIES tokens, x is [T, heads, rank], and rows without cached keys are
-    skipped.
+    `out` is [T, heads * values]. Without `tiles`, x [rows * max_queries, heads, rank] has the queries of decode rows.
+    With `tiles` [n, 2], which are (row, first query) of up to PREFILL_TILE_QUERIES tokens, x is [T, heads, rank], and
+    rows without cached keys are skipped.
     """
     heads, values, rank = layer.attention.q_heads, layer.value_dim, layer.rank
     weight, count = layer.products.values.weight, len(x) if tiles is None else len(tiles)

@@ -132,8 +132,8 @@ def linear(
 ) -> Tensor:
     """Write x w^T into `out`, bf16 or float32, and return it.
 
-    `residual` is added to the product and may be `out` itself. With a `group`, so many rows of gate alternate with as
-    many rows of up in w, and the result is silu(gate) * up, [m, n / 2]. `tile` overrides the chosen tile.
+    `residual` is added to the product and may be `out` itself. With a `group`, that many rows of gate alternate with
+    as many rows of up in w, and the result is silu(gate) * up, [m, n / 2]. `tile` overrides the chosen tile.
     """
     (m, k), n = x.shape, len(w)
     assert supports(m, n, k, x.dtype, group) and w.shape == (n, k) and w.is_contiguous() and w.dtype is x.dtype

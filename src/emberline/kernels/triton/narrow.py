@@ -1,9 +1,9 @@
 """multiply, multiply_gate_up, multiply_down, dequantise_rows: products with matrices of narrow codes.
 
 The codes are decoded in registers. `kernels.quantised_matrix.dequantise` defines the values. A program computes a tile
-of the result, as in `grouped.py`. If a scale covers at least as many columns as are multiplied at a time, it multiplies
-their sum. Otherwise it multiplies the weights, which are then rounded to the type of x; that changes no bit of float4
-formats.
+of the result, as in `grouped.py`. If a scale covers at least as many columns as are multiplied at a time, the sum of
+these columns is multiplied by it. Otherwise the weights are multiplied by it, and then rounded to the type of x; for
+float4 formats, that rounding changes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INT4, MXFP4, NVFP4 = constexpr(1), constexpr(2), constexpr(3)
 ZERO = constexpr(float(INT4_ZERO))
 MIN_SUMMED_GROUP = 64  # columns that share a scale which multiplies their sum, at least
 MIN_GROUP = 16  # columns that share a scale, at least: the depth of the smallest matrix instruction
-# For up to so many rows of x: the rows of a tile, and the tile.
+# (rows of x, at most; rows of a tile; tile)
 TILES = (
     (16, 16, ProductTile(32, 128, 4, 4)),
     (32, 32, ProductTile(64, 128, 4, 4)),
@@ -70,7 +70,7 @@ def _load_weights(
 ) -> tensor:  # fmt: skip
     """Return weights [BLOCK_N, BLOCK_K] in float32, without scale if it covers BLOCK_K columns or more.
 
-    `row`: int64 [BLOCK_N], of the whole tensor. `inside`: whether each row exists. Columns beyond DEPTH are anything.
+    `row`: int64 [BLOCK_N], of the whole tensor. `inside`: whether each row exists. Columns from DEPTH on are undefined.
     """
     SIZE: constexpr = BLOCK_K if KIND == 0 else BLOCK_K // 2  # bytes
     WIDTH: constexpr = DEPTH if KIND == 0 else DEPTH // 2
@@ -205,7 +205,7 @@ def multiply(
     """Write x w^T + bias + residual into `out`, which may be the residual, and return it.
 
     With `gated`, the matrix has the rows of gate before those of up, and the result is silu(gate) * up. `bias`: float32
-    [n]. `tile`: rows of a tile and the tile, instead of the chosen ones.
+    [n]. `tile`: (rows of a tile, tile), which overrides the chosen ones.
     """
     rows, width = out.shape
     assert len(x) == rows and matrix.codes.dim() == 2 and matrix.n == (2 * width if gated else width)
@@ -232,7 +232,7 @@ def multiply_gate_up(
     scaled: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """Return the activations [assignments, width] of the rows' experts, as `grouped.multiply_gate_up` does."""
+    """Return the activations of the rows' experts, as `grouped.multiply_gate_up` does."""
     assert len(x) == len(rows.weights) // rows.experts_per_row
     out = x.new_empty(len(rows.weights), matrices.n // 2)
     _launch_sorted(x, matrices, rows, tile, out, bias=bias, clamp=clamp, scaled=scaled, gated=True, pdl=pdl)
@@ -249,7 +249,7 @@ def multiply_down(
     scaled: bool = True,
     pdl: bool = False,
 ) -> Tensor:
-    """Return the outputs [assignments, n] of the rows' experts, as `grouped.multiply_down` does."""
+    """Return the outputs of the rows' experts, as `grouped.multiply_down` does."""
     assert len(inner) == len(rows.weights)
     out = inner.new_empty(len(inner), matrices.n)
     _launch_sorted(inner, matrices, rows, tile, out, bias=bias, clamp=None, scaled=scaled, gated=False, pdl=pdl)

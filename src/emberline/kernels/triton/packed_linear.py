@@ -1,8 +1,9 @@
-"""packed_linear: computes y = x w^T for few rows of x and a uw12 weight, which is decoded in registers.
+"""linear: computes y = x w^T for few rows of x and a uw12 weight, which is decoded in registers.
 
 docs/unweight-format.md describes the format. As in `linear.py`, a program multiplies 64 rows of w by all rows of x, for
-a part of k, and the program of a tile that ends last adds the sums in the order of the parts. Escapes, the few weights
-without a 12-bit code, are zeros in the units; their products are added after those of the units.
+a part of k, and the program of a tile that ends last adds the sums in the order of the parts. A unit has the codes of
+16 rows and 64 columns. Escapes, the few weights without a 12-bit code, are zeros in the units; their products are added
+after those of the units.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def linear(
 ) -> Tensor:
     """Write x w^T into `out` and return it; the arguments are those of `triton.linear.linear`.
 
-    Of a `tile`, `columns` must be 64 and `depth` a multiple of 64.
+    `tile.columns` must be 64, and `tile.depth` a multiple of 64.
     """
     (m, k), n = x.shape, w.n
     assert supports(m, group) and k == w.k and x.dtype is torch.bfloat16 and x.stride(1) == out.stride(1) == 1

@@ -60,7 +60,7 @@ def _limit_to_groups(
     choice: tensor, expert: tensor, ROWS: constexpr, GROUPS: constexpr, GROUPS_PADDED: constexpr,
     GROUP_SIZE: constexpr, GROUPS_PER_ROW: constexpr, GROUP_BEST: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return the scores, LOWEST where the group of an expert is not among the best groups."""
+    """Return the scores `choice`, but LOWEST for experts whose group is not among the best groups of the row."""
     group = tl.arange(0, GROUPS_PADDED)[None, :]
     score = tl.full([ROWS, GROUPS_PADDED], float("-inf"), tl.float32)
     for number in tl.static_range(GROUPS):
@@ -163,7 +163,9 @@ def _describe_tiles(
 def _write_order(
     chosen: tensor, assignment: tensor, places: tensor, order: tensor, SIZE: constexpr, BINS: constexpr
 ) -> None:
-    """Write some assignments to `order`, from their expert's entry of `places` on; `chosen`: their experts, or -1."""
+    """Write assignments to `order`, those of each expert one after the other from the index places[expert] on.
+
+    `chosen`: the expert of each assignment; -1: the assignment is not written."""
     index = tl.arange(0, SIZE)
     is_before = (chosen[:, None] == chosen[None, :]) & (index[None, :] < index[:, None])
     rank = tl.sum(is_before.to(tl.int32), 1)
@@ -301,15 +303,15 @@ def _selection_options(routing: Routing, experts: int, block_rows: int, *, pdl: 
 def route_rows(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = False) -> SortedRows:
     """Return the experts that each row selects, sorted into tiles of `tile_rows` rows.
 
-    `logits`: float32 [rows, experts], with the router's bias. There is at least one row. Of a rank that has some of the
-    experts only, the tiles are those of its experts.
+    `logits`: float32 [rows, experts], with the router's bias. There is at least one row. If this rank has only
+    some of the experts, the result has only the tiles of these experts.
     """
     found = route_to_all(logits, rules, tile_rows, pdl=pdl)
     return found if rules.own is None else select_own_tiles(found, rules.own)
 
 
 def select_tiles(rows: SortedRows, tiles: slice) -> SortedRows:
-    """Return the rows with these tiles only, of those that they may have."""
+    """Return the sorted rows with only the tiles whose indexes are in the slice `tiles`."""
     if tiles == slice(0, rows.max_tiles):
         return rows
     return replace(
@@ -322,7 +324,7 @@ def select_tiles(rows: SortedRows, tiles: slice) -> SortedRows:
 
 
 def select_own_tiles(rows: SortedRows, own: range) -> SortedRows:
-    """Return the rows with the tiles of some consecutive experts only, whose numbers then begin at 0."""
+    """Return the sorted rows with only the tiles of the experts `own`, which are renumbered from 0."""
     tile = torch.arange(rows.max_tiles, device=rows.chosen.device)
     is_used = tile < rows.num_tiles
     first = (is_used & (rows.tile_experts < own.start)).sum()  # tiles are sorted by expert
@@ -338,7 +340,7 @@ def select_own_tiles(rows: SortedRows, own: range) -> SortedRows:
 
 
 def clear_other_outputs(outputs: Tensor, rows: SortedRows, own: range | None) -> Tensor:
-    """Set the outputs [assignments, n] of other experts than these, which are not computed, to 0; return all."""
+    """Set outputs of experts outside `own`, which are not computed, to 0 in place; return `outputs`."""
     if own is None:
         return outputs
     return outputs.masked_fill_(((rows.chosen < own.start) | (rows.chosen >= own.stop))[:, None], 0)

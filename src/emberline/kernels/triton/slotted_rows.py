@@ -19,7 +19,7 @@ UNUSED_TILE_ROWS = 16  # `route_to_all` needs a tile size, but `select_slots` ig
 
 @dataclass(frozen=True, slots=True)
 class SlottedRows:
-    """The experts of rows, by the slots that compute them."""
+    """The experts that each row selects, given as the slots that compute them."""
 
     weights: Tensor  # float32 [rows * experts per row]
     slots: Tensor  # int64 [rows, experts per row]
