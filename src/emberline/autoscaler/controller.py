@@ -42,7 +42,7 @@ class Autoscaler:
         models: Collection[str] = (),
         probe: WorkerProbe = probe_worker,
     ) -> None:
-        """`models`: those of the pools. Models of workers that the fleet has started are added to them."""
+        """`models`: names of the pools' models. The models of workers that the fleet starts are added to them."""
         self._settings = settings
         self._models, self._embedders = set(models), set[str]()
         self._router = router
@@ -58,7 +58,7 @@ class Autoscaler:
         self.metrics = AutoscalerMetrics()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Make decisions until `stop` is set. Failures of the router or the fleet are logged, and tried again."""
+        """Make decisions until `stop` is set. When the router or the fleet fails, log the failure and continue."""
         while not stop.is_set():
             await self.step()
             with contextlib.suppress(TimeoutError):
@@ -112,10 +112,10 @@ class Autoscaler:
         await self._reconcile(role, pools, decision, now)
 
     async def _announce_models(self, status: Mapping[str, Any], managed: Collection[str]) -> None:
-        """Tell the router which models have workers whenever they are needed, so that requests for them wait."""
+        """Announce to the router the models for which workers are started when needed, so that their requests wait."""
         for row in status["workers"]:
             if row["name"] in managed:
-                # Other workers may have them too, so they do not identify a pool.
+                # Workers of other pools may serve the same embedding model, so it does not identify a pool.
                 embedders = set(row.get("embedders", ()))
                 self._models |= set(row["models"]) - embedders
                 self._embedders |= embedders
@@ -127,7 +127,7 @@ class Autoscaler:
     ) -> None:
         """Start or drain workers until the pool has the desired number of them.
 
-        Workers that are stuck serve no requests, but still have their places and GPUs; so have those that end."""
+        Workers that are stuck or shutting down serve no requests, but still count towards the pool's maximum."""
         pool = pools[role]
         limit = self._settings.pool(role).max_workers - len(pool.stuck) - len(pool.stopping)
         reason = decision.reasons[role]
@@ -151,9 +151,9 @@ class Autoscaler:
             self.metrics.record_change(role, "down", reason, len(names))
 
     def _count_affordable(self, role: str, pools: Mapping[str, PoolWorkers]) -> int:
-        """Return how many workers of the pool `max_gpus` still allows.
+        """Return how many more workers of the pool the setting `max_gpus` allows.
 
-        Workers that drain, end or are stuck have their GPUs until they are gone."""
+        Workers that are draining, stuck or shutting down keep their GPUs until they have ended."""
         each, limit = self._settings.pool(role).gpus, self._settings.max_gpus
         if limit is None or not each:
             return MAX_POOL_WORKERS
@@ -166,7 +166,7 @@ class Autoscaler:
             await self._fleet.stop_worker(name)
 
     async def _undo_drains(self, pool: PoolWorkers, count: int) -> int:
-        """Let draining workers serve again, which is faster than a start. Return how many do."""
+        """Let up to `count` draining workers serve again, which is faster than a start. Return how many do."""
         names = [row["name"] for row in pool.draining if row["name"] in pool.managed.keys() - pool.stopping]
         for name in names[:count]:
             log.info("Ending the drain of a worker: worker=%s", name)
@@ -175,7 +175,7 @@ class Autoscaler:
         return min(len(names), count)
 
     async def _wake_workers(self, role: str, pool: PoolWorkers, count: int, reason: str) -> int:
-        """Wake sleeping workers, which is faster than a start. Return how many."""
+        """Wake up to `count` sleeping workers, which is faster than a start. Return how many were woken."""
         names = [row["name"] for row in pool.asleep if row["name"] in pool.managed.keys() - pool.stopping][:count]
         for name in names:
             log.info("Waking a worker: worker=%s reason=%s", name, reason)
@@ -185,7 +185,7 @@ class Autoscaler:
         return len(names)
 
     async def _put_to_sleep(self, name: str) -> bool:
-        """Let a drained worker sleep, and return whether it can. It is at the routers' disposal again."""
+        """Put a drained worker to sleep and end its drain, so that routers may wake it. Return whether it can sleep."""
         if not await self._router.set_asleep(name):
             log.warning("Worker cannot sleep, stopping it: worker=%s (hint: start workers with --can-sleep)", name)
             return False
@@ -195,9 +195,9 @@ class Autoscaler:
         return True
 
     async def _stop_finished_workers(self, pool: PoolWorkers, sleep: int, now: float) -> None:
-        """Stop the workers that have drained, or take too long to.
+        """Stop the draining workers that have no more requests, or that have drained for too long.
 
-        Up to `sleep` drained workers are put to sleep instead."""
+        Workers without requests are put to sleep instead, as long as fewer than `sleep` workers sleep."""
         too_many = [row["name"] for row in pool.asleep[sleep:] if row["name"] in pool.managed]
         await asyncio.gather(*map(self._drain, too_many))  # an earlier autoscaler kept more
         for row in list(pool.draining):
@@ -215,7 +215,7 @@ class Autoscaler:
                 pool.stopping.add(name)
 
     async def _replace_hanging_workers(self, role: str, pool: PoolWorkers, now: float) -> None:
-        """Replace the workers that do not become ready, and those that are lost and do not answer."""
+        """Replace the workers that do not become ready, and the workers without heartbeats that answer no call."""
         processes = [name for name in pool.starting if name in pool.managed and name not in pool.placeholders]
         overdue = [name for name in processes if self._starts.is_hanging(name, now)]
         hanging = await self._hangs.find_hanging(pool, overdue, now)
@@ -230,7 +230,7 @@ class Autoscaler:
             self._starts.forget(name)
 
     async def _replace_stuck_workers(self, role: str, pool: PoolWorkers, now: float) -> None:
-        """Replace the workers whose engines have been stuck for long."""
+        """Replace the workers whose engines have been stuck for more than STUCK_TIMEOUT_S."""
         for row in list(pool.stuck):
             name = row["name"]
             if name in pool.managed and now - self._stuck_since.setdefault(name, now) > STUCK_TIMEOUT_S:
@@ -250,7 +250,7 @@ class Autoscaler:
         )
 
     def _log_problem_once(self, problem: str) -> None:
-        """Log a problem when it begins and when it ends, but not for every decision in between."""
+        """Log when a problem begins and when it ends, but not at each decision in between."""
         if problem == self._logged_problem:
             return
         if problem:

@@ -1,4 +1,4 @@
-"""CounterGrowth: how much counters of workers have grown, also of workers that a status leaves out for a while."""
+"""CounterGrowth: how much workers' counters have grown, even if a worker was missing in the router's last status."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ FORGET_AFTER_S = 3600.0
 class CounterGrowth:
     """Remembers the last value of each counter.
 
-    Just after its restart, a router knows no worker. If a worker were forgotten then, all that it has done since its
-    start would count as new when it is back."""
+    A router that was restarted knows no workers for a moment. If their counters were forgotten then, all work since
+    the start of a worker would count as new as soon as the router knows the worker again."""
 
     def __init__(self) -> None:
         self._last: dict[Hashable, tuple[int, float]] = {}  # value and time by counter

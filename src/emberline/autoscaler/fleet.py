@@ -42,13 +42,13 @@ class WorkerFleet(Protocol):
         ...
 
     async def stop_worker(self, name: str) -> None:
-        """Tell a worker, which is drained already, to end; return before it has ended. Raises FleetError."""
+        """Ask a drained worker to end, and return before it has ended. Raises FleetError."""
         ...
 
     async def replace_worker(self, name: str) -> bool:
-        """Tell a worker that hangs to end; return whether the fleet starts another in its place. Raises FleetError."""
+        """End a worker that hangs, and return whether the fleet replaces it with a new one. Raises FleetError."""
         ...
 
     async def close(self, *, stop_workers: bool) -> None:
-        """End the use of the fleet. With `stop_workers`, its workers are stopped first."""
+        """Release the fleet's resources. With `stop_workers`, stop its workers first."""
         ...

@@ -1,12 +1,13 @@
 """DemandForecast: predicts a pool's demand a short time ahead, from its trend and from earlier periods.
 
-Demand is smoothed exponentially with three time constants. A smoothed value lags behind a steady rise by its time
-constant, so the difference of two of them gives the slope. The slower ones, which noise changes little, give the usual
-forecast. If the fast one leaves the usual one by more than noise does, the load has changed, and the slower ones begin
-again at its value. If it rises that fast, the forecast follows it.
+Demand is smoothed exponentially with three time constants, which gives a fast, a usual and a slow value. A smoothed
+value lags behind a steady rise by its time constant, so the difference of two values gives the slope of the rise. The
+forecast normally follows from the usual and the slow value, which noise changes little. If the fast value differs from
+the usual value by more than noise explains, the load has changed: both slower values are set to the fast value. While
+the fast value itself rises by more than noise explains, the forecast follows the slope of the fast value.
 
-If the load repeats, for example every day, the mean demand of each bucket of the period is kept too, and the forecast
-is the present demand times the ratio of two buckets of the last period."""
+If the load repeats, for example every day, the period is divided into buckets, and the mean demand in each of them is
+kept. The forecast is then at least the present demand times the ratio of the bucket ahead to the present bucket."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 
 FAST_S, USUAL_S, SLOW_S = 20.0, 90.0, 300.0  # time constants
 FIRST_NOISE = 0.15  # standard deviation of one observation, as a share of the demand, before it was measured
-# Standard deviations between the fast value and the usual one, above which the load has changed.
+# If the fast value differs from the usual value by more standard deviations than this, the load has changed.
 CHANGE_DEVIATIONS = 3.0
 RISE_DEVIATIONS = 2.0  # standard deviations of lag of the fast value, above which the load rises fast
 MIN_CHANGE_RATIO = 0.05  # smaller changes are left to the usual value, however small the noise is
@@ -46,7 +47,7 @@ class DemandForecast:
         return self.usual
 
     def with_demand(self, demand: float, now: float) -> DemandForecast:
-        """Return the forecast after a demand was observed. `demand`: mean since the observation before."""
+        """Return the forecast, updated with an observed demand. `demand`: the mean since the previous observation."""
         if self.updated_at is None:
             empty = (-1.0,) * (BUCKETS_PER_PERIOD if self.period_s else 0)
             noise = (FIRST_NOISE * demand) ** 2

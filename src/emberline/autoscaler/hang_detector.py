@@ -1,9 +1,9 @@
-"""HangDetector: finds workers that no router gets heartbeats from and that answer no call, so that they are replaced.
+"""HangDetector: finds workers to replace: they send no heartbeats to any router and do not answer calls.
 
-A router that does not get heartbeats is no proof: the network between them may be broken, or the router. So a worker
-is only replaced after a time in which every router that answered and knows it counted it as lost, and if it does not
-answer the autoscaler either. If the routers have lost all workers at once, the fault is probably theirs, and the time
-is longer; Kubernetes evicts no pods either when all nodes of a cluster are unreachable."""
+Missing heartbeats do not prove that a worker hangs: the router or the network may be broken. So a worker is replaced
+only if, for some time, each router that answers and knows the worker counts it as lost, and if the worker does not
+answer a call of the autoscaler either. If the routers have lost all workers at once, the fault is probably not the
+workers', and the time is longer; Kubernetes also evicts no pods when all nodes of a cluster are unreachable."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class HangDetector:
         self._timeout_s = MAX_LOST_TIMEOUT_S if are_all_lost else self._lost_timeout_s
 
     def forget_losses(self) -> None:
-        """Measure from the next status on how long workers are lost: no router answered now."""
+        """Start again to measure for how long workers are lost, because no router answers now."""
         self._lost_since.clear()
 
     async def find_hanging(self, pool: PoolWorkers, overdue: Iterable[str], now: float) -> list[str]:
         """Return the workers of the pool to replace.
 
-        A lost worker is among them if its time is over and it does not react to a call, an overdue one unless it
-        answers a call while no router gets its heartbeats. `overdue`: workers that have taken too long to become
-        ready."""
+        `overdue`: workers that have taken too long to become ready. They are replaced, unless a worker sends no
+        heartbeats to any router but answers a call. Lost workers are replaced if they have been lost for too long and
+        do not react to a call."""
         lost = [name for name in pool.lost if now - self._lost_since.get(name, now) > self._timeout_s]
         names = list(dict.fromkeys((*overdue, *lost)))
         results = await asyncio.gather(*map(self._probe_if_silent, names))

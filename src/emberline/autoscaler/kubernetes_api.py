@@ -74,7 +74,7 @@ class ScaleStatus(msgspec.Struct):
 
 
 class Scale(msgspec.Struct):
-    """The scale subresource of an object. `metadata` has the version that a change must name."""
+    """The scale subresource of an object. `metadata` contains the resource version, which an update must repeat."""
 
     metadata: dict[str, Any]
     spec: ScaleSpec = msgspec.field(default_factory=ScaleSpec)
@@ -134,7 +134,7 @@ class KubernetesAPI:
         await self._call("PATCH", path, {"metadata": {"annotations": annotations}}, "application/merge-patch+json")
 
     async def delete_pod(self, name: str) -> None:
-        """Delete a pod. It may be gone already, or end already."""
+        """Delete a pod. Do nothing if it does not exist or is being deleted."""
         path = f"api/v1/namespaces/{quote(self.namespace, safe='')}/pods/{quote(name, safe='')}"
         await self._call("DELETE", path, is_missing_allowed=True)
 
@@ -159,7 +159,7 @@ class KubernetesAPI:
         is_missing_allowed: bool = False,
     ) -> Any:
         try:
-            # One limit to connect, one for the first byte of the reply, one for its last.
+            # Three time limits add up: for connecting, for the reply's first byte, and for the reply's last byte.
             async with asyncio.timeout(3 * CALL_TIMEOUT_S):
                 return await asyncio.to_thread(self._call_blocking, method, path, body, media_type, is_missing_allowed)
         except (OSError, http.client.HTTPException, ValueError, *JSON_DECODE_ERRORS) as e:

@@ -1,10 +1,10 @@
 """KubernetesFleet: workers as pods of Deployments, StatefulSets or LeaderWorkerSets, scaled by their scale subresource.
 
-Kubernetes chooses which pod it removes. For a Deployment, the drained pod gets the lowest deletion cost, so that it is
-that one. A StatefulSet and a LeaderWorkerSet always remove the pod with the highest number. The pods drain themselves
-when they get SIGTERM, as every worker does. A pod that hangs is deleted, with the same number of replicas, so that
-Kubernetes creates another; the leader of a LeaderWorkerSet's group takes its group with it. A worker's name at the
-router must be the name of its pod."""
+When the number of replicas is lowered, Kubernetes chooses which pod it removes. A Deployment removes the pod with the
+lowest deletion cost, so the drained pod gets the lowest. A StatefulSet and a LeaderWorkerSet always remove the pod with
+the highest number. Like every worker, a pod drains itself when it gets SIGTERM. A pod that hangs is deleted without a
+change of the number of replicas, so that Kubernetes creates another; if it leads a group of a LeaderWorkerSet, the
+whole group is replaced. A worker must register with the router under the name of its pod."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ LEADER_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"  # "0" on the pod of a
 
 class KubernetesFleet:
     def __init__(self, api: KubernetesAPI, targets: Mapping[str, str]) -> None:
-        """`targets`: the object of each role, such as deployment/decode. Raises InvalidRequest for other kinds."""
+        """`targets`: the object that runs the workers of each role, such as deployment/decode.
+
+        Raises InvalidRequest for an object of a kind that cannot be scaled."""
         for role, target in targets.items():
             kind, _, name = target.partition("/")
             if kind not in API_BY_KIND or not name:
@@ -69,7 +71,7 @@ class KubernetesFleet:
                 if scale.spec.replicas < len(live):
                     return
                 if target.startswith("deployment/"):
-                    # Lower than that of a pod that was to be removed once, but serves again.
+                    # Lower than the cost of a pod whose removal was planned earlier but cancelled.
                     cost = min(0, *map(_deletion_cost, live)) - 1
                     await self._api.annotate_pod(name, {DELETION_COST: str(cost)})
             if is_live or name.startswith(f"{target}/pending-"):
@@ -81,7 +83,7 @@ class KubernetesFleet:
         self._listed_replicas[role] = replicas
 
     async def replace_worker(self, name: str) -> bool:
-        """Delete the pod, whose controller creates another, of a StatefulSet or LeaderWorkerSet with the same number.
+        """Delete the pod, so that its controller creates another. The number of replicas stays the same.
 
         A pod that Kubernetes has not created yet cannot be replaced."""
         if not any(name.startswith(f"{target}/pending-") for target in self._targets.values()):
@@ -99,7 +101,7 @@ class KubernetesFleet:
         ]
 
     async def close(self, *, stop_workers: bool) -> None:
-        """Pods belong to the cluster: they are never stopped with the autoscaler."""
+        """Do nothing: pods belong to the cluster, so they are not stopped when the autoscaler stops."""
 
 
 def _is_live(pod: Pod) -> bool:
@@ -107,7 +109,7 @@ def _is_live(pod: Pod) -> bool:
 
 
 def _age_s(pod: Pod) -> float:
-    """Return for how long all containers of a pod run; 0 if one does not."""
+    """Return the seconds for which all containers of a pod have been running; 0 if one of them is not running."""
     states = [each.state.running for each in pod.status.container_statuses or ()]
     starts = [state.started_at for state in states if state is not None and state.started_at is not None]
     if not starts or len(starts) < len(states):

@@ -1,7 +1,7 @@
 """LocalFleet: workers as processes of this machine.
 
-The processes are not bound to the autoscaler: they go on when it is killed, and the next one finds them by their
-command lines in /proc. Signals are sent through pidfds, so that a process id that was reused gets none."""
+The processes keep running when the autoscaler is killed, and the next autoscaler finds them by their command lines in
+/proc. Signals are sent through pidfds, so that they cannot reach another process to which a process id now belongs."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class LocalFleet:
         gpus: Sequence[str] = (),
         gpus_by_role: Mapping[str, int] | None = None,
     ) -> None:
-        """`build_command`: the command of a worker; it must contain its name and `router_urls` as whole arguments.
+        """`build_command` returns a worker's command, in which the worker's name and each router URL is one argument.
 
-        All spellings of a router's URL are equal, and so are all orders of `router_urls`.
+        The spelling and the order of `router_urls` do not matter.
         `gpus`: the GPUs of this machine, of which each worker gets as many as its role needs. Raises InvalidRequest if
         another autoscaler on this machine manages workers of the same router, or if the machine has no /proc."""
         if not Path("/proc/self/cmdline").exists():
@@ -124,7 +124,7 @@ class LocalFleet:
             self._locks.close()
 
     async def _wait_until_ended(self) -> None:
-        """Wait until all workers have ended; SIGKILL ends those that take too long. Raises FleetError."""
+        """Wait until all workers have ended. Raises FleetError if some are left after they should have got SIGKILL."""
         end = time.monotonic() + STOP_TIMEOUT_S + KILL_TIMEOUT_S
         while workers := await self.list_workers():
             if time.monotonic() > end:
@@ -145,9 +145,10 @@ class LocalFleet:
         return tuple(free[:count])
 
     def _find_processes(self) -> list[LocalProcess]:
-        """Return the running workers: those in /proc, and children whose command lines are not there yet.
+        """Return the running workers: those in /proc, and children whose command lines are not in /proc yet.
 
-        A child has none for a moment after Popen has returned. Without it, the next worker would get its GPU."""
+        A new child has no command line for a moment after Popen has returned. If the child were left out, its GPUs
+        would count as free and the next worker would get them."""
         self._children = [(child, process) for child, process in self._children if child.poll() is None]
         found = {process.pid: process for process in self._scan_processes()}
         return [*found.values(), *(process for _, process in self._children if process.pid not in found)]
@@ -202,9 +203,9 @@ def _read_gpus(process_directory: Path) -> tuple[str, ...]:
 
 
 def _lock_router(router_url: str) -> socket.socket:
-    """Return a socket that no second autoscaler of this machine can bind for the same router, until it is closed.
+    """Return a socket that serves as a lock: until it is closed, no other autoscaler here can manage this router.
 
-    `router_url`: normalised."""
+    `router_url` must be normalised. Raises InvalidRequest if another autoscaler has the lock."""
     lock = socket.socket(socket.AF_UNIX)
     try:
         lock.bind(f"\0emberline-autoscaler-{os.getuid()}-{blake2b(router_url.encode(), digest_size=8).hexdigest()}")

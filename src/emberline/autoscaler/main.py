@@ -45,8 +45,8 @@ async def run_autoscaler(
 ) -> None:
     """Scale until SIGTERM or SIGINT. Raises RouterUnavailable if no router answers within ROUTER_WAIT_S.
 
-    `keep_workers`: a signal leaves the workers running. kill -9 and errors always do: the workers may be those of an
-    earlier autoscaler, and serve requests. `models`: names in the API of the models of the pools, as far as known."""
+    `keep_workers`: the workers keep running after such a signal. After kill -9 or an error they always keep running,
+    because they may serve requests. `models`: the API names of the pools' models, as far as they are known."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -51,7 +51,7 @@ class AutoscalerMetrics:
         self._last_direction[role] = direction
 
     def record_replacement(self, role: str, reason: str) -> None:
-        """Record that a worker that hangs is replaced. `reason`: start, lost or stuck."""
+        """Record that a worker that hangs is replaced. `reason`: start (it never became ready), lost or stuck."""
         self._replaced[role, reason] += 1
 
     def metric_families(self) -> Iterator[MetricFamily]:

@@ -14,7 +14,7 @@ class PoolObservation:
     waiting_requests: int = 0  # requests without a slot at a worker; also those that wait at the router for any worker
     unassigned_requests: int = 0  # waiting requests that are at the router
     answered_requests: int = 0  # requests, also for embeddings, that were answered since the last observation
-    # Share of the requests since the last observation that was refused: all workers were full.
+    # Share of the requests since the last observation that were refused because all workers were full.
     refused_share: float = 0.0
     slots: int = 0  # requests that all ready workers together run at the same time; 0: unknown
     prompt_backlog: float = 0.0  # prompt tokens that arrived and are not computed
@@ -27,6 +27,6 @@ class PoolObservation:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there was no request since the last observation, also none that ended soon."""
+        """Whether there has been no request since the last observation, not even one that has already ended."""
         has_had_work = self.answered_requests or self.prompt_rate or self.output_rate
         return not (self.open_requests or self.waiting_requests or self.refused_share or has_had_work)

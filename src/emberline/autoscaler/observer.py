@@ -1,7 +1,7 @@
 """StatusObserver: turns the router's status documents into observations for the policy.
 
-The status has counters since each worker's start. The observer subtracts those of the status before, and keeps the
-latency histograms of the last half minute."""
+The status has counters since each worker's start. The observer subtracts the counters of the previous status from them,
+and keeps the latency histograms of the last half minute."""
 
 from __future__ import annotations
 
@@ -61,15 +61,18 @@ class StatusObserver:
         return observations
 
     def _count_growth(self, row: StatusRow, name: str, now: float) -> int:
-        """Return the growth of a counter of a worker.
+        """Return by how much a worker's counter has grown since the last observation.
 
-        All work of a worker that is seen for the first time was done before, unless the pool is observed already."""
+        If the worker is new, its whole counter is growth, except in the observer's first observation: then the worker
+        may have done its work long before."""
         run = "" if name == "answered" else row["incarnation"]  # the router counts answers for all runs of a worker
         first_growth = 0 if self._observed_at is None else row[name]
         return self._growth.record((row["name"], run, name), row[name], now, first_growth=first_growth)
 
     def _update_rates(self, role: str, rows: Sequence[StatusRow], seconds: float, now: float) -> tuple[float, float]:
-        """Return the prompt and output tokens that arrived per second: done, or more in flight than before."""
+        """Return the prompt tokens and the output tokens per second of the requests that arrived.
+
+        These are the tokens computed since the last observation, plus the growth of the tokens in flight."""
         prompt_tokens = sum(self._count_growth(row, "prompt_tokens", now) for row in rows)
         output_tokens = sum(self._count_growth(row, "generated_tokens", now) for row in rows)
         in_flight = (sum(row["prefill_tokens"] for row in rows), sum(row["decode_tokens"] for row in rows))
@@ -100,14 +103,14 @@ class StatusObserver:
 
 
 def _count_unassigned(status: Mapping[str, Any], models: Collection[str]) -> int:
-    """Return the requests at the router that wait for a worker of one of the models, or name no model."""
+    """Return how many requests at the router wait for a worker with one of the models, or with any model."""
     if not models or "waiting_by_model" not in status:  # the router is of an earlier release
         return int(status["waiting_requests"])
     return sum(count for name, count in status["waiting_by_model"].items() if not name or name in models)
 
 
 def count_open(row: StatusRow) -> int:
-    """Return the requests that are open at a worker, also those of other routers."""
+    """Return how many requests are open at a worker, including those of other routers."""
     return int(row["open"]) + int(row["open_by_other_routers"])
 
 
@@ -116,9 +119,9 @@ def _count_waiting(row: StatusRow) -> int:
 
 
 def estimate_p90(bounds_s: Sequence[float], before: Sequence[int], after: Sequence[int]) -> float | None:
-    """Return the 90th percentile of the values that a histogram counted between two states; None: there were none.
+    """Return the 90th percentile of the values that a histogram has counted since `before`; None if it has none.
 
-    The values in a bucket count as evenly spread over it."""
+    `before` and `after`: the counts of its buckets. The values in a bucket are assumed to be spread evenly over it."""
     counts = [new - old for old, new in zip(before, after, strict=True)]
     rank = 0.9 * sum(counts)
     for i, count in enumerate(counts):

@@ -1,11 +1,11 @@
 """decide: how many workers each pool should have. A pure function of observations, state and time.
 
-Two loops give a number of workers, and the larger one counts:
-- The fast loop divides the present load by what a worker serves within the SLO, and corrects the result by queues, KV
-  cache use and latencies above the SLO.
-- The predictive loop divides the load that is expected when a worker that starts now is ready.
+Two loops each compute a number of workers, and the larger number counts:
+- The fast loop divides the present load by the load that one worker serves within the SLO, and raises the result for
+  queues, KV cache use and latencies above the SLO.
+- The predictive loop divides, in the same way, the load expected at the time when a worker started now becomes ready.
 
-More workers are started at once. Workers are removed only down to the highest number that was needed during the
+Missing workers are started at once. Workers are removed only down to the highest number that was needed during the
 cool-down, so that the number does not go up and down with every fluctuation."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HIGH_PRESSURE = 0.85  # latency as a share of its SLO above which a fully loaded
 LATENCY_GROWTH = 0.1  # share of workers added because of latencies
 LATENCY_DELAY_S = 15.0  # seconds until more workers show in the latencies
 START_MARGIN = 0.1  # share of a worker by which the need may exceed the workers: a need of 3.1 is met by 3
-# Reserve in workers before one is removed: a need of 2.8 keeps 4 of 4, since 3 would soon be too few.
+# Added to the need before a worker is removed: with a need of 2.8, all of 4 workers are kept, as 3 may soon be too few.
 REMOVAL_MARGIN = 0.3
 
 
@@ -60,7 +60,7 @@ class PoolNeed:
 
     @property
     def workers_to_keep(self) -> int:
-        """The number of workers below which none is removed."""
+        """The number of workers that may not be removed."""
         return math.ceil(self.amount + REMOVAL_MARGIN) if self.amount % 1 else round(self.amount)
 
 
@@ -126,15 +126,16 @@ def _assess_pool(
 
 
 def _is_loaded(seen: PoolObservation, state: PoolState, settings: AutoscalerSettings) -> bool:
-    """Return whether the workers have about as much work as planned. Only then do more workers lower the latencies."""
+    """Return whether the workers have about as much work as planned. If not, more workers would not lower latencies."""
     per_worker = state.capacity.work_per_s
     return per_worker is not None and state.forecast.fast >= 0.9 * settings.utilisation * per_worker * seen.ready
 
 
 def _latency_pressure(pool: PoolSettings, seen: PoolObservation, settings: AutoscalerSettings) -> float:
-    """Return the worst latency that this pool determines, as a share of its SLO; 0 without requests.
+    """Return the worst latency for which this pool is responsible, as a share of its SLO; 0 without requests.
 
-    If prompts have a pool of their own, it determines the first token, and the decode pool the others."""
+    If there is a prefill pool, it is responsible for the time to first token, and the decode pool for the times between
+    tokens."""
     has_prefill_pool = any(each.role == "prefill" for each in settings.pools)
     ttft = (seen.ttft_s or 0.0) / settings.slo.ttft_p90
     itl = (seen.itl_s or 0.0) / settings.slo.itl_p90
@@ -159,7 +160,7 @@ def _find_need(
         expected = state.forecast.predict(now, settings.start_seconds + settings.interval)
         needs += [PoolNeed(state.forecast.present / planned, "load"), PoolNeed(expected / planned, "forecast")]
         if seen.ready:
-            # What waits longer than the SLO must be computed soon after more workers are ready, beside what arrives.
+            # Prompt tokens that would wait longer than the SLO must be computed soon, besides those that arrive.
             late_tokens = max(seen.prompt_backlog - seen.ready * per_worker * settings.slo.ttft_p90, 0.0)
             recovery_rate = late_tokens / max(settings.start_seconds, settings.slo.ttft_p90)
             needs.append(PoolNeed((state.forecast.present + recovery_rate) / per_worker, "backlog"))
@@ -171,9 +172,10 @@ def _find_need(
 
 
 def _limit_gpus(desired: Mapping[str, int], settings: AutoscalerSettings) -> dict[str, int]:
-    """Return the numbers of workers that `max_gpus` allows.
+    """Return how many of the desired workers each pool may have within `max_gpus`.
 
-    Each pool gets its minimum. The rest goes, one worker at a time, to the pool with the largest unmet share."""
+    Each pool gets its minimum. Further workers are given one at a time, each to the pool that lacks the largest share
+    of its desired workers."""
     pools = [pool for pool in settings.pools if pool.gpus]
     if settings.max_gpus is None or sum(desired[pool.role] * pool.gpus for pool in pools) <= settings.max_gpus:
         return dict(desired)

@@ -26,18 +26,18 @@ class PoolWorkers:
 
     @property
     def serving_count(self) -> int:
-        """The workers that serve requests now or soon."""
+        """The number of workers that serve requests now, or will when they have started."""
         return len(self.ready) + len(self.starting)
 
     def count_awake(self) -> int:
-        """Return the workers that have GPUs: all but those that sleep."""
+        """Return how many workers have GPUs: all except those that sleep."""
         rows = (*self.ready, *self.draining, *self.stuck)
         return len({*self.starting, *self.stopping, *(row["name"] for row in rows)}) + self.num_ordered
 
     def choose_removals(self, count: int) -> list[str]:
-        """Return the names of managed workers to remove: those that start, then those with the fewest requests.
+        """Return the names of up to `count` managed workers to remove, in the order that the fleet prescribes, if any.
 
-        If the fleet prescribes an order, that comes first."""
+        Otherwise, workers that are starting come first, then those with the fewest requests."""
         requests = dict.fromkeys(self.starting, -1) | {row["name"]: row["open"] for row in self.ready}
         names = sorted((name for name in requests if name in self.managed), reverse=True)
         return sorted(names, key=lambda name: (-self.managed[name], requests[name]))[:count]
@@ -51,10 +51,10 @@ def group_workers(
 ) -> dict[str, PoolWorkers]:
     """Return the workers of each pool.
 
-    A worker of the fleet that the router does not know, or counts as starting, is starting. So is one that the router
-    has lost, until it is replaced or back. Other lost workers are in no list: they may be dead. `models`: the models of
-    the pools; other workers of the router that serve none of them are left out. Empty: the models are not known, and
-    all workers count."""
+    A worker of the fleet counts as starting if the router does not know it, reports it as starting, or has lost it;
+    a lost worker does so until it is replaced or back. Lost workers outside the fleet are in no list: they may be dead.
+    `models`: the models of the pools. Workers outside the fleet that serve none of these are left out. If `models` is
+    empty, the models are not known, and no worker is left out."""
     pools = {role: PoolWorkers() for role in roles}
     managed = {worker.name for worker in fleet_workers}
     rows = {
@@ -80,7 +80,7 @@ def group_workers(
             continue
         match row["health"]:
             case "ready":
-                # Until its next heartbeat, a worker that a request woke still counts as asleep at the router.
+                # The router still reports a worker as asleep after a request woke it, until its next heartbeat.
                 (pool.asleep if row.get("asleep") and not row["open"] else pool.ready).append(row)
             case "starting":
                 pool.starting.append(name)

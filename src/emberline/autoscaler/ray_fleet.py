@@ -1,7 +1,7 @@
 """RayFleet: workers as detached actors of a Ray cluster, each with a worker process on the actor's node.
 
-Detached actors go on when the autoscaler ends, and the next one finds them by their names. The worker process ends with
-its actor, and so when its node is lost. Ray is imported when the fleet is used."""
+Detached actors keep running when the autoscaler ends, and the next autoscaler finds them by their names. A worker
+process ends with its actor, and an actor when its node is lost. Ray is imported only when the fleet is used."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class RayWorkerActor:
     """Runs one worker process on its node; the actor ends with the process."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        # A pipe without data: the worker sees its end, and ends, when the actor is killed.
+        # No data is sent through this pipe. When the actor is killed, the pipe closes, and the worker ends.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, env=supervised_environment({**os.environ, **environment})
         )
         threading.Thread(target=self._exit_with_process, daemon=True).start()
 
     def stop(self) -> None:
-        """Tell the worker to end. It drains itself; the actor ends after it."""
+        """Send SIGTERM to the worker, which drains itself and ends. The actor ends after the worker."""
         self._process.send_signal(signal.SIGTERM)
         threading.Timer(STOP_TIMEOUT_S, self._process.kill).start()
 
@@ -64,7 +64,9 @@ class RayFleet:
         environment: Mapping[str, str],
         resources_by_role: Mapping[str, Mapping[str, float]],
     ) -> None:
-        """`ray`: the module, connected to a cluster. `resources_by_role`: num_cpus and num_gpus of a worker."""
+        """`ray`: the imported module, already connected to a Ray cluster.
+
+        `resources_by_role`: `num_cpus` and `num_gpus` of each worker of a role."""
         self._ray = ray
         self._build_command = build_command
         self._roles = roles
@@ -113,7 +115,7 @@ class RayFleet:
         return False
 
     async def close(self, *, stop_workers: bool) -> None:
-        """Detached actors belong to the Ray cluster: they are never stopped with the autoscaler."""
+        """Do nothing: detached actors belong to the Ray cluster and are not stopped when the autoscaler stops."""
 
     async def _call(self, function: Callable[[], Result]) -> Result:
         try:

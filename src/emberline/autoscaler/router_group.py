@@ -1,4 +1,4 @@
-"""RouterGroup: all routers of a cluster, as one router: their statuses merged, and orders sent to each of them.
+"""RouterGroup: represents all routers of a cluster as one: merges their statuses and sends commands to each of them.
 
 Routers that do not answer are left out. Their requests are still known, since workers report them to the others."""
 
@@ -66,8 +66,8 @@ class RouterGroup:
     async def fetch_status(self) -> dict[str, Any]:
         """Return the merged status of the routers that answer.
 
-        Raises RouterUnavailable if none does, or WrongClusterKey. A drain that only some of them know, because others
-        were restarted, is repeated at the others."""
+        If a router has lost the drain of a worker in a restart, and another router still has it, the drain is repeated.
+        Raises RouterUnavailable if no router answers, or WrongClusterKey."""
         try:
             statuses = await self._call_all({url: router.fetch_status() for url, router in self._routers.items()})
         except RouterUnavailable:
@@ -89,7 +89,7 @@ class RouterGroup:
     async def set_asleep(self, name: str, *, on: bool = True) -> bool:
         """Let a worker sleep, or wake it, through one router that reaches it. Return whether the worker can sleep.
 
-        A router that was restarted does not know the worker yet; then the next one is asked."""
+        If a router was restarted and does not know the worker yet, the next router is called."""
         error: RouterUnavailable | None = None
         has_answer = False
         for url, router in self._routers.items():

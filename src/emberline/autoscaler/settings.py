@@ -1,4 +1,4 @@
-"""PoolSettings and AutoscalerSettings: what the autoscaler must keep, and within which limits."""
+"""PoolSettings and AutoscalerSettings: the latency targets, limits and times by which the autoscaler scales pools."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class AutoscalerSettings:
         if len(roles) != len(set(roles)):
             raise InvalidRequest(f"pool is given twice for one role: {', '.join(roles)}", param="pool", hint=POOL_HINT)
         if roles == ["prefill"]:
-            # Prefill workers alone generate too, but with their reserve for prompts only.
+            # Prefill workers without a decode pool also generate, but the policy plans them for prompts only.
             message = "pool is prefill only, but no pool would generate tokens"
             raise InvalidRequest(message, param="pool", hint="add --pool decode")
 

@@ -1,7 +1,7 @@
-"""StartTracker: measures how long workers take to become ready, and delays starts after workers ended before that.
+"""StartTracker: measures how long workers take to become ready, and delays further starts after starts have failed.
 
-A worker that was ready before does not start when it is ready again: the router was restarted, or had lost it. Nor is
-a start measured that was under way when the tracker was made, because its beginning is not known."""
+If a worker that was ready before becomes ready again, this is not a start: the router was restarted, or had lost the
+worker. A start that was under way when the tracker was created is not measured, because its beginning is not known."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class StartTracker:
         self._managed: dict[str, frozenset[str]] = {}  # names of the fleet's workers at the last update, by role
 
     def update(self, pools: Mapping[str, PoolWorkers], now: float) -> None:
-        """Record which workers are starting now, and what became of those that were starting before."""
+        """Record which workers are starting now, and which earlier starts have succeeded or failed."""
         for role, pool in pools.items():
             ordered_at, num_ordered = self._orders.pop(role, (now, 0))
             new = pool.managed.keys() - self._managed.get(role, frozenset())
             for row in pool.ready:
                 began_at = ordered_at if num_ordered and row["name"] in new else None
                 self._record_ready_worker(role, row, began_at, now)
-            # A worker that was ordered and is not in the list has ended already.
+            # Workers that were ordered and are not in the fleet's list have ended already.
             self._record_starting_workers(role, pool, ordered_at, max(num_ordered - len(new), 0), now)
             self._managed[role] = frozenset(pool.managed)
         known = {name for pool in pools.values() for name in (*pool.starting, *pool.managed)}
@@ -46,7 +46,7 @@ class StartTracker:
         self._ready = {name: incarnation for name, incarnation in self._ready.items() if name in known}
 
     def _record_ready_worker(self, role: str, row: StatusRow, began_at: float | None, now: float) -> None:
-        """Record a ready worker. `began_at`: when it was ordered, if that was after the last update."""
+        """Record a ready worker. `began_at`: the time when it was ordered, if that was after the last update."""
         name, incarnation = row["name"], row["incarnation"]
         if (since := self._since.pop(name, began_at)) is not None:
             self._failures_in_a_row[role] = 0
@@ -57,12 +57,13 @@ class StartTracker:
     def _record_starting_workers(
         self, role: str, pool: PoolWorkers, started_at: float, num_ended: int, now: float
     ) -> None:
-        """Record the workers that are starting, and failures.
+        """Record the workers that are starting, and the starts that have failed.
 
-        `started_at`: when new ones were ordered. `num_ended`: workers that were ordered, but never listed."""
+        `started_at`: the time when new workers were ordered. `num_ended`: the number of ordered workers that have
+        ended before the fleet listed them."""
         before = self._starting.get(role, {})
         gone = before.keys() - {*pool.starting, *pool.managed}
-        # A placeholder that is gone has become a worker, which has been starting since the placeholder was seen.
+        # A placeholder that is gone has become a worker with a name. Its start began when the placeholder was seen.
         ordered_at = sorted(self._since.pop(name) for name in gone if before[name] and name in self._since)
         for name in pool.starting:
             if name not in self._since:
@@ -74,7 +75,7 @@ class StartTracker:
             self._record_failures(role, num_failed, now)
 
     def record_order(self, role: str, count: int, now: float) -> None:
-        """Record that workers of a pool were started now. Their names are in the next list of workers."""
+        """Record that workers of a pool were ordered now. Their names are known with the next list of workers."""
         self._orders[role] = now, count
 
     def may_start(self, role: str, now: float) -> bool:
@@ -88,7 +89,7 @@ class StartTracker:
         return now - self._since.get(name, now) > max(MIN_TIMEOUT_S, 10 * self.usual_start_s)
 
     def _record_failures(self, role: str, count: int, now: float) -> None:
-        """Record starts that failed at the same time. They count as one for the delay: their reason is the same."""
+        """Record `count` starts that failed together. The delay grows as for one, as they have the same cause."""
         self.failed_starts += count
         failures = self._failures_in_a_row[role] = self._failures_in_a_row.get(role, 0) + 1
         self._start_again_at[role] = now + min(2.0 ** (failures - 1), MAX_BACKOFF_S)

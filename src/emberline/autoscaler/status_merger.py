@@ -1,8 +1,9 @@
-"""StatusMerger: makes one status document of those of several routers.
+"""StatusMerger: merges the status documents of several routers into one.
 
-A router counts its own requests and latencies. Its counters begin at 0 when it is restarted, and stop when it cannot be
-reached. So the merger adds up how much each router's counters have grown since its status before, and the sums never
-decrease. Latencies are merged as histograms; percentiles cannot be."""
+Each router counts its own requests and latencies. Its counters start again at 0 when the router is restarted, and are
+missing when it cannot be reached. So the merger adds up by how much each router's counters have grown since its
+previous status, which gives sums that never decrease. Latencies are merged as histograms, since percentiles cannot be
+added."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class StatusMerger:
         self._totals: dict[str, list[float]] = {}  # sums of the growth of each counter
 
     def merge(self, statuses: Mapping[str, Status]) -> dict[str, Any]:
-        """Return the merged status. `statuses`: of the routers that answer, at least one, by URL."""
+        """Return the merged status. `statuses`: the status of each router that answers, by URL; at least one."""
         self._add_growth({url: _read_counters(status) for url, status in statuses.items()})
         rows: dict[str, dict[str, Row]] = {}
         for url, status in statuses.items():
@@ -50,7 +51,7 @@ class StatusMerger:
         }
 
     def _merge_rows(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Return one row for a worker. What the worker itself reports is taken from its latest heartbeat."""
+        """Merge the routers' rows of one worker. The figures that the worker reports are from its last heartbeat."""
         latest = min(rows, key=lambda row: row["seconds_since_beat"])
         rows = [row for row in rows if row["incarnation"] == latest["incarnation"]]
         sums = {name: sum(row[name] for row in rows) for name in SUMMED_COUNTERS}
@@ -64,9 +65,10 @@ class StatusMerger:
         }
 
     def _add_growth(self, counters: Mapping[str, dict[str, list[float]]]) -> None:
-        """Add the growth of the counters since the routers' last statuses.
+        """Add to the totals by how much the counters of each router have grown since its previous status.
 
-        A router that did not answer the last time, or was restarted, adds nothing: its growth may be old."""
+        Nothing is added for a router that was restarted, or that did not answer the last time: its requests may be
+        old."""
         for url, now in counters.items():
             before = self._last.get(url, {})
             is_restarted = any(sum(now[name]) < sum(before.get(name, ())) for name in HISTOGRAMS)

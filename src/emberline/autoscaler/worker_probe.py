@@ -1,4 +1,4 @@
-"""probe_worker: calls a worker directly, to tell a process that hangs from one that a router only fails to reach."""
+"""probe_worker: calls a worker directly, to find out if its process hangs or if only the router cannot reach it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ProbeResult(Enum):
 async def probe_worker(url: str, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeResult:
     """Call a worker at its URL, and return how it reacts within `timeout_s`.
 
-    The call has no key, and no TLS at an https URL either: a process that works then closes the connection, or sends
-    an alert, so no certificate is needed."""
+    The call uses no API key and no TLS, even for an https URL. A worker with TLS that does not hang then closes the
+    connection or sends an alert, which is answer enough, so the caller needs no certificate."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     request = f"GET /health/live HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()

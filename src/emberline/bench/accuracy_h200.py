@@ -1,8 +1,8 @@
 """Compares the simulator with open-loop runs of the engine on an H200, from committed result files.
 
-The runs had no HTTP server: `python -m emberline.bench.gpu open` drives the engine in its process. The same loop drives
-a simulated engine here, with the same arrivals on a virtual clock. Results of engines with an older policy for the size
-of prompt chunks cannot be compared, since the simulator runs today's."""
+The runs had no HTTP server: `python -m emberline.bench.gpu open` runs the engine in its own process. Here the same loop
+runs a simulated engine, with the same arrivals on a virtual clock. Results of engines that chose the size of prompt
+chunks by an older policy cannot be compared, since the simulator uses today's policy."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ CLOCK_STEP_S = 1e-6  # a sleep never ends before the time that it was asked for
 
 
 def compare_with_file(path: Path) -> tuple[LoadResult, LoadResult, int]:
-    """Return the measured and the simulated latencies, and the number of requests."""
+    """Return the latencies measured in a result file, the simulated latencies, and the number of requests."""
     document = json.loads(path.read_text("utf-8"))
     part = document["config"]["parts"]["open"]
     run = simulate_open_loop(part["settings"], part["seconds"])
     simulated = LoadResult.from_times(run.due, run.times)
     values = {name: document["results"][f"open{RATE:g}_{name}_ms"]["value"] / 1e3 for name in LATENCY_NAMES}
-    # The file has no throughput. All requests ended, so it is that of the arrivals.
+    # The file has no throughput. It would say nothing: all requests ended, so it equals the rate of arrivals.
     return LoadResult(**values, output_rate=math.nan), simulated, part[f"open{RATE:g}"]["requests"]
 
 

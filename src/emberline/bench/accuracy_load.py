@@ -47,7 +47,7 @@ class LoadShape:
         return self.draw_requests(np.cumsum(waits).tolist(), seed)
 
     def draw_other_tokens(self, requests: Sequence[TimedRequest], seed: int) -> list[TimedRequest]:
-        """Return requests with the same times and lengths whose prompts are in no prefix cache."""
+        """Return requests with the same times and lengths but other tokens, which no prefix cache holds."""
         job = workload.make_job([(len(each.prompt), each.output) for each in requests], self.vocab_size, seed)
         return [replace(each, prompt=prompt) for each, prompt in zip(requests, job.prompts, strict=True)]
 
@@ -66,7 +66,7 @@ class LoadResult:
 
     @staticmethod
     def from_times(due_times: Sequence[float], token_times: Sequence[Sequence[float]]) -> LoadResult:
-        """`token_times`: of each request, on the same clock as `due_times`."""
+        """Compute latencies from the times of each request's tokens, which are on the same clock as `due_times`."""
         ttft = [times[0] - due for due, times in zip(due_times, token_times, strict=True)]
         gaps = [b - a for times in token_times for a, b in pairwise(times)]
         tokens = sum(map(len, token_times))

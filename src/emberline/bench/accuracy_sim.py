@@ -32,7 +32,7 @@ INSTANT_BYTES_PER_S = 1e15  # the time of copies is part of the measured overhea
 
 
 class ExactDistribution(Distribution):
-    """Keeps each value, so that quantiles are computed as those of the measured latencies are."""
+    """Keeps each value, so that its quantiles are computed in the same way as those of measured latencies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,19 +48,19 @@ class ExactDistribution(Distribution):
 
 @dataclass(frozen=True, slots=True)
 class HostOverheads:
-    """What the host adds to the compute time of steps."""
+    """The seconds that a cluster's CPU work adds to the compute times of the cost table, by cause."""
 
     step_s: float = 0.0  # to every step: planning, sampling, messages
     row_s: float = 0.0  # to a step for each request that decodes in it
     chunk_s: float = 0.0  # to a step for each prompt of which it computes a part: admission, copies of blocks
-    prefill_chunk_s: float = 0.0  # the same at prefill workers, which copy no blocks of others but send theirs
+    prefill_chunk_s: float = 0.0  # `chunk_s` of prefill workers, which send blocks instead of copying them
     request_s: float = 0.0  # to the first token: HTTP, router, tokenizer, messages between processes
     handoff_s: float = 0.0  # to the first token, if another worker has computed the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class HostedSteps:
-    """The costs of a table's steps on a host with these overheads."""
+    """Step costs for the simulator: those of a table plus the overheads of the host."""
 
     table: StepCostTable
     overheads: HostOverheads
@@ -77,7 +77,7 @@ class HostedSteps:
     def step_seconds(
         self, decode_rows: int, decode_context: float, prompt_tokens: int = 0, prompt_pairs: float = 0
     ) -> float:
-        """Return the seconds of a step without what the host adds for each prompt."""
+        """Return the seconds of a step. The overhead of each prompt (`chunk_s`) is not included."""
         seconds = self.table.step_seconds(decode_rows, decode_context, prompt_tokens, prompt_pairs)
         return seconds + self.overheads.step_s + self.overheads.row_s * decode_rows
 
@@ -121,9 +121,10 @@ class SimulatedCluster:
         itl_mean: float,
         ttft_mean: float,
     ) -> HostOverheads:
-        """Return the overheads with times for each prompt at which `requests` have these means.
+        """Return the overheads, with the times for each prompt at which simulated `requests` have these mean latencies.
 
-        `overheads`: with the `prefill_chunk_s` of another cluster, if this one has prefill workers."""
+        If the cluster has prefill workers, `overheads` must contain a first value of `prefill_chunk_s`, from another
+        cluster."""
         overheads = replace(overheads, chunk_s=self.fit_chunk_overhead(requests, overheads, warm_up, itl_mean))
         if not self.prefill_workers:
             return overheads
@@ -144,14 +145,14 @@ class SimulatedCluster:
         return _fit_to_curve([self.simulate(requests, each, warm_up).ttft_mean for each in tried], real)
 
     def capacity(self, shape: LoadShape, overheads: HostOverheads) -> float:
-        """Return the requests per second that the cluster serves while more arrive than it can serve."""
+        """Return the requests per second that the cluster serves when it is overloaded."""
         rate = FIRST_RATE
         while (served := self._served_rate(shape, overheads, rate)) > MAX_SERVED_SHARE * rate:
             rate *= 2
         return served
 
     def _served_rate(self, shape: LoadShape, overheads: HostOverheads, rate: float) -> float:
-        """Return the requests per second that end, of `rate` that arrive."""
+        """Return how many requests per second end while `rate` requests per second arrive."""
         cluster, ends = self._build(overheads), list[float]()
 
         def record_end(record: RequestRecord) -> None:
@@ -182,11 +183,12 @@ class SimulatedCluster:
 
 
 def _fit_to_curve(means: Sequence[float], real: float) -> float:
-    """Return the time for a prompt at which the parabola through the `means` of all TRIED_CHUNK_S is `real`.
+    """Return the overhead of a prompt in seconds at which the latency, fitted as a parabola, equals `real`.
 
-    Not two neighbours decide, since one of them can delay a prompt by a whole step; and not a line, since requests wait
-    more than twice as long with twice the time. The result is within the tried values, because the parabola says
-    nothing about others."""
+    The parabola is fitted to `means`, the mean latencies for all values in TRIED_CHUNK_S. Interpolation between two
+    values would be too noisy, since each of them may happen to delay a prompt by a whole step. A straight line would
+    not fit, since requests wait more than twice as long with twice the overhead. The result lies within the tried
+    values, because the parabola is not valid outside of them."""
     curve = np.poly1d(np.polyfit(TRIED_CHUNK_S, means, 2))
     times = np.linspace(TRIED_CHUNK_S[0], TRIED_CHUNK_S[-1], 1201)
     if curve(times[-1]) <= curve(times[0]):

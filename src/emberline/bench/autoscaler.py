@@ -1,9 +1,9 @@
 """`emberline bench autoscaler`: the autoscaler in control of a simulated cluster of H200 GPUs, against an oracle.
 
 The production policy, scheduler, KV manager and router run on a virtual clock, with measured step costs. A minute meets
-the SLO if 90 % of the requests that arrived in it had their first token in time, and 90 % of its tokens followed the
-one before in time. The oracle knows the trace: for each minute it has the fewest workers with which the minute meets
-the SLO, found by repeated simulation, and starts them early enough to be ready.
+the SLO if 90 % of the requests that arrived in that minute got their first token in time, and 90 % of the inter-token
+times in that minute were within the target. The oracle knows the trace in advance. Repeated simulation finds for each
+minute the fewest workers that meet the SLO, and the oracle starts these early enough to be ready.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RunOutcome:
 
 
 def measure_capacity(plan: AutoscalerBenchPlan, workers: int = CAPACITY_WORKERS) -> float:
-    """Return the requests per second of one worker within the SLO: the highest constant rate at which it is met."""
+    """Return the capacity of one worker: the highest constant rate, in requests per second, that meets the SLO."""
     low, high = 0.0, 1.0
     while _meets_slo_at(plan, workers, high):
         low, high = high, 2 * high
@@ -94,7 +94,9 @@ def _meets_slo_at(plan: AutoscalerBenchPlan, workers: int, rate: float) -> bool:
 
 
 def run_autoscaler(plan: AutoscalerBenchPlan, trace: LoadTrace, capacity: float | None) -> RunOutcome:
-    """Simulate the trace with the autoscaler in control. `capacity`: requests per second of a worker; None: learned."""
+    """Simulate the trace with the autoscaler in control.
+
+    `capacity`: requests per second that a worker serves; None: the autoscaler learns it."""
     work = None if capacity is None else capacity * plan.work_per_request
     settings = replace(plan.settings, pools=(replace(plan.settings.pools[0], capacity=work),))
     first = math.ceil(trace.arrivals.at(0.0) / (capacity or 1.0) / settings.utilisation)
@@ -109,7 +111,7 @@ def run_autoscaler(plan: AutoscalerBenchPlan, trace: LoadTrace, capacity: float 
 
 
 def run_schedule(plan: AutoscalerBenchPlan, trace: LoadTrace, counts: list[int]) -> RunOutcome:
-    """Simulate the trace with `counts[i]` ready workers in minute i; workers are started before they are needed."""
+    """Simulate the trace with `counts[i]` ready workers in minute i. They are started early enough to be ready."""
     cluster = SimCluster(replace(plan.cluster, workers=counts[0]))
     log = MinuteLog(plan.settings.slo)
     log.watch(cluster)
@@ -134,7 +136,9 @@ def run_schedule(plan: AutoscalerBenchPlan, trace: LoadTrace, counts: list[int])
 
 
 def find_oracle(plan: AutoscalerBenchPlan, trace: LoadTrace, capacity: float) -> RunOutcome:
-    """Return the run of the oracle: few workers at first, and one more in each minute that misses the SLO."""
+    """Return the outcome of the oracle, which is found in several simulations of the trace.
+
+    The first has few workers. Each further one has one more worker in each minute that missed the SLO."""
     requests = Counter(
         int(session.starts_at / MINUTE_S)
         for session in plan.workload(trace.arrivals, trace.seconds).sessions(plan.seed)
@@ -155,7 +159,7 @@ def bench(
 ) -> BenchReport:
     """Measure a worker's capacity, and simulate each trace with the autoscaler and with the oracle.
 
-    `build_traces`: from the capacity, in requests per second. `crash`: the outcome of the run on a real cluster."""
+    `build_traces` returns the traces for this capacity. `crash`: the outcome of the run on a real cluster."""
     capacity = measure_capacity(plan)
     traces = build_traces(capacity)
     report = BenchReport("autoscaler", {"plan": _describe(plan), "traces": [asdict(trace) for trace in traces]})
@@ -179,13 +183,15 @@ def bench(
 
 
 def _simulate(plan: AutoscalerBenchPlan, capacity: float, trace: LoadTrace) -> tuple[RunOutcome, RunOutcome]:
-    """Return the outcome with the autoscaler, and the one with the oracle."""
+    """Return the outcome of the autoscaler, then that of the oracle."""
     logging.getLogger("emberline.router").setLevel(logging.ERROR)  # it reports every simulated drain
     return run_autoscaler(plan, trace, capacity), find_oracle(plan, trace, capacity)
 
 
 def _add_results(report: BenchReport, trace: LoadTrace, outcome: RunOutcome, oracle: RunOutcome) -> tuple[float, float]:
-    """Add the results of one trace; return the share of minutes that met the SLO, and that of extra worker-hours."""
+    """Add the results of one trace. Return the share of minutes that met the SLO, and the share of extra worker-hours.
+
+    Extra worker-hours are those that the autoscaler used in addition to the oracle's."""
     minutes = round(trace.seconds / MINUTE_S)
     share, extra = 1 - len(outcome.missed) / minutes, outcome.worker_s / oracle.worker_s - 1
     report.add(f"{trace.name}: slo_minutes_share", share, "share")
@@ -199,7 +205,7 @@ def _add_results(report: BenchReport, trace: LoadTrace, outcome: RunOutcome, ora
 
 
 def _describe(plan: AutoscalerBenchPlan) -> dict[str, Any]:
-    """Return the plan for the report, with the source of the step costs instead of the costs."""
+    """Return the plan as a dict for the report. It names the source of the step costs, and omits the costs."""
     described = asdict(replace(plan, cluster=replace(plan.cluster, cost=CostModel())))
     described["cluster"]["cost"] = getattr(plan.cluster.cost, "source", type(plan.cluster.cost).__name__)
     return described

@@ -1,7 +1,7 @@
 """A real cluster on this machine under a burst of requests, while its autoscaler is killed with kill -9 and restarted.
 
-The router and the autoscaler are real processes; the workers are processes too, which register and stream like real
-ones but compute nothing (`emberline.cluster.fake`). Their replies follow from the seed, so every one is compared.
+The router and the autoscaler are real processes. The workers are processes that register and stream like real workers
+but compute nothing (`emberline.cluster.fake`). The seed determines their replies, so every reply can be checked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A real worker that the autoscaler starts from zero, puts to sleep and lets a request wake: the times to first token.
+"""Measures the time to first token when the autoscaler must start a worker, and when that worker is awake or asleep.
 
-The worker computes SmolLM2 on the CPU. There its weights stay in place while it sleeps, so waking copies nothing; on a
-GPU the weights are copied from host memory.
+The worker computes SmolLM2 on the CPU. On a CPU, the weights of a sleeping worker stay in place, so that nothing is
+copied when it wakes. On a GPU, the weights would be copied from host memory.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def _break_context(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def breaking_contexts_on_signal() -> Iterator[None]:
-    """Let the Python processes that this one starts install the handler: they import `sitecustomize` first."""
+    """Make all Python processes that this process starts install the handler, by a `sitecustomize` module."""
     before = os.environ.get("PYTHONPATH")
     with TemporaryDirectory() as folder:
         code = "from emberline.bench.broken_context import install_handler\ninstall_handler()\n"

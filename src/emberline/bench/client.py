@@ -72,7 +72,7 @@ class CompletionClient:
         *,
         trace_to_fill: RequestTrace | None = None,
     ) -> RequestTrace:
-        """Stream one completion and return its trace. A prompt that is text is sent as it is, and may end early.
+        """Stream one completion and return its trace. A completion of a text prompt may have fewer than `max_tokens`.
 
         With `disconnect_after_events`, the client closes the connection after this many events with text.
         `trace_to_fill` is a trace that the caller can read while the stream is running; by default a new one is

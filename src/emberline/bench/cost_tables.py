@@ -25,7 +25,7 @@ KERNEL_PROMPT = 8192  # prompt length at which the attention kernel's time per p
 
 @dataclass(frozen=True, slots=True)
 class ShapeAttention:
-    """What the attention of a model's shape reads and computes, compared with Llama 3.1 8B's."""
+    """The bytes that the attention of a model's shape reads, and the operations that it computes."""
 
     kv_bytes: int  # of one token
     pair_flops: float  # of one query with one key, in all layers and heads
@@ -41,7 +41,7 @@ ATTENTION = {
 
 @dataclass(frozen=True, slots=True)
 class TableSource:
-    """The source of one table: a result file, and the prefixes of the names of its results."""
+    """The source of one cost table: a result file, and the prefixes of the results' names in this file."""
 
     shape: str
     weights: str
@@ -97,7 +97,7 @@ def build_h200_tables(results_dir: Path) -> list[StepCostData]:
 
 
 def _build_table(source: TableSource, results_dir: Path, read: float, pair: float) -> StepCostData:
-    """`read`, `pair`: seconds per token of context and per pair of tokens, of Llama 3.1 8B."""
+    """Build one cost table. `read`, `pair`: seconds of Llama 3.1 8B per token of context and per pair of tokens."""
     document = _read_results(results_dir / source.file)
     measured = _measured_steps(source, document["results"])
     attention, base = ATTENTION[source.shape], ATTENTION["llama-8b"]

@@ -3,7 +3,7 @@
 All requests run twice in one engine: without drafts while the number of streams varies, then with drafts in every step
 at the maximum number of streams. Half of the requests are greedy, the others are sampled with a seed. A mismatch is the
 first token of a request that differs between the two runs; the tokens behind it are not compared. Each mode runs in a
-process of its own, so that it gets all of the GPU's memory. When the time is up, what was completed is compared."""
+process of its own, so that it gets all of the GPU's memory. At a time limit, the tokens generated until then count."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PROMPT_LENGTHS = (33, 700)  # tokens of a random prompt; short ones are more frequent
 STEP_PROMPT_TOKENS, WARM_UP_STEPS, TIMED_STEPS = 1024, 8, 64  # of the measurement of step times
 STREAM_COUNTS = (1, 3, 8, 33)  # numbers of streams without drafts, besides the maximum; each is used equally long
-PLAIN_SHARE = 0.45  # of a mode's time is for requests without drafts
+PLAIN_SHARE = 0.45  # share of a mode's time for the requests without drafts
 SEED = 5
 MODES = {"normal": "spec", "exact": "spec_exact"}  # modes and the prefixes of their results
 
@@ -65,7 +65,7 @@ class ModeResult:
 def bench(model: str | None, plan: ExactPlan, **settings: Any) -> BenchReport:
     """Run the benchmark. `model`: None for Llama 3.1 8B with random weights. `settings`: further engine settings.
 
-    If a mode fails, the report has the results of the other one, and the reason in its config."""
+    If one of the two modes fails, the report has the results of the other mode, and the error in its config."""
     report = BenchReport("exact", {"model": model or "llama-8b, random weights", **settings})
     report.config |= {"prompts": plan.prompts, "max_tokens": plan.max_tokens, "streams": plan.streams}
     report.config |= {"max_draft": plan.max_draft, "rounds": plan.rounds}
@@ -152,7 +152,7 @@ class RequestOutput:
 def cut_unfinished(
     expected: Sequence[RequestOutput], outputs: Sequence[RequestOutput]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the tokens of the requests of both runs, of the same length where one of them is unfinished."""
+    """Return the tokens of each request in both runs. If one of the two is unfinished, cut both to the shorter."""
     cut: tuple[list[list[int]], list[list[int]]] = ([], [])
     for pair in zip(expected, outputs, strict=False):
         shared = None if all(output.is_finished for output in pair) else min(len(output.tokens) for output in pair)
@@ -162,7 +162,7 @@ def cut_unfinished(
 
 
 def compare_outputs(expected: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return the number of tokens compared, each request up to its first mismatch, and the number of mismatches."""
+    """Compare each request up to its first mismatch. Return the number of compared tokens, and of mismatches."""
     tokens = mismatches = 0
     for ours, theirs in zip(expected, outputs, strict=True):
         shorter = min(len(ours), len(theirs))
@@ -209,7 +209,7 @@ def _make_submission(index: int, prompt: list[int], plan: ExactPlan) -> Submissi
 
 
 def _make_forced_drafter(engine: Engine, plan: ExactPlan) -> Drafter:
-    """Return a drafter that verifies every draft, whether it pays or not."""
+    """Return a drafter with which every draft is verified, even if verification takes longer than it saves."""
     from emberline.engine.speculation.drafter import Drafter
     from emberline.engine.speculation.ngram import NgramProposer
     from emberline.engine.speculation.prediction import PredictionProposer
@@ -225,12 +225,12 @@ def _make_forced_drafter(engine: Engine, plan: ExactPlan) -> Drafter:
 def _run(
     engine: Engine, submissions: Sequence[Submission], streams: Sequence[int], name: str, until: float
 ) -> list[RequestOutput]:
-    """Run submissions until all are complete or the time is up; return the outputs of those that were begun.
+    """Run submissions until all are complete or the time is up. Return the outputs of those that were started.
 
-    `streams`: numbers of requests at a time, used in turn. `until`: time, as time.time()."""
+    `streams`: how many requests run at the same time; the numbers are used in turn. `until`: a time, as time.time()."""
     outputs: list[RequestOutput] = []
     phases = cycle(count for count in streams for _ in range(count))
-    limits = list(islice(phases, len(submissions)))  # for each submission, the streams with it at most
+    limits = list(islice(phases, len(submissions)))  # for each submission, how many requests may run at the same time
     is_open = 0
     while (len(outputs) < len(submissions) or is_open) and time.time() < until:
         while len(outputs) < len(submissions) and is_open < limits[len(outputs)]:

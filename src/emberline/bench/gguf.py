@@ -1,7 +1,7 @@
-"""`emberline bench gguf`: a GGUF model on the CPU beside llama.cpp built for the machine, with the same file.
+"""`emberline bench gguf`: compares a GGUF model on the CPU with llama.cpp, built for this machine, on the same file.
 
-Speed in alternating rounds, memory of the weights, time from start to ready, and the error of the logits of both
-against dequantised weights in float32.
+It measures the speed in alternating rounds, the memory of the weights, the time from start to ready, and the errors of
+both engines' logits compared with those of dequantised weights in float32.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def _measure_memory(report: BenchReport, environment: BenchEnvironment, file: Pa
 
 
 def _measure_errors(report: BenchReport, environment: BenchEnvironment, file: Path) -> None:
-    """Add the relative errors of the logits of all tokens: the norm of the difference over the norm."""
+    """Add the relative errors of the logits of all tokens.
+
+    An error is the norm of the difference to the float32 logits, divided by the norm of the float32 logits."""
     tokenizer = Tokenizer.load(environment.model)
     sequences = [tokenizer.encode(text) for text in TEXTS]
     with tempfile.TemporaryDirectory() as folder:

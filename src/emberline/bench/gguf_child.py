@@ -2,7 +2,7 @@
 
     python -m emberline.bench.gguf_child '{"model": .., "threads": .., "dtype": .., "sequences": .., "out": ..}'
 
-It prints the growth of the process's memory by loading the model, in bytes, and the size of the weights.
+It prints by how many bytes loading the model makes the process's memory grow, and the size of the weights in bytes.
 """
 
 from __future__ import annotations

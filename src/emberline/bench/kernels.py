@@ -1,7 +1,7 @@
 """`python -m emberline.bench.kernels`: the CPU kernels alone and a whole forward pass, with random weights.
 
-Linear layers are compared with torch. On CPUs with AMX, AVX512-BF16 or bfmmla both use bf16 inputs, and torch is
-measured with plain weights and with weights in oneDNN's layout. On other CPUs both compute in float32. With up to
+Linear layers are compared with torch. On CPUs with AMX, AVX512-BF16 or bfmmla, our kernels and torch use bf16 inputs,
+and torch is measured with plain weights and with weights in oneDNN's layout. On other CPUs both use float32. With up to
 FEW_ROWS rows, a layer is run with many copies of its weight, so that no copy is in the CPU cache, as between two
 steps of a model. With more rows the arithmetic is the limit. Weights in GGUF blocks are measured as all products of
 a step of SmolLM2 together, and each type with one matrix of an 8B model. The benchmark needs torch, numpy and a
@@ -97,13 +97,13 @@ def bench(threads: int) -> BenchReport:
 
 def _pack_random_blocks(kind: str, n: int, k: int, *, gated: bool = False) -> ops.PackedWeight:
     found = BLOCK_FORMATS[kind]
-    # Bytes below 64 are also finite float16 scales.
+    # Some bytes of a block are float16 scales. With bytes below 64, these are finite.
     blocks = torch.randint(64, (n, k // found.elements * found.file_bytes), dtype=torch.uint8)
     return ops.pack_gguf(blocks, kind, k, gated=gated)
 
 
 def _time_products(weights: list[ops.PackedWeight], m: int) -> list[float]:
-    """Return the seconds of the product of m rows with each of the weights, which have the same shape."""
+    """Return the seconds, in each round, of multiplying m rows with all weights, which have the same shape."""
     first, norm = weights[0], torch.ones(weights[0].k)
     x, y = torch.randn(m, first.k), torch.empty(m, first.n // 2 if first.gated else first.n)
     product = ops.gate_up_silu if first.gated else ops.linear
@@ -112,7 +112,7 @@ def _time_products(weights: list[ops.PackedWeight], m: int) -> list[float]:
 
 
 def _measure_smollm2_blocks(report: BenchReport, kind: str, limits: MachineLimits) -> None:
-    """Measure all products of a step of SmolLM2, whose weights are in these blocks."""
+    """Measure all matrix products of a step of SmolLM2, with weights in GGUF blocks of this kind."""
     layers, steps = SMOLLM2["num_hidden_layers"], {}
     for name in (*LAYER_LINEARS, "head"):
         packed, copies = _pack_random_blocks(kind, *LINEARS[name], gated=name == "gate_up"), 1

@@ -90,7 +90,7 @@ def _sample_keys_and_values(model: Path, num_tokens: int) -> tuple[Elements, Ele
 
 
 def _entropy_bound(values: Elements) -> float:
-    """Return the entropy in bits per value, the smallest size that a code of single values can reach.
+    """Return the entropy in bits per value: the smallest size of a code that encodes each value separately.
 
     Signs, exponents and mantissas are counted separately, layer by layer.
     """

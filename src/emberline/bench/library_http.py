@@ -24,7 +24,7 @@ from emberline.bench.report import BenchReport
 
 SERVERS = ("ours", "uvicorn")
 CONNECTIONS = 8
-# Longer than our server's limits: 20 s for a head, and twice 60 s for a reader that stalls after its first bytes.
+# Longer than our server's limits: 20 s to send a head, and twice 60 s if a client stops reading after the first bytes.
 IDLE_S, STALLED_S = 27.0, 130.0
 FLOOD_BYTES = 4 << 20
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "word " * 120}]}).encode()
@@ -161,7 +161,7 @@ def check_hostile_requests(server: ServerUnderTest) -> dict[str, bool]:
 
 
 def check_slow_clients(servers: dict[str, ServerUnderTest]) -> dict[str, dict[str, bool]]:
-    """Return by server, for each kind of slow client, whether the server has closed the connection in the end."""
+    """Return for each server and each kind of slow client whether the server closed the client's connection."""
     found: dict[str, dict[str, bool]] = {name: {} for name in servers}
     with ExitStack() as stack:
         idle = {name: stack.enter_context(server.connect()) for name, server in servers.items()}

@@ -75,11 +75,11 @@ class TokenCost:
 
     @property
     def weight_bytes(self) -> float:
-        """The bytes of weights that every step reads, even for one token."""
+        """The bytes of weights that a step reads: for one token, or with the experts that `with_experts` has added."""
         return (self.layers + self.other_experts + self.head) * self.width
 
     def with_experts(self, config: ModelConfig, distinct: float) -> TokenCost:
-        """Return the cost of steps that read this many experts of each layer that has experts."""
+        """Return the cost of steps that read `distinct` experts of each layer with experts."""
         if (experts := config.experts) is None:
             return self
         others = max(0.0, distinct - experts.chosen) * 3 * experts.ffn * config.hidden * sum(experts.layers)

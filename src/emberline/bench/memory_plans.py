@@ -39,7 +39,7 @@ CASES = (
 
 
 def add_case(report: reports.BenchReport, case: PlanCase, configs: Path) -> None:
-    """Add the results of a case. A model that does not fit has a KV cache of 0 GiB."""
+    """Add the results of a case. If the model does not fit, its KV cache is reported as 0 GiB."""
     settings = EngineConfig.build("", **case.settings).with_gpu_defaults()
     gpus = GPUSet.parse(case.gpus)
     report.config[case.name] = {"config": case.config_file, "gpus": case.gpus, "settings": case.settings}

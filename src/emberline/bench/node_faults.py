@@ -46,7 +46,7 @@ POLL_INTERVAL_S = 0.05
 
 
 def bench(settings: RankFaultSettings, log: Callable[[str], None]) -> BenchReport:
-    """Raises EngineUnavailable if there are no network namespaces."""
+    """Run the benchmark. Raises EngineUnavailable if network namespaces cannot be created."""
     os.environ["EMBERLINE_CLUSTER_KEY"] = key = secrets.token_hex(16)  # for the engine process
     try:
         with rate_limited_network(LINK_GBIT) as network:

@@ -66,7 +66,7 @@ def bench(settings: PlanBenchSettings) -> BenchReport:
 
 
 class PlanReaders:
-    """Processes that read plans."""
+    """The processes that read the plans, one for each rank."""
 
     def __init__(self, memory: GroupMemory, ranks: int) -> None:
         self._memory, self._processes = memory, list[subprocess.Popen[str]]()
@@ -92,7 +92,7 @@ class PlanReaders:
             time.sleep(POLL_INTERVAL_S)
 
     def finish(self) -> list[float]:
-        """End the readers and return the median time that a plan took each of them, in microseconds."""
+        """End the readers. Return for each of them the median microseconds that it took to read and decode a plan."""
         self.writer.close()
         return [float(process.communicate(timeout=READER_TIMEOUT_S)[0]) for process in self._processes]
 
@@ -140,9 +140,9 @@ def _make_decode_work(settings: PlanBenchSettings) -> list[WorkItem]:
 
 
 def _advance(work: list[WorkItem], step: int, pick: random.Random) -> None:
-    """Give each request its next token, and a new block where it needs one. Now and then, one request replaces another.
+    """Give each request its next token and, if needed, a new block. In some steps, a new request replaces an old one.
 
-    As the scheduler does, this makes new items for each step, and appends to the block tables."""
+    As in the scheduler, each step gets new items, and blocks are appended to the existing block tables."""
     for i, w in enumerate(work):
         name, blocks = w.id, w.blocks
         assert isinstance(blocks, list)
@@ -154,7 +154,7 @@ def _advance(work: list[WorkItem], step: int, pick: random.Random) -> None:
 
 
 def _measure_pickle(work: list[WorkItem], ranks: int) -> float:
-    """Return what a plan costs each rank if the whole plan is pickled, without the time to send it."""
+    """Return the microseconds that pickling a whole plan costs each rank, without the time to send it."""
     dump_us, load_us = list[float](), list[float]()
     for _ in range(30):
         began = time.thread_time()

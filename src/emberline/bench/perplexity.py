@@ -48,7 +48,7 @@ Rounding = Callable[[Tensor], Tensor]
 
 
 def round_to_int4(values: Tensor) -> Tensor:
-    """Round to groups of 128, or of 64 or 32 if the columns are no multiple of 128, as `--weights int4` does."""
+    """Round a matrix to int4 with a scale for each group of columns, of the size that `--weights int4` chooses."""
     found = choose_online_format("int4", values.shape[-1])
     return values if found is None else dequantise(quantise(values, "int4", 1, found.group_columns, search=True))
 
@@ -65,7 +65,7 @@ ROUNDINGS: Mapping[str, Rounding] = {
 
 
 class RoundedWeights(Weights):
-    """Weights in float32, of which the matrices of layers are rounded to a format."""
+    """Weights in float32. The matrices of layers are rounded to a quantised format."""
 
     def __init__(self, checkpoint: Checkpoint, rounding: Rounding) -> None:
         super().__init__(checkpoint, torch.float32)
@@ -87,7 +87,7 @@ def load_rounded(checkpoint: Checkpoint, rounding: Rounding) -> DecoderModel:
 
 @torch.inference_mode()
 def compute_losses(model: DecoderModel, tokens: list[int]) -> Tensor:
-    """Return the loss in nats of each token that has one before it in its window."""
+    """Return the loss in nats of each token, except the first of each window, which has no context."""
     c = model.config
     cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.float32), -(-WINDOW // BLOCK))
     losses = []

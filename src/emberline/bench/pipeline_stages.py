@@ -1,7 +1,7 @@
-"""measure_stages: how busy the stages of a pipeline are under a steady load, and what the load's throughput is.
+"""measure_stages: measures the throughput of a pipeline under a steady load, and how busy its stages are.
 
-Other processes may use the cores too. So the share of the time in which a stage waits for a core is reported beside the
-share in which it computes; in the rest, it is idle: it waits for a plan or for another stage."""
+Since other processes may use the cores too, three shares of the time are reported for each stage: it computes, it waits
+for a core, or it is idle, because it waits for a plan or for another stage."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ WARM_UP_S = 3.0
 
 
 def measure_stages(report: BenchReport, model_name: str, stages: int, seconds: float) -> None:
-    """Measure one rank with `stages` threads, then stages with one thread each: divided by weights, and by times.
+    """Measure one rank with `stages` threads, then pipelines of `stages` stages with one thread each.
 
-    A request that ends is replaced by another, so that prompts are computed all the time."""
+    The stages of one pipeline have about equal numbers of weights, those of the other about equal measured times. A
+    request that ends is replaced by a new one, so that prompts are computed all the time."""
     model = str(resolve_model(model_name))
     config = ModelConfig.from_checkpoint(Checkpoint.open(Path(model)))
     by_weights = ",".join(str(len(Stage.of(config, index, stages).layers)) for index in range(stages))

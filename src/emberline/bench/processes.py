@@ -112,10 +112,10 @@ def total_stolen_seconds() -> float:
 
 
 def total_foreign_seconds() -> float:
-    """Return the CPU time that was not available to this process and its descendants, since the system started.
+    """Return the CPU seconds since the system started that this process and its descendants could not use.
 
-    It is that of all other processes, of those that have ended if their parents still run, and of the host's other
-    virtual machines. 0 where the system does not tell.
+    They were used by other processes, by ended children of these, or by the host's other virtual machines. Return 0 on
+    systems without /proc.
     """
     if not PROC.exists():
         return 0.0

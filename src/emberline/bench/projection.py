@@ -1,7 +1,7 @@
-"""Projections of decode steps on several GPUs: the measured step of one rank, and published times of its collectives.
+"""Projects decode steps on several GPUs: adds published times of collectives to the measured step of one rank.
 
-One rank's step is measured on one GPU, without the other ranks: `python -m emberline.bench.gpu.rank`. Nothing here was
-measured on several GPUs."""
+The step of one rank is measured on one GPU, without other ranks (`python -m emberline.bench.gpu.rank`). Nothing here
+was measured on several GPUs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ PUBLISHED_MS = {("kimi-k2.5", 8, 1): 9.22}
 
 
 def collectives_us(calls: Sequence[Mapping[str, Any]], ranks: int) -> float:
-    """Return the time of the collectives of a step.
+    """Return the microseconds of a step's collectives.
 
-    `calls`: of `bench.gpu.rank`. A gathering of parts is taken for a sum of the whole, which transfers more."""
+    `calls`: the calls of a step that `bench.gpu.rank` has recorded. An all-gather counts as an all-reduce of the
+    gathered tensor, which transfers more."""
     parts = {"all_reduce": 1, "all_gather": ranks}
     return sum(int(call["count"]) * all_reduce_us(int(call["elements"]) * parts[call["name"]], ranks) for call in calls)
 

@@ -1,9 +1,9 @@
 """`emberline bench rank-faults`: kills and stops ranks of an engine under load, and counts what goes wrong.
 
 For each fault, streams are opened, and a process of the engine is killed or stopped, or its CUDA context is broken.
-After a quarter of these faults, a process is killed while the engine restarts too. Then every open stream must end, the
-engine must answer again with the same tokens, and all processes of the failed engine must be gone, and their GPU
-memory.
+After a quarter of these faults, a second process is killed while the engine restarts. After each fault, every open
+stream must end, the engine must answer again with the same tokens, and the processes of the failed engine must have
+ended and have released their GPU memory.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from emberline.hub.source import resolve_model
 MODEL = "model"
 REQUEST_DEADLINE_S = 60.0  # after which a stream counts as hung
 RECOVERY_DEADLINE_S = 120.0
-REAP_DEADLINE_S = 10.0  # for the processes of the engine that failed to be gone
+REAP_DEADLINE_S = 10.0  # for the processes of a failed engine to end
 STALL_TIMEOUT_S = 4.0  # of the engine process, which may be stopped too
-RESTART_PAUSE_S = 1.0  # as before the first restart of any engine; otherwise each would be twice as long
+RESTART_PAUSE_S = 1.0  # before each restart; by default, each pause would be twice as long as the one before
 RECOVERY_TOKENS = 16  # of the request that shows that an engine answers again
-TINY = "tiny"  # in the place of a model's name: a random model, whose streams are so long that every fault hits them
+TINY = "tiny"  # used as a model's name: a model with random weights, with streams so long that every fault hits them
 TINY_TOKENS, DEFAULT_TOKENS = 1500, 32  # tokens of each stream of TINY, and of other models
 TOKENIZER_MODEL = "smollm2"  # the model whose tokenizer TINY has
 PROMPT_TOKENS = 3
 POLL_INTERVAL_S = 0.02
-RESTART_FAULT_SHARE = 0.25  # of the faults, after which a process of the restarting engine is killed too
+RESTART_FAULT_SHARE = 0.25  # share of the faults after which a process of the restarting engine is killed too
 MAX_RESTART_DELAY_S = 3.0  # from the restart to that second fault
 SIGNALS = {
     "cpu": (signal.SIGKILL, signal.SIGSTOP),
     "cuda": (signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1),  # the last breaks the context: broken_context.py
 }
-MAX_GPU_MEMORY_LEFT = 64 << 20  # bytes above those before the first engine
+MAX_GPU_MEMORY_LEFT = 64 << 20  # bytes used in addition to those before the first engine started
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class FaultCounts:
     """What happened in all faults of a run so far."""
 
     faults: int = 0
-    faults_while_starting: int = 0  # of these
+    faults_while_starting: int = 0  # faults during a restart, which `faults` includes
     broken: int = 0  # streams that ended with an error, as they must if they were open
     hung: int = 0  # streams that did not end, or engines that did not answer again
     wrong: int = 0  # streams with other tokens than before the faults
@@ -84,7 +84,7 @@ class FaultCounts:
 
 
 def default_tokens(model: str) -> int:
-    """Return the length of streams of a model, which may be TINY."""
+    """Return the default number of tokens of each stream. `model` is the name of a model, or TINY."""
     return TINY_TOKENS if model == TINY else DEFAULT_TOKENS
 
 
@@ -94,7 +94,7 @@ def bench(
     earlier_runs: Sequence[dict[str, Any]] = (),
     stated_commit: str | None = None,
 ) -> BenchReport:
-    """Inject the faults, and report them with those of earlier runs, which are in `runs` of the earlier report."""
+    """Inject the faults, and report the sums over this run and `earlier_runs`, the `runs` of an earlier report."""
     # An installed package has compiled files; with this variable a source tree would be compiled at each start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with ExitStack() as stack:
@@ -110,7 +110,7 @@ def bench(
 
 
 def report_runs(runs: Sequence[dict[str, Any]]) -> BenchReport:
-    """Return the sums of several runs, which may have different layouts."""
+    """Return a report with the sums of several runs, whose engines may have different layouts of ranks."""
     total = FaultCounts()
     for run in runs:
         for name in asdict(total):
@@ -182,13 +182,13 @@ class FaultInjector:
         expected: list[list[int]],
         log: Callable[[str], None],
     ) -> None:
-        """`expected`: tokens of each stream."""
+        """`expected`: the tokens that each stream must have."""
         self._settings, self._config, self._expected, self._log = settings, config, expected, log
         self._deadline = time.monotonic() + settings.seconds
         self.counts = FaultCounts()
 
     async def run(self, indexes: Iterator[int]) -> None:
-        """Inject faults with these numbers into one engine, one after the other."""
+        """Inject the faults with these indexes into one engine, one after the other."""
         async with _running_engine(self._config) as engine:
             for index in indexes:
                 await self._inject_fault(engine, index)
@@ -228,7 +228,7 @@ class FaultInjector:
         self._log(f"{description}, recovered in {recovery_s:.1f} s, {left} processes left")
 
     async def _kill_while_restarting(self, engine: AsyncEngine, restarts: int, pick: random.Random) -> list[int]:
-        """Kill a process of an engine in its restart with this number; return the ids of all its processes."""
+        """Kill a process of an engine during its restart number `restarts`. Return the pids of all its processes."""
         num_ranks, deadline = self._settings.tp * self._settings.pp, time.monotonic() + RECOVERY_DEADLINE_S
         while engine.restarts < restarts or len(_find_engine_pids(engine)) < num_ranks:
             if time.monotonic() > deadline:
@@ -244,7 +244,7 @@ class FaultInjector:
 
 
 def _find_engine_pids(engine: AsyncEngine) -> list[int]:
-    """Return the processes of an engine, the leader first."""
+    """Return the pids of an engine's processes, the leader's first."""
     assert engine.pid is not None
     return [engine.pid, *find_children(engine.pid)]
 
@@ -276,7 +276,7 @@ async def wait_for_recovery(
     began: float,
     restarts: int = 1,
 ) -> float:
-    """Send a request until the engine answers after this many restarts; return the seconds since `began`."""
+    """Repeat a request until the engine has had `restarts` restarts and answers. Return the seconds since `began`."""
     attempt, expected = 0, expected[:RECOVERY_TOKENS]
     while (seconds := time.monotonic() - began) < RECOVERY_DEADLINE_S:
         attempt += 1
@@ -302,7 +302,7 @@ async def wait_until_gone(pids: list[int]) -> int:
 
 
 def _is_running(pid: int) -> bool:
-    """Return whether a process exists and has not ended. The parent of one that has ended may itself be stopped."""
+    """Return whether a process exists and is no zombie, which it stays if its parent is stopped and cannot reap it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""measure_http: requests over HTTP to `emberline serve` with one rank, with stages, and with tensor ranks."""
+"""measure_http: measures `emberline serve` over HTTP, with one rank, pipeline stages, and tensor parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOAD_RESULTS = ("ttft_p50", "ttft_p90", "itl_p50", "itl_p90", "output", "errors"
 
 
 def measure_http(report: BenchReport, model_name: str, pp: int, tp: int) -> None:
-    """Measure the start, the first and later answers of one client, then a load of several clients."""
+    """Measure the start of the server, the first and later answers to one client, and a load of several clients."""
     vocab = ModelConfig.from_checkpoint(Checkpoint.open(Path(resolve_model(model_name)))).vocab
     layouts = {"one_rank": [], f"pp{pp}": ["--pp", str(pp)], f"tp{tp}": ["--tp", str(tp)]}
     load = {"requests": NUM_REQUESTS, "concurrency": CONCURRENCY, "prompt": PROMPT_TOKENS, "output": OUTPUT_TOKENS}

@@ -20,10 +20,11 @@ CONTEXT = 64  # tokens; the tables of rotary angles are not read
 
 
 def measure_reads(report: BenchReport, model_name: str, rank_counts: Sequence[int]) -> None:
-    """Load each rank's part of a model, one after the other, as ranks on CPUs do.
+    """Load each rank's part of a model, one part after the other, in the same way as ranks on CPUs.
 
-    For each number of ranks, adds the bytes that they read together divided by the size of the files. The largest ratio
-    is `read_bytes_ratio`. Numbers of ranks that cannot divide the model are left out."""
+    For each number of ranks, add to the report the bytes that all ranks together read, divided by the size of the
+    files. `read_bytes_ratio` is the largest of these ratios. Numbers of ranks that cannot divide the model are left
+    out."""
     checkpoint = Checkpoint.open(resolve_model(model_name))
     stored, ratios = sum(info.nbytes for info in checkpoint.tensors.values()), dict[int, float]()
     for ranks in rank_counts:

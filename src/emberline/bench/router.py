@@ -145,9 +145,9 @@ def bench(plan: RouterBenchPlan, rounds: int) -> BenchReport:
 
 
 def bench_tls(plan: RouterBenchPlan, rounds: int) -> BenchReport:
-    """Measure a router with mutual TLS to clients and workers, and KV transfers. The peer of each has no TLS."""
+    """Measure a router with mutual TLS to clients and workers, and KV transfers with TLS, and both without TLS."""
     config = {name: getattr(plan, name) for name in plan.__slots__}
-    # Processes of others on the machine, ready to run when the benchmark starts: above 0, all figures are too low.
+    # The load average shows if other processes ran when the benchmark started, which makes all figures too low.
     report = BenchReport("tls", {**config, "rounds": rounds, "load_average": round(os.getloadavg()[0], 1)})
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="emberline-tls-")))

@@ -3,9 +3,9 @@
 A cluster has three workers on this machine, once all alike and once split into two prefill workers and a decode
 worker. Their steps are paced by a cost table (`--step-costs`), several times slower than this machine computes them, so
 that workers and clients can share few cores without waiting for each other. Requests arrive at random times, at several
-shares of the cluster's capacity; the simulator gets the same requests. What the host adds to a step and to a request is
-measured before: with one request at a time, with several that decode, and with a load of its own, to which the time for
-each prompt is fitted.
+shares of the cluster's capacity, and the simulator gets the same requests. The time that the host adds to each step and
+each request is measured before: with one request at a time, with several decoding requests, and with a separate load,
+to which the time that the host adds for each prompt is fitted.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ SERVED_NAME = "bench"
 ARRANGEMENTS: dict[str, dict[Role, int]] = {"colocated": {"both": 3}, "split": {"prefill": 2, "decode": 1}}
 MAX_RUNNING, BATCH_TOKENS, KV_TOKENS = 64, 512, 65_536
 WORKER_OPTIONS = ("--served-name", SERVED_NAME, "--threads", "1", "--device", "cpu", "--embedder", "none")
-ALONE_REQUESTS = 4  # that run one after the other, to measure what the host adds; the first is a warm-up
-# Requests at each worker that decode at the same time, to measure what the host adds for each of them.
+ALONE_REQUESTS = 4  # requests that run one after the other, to measure the host's overheads; the first is a warm-up
+# Requests that decode at the same time at each worker, to measure the host's overhead for each of them.
 ROWS, ROW_PROMPT, ROW_OUTPUT = 8, 16, 32
 SHAPES = {
     "tiny": LoadShape(LogNormal(5.3, 0.8, 512), LogNormal(3.2, 0.5, 64), VOCAB),
@@ -58,8 +58,8 @@ PACES = {"tiny": 32.0, "smollm2": 8.0}
 LATENCIES = ("ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
 FIT_LOAD, FIT_SEED = 85, 1000  # percent of the capacity: queues make small errors of a step's time visible
 FIT_RUNS = 2
-OTHER_TOKENS_SEED = 2000  # of the prompts when a load is repeated, so that no prefix cache has them
-MAX_FOREIGN_CORES, MAX_ATTEMPTS = 0.05, 3  # a measurement in which others used more cores is repeated
+OTHER_TOKENS_SEED = 2000  # first seed of the prompts when a load is repeated, so that no prefix cache has them
+MAX_FOREIGN_CORES, MAX_ATTEMPTS = 0.05, 3  # a measurement in which other processes used more cores is repeated
 RUN_TIMEOUT_S = 1200.0  # of one cluster
 
 
@@ -87,14 +87,14 @@ class AccuracyCase:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyPoint:
-    """One load at one cluster: what was measured, and what was simulated."""
+    """The measured and the simulated latencies of one cluster under one load."""
 
     name: str
     rate: float  # requests per second
     requests: int
     real: LoadResult
     simulated: LoadResult
-    foreign_cores: float = 0.0  # that other programs and the host's other virtual machines used, on average
+    foreign_cores: float = 0.0  # cores that other processes and the host's other virtual machines used, on average
 
     def errors(self) -> dict[str, float]:
         """Return the simulator's errors, as fractions of the measured values."""
@@ -106,9 +106,9 @@ class AccuracyPoint:
 
 
 def bench(cases: Sequence[str], loads: Sequence[int], seconds: float, results_dir: Path, log_dir: Path) -> BenchReport:
-    """Measure all cases. `loads`: percent of the capacity. `seconds`: of arrivals for each load.
+    """Measure all cases. `loads`: loads in percent of the capacity. `seconds`: for how long requests of a load arrive.
 
-    `results_dir`: where result files of H200s are, which are compared too."""
+    `results_dir`: the directory with result files of H200s, with which the simulator is compared too."""
     if unknown := [name for name in cases if name not in CASES]:
         raise InvalidRequest(
             f"cases has the unknown case {unknown[0]!r}", param="cases", hint=f"choose from {', '.join(CASES)}"
@@ -130,7 +130,7 @@ def bench(cases: Sequence[str], loads: Sequence[int], seconds: float, results_di
 
 
 def compare_recorded(recording: Path, results_dir: Path) -> BenchReport:
-    """Simulate again what an earlier report of this bench has measured, and compare with its measurements."""
+    """Repeat only the simulations of an earlier report, and compare them with the measurements in the report."""
     document = read_object(recording)
     if document.get("bench") != "sim-accuracy":
         hint = "give a file that this command wrote with --json"
@@ -169,7 +169,7 @@ def _compare_with_h200(results_dir: Path) -> Iterator[AccuracyPoint]:
 
 
 def make_case(name: str, seconds: float, directory: Path) -> AccuracyCase:
-    """Prepare the model and the paced step costs of a case."""
+    """Prepare a case: its model, and its step costs, which are several times as high as measured ones."""
     smollm2 = resolve_model("smollm2")
     if name == "tiny":
         costs = replace(find_cost_data("h200", "llama-8b", "plain").scale(PACES[name]), plans_ahead=False)
@@ -181,13 +181,13 @@ def make_case(name: str, seconds: float, directory: Path) -> AccuracyCase:
 
 
 def recorded_case(name: str, config: Mapping[str, Any]) -> AccuracyCase:
-    """Return a case with the step costs that a report has recorded, without its model."""
+    """Return a case with the step costs in the config of an earlier report. The case has no model files."""
     costs = StepCostData.from_json(config[name]["costs"])
     return AccuracyCase(name, Path(name), costs, SHAPES[name], SPLIT_TOKENS[name], config["seconds"])
 
 
 def draw_alone_requests(shape: LoadShape) -> list[TimedRequest]:
-    """Return the requests that run alone before the load, with the longest prompts."""
+    """Return the requests that run one at a time before the load. Their prompts have the maximum length."""
     requests = shape.draw_requests([0.0] * ALONE_REQUESTS, seed=0)
     return [replace(each, prompt=(each.prompt * 8)[: shape.prompt.maximum]) for each in requests]
 
@@ -250,9 +250,9 @@ async def _measure_case(
 async def _measure_undisturbed(
     client: CompletionClient, shape: LoadShape, requests: Sequence[TimedRequest], seeds: Iterator[int]
 ) -> tuple[LoadResult, float]:
-    """Return the measurement in which others used the fewest cores, and their number. A disturbed one is repeated.
+    """Measure a load, again if other processes used the cores. Return the least disturbed result and the cores used.
 
-    `seeds`: of the prompts of repetitions, which no other measurement has used."""
+    `seeds`: seeds for the prompts of repetitions, so that no earlier measurement has used the same prompts."""
     attempts: list[tuple[float, LoadResult]] = []
     while len(attempts) < MAX_ATTEMPTS and min((used for used, _ in attempts), default=1.0) > MAX_FOREIGN_CORES:
         began, used = time.perf_counter(), total_foreign_seconds()
@@ -267,7 +267,9 @@ async def _measure_undisturbed(
 async def _measure_overheads(
     client: CompletionClient, case: AccuracyCase, colocated: HostOverheads, arrangement: str
 ) -> tuple[HostOverheads, list[TimedRequest]]:
-    """Return what the host adds, and the requests with which it was measured. `colocated`: as measured before."""
+    """Return the overheads of the host, and the requests with which they were measured.
+
+    `colocated`: the overheads of the colocated cluster, which is measured before the split one."""
     table = StepCostTable.from_data(case.costs)
     requests = draw_alone_requests(case.shape)
     steps, firsts = [], []
@@ -289,7 +291,7 @@ async def _measure_overheads(
 async def _measure_row_overhead(
     client: CompletionClient, case: AccuracyCase, table: StepCostTable, step_s: float
 ) -> float:
-    """Return the seconds that the host adds to a step for each decoding request, with ROWS of them at each worker."""
+    """Return the seconds that the host adds to a step per decoding request, measured with ROWS requests per worker."""
     lengths = [(ROW_PROMPT, ROW_OUTPUT)] * ROWS * sum(ARRANGEMENTS["colocated"].values())
     job = workload.make_job(lengths, case.shape.vocab_size, seed=1)
     traces = await asyncio.gather(*map(client.complete, job.prompts, job.outputs))
@@ -310,7 +312,7 @@ def _step_overhead(trace: RequestTrace, request: TimedRequest, table: StepCostTa
 
 
 def add_points(report: BenchReport, points: Sequence[AccuracyPoint], prefix: str = "") -> None:
-    """Add each point to the report, and the largest errors. `prefix`: of the names of these."""
+    """Add each point and the largest errors to the report. `prefix`: the beginning of the largest errors' names."""
     for point in points:
         report.config["points"][point.name] = {
             "rate": point.rate,

@@ -1,8 +1,8 @@
 """`emberline bench sim-day`: simulates a day of agent conversations on a fleet of workers, by routing policy.
 
 The fleet is made of cells: a router with its workers, and its share of the conversations, which stay in their cell.
-Cells do not affect one another, so each process simulates some of them. Workers are FastWorkers; how far these are from
-the engine's own scheduler and KV manager is measured too, with the same workload on one small cell."""
+Cells do not affect one another, so each process simulates some of them. Workers are FastWorkers, a faster model of the
+engine. Its error compared with the engine's own scheduler and KV manager is measured too, on one small cell."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class SimulationUsage:
 
 
 def _simulate_cells(plan: DayPlan, policy: str, cells: Sequence[int]) -> tuple[SimResult, SimulationUsage]:
-    """Return the merged results of these cells, and the CPU time and memory of the processes."""
+    """Simulate these cells in several processes. Return the merged results, and the processes' CPU time and memory."""
     total, by_process = SimResult(), dict[int, SimulationUsage]()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(plan.processes, len(cells)), mp_context=context) as pool:
@@ -165,8 +165,8 @@ def _own_usage() -> SimulationUsage:
 def _add_errors(report: BenchReport, plan: DayPlan) -> None:
     """Simulate the busiest minutes on a small cell, step by step and in runs of steps, and report the differences.
 
-    With the router's policy, a small difference in time can send a request to another worker, and all that follows
-    differs. "in turn" does not depend on times, so it shows the difference without this effect."""
+    With the router's policy, a small difference in time can send a request to another worker, which changes all later
+    decisions. The policy "in turn" does not depend on times, so it shows the differences without this effect."""
     cases = [(OWN_POLICY, 1.0), (OWN_POLICY, 4.0), ("in turn", 4.0)]
     tasks = [(*case, seed, detail) for case in cases for seed in range(CHECK_SEEDS) for detail in ("steps", "runs")]
     context = multiprocessing.get_context("spawn")

@@ -1,4 +1,4 @@
-"""Measures speculative decoding: tokens per second and per step with each method against those without drafts.
+"""Measures speculative decoding: tokens per second and per step, with each method and without drafts.
 
 The prompts run in alternating rounds with and without drafts, and the outputs of both are compared: on a CPU they must
 be equal; on a GPU logits may differ in their last bits, and the number of completions that differ is reported."""
@@ -43,7 +43,7 @@ class SpeculationPlan:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRound:
-    """All prompts of a set, completed once with one method."""
+    """The measurements of completing all prompts of a set once with one method."""
 
     seconds: float
     steps: int
@@ -59,8 +59,8 @@ class SpeculationRound:
 def bench(model: str, plan: SpeculationPlan, **settings: object) -> BenchReport:
     """Run the benchmark. `settings`: further settings of the engine.
 
-    Methods without a draft model share an engine; each other method has its own. Every engine also runs without drafts,
-    in turns with its methods."""
+    All methods without a draft model use the same engine; each method with a draft model has an engine of its own. Each
+    engine alternates between rounds with its methods and rounds without drafts."""
     report = BenchReport("speculation")
     report.config = {"model": model, "prompts": plan.prompts, "max_tokens": plan.max_tokens, **settings}
     report.config |= {"max_draft": plan.max_draft, "rounds": plan.rounds}
@@ -108,7 +108,7 @@ def _run_round(
     plan: SpeculationPlan,
     grammar: GrammarSpec | None,
 ) -> SpeculationRound:
-    """Complete all prompts with one method. Its drafter is new: it knows no outputs of earlier rounds."""
+    """Complete all prompts with one method. Its drafter is new, so it cannot draft from outputs of earlier rounds."""
     engine = llm.engine
     config = SpeculationConfig(method, plan.max_draft)
     on_gpu = llm.loaded.device == "cuda"

@@ -1,7 +1,7 @@
 """Measures speculative decoding as clients see it: a new `emberline serve` for each method, and requests over HTTP.
 
-The first pass is reported as cold: it begins with the first request after the start. The last one is warm. Every pass
-has other prompts of the set, so that no answer can be drafted from an earlier answer to the same prompt."""
+The first pass is reported as cold, since it begins with the first request after the start, and the last pass as warm.
+Every pass has other prompts of the set, so that no answer can be drafted from an earlier answer to the same prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REQUEST_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class HTTPPass:
-    """Requests of one set that were sent to one server."""
+    """One pass: a part of the requests of a prompt set, sent to one server."""
 
     seconds: float
     traces: list[RequestTrace]

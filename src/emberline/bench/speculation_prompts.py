@@ -77,7 +77,8 @@ QUESTIONS = (
 def make_edits(count: int) -> list[str]:
     """Return prompts that each ask for a small change of a function or class of this package.
 
-    Those of a suitable length are picked at even intervals, so the same version of the package gives the same prompts.
+    Functions and classes of suitable length are picked at even intervals, so the prompts depend only on the version of
+    this package.
     """
     pieces = list(_iter_pieces())
     step = max(1, len(pieces) // count)
@@ -85,7 +86,7 @@ def make_edits(count: int) -> list[str]:
 
 
 def make_questions(count: int) -> list[str]:
-    """Return questions that all differ: a repeated one could be drafted from its earlier answer."""
+    """Return questions that all differ, since the answer to a repeated question could be drafted from the first."""
     if count > len(QUESTIONS):
         raise InvalidRequest(
             f"{count} different questions are needed; there are {len(QUESTIONS)}",

@@ -1,7 +1,7 @@
 """`emberline bench split`: one prefill and one decode worker, compared with two workers that do both.
 
-Each worker runs on its own core. The two arrangements take turns, each time with a new cluster, and the whole is
-repeated for each chunk size. Smaller chunks disturb running streams less but make prompts slower.
+Each worker runs on its own core. The two arrangements take turns, each time with a new cluster, for each chunk size in
+turn. Smaller chunks of prompts disturb running streams less but make prompts slower.
 
 In the first phase of a run, long prompts arrive one at a time. The time to the first token minus the compute time,
 compared between the two arrangements, is the overhead of the handoff between workers. In the second phase, long prompts

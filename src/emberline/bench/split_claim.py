@@ -1,9 +1,10 @@
 """`emberline bench split-claim`: the published gain of splitting prefill from decode, on a virtual clock.
 
 Cloudflare reports that the p90 of inter-token times fell from about 100 ms to 20-30 ms with the same number of GPUs.
-Here simulated H200s serve a model of Llama 3.1 8B's shape: prompts of 4,096 tokens and replies of 256. Colocated
-workers compute whole prompts between the steps of their streams, or chunks with --itl-target-ms. Split ones leave
-prompts to prefill workers. All arrangements get the same requests.
+Here simulated H200s serve a model of Llama 3.1 8B's shape: prompts of 4,096 tokens and replies of 256. In a colocated
+arrangement, all workers compute prompts and generate replies: whole prompts between the steps of their streams, or
+chunks with --itl-target-ms. In a split arrangement, prefill workers compute the prompts. All arrangements get the same
+requests.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from emberline.sim.workloads.requests import RequestWorkload
 GPU, SHAPE, WEIGHTS = "h200", "llama-8b", "plain"
 PROMPT_TOKENS, OUTPUT_TOKENS = 4096, 256
 BATCH_TOKENS, MAX_RUNNING, BLOCK_SIZE = 8192, 256, 64  # the engine's defaults on a GPU
-# Requests per second of a colocated GPU: those of h200-open.json, in fact 143 in 20 s at a nominal rate of 8. At that
-# nominal rate vLLM 0.24 had a p90 of 108.8 ms on one H200 (h200-open.json).
+# Requests per second of a colocated GPU, as in h200-open.json: at a nominal rate of 8, 143 requests arrived in 20 s. At
+# this nominal rate, vLLM 0.24 had inter-token times with a p90 of 108.8 ms on one H200 (h200-open.json).
 RATE_PER_GPU = 143 / 20
 ITL_TARGET_S, ITL_TARGET_MS = 0.030, 29.3
 TTFT_TARGET_S = 0.610  # our choice; vLLM 0.24 had a p90 of 0.485 s at the nominal rate (h200-open.json)
-# Blocks go from GPU to GPU of one machine: handoff_cuda and handoff_cuda_overhead_ms in h200-handoff.json.
+# KV blocks are copied between GPUs of one machine: handoff_cuda and handoff_cuda_overhead_ms in h200-handoff.json.
 LINK = KVLink(bytes_per_second=203.03e9, latency_s=4.5506e-3)
 
 
@@ -67,7 +68,8 @@ class ArrangementLatency:
 def bench(rate: float, seconds: float, detail: SimDetail = "steps") -> BenchReport:
     """Compare arrangements at `rate` requests per second, for `seconds` of virtual time.
 
-    `detail`: with "runs" it takes seconds instead of minutes, but pacing of prompts is left out."""
+    `detail`: with "runs", the simulation takes seconds instead of minutes, but the arrangement with --itl-target-ms is
+    left out."""
     if not rate >= RATE_PER_GPU:
         message = f"rate is {rate:g}; it must be at least {RATE_PER_GPU:g}, the requests per second of one GPU"
         raise InvalidRequest(message, param="rate", hint="use a multiple of the rate of one GPU, such as 57.2")
@@ -101,7 +103,7 @@ def bench(rate: float, seconds: float, detail: SimDetail = "steps") -> BenchRepo
     colocated = GPUArrangement(round(rate / RATE_PER_GPU))
     base = measure(colocated)
     split = _find_smallest_split(colocated.gpus, measure, partial(can_keep_up, table=table, rate=rate))
-    # The published claim is about equal numbers of GPUs: some more than the anchors' load needs.
+    # The published claim is about equal numbers of GPUs. A colocated arrangement of this size has GPUs to spare.
     equal = GPUArrangement(split.gpus)
     at_equal = measure(equal)
     if detail == "steps":
@@ -118,7 +120,7 @@ def bench(rate: float, seconds: float, detail: SimDetail = "steps") -> BenchRepo
 def simulate(
     arrangement: GPUArrangement, table: StepCostTable, rate: float, seconds: float, detail: SimDetail = "steps"
 ) -> ArrangementLatency:
-    """Return the latencies in the second half of the arrivals: before, batches of decode workers still grow."""
+    """Return the latencies in the second half of the arrivals. In the first half, batches may still be growing."""
     workload = RequestWorkload(ConstantRate(rate), seconds, PROMPT_TOKENS, OUTPUT_TOKENS)
     cluster = SimCluster(
         SimClusterConfig(
@@ -157,7 +159,7 @@ def simulate(
 def _find_smallest_split(
     gpus: int, measure: Callable[[GPUArrangement], ArrangementLatency], can_keep_up: Callable[[GPUArrangement], bool]
 ) -> GPUArrangement:
-    """Return the split arrangement with the fewest GPUs that meets the targets, of `gpus` or more GPUs."""
+    """Return the split arrangement with the fewest GPUs, but at least `gpus`, that meets the targets."""
     for total in range(max(gpus, 2), 2 * gpus + 1):
         for answering in range(1, total):
             split = GPUArrangement(answering, total - answering)
@@ -172,7 +174,7 @@ def can_keep_up(split: GPUArrangement, table: StepCostTable, rate: float) -> boo
     This is a rough check that saves simulations of arrangements that cannot meet the targets."""
     prompt_s = table.step_seconds(0, 0, PROMPT_TOKENS, count_prompt_pairs(0, PROMPT_TOKENS))
     context = PROMPT_TOKENS + OUTPUT_TOKENS / 2
-    # The number of requests that a GPU decodes if its steps take as long as the target allows.
+    # The number of requests that decode on each GPU if its steps take as long as the target allows.
     rows = int(rate / split.answering * OUTPUT_TOKENS * ITL_TARGET_S)
     return prompt_s * rate < split.prefill and table.step_seconds(rows, rows * context) <= ITL_TARGET_S
 

@@ -1,4 +1,4 @@
-"""`emberline bench start`: the time from starting `emberline serve` until it is ready, and of its answers over HTTP.
+"""`emberline bench start`: measures how long `emberline serve` takes to start, and to answer over HTTP after that.
 
 The model must be in the local cache; the time does not include a download. A first start, which may compile Python
 files and kernels, is not counted.
@@ -35,7 +35,7 @@ def bench(model: str, rounds: int, log_root: Path) -> BenchReport:
 
 
 def measure_answers(url: str, model: str) -> tuple[float, float, float]:
-    """Return the milliseconds of the first answer of one token, of later ones, and the token rate of a long answer."""
+    """Return the milliseconds of the first answer and of later answers of one token, and a long answer's tokens/s."""
     client = BlockingClient(url)
     try:
         first, *later = (_answer_seconds(client, model, number, 1) for number in range(1 + WARM_ANSWERS))
@@ -47,7 +47,7 @@ def measure_answers(url: str, model: str) -> tuple[float, float, float]:
 
 
 def _answer_seconds(client: BlockingClient, model: str, number: int, tokens: int) -> float:
-    """Return the seconds of one request. Each number is another prompt, of which no blocks are cached."""
+    """Return the seconds of one request. Each `number` gives a different prompt, so that no KV blocks are cached."""
     text = f"{number} times the following question: what are the largest rivers of Europe, and where do they end?"
     messages = [{"role": "user", "content": text}]
     body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}

@@ -1,8 +1,8 @@
 """`emberline bench step-costs`: measures how long an engine's steps take on this CPU, as a table for the simulator.
 
-The table is in the report's config. It has steps of decoding requests for several batch sizes at two lengths of
-context, and chunks of prompts with and without tokens before them. What a token of context, a pair of prompt tokens
-and a sampled row add is fitted to these.
+The table is in the report's config. It has decode steps for several batch sizes at two lengths of context, and chunks
+of prompts with and without tokens before them. To these steps, the times are fitted that a token of context, a pair of
+prompt tokens and a decoding request add.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def bench(model: str, plan: StepCostPlan) -> BenchReport:
 
 
 def measure_step_costs(model: str, plan: StepCostPlan) -> StepCostData:
-    """Load the model on this CPU and return the measured steps, with what context and pairs of tokens add."""
+    """Load the model on this CPU, measure steps, and return them with the fitted times per token, pair and request."""
     from emberline.engine.boot import boot  # imports torch
 
     longest = max(plan.chunks)
@@ -125,11 +125,11 @@ def measure_step_costs(model: str, plan: StepCostPlan) -> StepCostData:
 
 
 def _measure_decode(timer: StepTimer, rows: int, context: int, rounds: int) -> MeasuredStep:
-    """Measure steps in which `rows` requests decode. They share a prompt, so that it is computed once."""
+    """Measure steps in which `rows` requests decode. All have the same prompt, so that it is computed only once."""
     prompt = timer.draw_prompt(max(1, context - DECODE_STEPS // 2))
     timer.run([prompt], 1)
     steps = [step for _ in range(rounds) for step in timer.run([prompt] * rows, DECODE_STEPS)]
-    # The first steps compute what remains of the prompts.
+    # The first steps also compute the ends of the prompts that are not cached.
     seconds = median(seconds for tokens, seconds in steps if tokens == rows)
     return MeasuredStep(round_significant(seconds), rows=rows, context=context)
 
@@ -156,7 +156,7 @@ def _fit_context(measured: Sequence[MeasuredStep]) -> float:
 
 
 def _fit_pairs(measured: Sequence[MeasuredStep], chunk: int) -> float:
-    """Return the seconds that a pair of prompt tokens adds; 0 if noise is larger."""
+    """Return the seconds that each pair of a prompt token and an attended token adds; 0 if noise is larger."""
     first, second = (next(s for s in measured if s.prompt == chunk and s.start == start) for start in (0, chunk))
     return max(0.0, round_significant((second.seconds - first.seconds) / (chunk * chunk)))
 

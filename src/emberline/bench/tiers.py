@@ -4,9 +4,9 @@ The first part measures copies alone in GB/s: a block between the KV cache and a
 or the store, with checksums, uncompressed and compressed (`_uw`). They are compared with plain copies of the same bytes
 in memory and on the file system.
 
-The second part measures the time to the first token of a request whose prompt is computed, in main memory, on disk, or
-in the store. Files are read without the page cache where the file system allows it. The store's master process runs on
-this machine; if it is not installed, the store is not measured.
+The second part measures the time to the first token of a request. The KV blocks of its prompt are computed, or loaded
+from main memory, from disk or from the store. Files are read without the page cache where the file system allows it.
+The store's master process runs on this machine; if it is not installed, the store is not measured.
 """
 
 from __future__ import annotations
@@ -179,9 +179,9 @@ def measure_first_token(engine: Engine, request_id: str, prompt: list[int]) -> t
 
 
 def add_first_token_times(report: BenchReport, tier_name: str, engine: Engine, tokens: int, rounds: int) -> None:
-    """Add the time to the first token of prompts that the tier holds, compared with computing them.
+    """Add the time to the first token of prompts that are loaded from the tier, and of prompts that are computed.
 
-    Other prompts evict each prompt from the main cache before it is requested again.
+    Each prompt is requested twice. Before the second request, other prompts evict it from the main cache.
     """
     tiers, rng = engine.kv.tiers, random.Random(tier_name)
     assert tiers is not None

@@ -91,7 +91,7 @@ def bench(block_sizes: list[int], total_bytes: int, rounds: int, piece_bytes: in
 
 
 def bench_layouts(total_bytes: int, rounds: int) -> BenchReport:
-    """Run only the part between caches whose ranks divide the heads differently."""
+    """Run only one part of the benchmark: transfers between caches whose ranks divide the heads differently."""
     report = BenchReport("transfer", {"total_bytes": total_bytes, "rounds": rounds})
     measure_layouts(report, total_bytes, rounds, _measure_memcpy(report, total_bytes, rounds))
     return report
@@ -142,7 +142,7 @@ def _measure_case(
 
 
 def measure_tls(report: BenchReport, config: TLSConfig, total_bytes: int, rounds: int, piece_bytes: int) -> None:
-    """Add the speed of transfers over TLS. The peer is the same over TCP without encryption."""
+    """Add the speed of transfers over TLS, compared with the same transfers over TCP without encryption."""
     library, size = find_library(), 1 << 20
     case = TransferCase(size, total_bytes // size, "scattered", piece_bytes, rounds, select_crc(library), None, None)
     target, context = _make_region(case.layout, case.count), TLSIdentity(config).peer_client_context()

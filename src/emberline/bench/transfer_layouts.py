@@ -1,7 +1,7 @@
 """Part of `emberline bench transfer`: the speed between caches whose ranks divide the heads differently.
 
-`tcp` is what workers with several ranks use. `mapped` copies within one process: what a receiver could reach at most if
-it mapped the caches of all ranks of a sender on the same host.
+Results `tcp_` use TCP, like workers with several ranks. Results `mapped_` are copies within one process, which show the
+speed that a receiver could reach at most if it mapped the memory of all ranks of a sender on the same host.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LEASE_S = 120.0
 
 
 def measure_layouts(report: BenchReport, total_bytes: int, rounds: int, limit: float) -> None:
-    """Add the GB/s of each pair of layouts. `limit`: GB/s of a memcpy."""
+    """Add the GB/s between each pair of sender and receiver in PAIRS. `limit`: GB/s of a memcpy."""
     count = total_bytes // LAYOUT.block_bytes
     for sender_ranks, receiver_ranks in PAIRS:
         target, name = make_region(receiver_ranks, count), f"tp{sender_ranks}_to_tp{receiver_ranks}"
@@ -70,7 +70,7 @@ def make_region(ranks: int, num_blocks: int) -> Region:
 
 
 def fill(region: Region) -> None:
-    """Write other content to each block."""
+    """Write different content to each block."""
     data, blocks = np.random.default_rng(1).bytes(LAYOUT.block_bytes), np.arange(region.blocks)
     for block in range(region.blocks):
         content = memoryview(data[block:] + data[:block])

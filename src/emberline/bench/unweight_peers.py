@@ -1,4 +1,4 @@
-"""Measures other compressors on the same bytes, each in its own process.
+"""Measures other compressors on the same bytes as our weight codec, each in its own process.
 
 A compressor that is missing or crashes is left out. `scripts/bench-peers` installs the compressors into a separate
 Python environment; without that environment the current one is used.

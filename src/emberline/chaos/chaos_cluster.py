@@ -341,7 +341,7 @@ class ChaosCluster:
     def was_router_degraded_since(self, since: float) -> bool:
         """Whether at any time since `since` the only router was down, or not all workers had registered with it.
 
-        If there are several routers, the failure of one is no excuse for an error."""
+        Return False if there are several routers: then the failure of one must not cause errors."""
         outages = self.routers[0].outages if not self.has_several_routers else []
         return any(len(outage) == 1 or outage[1] >= since for outage in outages)
 

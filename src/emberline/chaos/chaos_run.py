@@ -24,7 +24,8 @@ from emberline.core.errors import EmberlineError
 from emberline.router.policy import rendezvous_hash
 
 BACKGROUND_CLIENTS = 2
-# Between a background client's requests, at least the last one's duration: restarts need CPU time too.
+# Seconds between two requests of a background client, or the duration of its last request, if that is longer: restarts
+# need CPU time too.
 REQUEST_PAUSE_S = 0.2
 CONCURRENT_FAULTS = 3
 POLL_INTERVAL_S = 0.2

@@ -119,7 +119,7 @@ class ChurnRun:
                 finished_at.append(loop.time())
 
         await asyncio.gather(*(send_requests_until_end() for _ in range(CALIBRATION_REQUESTS)))
-        # After `end` fewer requests are open.
+        # After `end`, fewer requests are open, so the cluster is no longer fully loaded.
         first_full, end = (
             finished_at[CALIBRATION_REQUESTS - 1],
             max(end, finished_at[2 * CALIBRATION_REQUESTS - 1]),
@@ -133,7 +133,7 @@ class ChurnRun:
             await self._send_requests_at_rate(requests_per_s)
             for task in background:
                 task.cancel()
-        # The last restart is not complete.
+        # If the run has ended during the last restart, wait until that restart is complete.
         if self.restarts and self.restarts[-1].recovered_at is None and not self.recovery_problem:
             self.recovery_problem = await self.cluster.wait_until_ready()
             self.restarts[-1].recovered_at = None if self.recovery_problem else self.seconds_since_start

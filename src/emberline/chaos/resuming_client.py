@@ -37,11 +37,11 @@ async def fetch_with_resumption(
     *,
     reconnects: bool = True,
 ) -> None:
-    """Send a request and store what arrives in `reply`, as a client does that knows Last-Event-ID.
+    """Send a request like a client that supports Last-Event-ID, and store what arrives in `reply`.
 
     If the connection breaks before the first event, or in a reply that is not a stream, the request is sent again. The
-    caller limits the time. Raises UpstreamFailed if a stream without event ids breaks, or after MAX_RECONNECTS; without
-    `reconnects`, if any connection breaks."""
+    caller limits the time. Raises UpstreamFailed if a stream without event ids breaks, or after MAX_RECONNECTS
+    reconnections. If `reconnects` is False, raises UpstreamFailed when any connection breaks."""
     received = bytearray()
     while True:
         kept, ids = len(received), _EVENT_ID.findall(received)

@@ -117,7 +117,7 @@ async def _run(args: argparse.Namespace, settings: AutoscalerSettings) -> None:
 
 
 def _find_model_names(args: argparse.Namespace) -> list[str]:
-    """Return the names in the API of the models that workers will serve; empty if the command does not tell."""
+    """Return the API names of the models that workers will serve, or [] if the command line does not name them."""
     if args.adapter == "kubernetes" or args.worker_command is not None:
         return []
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -143,7 +143,7 @@ def _build_settings(args: argparse.Namespace) -> AutoscalerSettings:
 
 
 def _reject_misplaced_options(args: argparse.Namespace) -> None:
-    """Raise InvalidRequest for an option of this command after the model, where options of workers stand."""
+    """Raise InvalidRequest if an option of this command follows the model, where only workers' options may stand."""
     from emberline.cli import worker
 
     parser = argparse.ArgumentParser()
@@ -259,7 +259,9 @@ def _router_urls(args: argparse.Namespace) -> list[str]:
 
 
 def _insert_router_urls(command: Sequence[str], urls: Sequence[str]) -> list[str]:
-    """Return the command with {router} replaced by the URLs of all routers, each after the option before {router}."""
+    """Return the command with {router} replaced by the URLs of all routers.
+
+    If {router} follows an option, the option is repeated before each URL."""
     place = command.index("{router}")
     option = [command[place - 1]] if place and command[place - 1].startswith("-") else []
     repeated = [word for url in urls for word in (*option, url)]
@@ -267,7 +269,7 @@ def _insert_router_urls(command: Sequence[str], urls: Sequence[str]) -> list[str
 
 
 def _find_gpus(args: argparse.Namespace) -> list[str]:
-    """Return the names of the GPUs that local workers may use: none if their options set a CPU device or --threads."""
+    """Return the names of the GPUs that local workers may use: none if their options select a CPU or --threads."""
     from emberline.core.gpus import usable_gpus
 
     words = {word.split("=")[0] for word in args.options}

@@ -191,7 +191,7 @@ def _listener_options(config: RouterConfig) -> list[str]:
 
 
 def _router_url(config: RouterConfig, port: int) -> str:
-    """Return the URL under which workers reach the router. Raises InvalidRequest if they could not check it."""
+    """Return the router's URL for workers. Raises InvalidRequest if they could not check the router's certificate."""
     if config.tls_cert is None:
         host = config.host
     elif config.tls_ca is None:

@@ -36,7 +36,7 @@ def add_ray_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RayNodes:
-    """A Ray cluster, and what each worker gets of it."""
+    """A Ray cluster, and the CPUs and GPUs that each worker gets."""
 
     ray: Any  # the module, connected to the cluster
     here: str  # address of this machine in the cluster
@@ -69,7 +69,7 @@ class RayNodes:
         return self.here if config.host in ("0.0.0.0", "::") else config.host
 
     def worker_options(self, config: RouterConfig, options: Sequence[str]) -> list[str]:
-        """Return the options of a worker on a node: where it listens, and its share of the node."""
+        """Return the options of a worker on a node: the host where it listens, and its share of the node's CPUs."""
         host = "127.0.0.1" if config.host in LOOPBACK else "0.0.0.0"
         share = ["--threads", str(self.cpus), "--device", "cpu"]
         if self.gpus or any(word.startswith(("--threads", "--device")) for word in options):

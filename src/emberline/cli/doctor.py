@@ -299,7 +299,7 @@ def _check_ranks(args: argparse.Namespace, config: ModelConfig) -> Iterator[Doct
 
 
 def _describe_mtp_head(checkpoint: Checkpoint, config: ModelConfig) -> str:
-    """Return what the checkpoint has for `--speculate mtp`; an empty string: its config.json declares no head."""
+    """Return a description of the checkpoint's head for `--speculate mtp`, or "" if config.json declares none."""
     if not config.mtp_layers:
         return ""
     prefix = config.mtp_tensor_prefix

@@ -20,11 +20,11 @@ class DetectedGPU:
 
     @property
     def kernels(self) -> GPUKernels:
-        """The kernels that an engine uses on it by default."""
+        """The kernels that an engine uses on this GPU by default."""
         return choose_gpu_kernels(self.capability)
 
     def describe(self) -> str:
-        """Return its name, memory and compute capability, and which kernels an engine uses on it, and why."""
+        """Return the GPU's name, memory and compute capability, the kernels that an engine uses on it, and why."""
         kernels, memory = self.kernels, f"{self.memory_bytes / 2**30:.2f} GiB"
         properties = f"{self.name}, {memory}, compute capability {format_capability(self.capability)}"
         if not kernels.is_usable:

@@ -40,8 +40,8 @@ def check_gpu_memory(
 ) -> Iterator[DoctorFinding]:
     """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses.
 
-    `given`: the settings, without the defaults of a GPU. `gpu_bytes`: the memory of each GPU; None: there is none.
-    `kernels`: of the GPUs; empty: not known."""
+    `given`: the settings, without the defaults of a GPU. `gpu_bytes`: the memory of each GPU; None: there are no GPUs.
+    `kernels`: the name of the kernels that the GPUs use; empty: not known."""
     settings = given.with_gpu_defaults()
     kernels = settings.gpu.named_kernels or kernels
     dtype = choose_weight_dtype(checkpoint, settings.dtype, on_gpu=gpu_bytes is not None)
@@ -77,7 +77,7 @@ def check_gpu_memory(
 def _describe_kv_cache(
     config: ModelConfig, settings: EngineConfig, dtype: str, block_size: int
 ) -> Iterator[DoctorFinding]:
-    """Show the size of a token, a context and a recurrent state of the whole model."""
+    """Show the size of the KV cache of one token and of one context, and of a recurrent state, for all layers."""
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.choose_max_context(config, settings)
     width = memory.DTYPE_BYTES[kv_dtype]
     token_bytes = memory.kv_token_bytes(config, width)
@@ -95,7 +95,7 @@ def _describe_kv_cache(
 
 
 def _is_divisible(settings: EngineConfig, config: ModelConfig) -> bool:
-    """Whether the ranks can divide the model. If not, the finding about its layout says so already."""
+    """Whether the ranks can divide the model. If not, another finding of `emberline doctor` reports it."""
     try:
         check_divisible(Layout.of_gpus(settings.parallel), config)
     except InvalidRequest:

@@ -71,7 +71,9 @@ def read_model_config(name: str, *, allow_download: bool = False) -> dict[str, A
 
 
 def plan_as_dict(model: str, plan: GPUSetPlan) -> dict[str, Any]:
-    """Return a plan as a JSON object. Sizes of `one_gpu` are those of the way of sharing that holds the most tokens."""
+    """Return a plan as a JSON object.
+
+    The sizes in `one_gpu` are for the way of dividing the model among GPUs that leaves room for the most tokens."""
     from emberline.engine.layout_choice import choose_layout
 
     best = plan.best

@@ -1,4 +1,4 @@
-"""SimulationError: how far simulated latencies were from measured ones, from benchmarks/results/sim-accuracy.json."""
+"""SimulationError: the errors of simulated latencies, which are read from benchmarks/results/sim-accuracy.json."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LATENCIES = ("ttft_p90", "itl_p90")
 
 @dataclass(frozen=True, slots=True)
 class SimulationError:
-    """The largest errors of the simulator against real runs, as shares of the measured values, by latency.
+    """The largest errors of simulated latencies, as shares of the latencies measured in real runs.
 
-    Both mappings are empty if no result file was read."""
+    The keys of both mappings are names in LATENCIES. The mappings are empty if no result file was read."""
 
     clusters: Mapping[str, float] = field(default_factory=dict)  # clusters of a router and workers on CPUs
     h200: Mapping[str, float] = field(default_factory=dict)  # recorded runs of one worker; may be empty
@@ -28,7 +28,7 @@ class SimulationError:
 
     @staticmethod
     def read(path: Path | None) -> SimulationError:
-        """Read a result file; None: that of the checkout, if there is one. Raises InvalidRequest for another file."""
+        """Read a result file; None: the file of the checkout, if it exists. Raises InvalidRequest if it is unusable."""
         if path is None:
             if not DEFAULT_ACCURACY_PATH.is_file():
                 return SimulationError()
@@ -54,7 +54,7 @@ class SimulationError:
 
 
 def _read_errors(results: Any, prefix: str) -> dict[str, float]:
-    """Return the errors in a result file, by what is measured. `prefix`: of the names of the results."""
+    """Return the error of each latency in the results of a file. `prefix`: the beginning of the results' names."""
     entries = results if isinstance(results, dict) else {}
     found = {name: entries.get(prefix + _result_name(name)) for name in LATENCIES}
     values = {name: entry.get("value") for name, entry in found.items() if isinstance(entry, dict)}

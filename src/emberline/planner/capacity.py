@@ -1,7 +1,7 @@
-"""How many workers of a kind serve the traffic within the latency targets, by formulas. The simulator verifies it.
+"""Formulas that estimate how many workers of a kind serve the traffic within the latency targets.
 
-Steps follow from the mean load; waiting follows from the theory of queues. Both are approximations, good enough to
-choose which topologies are simulated."""
+Step times are computed from the mean load, and waiting times with queueing theory. Both are approximations, good enough
+to choose the topologies that are simulated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_WORKERS = 4096
 MAX_UTILISATION = 0.97  # highest share of its time in which a worker computes prompts
 MAX_KV_SHARE = 0.95  # highest share of the KV cache that running requests may hold
 P90_DEVIATIONS = 1.28  # standard deviations from the mean to the 90th percentile
-# Share of steps with prompts up to which the 90th percentile of step times is one without prompts.
+# Up to this share of steps with prompts, the 90th percentile of step times is that of a step without prompts.
 MAX_MIXED_STEPS = 0.1
 MAX_ROUNDS, CONVERGED_SHARE = 400, 1e-4  # limits of the iteration to the steady state
 
@@ -47,7 +47,7 @@ def prompt_seconds(kind: WorkerKind, tokens: float, cached_share: float) -> floa
 
 
 def estimate_colocated(kind: WorkerKind, workers: int, traffic: Traffic, itl_target_s: float) -> LoadEstimate:
-    """Estimate workers that compute prompts and replies. Chunks of prompts are sized by the engine's setting."""
+    """Estimate the latencies of workers that compute prompts and replies, in steps of at most `itl_target_s`."""
     engines = workers * kind.pp
     rate, context = traffic.rate / engines, traffic.mean_context
     computed = traffic.mean_prompt * (1.0 - traffic.prefix_share)
@@ -66,7 +66,7 @@ def estimate_colocated(kind: WorkerKind, workers: int, traffic: Traffic, itl_tar
 
 
 def estimate_prefill(kind: WorkerKind, workers: int, traffic: Traffic, handoff_s: float) -> LoadEstimate:
-    """Estimate workers that compute prompts only, and hand their keys and values over in `handoff_s`."""
+    """Estimate the latencies of workers that only compute prompts, and then send their KV blocks in `handoff_s`."""
     engines = workers * kind.pp
     service = prompt_seconds(kind, traffic.mean_prompt, traffic.prefix_share)
     utilisation = traffic.rate * service / engines
@@ -78,7 +78,7 @@ def estimate_prefill(kind: WorkerKind, workers: int, traffic: Traffic, handoff_s
 
 
 def estimate_decode(kind: WorkerKind, workers: int, traffic: Traffic) -> LoadEstimate:
-    """Estimate workers that compute replies only."""
+    """Estimate the latencies of workers that only compute replies."""
     rows = _steady_rows(kind, traffic.rate / (workers * kind.pp), traffic, computes_prompts=False)
     if rows is None:
         return UNSTABLE
@@ -86,9 +86,10 @@ def estimate_decode(kind: WorkerKind, workers: int, traffic: Traffic) -> LoadEst
 
 
 def _steady_rows(kind: WorkerKind, rate: float, traffic: Traffic, *, computes_prompts: bool = True) -> float | None:
-    """Return how many requests decode in an engine on average; None: the number grows without end or beyond a limit.
+    """Return how many requests decode in an engine at the same time, on average.
 
-    In the steady state, a step computes as many tokens as arrive while it lasts."""
+    In the steady state, a step computes as many tokens as arrive during the step. Return None if there is no steady
+    state, or if it exceeds a limit of the engine."""
     computed = traffic.mean_prompt * (1.0 - traffic.prefix_share) * computes_prompts
     context, limit = traffic.mean_context, _max_rows(kind, traffic.mean_context)
     step_s, rows = 0.0, 0.0
@@ -120,7 +121,7 @@ def find_fewest_workers(meets: Callable[[int], bool], limit: int = MAX_WORKERS) 
 
 
 def p90_wait(utilisation: float, servers: int, service_s: float, variation: float) -> float:
-    """Return the 90th percentile of waiting in a queue before several servers, for random arrivals (Sakasegawa).
+    """Return the 90th percentile of the waiting time in a queue for several servers (Sakasegawa's approximation).
 
     `variation`: squared coefficient of variation of the service times."""
     power = utilisation ** (math.sqrt(2 * (servers + 1)) - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-# Microseconds of an all-reduce of bfloat16 numbers in a CUDA graph, by GPUs and numbers.
+# Microseconds of an all-reduce of bfloat16 numbers in a CUDA graph, by the count of GPUs and the count of numbers.
 ALL_REDUCE_US: dict[int, dict[int, float]] = {
     2: {4096: 4.6, 32768: 4.8, 262144: 6.3, 1048576: 12.4},
     4: {4096: 4.8, 32768: 5.4, 262144: 10.5, 1048576: 17.8},
@@ -13,7 +13,7 @@ ALL_REDUCE_US: dict[int, dict[int, float]] = {
 
 
 def all_reduce_us(elements: int, ranks: int) -> float:
-    """Return the published time. Sizes in between are interpolated, larger ones extrapolated, both linearly."""
+    """Return the microseconds of an all-reduce, interpolated or, for large sizes, extrapolated from published times."""
     times = ALL_REDUCE_US[ranks]
     sizes = sorted(times)
     if elements <= sizes[0]:

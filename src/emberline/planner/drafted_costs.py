@@ -14,7 +14,7 @@ MEASURED_CONTEXT = 640  # mean tokens of a request in the measured steps
 
 @dataclass(frozen=True, slots=True)
 class DraftedCosts:
-    """Costs of a step with one token for each request. If a real step gives n tokens, this is its time over n."""
+    """Costs of a step that generates one token for each request: 1/n of a real step, which generates n tokens."""
 
     base: StepCosts
     step_ms: tuple[tuple[int, float], ...]  # rows, milliseconds of a step with drafts
@@ -35,7 +35,7 @@ class DraftedCosts:
         return self.step_seconds(*sum_work(plan.work))
 
     def _time_share(self, rows: int) -> float:
-        """Return the time per token with drafts, divided by that without, in batches of this size."""
+        """Return the time per token with drafts, divided by the time without drafts, for batches of `rows` requests."""
         points = self.step_ms
         right = next(i for i, (batch, _) in enumerate(points) if rows <= batch)
         (low, first), (high, second) = points[max(0, right - 1)], points[right]
@@ -45,7 +45,9 @@ class DraftedCosts:
 
 
 def find_drafted_costs(base: StepCosts, shape: str, weights: str, tokens_per_step: float) -> DraftedCosts | None:
-    """Return the costs if a step gives a request `tokens_per_step` tokens; None: not measured for these weights."""
+    """Return the step costs if each step generates `tokens_per_step` tokens for a request.
+
+    Return None if steps with drafts were not measured for this shape and these weights."""
     if shape != DRAFTS_SHAPE or weights not in DRAFTED_STEPS:
         return None
     assert 1.0 <= tokens_per_step <= 1 + MAX_DRAFT_TOKENS

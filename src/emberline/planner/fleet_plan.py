@@ -1,4 +1,4 @@
-"""plan_fleet: from a model, a GPU, traffic and targets to candidates, verified by simulation, and their sensitivity."""
+"""plan_fleet: finds topologies that serve given traffic within latency targets, and verifies them by simulation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALIDATED_CANDIDATES = 3
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """The settings besides traffic and targets. Raises InvalidRequest for values out of range."""
+    """The settings of a plan, besides traffic and targets. Raises InvalidRequest for values out of range."""
 
     model: str
     gpu: GPUSpeed
@@ -52,7 +52,7 @@ class FleetPlan:
     accuracy: SimulationError
 
     def choose_for_validation(self) -> list[Candidate]:
-        """Return up to three candidates that meet the targets in different ways, and are worth a test on hardware."""
+        """Return up to three candidates that meet the targets, the best first, for a test on hardware."""
         met = [each for each in self.candidates if each.meets_targets]
         return met[:VALIDATED_CANDIDATES]
 
@@ -60,9 +60,9 @@ class FleetPlan:
 def plan_fleet(
     config: Mapping[str, Any], settings: PlanSettings, task: PlanningTask, accuracy: SimulationError
 ) -> FleetPlan:
-    """Plan the model of a config.json.
+    """Plan a fleet that serves the model of a config.json.
 
-    Raises ModelError if it does not fit, InvalidRequest if the targets cannot be met within the budget."""
+    Raises ModelError if no worker can hold the model, InvalidRequest if the budget does not suffice for the targets."""
     if task.max_gpus is not None and task.max_gpus < 1:
         message = f"max_gpus is {task.max_gpus}; it must be at least 1"
         raise InvalidRequest(message, param="max_gpus", hint="set --max-gpus to 1 or more, or drop it")

@@ -1,4 +1,4 @@
-"""Measured figures besides step costs, copied from benchmarks/results, which a wheel does not have.
+"""Measured figures besides step costs, copied from benchmarks/results because a wheel does not contain that directory.
 
 tests/unit/test_plan_costs.py compares them with the files."""
 
@@ -56,5 +56,5 @@ RANK_STEPS_MS: dict[tuple[str, int], dict[int, float]] = {
 
 
 def rank_file(weights: str, ranks: int) -> str:
-    """Return the result file with the steps of one rank."""
+    """Return the name of the result file with the measured steps of one rank."""
     return f"h200-rank-{RANK_SHAPE}-tp{ranks}{'' if weights == 'plain' else f'-{weights}'}.json"

@@ -1,4 +1,4 @@
-"""Which measured cost table belongs to a config.json, and how well projections meet the measured steps."""
+"""Finds the measured cost table of a model, projects step costs, and compares projections with measured steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNCORRECTED_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class ProjectionError:
-    """How far projections without a correction are from the measured steps of all shapes, as shares."""
+    """The errors of uncorrected projections, as shares of the measured step times, over the steps of all shapes."""
 
     steps: int  # number of compared steps
     median: float
@@ -44,7 +44,7 @@ def read_measured_shapes() -> dict[str, dict[str, Any]]:
 
 
 def find_shape_name(outline: ModelOutline) -> str:
-    """Return the name of the measured shape with these sizes; empty: none has them."""
+    """Return the name of the measured shape that has the sizes in `outline`, or "" if there is none."""
     wanted = _without_context(outline)
     shapes = read_measured_shapes().items()
     return next((name for name, config in shapes if _without_context(read_outline(config)) == wanted), "")
@@ -64,7 +64,7 @@ def find_measured(gpu: str, shape: str, weights: str) -> StepCostData | None:
 
 
 def make_correction(measured: StepCostData) -> CostCorrection:
-    """Return what corrects projected costs so that they agree with the measured steps of one GPU."""
+    """Return the correction that makes projected costs agree with the measured steps of one GPU."""
     costs = project_costs(read_measured_shapes()[measured.shape], find_gpu_speed(measured.gpu), measured.weights)
     ratios: dict[int, float] = {}
     for step in measured.measured:
@@ -77,9 +77,9 @@ def make_correction(measured: StepCostData) -> CostCorrection:
 
 @cache
 def make_rank_correction(weights: str, ranks: int) -> CostCorrection:
-    """Return what corrects projected costs so that they agree with the measured steps of one rank of a large model.
+    """Return the correction that makes projected costs agree with the measured steps of one rank of a large model.
 
-    Prompts of a rank were not measured: from UNCORRECTED_TOKENS on, projections stay as they are."""
+    Steps with prompts were not measured on a rank, so steps of UNCORRECTED_TOKENS or more are not corrected."""
     costs = project_costs(read_measured_shapes()[RANK_SHAPE], find_gpu_speed(MEASURED_GPU), weights, ranks=ranks)
     ratios = {UNCORRECTED_TOKENS: 1.0}
     for rows, milliseconds in RANK_STEPS_MS[weights, ranks].items():
@@ -117,7 +117,7 @@ def project_costs(
     correction: CostCorrection = NO_CORRECTION,
     ranks: int = 1,
 ) -> ProjectedCosts:
-    """Return the costs of a model on one GPU, or on several with tensor parallelism."""
+    """Return the projected step costs of a model on one GPU, or on several with tensor parallelism."""
     outline, settings = read_outline(config), EngineConfig.build("", weights=weights).with_gpu_defaults()
     work = StepWork.of_plan(plan_gpus(config, gpu.gpus(ranks), settings).best, outline)
     return ProjectedCosts(gpu, work, outline.hidden, ranks, correction=correction)

@@ -173,7 +173,7 @@ def _sensitivity(report: dict[str, Any]) -> Iterable[str]:
 
 
 class Markup(str):
-    """HTML that is not escaped again."""
+    """A string of HTML, which is not escaped when it is inserted into the page."""
 
     __slots__ = ()
 

@@ -132,7 +132,7 @@ def _report_sensitivity(plan: FleetPlan) -> dict[str, Any]:
 
 
 def _list_basis(plan: FleetPlan) -> Iterator[dict[str, str]]:
-    """Yield what each sort of figure rests on, and its error."""
+    """Yield the basis of each kind of figure in the plan, with its source and its error."""
     kinds = {pool.kind.name: pool.kind for candidate in plan.candidates for pool in candidate.topology.pools}
     for name, kind in kinds.items():
         yield _basis(f"step costs, {name}", kind.basis, kind.source, _describe_cost_error(kind))

@@ -1,4 +1,4 @@
-"""find_candidates: the topologies that meet the targets on the virtual clock, with as few workers as possible."""
+"""find_candidates: simulates topologies, to find those that meet the targets with as few workers as possible."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Candidate:
 
 
 def find_candidates(kinds: Sequence[WorkerKind], task: PlanningTask, seed: int) -> list[Candidate]:
-    """Return the simulated candidates within the budget: those that meet the targets first, then by GPUs.
+    """Return the simulated candidates within the budget: those that meet the targets first, then by number of GPUs.
 
-    Raises InvalidRequest if no topology meets the targets within the budget, with what could be reached."""
+    Raises InvalidRequest, which says what could be reached, if no topology meets the targets within the budget."""
     reject_impossible_targets(kinds, task)
     topologies = list_topologies(kinds, task)
     if not topologies:
@@ -44,7 +44,9 @@ def find_candidates(kinds: Sequence[WorkerKind], task: PlanningTask, seed: int) 
 
 
 def shortlist(topologies: Sequence[Topology]) -> list[Topology]:
-    """Return the topologies to simulate: the best of each sort (split or not, lossless weights or not), then others."""
+    """Return the topologies to simulate, at most MAX_SIMULATED_TOPOLOGIES, in the given order, which is best first.
+
+    The best topology of each combination of split or not and lossless weights or not is taken before others."""
     chosen: list[Topology] = []
     sorts: set[tuple[bool, bool]] = set()
     for topology in topologies:
@@ -61,12 +63,12 @@ def shortlist(topologies: Sequence[Topology]) -> list[Topology]:
 
 
 def _describe_sort(topology: Topology) -> tuple[tuple[str, int, bool], ...]:
-    """Return the properties of which the shortlist has each combination once: weights, ranks, drafts, by pool."""
+    """Return weights, tensor ranks and drafts of each pool. The shortlist has each combination of these only once."""
     return tuple((pool.kind.weights, pool.kind.tp, pool.kind.drafts) for pool in topology.pools)
 
 
 def _verify(topology: Topology, task: PlanningTask, seed: int) -> Candidate:
-    """Simulate a topology with more or fewer workers until as few as possible meet the targets."""
+    """Simulate a topology, then with more or fewer workers, to find how few meet the targets. Return the best one."""
     load = simulate_topology(topology, task, seed)
     best = Candidate(topology, load, load.meets(task))
     for _ in range(MAX_SIMULATIONS - 1):
@@ -85,7 +87,9 @@ def _verify(topology: Topology, task: PlanningTask, seed: int) -> Candidate:
 
 
 def _with_fewer(topology: Topology, load: SimulatedLoad, task: PlanningTask) -> Topology | None:
-    """Return the topology with a worker less in the pool that has the most time left; None: none can do without."""
+    """Return the topology with one worker less, in the pool whose latency is furthest below its target.
+
+    Return None if no pool can keep up with one worker less."""
     slack = {0: load.ttft_p90 / task.slo.ttft_p90, len(topology.pools) - 1: load.itl_p90 / task.slo.itl_p90}
     for pool in sorted(slack, key=slack.__getitem__):
         counts = list(topology.counts)
@@ -97,7 +101,7 @@ def _with_fewer(topology: Topology, load: SimulatedLoad, task: PlanningTask) -> 
 
 
 def _with_more(topology: Topology, load: SimulatedLoad, task: PlanningTask) -> Topology:
-    """Return the topology with a worker more in each pool that misses its target."""
+    """Return the topology with one more worker in each pool that misses its target."""
     counts = list(topology.counts)
     is_late = load.ttft_p90 > task.slo.ttft_p90, load.itl_p90 > task.slo.itl_p90
     if not topology.is_split:
@@ -106,7 +110,7 @@ def _with_more(topology: Topology, load: SimulatedLoad, task: PlanningTask) -> T
 
 
 def _may_fit(topology: Topology, max_gpus: int | None) -> bool:
-    """Return whether the topology fits the budget, or would with a worker less, which the simulation may allow."""
+    """Return whether the topology fits the budget, or would fit with one worker less, which simulation may allow."""
     spare = max(pool.kind.gpus for pool in topology.pools if pool.count > 1) if max(topology.counts) > 1 else 0
     return max_gpus is None or topology.gpus - spare <= max_gpus
 
@@ -149,7 +153,7 @@ def _budget_error(
 
 
 def _affordable_rate(kinds: Sequence[WorkerKind], task: PlanningTask) -> float:
-    """Return the highest rate for which an estimated topology fits the budget; 0: none was found."""
+    """Return the highest request rate for which the formulas find a topology within the budget; 0 if there is none."""
     low, high = 0.0, 1.0
     for _ in range(RATE_ROUNDS):
         middle = (low + high) / 2

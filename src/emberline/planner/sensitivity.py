@@ -1,4 +1,4 @@
-"""How the answer changes with traffic, prefix reuse and the time that a worker needs to start."""
+"""How a plan changes with the traffic, the reuse of prefixes, and the time that a worker needs to start."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Sensitivity:
 def analyse_sensitivity(
     kinds: Sequence[WorkerKind], candidates: Sequence[Candidate], task: PlanningTask, start_s: float, seed: int
 ) -> Sensitivity:
-    """Return how the answer changes if one input changes. The first candidate is the best, which is analysed."""
+    """Return how the plan changes if one input changes. Only the first candidate, which is the best, is analysed."""
     best = candidates[0]
     offset = _count_offset(kinds, best.topology, task)
     traffic = []
@@ -82,7 +82,7 @@ def _curve_point(
 
 
 def _count_offset(kinds: Sequence[WorkerKind], topology: Topology, task: PlanningTask) -> int:
-    """Return the GPUs that the formulas estimate for the same workers, minus those of the simulated topology."""
+    """Return the number of GPUs that the formulas estimate with these kinds of workers, minus those of `topology`."""
     found = _find_family(kinds, topology, task)
     return 0 if found is None else found.gpus - topology.gpus
 
@@ -100,7 +100,7 @@ def _find_family(kinds: Sequence[WorkerKind], topology: Topology, task: Planning
 
 
 def _estimate_worker_loss(topology: Topology, task: PlanningTask, start_s: float) -> StartChange:
-    """Estimate the time to first token when one worker is missing for `start_s`, in the pool where it is longest."""
+    """Estimate the time to first token when one worker is missing for `start_s`, in the pool where this is worst."""
     return StartChange(
         start_s, max(_ttft_without(topology, task, pool, start_s) for pool in range(len(topology.pools)))
     )
@@ -121,7 +121,7 @@ def _ttft_without(topology: Topology, task: PlanningTask, missing: int, start_s:
 
 
 def _stable_share(topology: Topology, task: PlanningTask) -> float:
-    """Return the share of the traffic that the workers keep up with."""
+    """Return the largest share of the traffic with which the workers keep up."""
     low, high = 0.0, 1.0
     while high - low > 0.01:
         middle = (low + high) / 2

@@ -1,6 +1,7 @@
-"""ProjectedCosts: the duration of a step, from what it reads and computes, corrected by measured steps of the shape.
+"""ProjectedCosts: estimates the duration of a step from the bytes that it reads and the operations that it computes.
 
-`measured_shapes.projection_error` compares it with measured steps."""
+Measured steps of the same shape can correct the estimates. `measured_shapes.projection_error` returns the errors of
+estimates without such a correction."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ STAGE_HOP_S = 20e-6  # seconds from one pipeline stage to the next
 
 @dataclass(frozen=True, slots=True)
 class CostCorrection:
-    """Ratios of measured to projected time without attention, by the tokens of a step; interpolated in their log."""
+    """Ratios of the measured to the projected time of a step without attention, by the number of tokens.
+
+    Between two numbers of tokens, the ratio is interpolated over their logarithm."""
 
     points: tuple[tuple[int, float], ...] = ()  # tokens, ratio; by tokens
 
@@ -39,7 +42,7 @@ class CostCorrection:
         return first + (second - first) * log(tokens / low) / log(high / low)
 
     def combine(self, other: CostCorrection) -> CostCorrection:
-        """Return the correction that multiplies by both."""
+        """Return a correction whose ratios are the products of the ratios of both corrections."""
         sizes = sorted({size for size, _ in (*self.points, *other.points)})
         return CostCorrection(tuple((size, self.at(size) * other.at(size)) for size in sizes))
 
@@ -94,7 +97,9 @@ class ProjectedCosts:
         return self.step_seconds(*sum_work(plan.work))
 
     def collective_seconds(self, tokens: int, sampled: int) -> float:
-        """Return the published times of a step's collectives. `sampled`: rows with logits."""
+        """Return the seconds of a step's collectives, as published, and of the hops between pipeline stages.
+
+        `sampled`: the number of rows whose logits are computed."""
         seconds = (self.stages - 1) * STAGE_HOP_S
         if self.ranks > 1:  # sums after the embedding, attention and feed-forward network; then the logits' parts
             seconds += (2 * self.work.layers + 1) * all_reduce_us(tokens * self.hidden, self.ranks) * 1e-6

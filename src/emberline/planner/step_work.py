@@ -11,15 +11,15 @@ from emberline.models.outline import ModelOutline
 PACKED_BITS = 12  # bits of a packed weight
 NOT_MULTIPLIED = ("embedding", "norms")  # kinds of weights that are looked up, or too small to count
 VALUE_BYTES = 2  # bytes of a number that one layer passes to the next
-# How often the inputs of a routed expert's rows and their outputs are written and read: rows are sorted by expert,
-# multiplied, and added to the residual. What is between the two products is written and read once.
+# How often a routed expert's inputs and outputs are written and read: rows are sorted by expert, multiplied, and added
+# to the residual. The values between an expert's two products are written once and read once.
 HIDDEN_COPIES, INNER_COPIES = 4, 2
 EXPERT_TILE_ROWS = 64  # rows of an expert that are multiplied together; the last tile is filled up
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The work of one GPU, for its part of the model."""
+    """What one GPU reads and computes in a step, for its share of the model."""
 
     layers: int
     dense_bytes: int  # weights that every step reads
@@ -38,7 +38,7 @@ class StepWork:
 
     @staticmethod
     def of_plan(plan: GPUPlan, outline: ModelOutline) -> StepWork:
-        """Return the work of one GPU of the plan. `outline`: that of the whole model."""
+        """Return the work of one GPU of the plan. `outline` describes all layers that the plan divides."""
         experts = outline.experts
         shares = [share for share in plan.weights if share.kind not in NOT_MULTIPLIED]
         routed = [share for share in shares if share.kind == "routed experts"]
@@ -65,7 +65,7 @@ class StepWork:
         )
 
     def of_all_stages(self, stages: int) -> StepWork:
-        """Return the work of all stages together, if this is that of one. Only the last stage computes the head."""
+        """Return the work of all pipeline stages, if `self` is that of one. Only the last stage has the output head."""
         head_bytes = self.head_bytes
         return replace(
             self,
@@ -93,9 +93,10 @@ class StepWork:
         return self.dense_bytes + self.expert_bytes * self._selected_share(tokens)
 
     def multiplied_weights(self, tokens: int) -> float:
-        """Return the weights of the layers that are multiplied with numbers in a step, summed over its tokens.
+        """Return how many multiplications with weights of the layers a step computes, for all its tokens.
 
-        Rows of an expert are multiplied in tiles, of which half a tile is empty on average, and of few rows a third."""
+        The rows of an expert are multiplied in tiles, and the last tile is filled up with empty rows: half a tile on
+        average. If an expert has few rows, one empty row is counted for every two rows."""
         if not self.experts:
             return float(self.dense_weights * tokens)
         rows = tokens * self.chosen_experts / (self.experts * self._selected_share(tokens))  # rows of a selected expert
@@ -120,7 +121,7 @@ class StepWork:
 
 
 def _read_bytes(share: WeightShare) -> int:
-    """Return the bytes that a step reads of these weights: of two copies, only the packed one."""
+    """Return the bytes that a step reads of these weights. If they have a packed copy, it reads only that copy."""
     return share.num_weights * PACKED_BITS // 8 if share.format.endswith("+uw12") else share.num_bytes
 
 

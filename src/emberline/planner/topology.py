@@ -26,8 +26,8 @@ from emberline.planner.worker_kind import Basis, WorkerKind
 
 ITL_TARGET_SHARE = 0.97
 MAX_LINK_UTILISATION = 0.8  # highest share of its time in which the link of a decode worker copies
-# Engines of one pool for each engine of the other. Beyond it one of the two kinds of work is so small that colocated
-# workers serve it as well, and a simulation, which must have all of these engines, takes minutes.
+# Highest ratio of the numbers of engines in two pools. Beyond it, one of the two kinds of work is so small that
+# colocated workers serve it as well, and a simulation, which must have all of these engines, takes minutes.
 MAX_POOL_RATIO = 100
 PoolRole = Literal["both", "prefill", "decode"]
 
@@ -54,7 +54,7 @@ class PlannedPool:
 
 @dataclass(frozen=True, slots=True)
 class PlanningTask:
-    """What is planned: the traffic, its targets, the link of handoffs and the budget."""
+    """The input of a plan: the traffic, its latency targets, the link for KV transfers, and the budget of GPUs."""
 
     traffic: Traffic
     slo: LatencyTargets
@@ -63,7 +63,7 @@ class PlanningTask:
 
     @property
     def engine_itl_target_s(self) -> float:
-        """The target for the engines: a little below that of the task, since engines size chunks by estimates."""
+        """The engines' target for inter-token latency, a little below the task's: engines size chunks by estimates."""
         return ITL_TARGET_SHARE * self.slo.itl_p90
 
 
@@ -86,7 +86,7 @@ class Topology:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the weights are bit by bit those of the checkpoint."""
+        """Whether the weights equal those of the checkpoint bit for bit."""
         return all(pool.kind.weights not in ONLINE_FORMATS for pool in self.pools)
 
     def mean_lifetime_s(self, traffic: Traffic) -> float:
@@ -112,13 +112,13 @@ class Topology:
 
 
 def list_topologies(kinds: Sequence[WorkerKind], task: PlanningTask) -> list[Topology]:
-    """Return the topologies that meet the targets by estimate, the best first. May exceed the budget of GPUs."""
+    """Return the topologies that meet the targets by estimate, the best first. Some may exceed the budget of GPUs."""
     found = [topology for kind in kinds if (topology := _plan_colocated(kind, task)) is not None]
     prefill = [pool for kind in kinds if (pool := _plan_prefill(kind, task)) is not None]
     decode = [pool for kind in kinds if (pool := _plan_decode(kind, task)) is not None]
     for first in prefill:
         for second in decode:
-            # Whether they can exchange KV blocks.
+            # Whether workers of the two pools can exchange KV blocks.
             is_compatible = first.kind.weights == second.kind.weights and not first.kind.drafts
             if is_compatible and _pool_ratio(first, second) <= MAX_POOL_RATIO:
                 found.append(Topology((first, second), estimate_pools((first, second), task)))
@@ -130,7 +130,7 @@ def _pool_ratio(first: PlannedPool, second: PlannedPool) -> float:
 
 
 def reject_impossible_targets(kinds: Sequence[WorkerKind], task: PlanningTask) -> None:
-    """Raise InvalidRequest if no number of workers reaches a target, with the best that can be reached."""
+    """Raise InvalidRequest, which names the best value that is possible, if no number of workers reaches a target."""
     traffic, slo = task.traffic, task.slo
     context = min(prompt for prompt, _ in traffic.lengths) + 1
     firsts = {kind.name: prompt_seconds(kind, traffic.p90_prompt, traffic.prefix_share) for kind in kinds}

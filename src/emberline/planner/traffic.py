@@ -41,7 +41,8 @@ class Traffic:
     def parse(text: str, seed: int) -> Traffic:
         """Parse text such as rate=8,in=4096,out=256, or read the busiest part of a trace. Raises InvalidRequest.
 
-        `spread`: sigma of log-normal lengths with these means. `prefix`: share of a prompt that others have too."""
+        Optional fields: `spread` is the sigma of log-normal lengths with the means `in` and `out`, and `prefix` the
+        share of each prompt that is a prefix which other prompts have too."""
         if text.strip() and "=" not in text:
             return Traffic.read_trace(Path(text))
         values = _parse_fields(text)
@@ -92,7 +93,7 @@ class Traffic:
 
     @cached_property
     def mean_context(self) -> float:
-        """The mean context of decoding requests, over time: long replies decode for longer."""
+        """The mean context of the requests that decode at any time. Long replies count more: they decode for longer."""
         weighted = sum(output * (prompt + output / 2) for prompt, output in self.lengths)
         return weighted / sum(output for _, output in self.lengths)
 
@@ -111,14 +112,14 @@ class Traffic:
 
     @property
     def tokens_per_second(self) -> float:
-        """Prompt and output tokens together."""
+        """The prompt and output tokens of the traffic, per second."""
         return self.rate * (self.mean_prompt + self.mean_output)
 
 
 def find_busiest_part(requests: Sequence[TraceRequest]) -> tuple[TraceRequest, ...]:
-    """Return consecutive requests with the most tokens per second, over a minute and BUSIEST_REQUESTS at least.
+    """Return the part of a trace with the most tokens per second: at least a minute and BUSIEST_REQUESTS requests.
 
-    Of a trace that is shorter, all requests are returned."""
+    If the trace is shorter than that, return all requests."""
     if len(requests) <= BUSIEST_REQUESTS:
         return tuple(requests)
     sizes = [sum(part.num_tokens for part in each.parts) + each.output_tokens for each in requests]

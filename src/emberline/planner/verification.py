@@ -19,8 +19,8 @@ from emberline.sim.worker_config import SimWorkerConfig
 from emberline.sim.workloads.requests import make_single_request
 
 MAX_SIMULATED_ENGINES = 16  # engines of all pools together; more only if the pools need them to keep their proportion
-# Highest ratio of the loads of an engine in two pools to those in the whole topology. Queues near their limit are
-# sensitive.
+# Scaling a topology down changes the load of an engine by different factors in two pools. This is the highest allowed
+# ratio of the factors, because queues near their limit are sensitive.
 MAX_LOAD_MISMATCH = 1.02
 # Tokens of outputs and of prompts for which the simulated part and its duration are chosen: about 2 s of computation.
 SIMULATED_TOKENS, SIMULATED_PROMPT_TOKENS = 60_000, 400_000
@@ -54,7 +54,7 @@ OVERLOAD = SimulatedLoad(math.inf, math.inf, math.inf, math.inf, 0, 0, 0, 0.0, 0
 
 
 def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> SimulatedLoad:
-    """Simulate a part of the topology that is large enough, with its part of the traffic.
+    """Simulate the topology, or a scaled-down copy of a large one with its share of the traffic.
 
     Workers that cannot keep up are not simulated: their latencies grow as long as the traffic lasts."""
     topology = topology.with_counts(topology.counts, task)  # the counts stay, the estimate is that for this traffic
@@ -91,7 +91,7 @@ def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> Simu
 
 
 def _max_engines(topology: Topology, traffic: Traffic) -> int:
-    """Return how many engines can be simulated so that SIMULATED_TOKENS are enough for the fewest requests."""
+    """Return how many engines can be simulated so that SIMULATED_TOKENS suffice for MIN_SIMULATED_REQUESTS."""
     engines = sum(pool.engines for pool in topology.pools)
     running = topology.estimate.decode_rows * topology.pools[-1].engines
     left = max(1.0, SIMULATED_TOKENS / traffic.mean_output - MIN_SIMULATED_REQUESTS)
@@ -99,10 +99,10 @@ def _max_engines(topology: Topology, traffic: Traffic) -> int:
 
 
 def choose_simulated_counts(engines: Sequence[int], wanted: int) -> list[int]:
-    """Return how many engines of each pool are simulated: about `wanted`, or more to keep the proportions of the pools.
+    """Return how many engines of each pool are simulated: about `wanted` in total, or more to keep the proportions.
 
-    In proportion, an engine of each pool has the same load as in the whole topology, with a part of its traffic. So of
-    1 prefill worker and 40 decode workers all are simulated."""
+    If the proportions of the pools are kept, each engine has the same load as in the whole topology. That is why 1
+    prefill engine and 40 decode engines, for example, are all simulated."""
     if (total := sum(engines)) <= wanted:
         return list(engines)
     for size in sorted(range(len(engines), total), key=lambda size: (size > wanted, abs(size - wanted))):
@@ -114,10 +114,10 @@ def choose_simulated_counts(engines: Sequence[int], wanted: int) -> list[int]:
 
 
 class _Sessions:
-    """Random arrivals, or those of a trace, until `end_s`. `arrivals` collects their times.
+    """The simulated requests until `end_s`: random ones, or those of a trace. `arrivals` collects their arrival times.
 
-    To start near the steady state, the first requests arrive within `ramp_s`, with computed prompts and a part of their
-    replies."""
+    So that the simulation starts near the steady state, `population` other requests arrive within `ramp_s`. Their
+    prompts and a part of their replies count as computed."""
 
     def __init__(self, traffic: Traffic, seed: int, population: int, ramp_s: float, end_s: float) -> None:
         self._traffic, self._seed, self._population = traffic, seed, population
@@ -146,7 +146,7 @@ class _Sessions:
             yield SingleRequest(at, self._build_request(rng, str(number), prompt, output))
 
     def _replay_trace(self) -> Iterator[SingleRequest]:
-        """Yield the requests of the trace, at the speed that gives the traffic's rate; again if it ends too early."""
+        """Yield the requests of the trace again and again, replayed at the speed that gives the traffic's rate."""
         requests = self._traffic.replayed
         interval_s = 1.0 / self._traffic.rate  # mean
         slowness = interval_s * (len(requests) - 1) / (requests[-1].time - requests[0].time)
@@ -169,7 +169,7 @@ class _Sessions:
 def _build_cluster(topology: Topology, counts: Sequence[int], task: PlanningTask) -> SimCluster:
     kv_bytes = topology.pools[0].kind.kv_bytes_per_token
     link = KVLink(task.link.bytes_per_second)
-    # Engines with a target for inter-token latencies plan every step; without one, runs of steps are computed at once.
+    # Engines with a target for inter-token latencies are simulated step by step, others in runs of many steps.
     detail: SimDetail = "runs" if topology.is_split else "steps"
     cluster = SimCluster(SimClusterConfig(workers=0, link=link, kv_bytes_per_token=kv_bytes, detail=detail))
     for pool, count in zip(topology.pools, counts, strict=True):
@@ -179,10 +179,10 @@ def _build_cluster(topology: Topology, counts: Sequence[int], task: PlanningTask
 
 
 def _worker_config(pool: PlannedPool, task: PlanningTask) -> SimWorkerConfig:
-    """Return the settings of one engine; a worker with several stages is simulated as one engine for each stage.
+    """Return the settings of one simulated engine. A worker with n pipeline stages is simulated as n engines.
 
-    The stages compute different batches at the same time. So each batch takes as long as a step of all stages, and has
-    its part of the KV cache."""
+    The stages compute n batches at the same time, and each of the n engines stands for one batch: its steps take as
+    long as a step through all stages, and it has 1/n of the KV cache."""
     kind = pool.kind
     return SimWorkerConfig(
         kv_tokens=kind.kv_tokens // kind.pp // BLOCK_SIZE * BLOCK_SIZE,
@@ -199,10 +199,11 @@ def _reset_latencies(cluster: SimCluster) -> None:
 
 
 def _count_late(arrived: Sequence[float], ended: int, must_start_by: float) -> int:
-    """Return how many requests have waited too long for their first token when the simulation ends.
+    """Return how many requests still wait for their first token when the simulation ends, and have missed the target.
 
-    `arrived`: times of arrival. `ended`: requests that do not wait. Requests get their first token in the order of
-    arrival, about, so the last ones wait. Of those that arrived after `must_start_by`, it is not known."""
+    `arrived`: arrival times of all requests. `ended`: the number of requests that no longer wait; requests get their
+    first token about in the order of arrival, so these are the first ones. Requests that arrived after `must_start_by`
+    do not count, because their first token may still be in time."""
     return sum(at < must_start_by for at in arrived[ended:])
 
 

@@ -1,4 +1,4 @@
-"""WorkerKind: a way to run one worker, with its memory plan and step costs. list_worker_kinds finds all that fit."""
+"""WorkerKind: a way to run one worker, with its memory and step costs. list_worker_kinds finds the kinds that fit."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class WorkerKind:
 
     @property
     def serve_options(self) -> str:
-        """Options of `emberline worker`."""
+        """The options with which `emberline worker` starts a worker of this kind."""
         options = [f"--weights {self.weights}"] if self.weights != "auto" else []
         options.append(f"--max-running {self.max_running}")
         options += [f"--tp {self.tp}"] * (self.tp > 1) + [f"--pp {self.pp}"] * (self.pp > 1)
@@ -82,9 +82,10 @@ class WorkerOptions:
 def list_worker_kinds(
     config: Mapping[str, Any], gpu: GPUSpeed, options: WorkerOptions
 ) -> tuple[list[WorkerKind], dict[str, str]]:
-    """Return the kinds that fit, and why others do not, by name.
+    """Return the kinds of workers that can hold the model, and for each other kind, by name, why it cannot.
 
-    Raises UnsupportedModel or ModelFileError for a config that cannot be planned, ModelError if nothing fits."""
+    Raises UnsupportedModel or ModelFileError for a config that cannot be planned, ModelError if no kind fits, and
+    InvalidRequest if the longest request exceeds the model's context."""
     outline, shape = read_outline(config), find_shape_name(read_outline(config))
     if options.longest_request > outline.longest_context:
         raise InvalidRequest(
@@ -178,7 +179,9 @@ def _whole_kv_bytes(plan: GPUPlan, work: StepWork) -> int:
 
 
 def _stage_config(config: Mapping[str, Any], stages: int) -> Mapping[str, Any]:
-    """Return the config of one pipeline stage: some layers, and also embedding and head, which is an overestimate."""
+    """Return the config of one pipeline stage: its share of the layers, and the whole embedding and output head.
+
+    No real stage has more than one of embedding and head, so this overestimates its memory."""
     if stages == 1:
         return config
     text = dict(select_planned_text(config))
@@ -202,7 +205,7 @@ def _find_costs(
         sources = [f"the share of the GPU's speed in measured steps ({', '.join(known.sources)})"]
         correction = make_correction(known)
     if tp > 1:
-        # These steps were measured with small batches, which read packed weights.
+        # The steps of a rank were measured with small batches, for which the format "both" reads the packed weights.
         rank_weights = "packed" if weights == "both" else weights
         if (rank_weights, tp) in RANK_STEPS_MS:
             correction = correction.combine(make_rank_correction(rank_weights, tp))

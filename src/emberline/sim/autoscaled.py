@@ -1,7 +1,7 @@
-"""AutoscaledCluster: the production autoscaler in control of a simulated cluster.
+"""AutoscaledCluster: a simulated cluster whose number of workers the production autoscaler controls.
 
-Every interval the autoscaler makes one decision, with all of its parts: observer, policy, start tracker and budgets.
-It adds workers, which take some time to start, or fail to, and drains workers, whose requests move."""
+The autoscaler makes one decision in each interval, with its observer, policy, start tracker and budgets. The workers
+that it adds take some time to start, or fail to start. The workers that it removes are drained: their requests move."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from emberline.sim.sim_fleet import ScalingTrace, SimFleet, SimRouters, SimStart
 
 
 async def _refuse_call(url: str) -> ProbeResult:
-    """Stand for a call to a simulated worker, which listens nowhere."""
+    """Return the result of a call to a simulated worker, which has no process that listens at its URL."""
     return ProbeResult.REFUSED
 
 
 class AutoscaledCluster:
     def __init__(self, cluster: SimCluster, settings: AutoscalerSettings, choose_start: Callable[[], SimStart]) -> None:
-        """`cluster` has its first workers already. `choose_start`: called for each worker that is started."""
+        """`cluster` contains its first workers. `choose_start` returns when a new worker becomes ready or ends."""
         self._cluster = cluster
         self.trace = ScalingTrace()
         fleet, routers = SimFleet(cluster, choose_start, self.trace), SimRouters(cluster, self.trace)

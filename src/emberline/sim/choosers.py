@@ -40,7 +40,7 @@ def choose_worker_with_fewest_requests(dispatcher: Dispatcher, summary: RequestS
 
 
 def _available(dispatcher: Dispatcher) -> list[Worker]:
-    """Return the workers that answer requests, by name. Raises EngineUnavailable if none is ready."""
+    """Return the ready workers that generate replies, sorted by name. Raises EngineUnavailable if there are none."""
     workers = select_answering_workers([worker for worker in dispatcher.workers.values() if worker.is_ready])
     if not workers:
         raise EngineUnavailable("no worker is ready", hint="retry in a few seconds")

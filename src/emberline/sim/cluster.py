@@ -34,9 +34,9 @@ SimDetail = Literal["steps", "runs"]
 
 @dataclass(frozen=True, slots=True)
 class SimClusterConfig(SimWorkerConfig):
-    """A cluster, with the settings of its workers. `workers` answer requests.
+    """The settings of a simulated cluster and of its workers. `workers`: how many workers answer requests.
 
-    `detail`: steps: workers have real engines, which plan every step. runs: workers are FastWorkers."""
+    `detail`: with "steps", workers have real engines, which plan every step; with "runs", they are FastWorkers."""
 
     workers: int = 4
     prefill_workers: int = 0  # workers in addition, which compute prompts for the others
@@ -175,7 +175,7 @@ class SimCluster:
         return model
 
     def drain_worker(self, name: str, *, move: bool = False) -> None:
-        """Send a worker no new requests, and stop it when its requests have ended. `move`: they move at once.
+        """Send a worker no new requests, and stop it when it has no requests. `move`: move its requests at once.
 
         Raises NotFound if there is no such worker."""
         worker = self._find_worker(name)
@@ -189,7 +189,7 @@ class SimCluster:
         self._events.at(self.now, partial(self._remove_if_drained, worker))
 
     def resume_worker(self, name: str) -> None:
-        """Let a worker that drains get new requests again.
+        """Send new requests to a draining worker again.
 
         Raises NotFound if there is no such worker."""
         worker = self._find_worker(name)
@@ -232,7 +232,7 @@ class SimCluster:
         self.dispatch.register(
             WorkerRegistration(worker.name, worker.name, f"http://{worker.name}", (model,), worker.role)
         )
-        # New prefill workers are known to all at once.
+        # All workers send heartbeats, so that the router knows at once that it can use a new prefill worker.
         self._changed.update(name for name, other in self.workers.items() if other.state != "starting")
         self._send_heartbeats()
         self._turns.retry_waiting()

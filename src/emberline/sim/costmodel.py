@@ -51,7 +51,9 @@ class CostModel:
     def step_seconds(
         self, decode_rows: int, decode_context: float, prompt_tokens: int = 0, prompt_pairs: float = 0
     ) -> float:
-        """Return the duration of a step, if a prompt's context is twice the mean of what its tokens attend to."""
+        """Return the duration of a step.
+
+        The context of a prompt is estimated as twice the mean number of tokens that its tokens attend to."""
         context = 2 * prompt_pairs / prompt_tokens if prompt_tokens else 0.0
         return self._seconds(decode_rows + prompt_tokens, decode_context + context)
 

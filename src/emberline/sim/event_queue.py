@@ -1,4 +1,4 @@
-"""EventQueue: callbacks in the order of virtual time, which it sets on a clock."""
+"""EventQueue: calls callbacks in the order of their virtual times, and sets a clock to the time of each callback."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EventQueue:
         self.at(self._clock.time + seconds, call_and_repeat, is_background=True)
 
     def hold(self, count: int = 1) -> None:
-        """Keep the run going for `count` more requests that wait for background events; a negative count ends that."""
+        """Keep the run going for `count` more requests that wait for background events; if negative, for fewer."""
         self._num_foreground += count
 
     def run(self, until: float = math.inf) -> None:

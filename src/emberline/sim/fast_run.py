@@ -1,4 +1,4 @@
-"""FastJob and FastRun: a request at a FastWorker, and the steps that it computes at once."""
+"""FastJob: a request at a FastWorker. FastRun: the steps whose total time a FastWorker computes at once."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ class FastJob:
     is_removed: bool = False
 
     def context(self, num_steps: int) -> int:
-        """Return the tokens that its next decode step reads."""
+        """Return how many tokens the job's next decode step reads, once the worker has run `num_steps` steps."""
         assert self.joined_step is not None
         return self.num_known + 1 + num_steps - self.joined_step
 
 
 @dataclass(slots=True)
 class FastRun:
-    """A run of equal steps, or of one step with prompts, or a wait for blocks of another worker."""
+    """Decode steps of the same requests, or one step with chunks of prompts, or a wait for another worker's blocks."""
 
     start: float
     num_steps: int = 0
     end: float = 0.0
     chunks: list[tuple[FastJob, int]] = field(default_factory=list)
     num_left_rows: int = 0  # decoding jobs that were removed during the run
-    # Seconds of the first decode step, and by how much each lasts longer than the one before it.
+    # Seconds of the first decode step, and by how many seconds each later step is longer than the step before it.
     first_s: float = 0.0
     growth_s: float = 0.0
 
     def seconds(self, num_steps: int) -> float:
-        """Return the time of so many decode steps."""
+        """Return the seconds that the first `num_steps` decode steps take."""
         return num_steps * (self.first_s + self.growth_s * (num_steps - 1) / 2)
 
     def steps_until(self, seconds: float) -> int:
-        """Return the lowest number of decode steps, at least 1, that take so long."""
+        """Return the smallest number of decode steps, at least 1, that take `seconds` or longer."""
         linear, square = self.first_s - self.growth_s / 2, self.growth_s / 2
         if square <= 0:
             steps = math.ceil(seconds / self.first_s)

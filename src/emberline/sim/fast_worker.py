@@ -1,9 +1,9 @@
-"""FastWorker: a worker that computes many decode steps at once, for fleets of a thousand workers.
+"""FastWorker: a simulated worker that computes the time of many decode steps at once, for fleets of 1,000 workers.
 
 It follows the schedule of the engine: every step decodes one token of each running request, and fills the rest of its
 token budget with prompts, in the order of arrival. While no request arrives, ends or needs memory, all steps are equal
-but for the growing contexts, so their total time is computed at once. What is simplified: the KV cache has parts of
-prompts instead of blocks (`prefix_cache`), and within a run the time of a step grows linearly."""
+except for the growing contexts, so their total time is computed at once. Two things are simplified: the KV cache holds
+parts of prompts, such as messages, instead of blocks (`prefix_cache`), and step times grow linearly within a run."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class FastWorker:
                 num_steps = min(num_steps, fitting)
             else:
                 self._preempt_last(run.start)
-        # The times of steps are taken for linear in the context.
+        # Step times are assumed to grow linearly with the context.
         rows, context = self._num_rows, self._context
         run.first_s = last_s = self._cost.step_seconds(rows, context)
         if num_steps > 1:
@@ -243,7 +243,7 @@ class FastWorker:
         return state
 
     def _start_loaded_jobs(self, now: float) -> bool:
-        """Let the jobs continue whose blocks have been copied, and return whether that produced outputs."""
+        """Continue the jobs whose KV blocks have been copied, and return whether there are outputs."""
         ready = [state for state in self._loading if state.ready_at is not None and state.ready_at <= now]
         for state in ready:
             self._loading.remove(state)
@@ -270,7 +270,7 @@ class FastWorker:
         state.num_private -= min(shared, state.num_private)
 
     def _start_decoding(self, state: FastJob, now: float) -> None:
-        """Output the first token of a job, whose prompt is computed, and let it decode the others."""
+        """Output the first token of a job whose prompt is computed, and start to decode its other tokens."""
         state.num_computed = state.num_known
         self._generated_tokens += 1
         if state.last_token_at is not None:
@@ -301,7 +301,7 @@ class FastWorker:
         self._end_job(state, now)
 
     def _end_job(self, state: FastJob, now: float) -> None:
-        """Free what a job holds. Its prompt and its output, without the last token, stay in the cache."""
+        """Release the KV cache of a job. Its prompt and its output, except the last token, stay cached."""
         assert state.joined_step is not None
         num_output = state.num_before + self._num_steps - state.joined_step
         is_whole_reply = not state.is_removed and not state.job.prefill_only
@@ -315,7 +315,7 @@ class FastWorker:
         self._jobs.pop(state.job.id, None)
 
     def _preempt_last(self, now: float) -> None:
-        """Free the memory of the decoding job that arrived last. It computes prompt and output again later."""
+        """Preempt the decoding job that arrived last: free its memory; its tokens are computed again later."""
         state = max((each for _, _, each in self._decoding if each.joined_step is not None), key=lambda s: s.arrival)
         assert state.joined_step is not None
         num_generated = 1 + self._num_steps - state.joined_step

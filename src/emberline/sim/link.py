@@ -28,8 +28,8 @@ class KVSource:
     overlapped_tokens: int  # part of `tokens` that is copied while the other worker still computes the prompt
     is_prefill: bool = False  # the other worker is a prefill worker, which also samples the first token
     cached_tokens: int = 0  # prompt tokens that the other worker found in its cache
-    # Time at which the other worker had computed the tokens, if it announced them earlier: the copy then overlaps with
-    # a step of the answering worker. None: the copy starts when the request is admitted.
+    # Time at which the other worker had computed all tokens, if it announced them before: the copy starts at this time,
+    # even during a step of the answering worker. None: the copy starts when the request is admitted.
     ready_at: float | None = None
 
     def copy_end(self, link_free_at: float, now: float, seconds: float) -> float:
@@ -44,10 +44,10 @@ class KVSource:
 def count_overlapped_tokens(
     num_prompt: int, num_cached: int, chunk: int, prefill_s: float, link: KVLink, kv_bytes_per_token: float
 ) -> int:
-    """Return how many tokens of a prompt are copied while it is computed.
+    """Return how many tokens of a prompt are copied while the prompt is being computed.
 
-    Cached blocks are sent at once, and the blocks of each chunk when it is computed. So the last chunk is never sent
-    before the end, nor more than the link can carry in `prefill_s`."""
+    Cached blocks are sent at once, and the blocks of each chunk when the chunk has been computed. So the last chunk is
+    sent after the computation, and so is what exceeds the bytes that the link carries in `prefill_s`."""
     computed = num_prompt - num_cached
     last_chunk = (computed - 1) % chunk + 1
     return min(num_prompt - last_chunk, int(prefill_s * link.bytes_per_second / kv_bytes_per_token))
@@ -66,7 +66,7 @@ class SimPull:
 
 
 class SimPulls:
-    """Stands for `kv.pulls.PullManager`: copies take the time that the link needs, and never fail.
+    """Simulates `kv.pulls.PullManager`: copies take the time that the link needs, and never fail.
 
     The copies to one worker share its link, one after the other."""
 

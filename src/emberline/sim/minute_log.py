@@ -48,5 +48,5 @@ class MinuteLog:
             self.unanswered += 1
 
     def _start_minute(self, cluster: SimCluster) -> None:
-        """Let the cluster record the token times of the next minute in a distribution of their own."""
+        """Let the cluster record the inter-token times of the next minute in a new distribution."""
         cluster.result.inter_token_seconds = self.itl[round(cluster.now / MINUTE_S)] = Distribution()

@@ -1,7 +1,7 @@
-"""SimPrefixCache: a KV cache of prompt parts instead of blocks, for FastWorker.
+"""SimPrefixCache: the simulated KV cache of a FastWorker. It holds parts of prompts, such as messages, not blocks.
 
-Parts form a tree: a part follows the part before it in the prompt. As in the KV manager, tokens of running requests are
-held, and of the others the least recently used are evicted, from the end of a prompt."""
+Parts form a tree: the parent of a part is the part before it in the prompt. As in the KV manager, tokens of running
+requests are not evicted. Of the other tokens, the least recently used are evicted first, from the end of a prompt."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SimPrefixCache:
         self.num_used = 0  # tokens of parts, and of running requests
 
     def hold_prefix(self, request: SimRequest) -> tuple[CachedPart | None, int]:
-        """Hold the longest cached prefix of a prompt. Return its last part and how many tokens are cached."""
+        """Hold (protect from eviction) the longest cached prefix of a prompt. Return its last part and its length."""
         for digest in reversed(request.digests):
             if (part := self._parts.get(digest)) is not None:
                 part.num_holders += 1
@@ -60,7 +60,7 @@ class SimPrefixCache:
         return True
 
     def make_room(self, num_tokens: int) -> bool:
-        """Evict parts until so many tokens are free. Return False if those of running requests leave no room."""
+        """Evict parts until `num_tokens` tokens are free. Return False if running requests use too many tokens."""
         while (excess := self.num_used + num_tokens - self._capacity) > 0:
             if not self._evict(excess):
                 return False
@@ -73,9 +73,10 @@ class SimPrefixCache:
     def add_prompt(
         self, request: SimRequest, held: CachedPart | None, num_computed: int, now: float
     ) -> tuple[CachedPart | None, int]:
-        """Add the first `num_computed` tokens of a prompt, which are allocated. Hold their last part, not `held`.
+        """Move the first `num_computed` tokens of a prompt, which the request has allocated, to parts of the cache.
 
-        Return that part, and how many of the allocated tokens it now shares."""
+        The request now holds the last of these parts, instead of `held`. Return that part, and how many of the
+        allocated tokens have moved to parts, where other requests can share them."""
         first, part, shared = 0, held, 0
         if held is not None:
             first = len(request.digests) - 1
@@ -111,7 +112,7 @@ class SimPrefixCache:
         return part, num_tokens
 
     def _extend(self, part: CachedPart, num_tokens: int) -> int:
-        """Restore the evicted end of a part, and return its number of tokens."""
+        """Extend a part, whose end may have been evicted, to `num_tokens` tokens. Return how many were added."""
         added = max(0, num_tokens - part.num_tokens)
         part.num_tokens += added
         return added
@@ -121,7 +122,9 @@ class SimPrefixCache:
             heapq.heappush(self._idle, (part.last_used, next(self._numbers), part))
 
     def _evict(self, num_tokens: int) -> bool:
-        """Evict up to so many tokens, rounded up to blocks, of the least recently used part."""
+        """Evict up to `num_tokens` tokens, rounded up to blocks, of the least recently used part that may be evicted.
+
+        Return False if there is no such part."""
         while self._idle:
             used_at, _, part = self._idle[0]
             if used_at != part.last_used or part.num_holders or part.num_children or not part.num_tokens:
@@ -144,6 +147,6 @@ class SimPrefixCache:
             self._mark_if_idle(parent)
 
     def check_unheld(self) -> None:
-        """Assert that no request holds a part, and that the used tokens are those of the parts."""
+        """Assert that no request holds a part, and that the number of used tokens is the sum over all parts."""
         assert not any(part.num_holders for part in self._parts.values())
         assert self.num_used == sum(part.num_tokens for part in self._parts.values()) <= self._capacity

@@ -1,6 +1,6 @@
-"""SimRequest: a request of a simulated client. Its prompt is a list of parts whose tokens follow from a key.
+"""SimRequest: a request of a simulated client. Its prompt is a list of parts, such as messages.
 
-Parts with equal keys have equal tokens, so prompts that begin with the same parts share their KV blocks."""
+The tokens of a part are derived from its key, so prompts that begin with the same parts share their KV blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SimFleet and SimRouters: a simulated cluster as the fleet and the routers of the production autoscaler."""
+"""SimFleet and SimRouters: the interfaces through which the production autoscaler controls a simulated cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from emberline.sim.result import Distribution, RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class SimStart:
-    """The course of one worker's start."""
+    """When a worker that is being started becomes ready, or ends before that."""
 
     ready_after_s: float  # infinite: it never becomes ready
     ends_after_s: float | None = None  # seconds until its process ends, if it is not ready then; None: it does not
@@ -40,10 +40,10 @@ class ScalingTrace:
 
 
 class SimFleet:
-    """A WorkerFleet whose workers are all workers of the cluster."""
+    """The WorkerFleet of a simulated cluster. All workers of the cluster belong to it."""
 
     def __init__(self, cluster: SimCluster, choose_start: Callable[[], SimStart], trace: ScalingTrace) -> None:
-        """`choose_start`: called for each worker that is started."""
+        """`choose_start` returns when a new worker becomes ready or ends. It is called once for each."""
         self._cluster = cluster
         self._choose_start = choose_start
         self._trace = trace
@@ -73,7 +73,7 @@ class SimFleet:
         return False
 
     async def close(self, *, stop_workers: bool) -> None:
-        """A simulated cluster ends with its run."""
+        """Do nothing: the workers of a simulated cluster end with its run."""
 
 
 class SimRouters:
@@ -124,7 +124,7 @@ class SimRouters:
         return False
 
     async def announce_models(self, names: Collection[str], seconds: float) -> None:
-        """Requests of a simulated cluster wait for a worker in any case."""
+        """Do nothing: in a simulated cluster, requests wait for a worker even if their model was not announced."""
 
     def _record_request(self, record: RequestRecord) -> None:
         if record.first_token_at is not None:

@@ -1,7 +1,7 @@
 """TurnDispatcher: sends the requests of simulated clients to workers, as the router does, and follows them to the end.
 
 A request whose worker is killed starts again at another worker, or continues there after the tokens that the client
-has. A request for which no worker is ready waits for one, for the router's `migration_wait`."""
+has. If no worker is ready, a request waits for one, at most for the time in the router's setting `migration_wait`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from emberline.sim.sessions import SimSession
 
 
 class SimPool(Protocol):
-    """What a TurnDispatcher needs of the cluster's workers, by name."""
+    """The operations on a cluster's workers that a TurnDispatcher calls. A worker is identified by its name."""
 
     @property
     def has_prefill_workers(self) -> bool: ...
@@ -48,7 +48,7 @@ class SimPool(Protocol):
 
 @dataclass(slots=True)
 class OpenAttempt:
-    """An attempt of the router at one worker, and the job there."""
+    """An attempt of the router to serve a request at one worker, and the worker's job for it."""
 
     attempt: WorkerAttempt
     context: ExitStack
@@ -151,7 +151,9 @@ class TurnDispatcher:
         ]
 
     def report_progress(self, worker_name: str, num_generated: Callable[[str], int]) -> None:
-        """Subtract the tokens that jobs have generated from the worker's load. `num_generated`: by the job's id."""
+        """Subtract the tokens that a worker's jobs have generated from the worker's load.
+
+        `num_generated` takes the id of a job, and returns how many tokens the job has generated."""
         worker = self._dispatcher.workers[worker_name]
         for attempt_id in worker.loads:
             at = self._answers.get(attempt_id)
@@ -161,7 +163,7 @@ class TurnDispatcher:
     # -- routing ---------------------------------------------------------------------------------------------------
 
     def _route(self, turn: OpenTurn) -> None:
-        """Choose a worker for a request and send it there, or let it wait or end if there is none."""
+        """Send a request to a worker that is chosen for it. If no worker can take the request, let it wait or end."""
         summary, is_first = turn.request.summary, not turn.moves
         if turn.moves > self._config.migrations:
             self._end(turn, "failed")
@@ -218,7 +220,7 @@ class TurnDispatcher:
         self._events.hold()
 
     def _give_up_if_waiting(self, turn: OpenTurn) -> None:
-        # A turn that a worker served in between and that waits again has a later `waits_until`.
+        # If a worker has served the turn in between and it waits again, its `waits_until` is later than this time.
         if turn in self._waiting and self._clock.now() >= turn.waits_until:
             self._waiting.remove(turn)
             self._events.hold(-1)
@@ -253,7 +255,7 @@ class TurnDispatcher:
             self._end(turn, "answered")
 
     def _finish_prefill(self, turn: OpenTurn, output: JobOutput) -> None:
-        """Let the answering worker copy the blocks of a prompt that a prefill worker has computed."""
+        """Send a request to the worker that answers it, which copies the blocks that a prefill worker has computed."""
         assert turn.prefill is not None and output.is_last
         del self._turns_by_job[output.job_id]
         turn.prefill.close("answered", ReplyUsage())

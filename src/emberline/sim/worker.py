@@ -56,7 +56,7 @@ class SimWorker:
         link: KVLink | None = None,
         kv_bytes_per_token: float = 0.0,
     ) -> None:
-        """`link`: over which KV blocks of other workers are copied; None: they are computed again."""
+        """`link`: the network link over which other workers' KV blocks are copied; None: they are computed again."""
         self.name = name
         self.clock = ManualClock()
         self._store = store

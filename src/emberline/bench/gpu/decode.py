@@ -94,7 +94,7 @@ class DecodeInputs:
         self._tables_and_context = tables.to(self._device), context
 
     def use_rows_of_one_query(self) -> None:
-        """Let each query be a row of its own from now on."""
+        """From now on, compute each query as a separate row of the batch."""
         offsets = torch.arange(self._queries, dtype=torch.int32, device=self._device)
         tables, context = self._tables_and_context
         context = (context[:, None] + offsets).flatten()

@@ -1,4 +1,6 @@
-"""count_distinct_experts: how many different experts of a layer a decode step reads; tie_router_scores."""
+"""count_distinct_experts: counts how many experts of each layer a decode step reads.
+
+tie_router_scores: makes all rows of a batch select the same experts."""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ from emberline.models.sleep import iter_instances
 
 
 def count_distinct_experts(runner: GPURunner, run: Callable[[], object], batch: int) -> float:
-    """Return the mean number of distinct experts of a layer in steps of `batch` rows, while `run` runs.
+    """Call `run`, and return how many distinct experts a layer's rows select on average in steps of `batch` rows.
 
-    Steps run without captured graphs meanwhile, so that each layer can be observed.
+    The steps run without CUDA graphs, so that each layer can be observed.
     """
     graphs, runner.graphs = runner.graphs, False
     try:
@@ -46,7 +48,7 @@ def tie_router_scores(model: DecoderModel) -> None:
 
 @contextmanager
 def _recorded_counts(batch: int) -> Iterator[list[int]]:
-    """Record the experts that the logits of each router select, wherever a kernel is launched that selects them."""
+    """Record how many experts each call of an expert-selecting kernel selects, in steps of `batch` rows."""
     counts: list[int] = []
 
     def record(logits: Tensor, rules: Routing) -> None:

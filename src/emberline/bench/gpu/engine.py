@@ -83,7 +83,7 @@ class EngineBench:
     shape: BenchShape = field(default_factory=lambda: find_shape(DEFAULT_SHAPE))
     count_experts: Callable[[int], float] | None = None  # returns the distinct experts of a layer, for a batch
     limits: MachineLimits = H200
-    prefix: str = ""  # of the names of results, in place of "decode" or before other names
+    prefix: str = ""  # first part of the names of results: it replaces "decode", or stands before other names
 
     def measure_by_name(self, name: str) -> None:
         kind, _, size = name.rpartition("_")
@@ -111,7 +111,7 @@ class EngineBench:
     def measure_prefill(self, tokens: int) -> None:
         jobs = [self._make_job([(tokens, 1)], seed) for seed in range(PREFILL_ROUNDS + 1)]
         walls = [self.run_job(job, JOB_TIMEOUT_S).timeline.wall_seconds for job in jobs]
-        # Of latents, the costs count attention in the form for decoding, which is not the cheapest for prompts.
+        # For latent attention, `cost` counts the operations of the decode form, which needs more of them for prompts.
         has_latents = ModelConfig.from_hf(self.shape.hf_config).parts.attention.latent is not None
         limit = None if has_latents else min_prefill_ms(tokens, self._cost_of_prefill(), self.limits)
         self._add_result(f"prefill_{tokens}_ms", [1e3 * wall for wall in walls[1:]], "ms", limit)
@@ -184,7 +184,7 @@ def measure(
 
 
 def _add_memory(report: BenchReport, booted: BootedGPUEngine, vocab: int) -> None:
-    """Add the memory that the plan expected to be used, and what the driver says is used after the largest steps.
+    """Add the memory that the plan expected to be used, and the memory that is used after the largest steps.
 
     `memory_expected` is the plan without the graphs of shapes that were not captured. `memory_tensors` is the peak of
     what torch has allocated since all weights were loaded, `memory_cached` what torch holds beyond that peak, and

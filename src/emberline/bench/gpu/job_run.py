@@ -69,8 +69,8 @@ class SteadyPhase:
     @staticmethod
     def from_timeline(job: BenchJob, timeline: TokenTimeline) -> SteadyPhase:
         begin, end = timeline.full_batch_period
-        # A peer returns the tokens of one step at slightly different times. The request that is first in each step has
-        # all its tokens within the bounds.
+        # A peer returns the tokens of one step at slightly different times, so a token of some requests may lie outside
+        # of the bounds. The request with the most tokens has none outside.
         steps = max(sum(begin < t <= end for t in times) for times in timeline.times)
         if steps < 1:
             raise EmberlineError(

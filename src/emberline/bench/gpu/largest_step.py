@@ -1,7 +1,8 @@
-"""run_largest_steps: the steps of an engine that need the most memory, for comparisons with the memory plan.
+"""run_largest_steps: runs the steps that need the most memory, to compare the memory they use with the memory plan.
 
-Decode steps and short prompts never allocate what the plan must count. So further shapes are captured first, as in a
-server's idle time, and steps with a whole budget of prompt tokens, and with as many logits as possible, follow."""
+Decode steps and short prompts do not allocate all the memory that the plan must count. So CUDA graphs of further shapes
+are captured first, as in a server's idle time. Then steps run with a full budget of prompt tokens, and with as many
+logits as possible."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ def run_largest_steps(
     capture_seconds: float = CAPTURE_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Capture shapes for some seconds, and compute the largest steps. `vocab`: ids of prompt tokens are below it.
+    """Capture CUDA graphs for some seconds, and compute the largest steps. Ids of prompt tokens are below `vocab`.
 
-    A step has a few prompts with as many tokens as a step may have, one has prompts of as many requests as may run, and
-    one has prompts with as many scored tokens as possible."""
+    One step has a few prompts with as many tokens as a step may have, one has the prompts of as many requests as may
+    run, and one has a prompt with log-probabilities for as many tokens as possible."""
     end = clock() + capture_seconds
     while clock() < end and booted.runner.prepare_next():
         pass

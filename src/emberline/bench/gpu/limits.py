@@ -13,8 +13,8 @@ from emberline.models.config import ModelConfig
 H200 = MachineLimits({"read": 4390.0, "matmul": 758e3})  # GB/s of a reduction, GFLOP/s of an 8192^3 bf16 product
 H200_FP8 = MachineLimits({"read": 4390.0, "matmul": 1530e3})  # cuBLAS with float8, 8192 x 28672 x 4096
 PACKED_WEIGHT_BYTES = 12.03 / 8  # bytes per packed weight, from unweight-size.json
-# Bytes per weight by the setting `weights`. The output head stays bf16: its share is small with fp8, and counted with
-# int4.
+# Mean bytes per weight by the setting `weights`. The output head stays bf16. That is included for int4, and neglected
+# for fp8, where its share is small.
 WEIGHT_BYTES = {"packed": PACKED_WEIGHT_BYTES, "both": PACKED_WEIGHT_BYTES, "fp8": 1.0, "int4": 0.62}
 
 

@@ -47,7 +47,7 @@ class ExpertShape:
 
 EXPERT_SHAPES = {
     "gpt-oss-20b": ExpertShape("mxfp4", 32, 2880, 2880, 32, 4, True, (1, 8, 32, 64, 256)),
-    # One of eight GPUs, each of which has a part of every expert.
+    # The share of one of eight GPUs, which divide every expert.
     "kimi-k2.5-tp8": ExpertShape("int4", 32, 7168, 256, 384, 8, False, (1, 8, 64), (41.0, 111.0, 467.0)),
 }
 
@@ -55,7 +55,7 @@ EXPERT_SHAPES = {
 def draw_matrix(
     kind: CodeKind, n: int, k: int, group: int, experts: int = 0, *, device: str | torch.device = "cuda"
 ) -> QuantisedMatrix:
-    """Return a matrix of random codes, or one for each expert."""
+    """Return a quantised matrix with random codes, or one matrix for each expert if `experts` is not 0."""
     lead = (experts,) if experts else ()
     codes = torch.randint(0, 256, (*lead, n, k // 2), dtype=torch.uint8, device=device)
     shape = (*lead, n, k // group)
@@ -129,11 +129,11 @@ class ExpertLayerBench:
         return min(self.shape.experts, batch * self.shape.per_row)
 
     def count_bytes(self, batch: int) -> int:
-        """Return the bytes of the experts that so many rows select."""
+        """Return the bytes of all experts that a batch of this many rows selects."""
         return (self.gate_up.data[0].nbytes + self.down.data[0].nbytes) * self.count_experts(batch)
 
     def make_logits(self, batch: int) -> list[Tensor]:
-        """Return inputs of the routing that select other experts each, until all were selected."""
+        """Return router logits for several batches. Each batch selects other experts, until all have been selected."""
         shape = self.shape
         sets = -(-shape.experts // self.count_experts(batch))
         expert = torch.arange(sets * batch * shape.per_row, device="cuda") % shape.experts
@@ -167,7 +167,7 @@ class ExpertLayerBench:
 
 
 def _list_plans(x_rows: int, row_tiles: int, w: NarrowWeight) -> list[NarrowPlan | WideNarrowPlan]:
-    """Return the chosen plan and others; `x_rows` of a tile, of `row_tiles`."""
+    """Return the plan that the engine chooses, and others to measure. x has `row_tiles` tiles of `x_rows` rows."""
     rule = narrow.choose_plan(x_rows, row_tiles, w.n, w.units, w.unit_bytes)
     plans: list[NarrowPlan | WideNarrowPlan] = [rule]
     for (blocks, tiles, warps), parts, ctas in product(narrow.TILE_SIZES, (1, 2, 4, 8, 16), (1, 2, 3, 4)):

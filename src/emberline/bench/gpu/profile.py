@@ -1,7 +1,8 @@
 """`python -m emberline.bench.gpu.profile`: prints the GPU time of each kernel in an engine step.
 
-Kernels may start while the one before still runs, and then wait for it. So each kernel has two times: the added one,
-from the end of the kernel before to its own end, and the whole one, from its start. The added times sum to the step's.
+A kernel may start while the previous kernel still runs, and then waits for it. So two times are printed for each
+kernel: "added" is the time from the previous kernel's end to its own end, and "whole" is the time from its own start to
+its own end. The added times of all kernels sum up to the time of the step.
 """
 
 from __future__ import annotations

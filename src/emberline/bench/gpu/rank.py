@@ -1,10 +1,10 @@
-"""`python -m emberline.bench.gpu.rank CONFIG --ranks 8`: one rank of a model on several GPUs, measured on one GPU.
+"""`python -m emberline.bench.gpu.rank CONFIG --ranks 8`: measures one of a model's ranks alone, on one GPU.
 
-The rank has random weights of its part of the model, in the formats of config.json. Its memory is compared with the
-plan, and its decode steps are timed without collectives, which are counted: bench/projection.py adds their times.
+The rank has random weights for its part of the model, in the formats of config.json. Its memory is compared with the
+memory plan. Its decode steps are timed without collectives, which are counted; bench/projection.py adds their times.
 
-With --memory-gib, torch may use no more memory than a GPU of this size has. Drawing quantised experts fragments it, so
-set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if they nearly fill it.
+With --memory-gib, torch may use no more memory than a GPU of this size has. Drawing random quantised experts fragments
+the memory. If they nearly fill it, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SCALE = 0.01  # of quantised weights
 
 
 class RecordingRank(LoneRank):
-    """A LoneRank that records the calls, with their names and the shape of the tensor."""
+    """A LoneRank (a rank without others) that records each collective call, with the shape of the tensor."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -64,10 +64,11 @@ class RecordingRank(LoneRank):
         return super().all_gather(x)
 
     def calls_of_step(self, rows: int, logits: int) -> list[dict[str, Any]]:
-        """Return the calls of one step with this many rows, all of which have logits.
+        """Return the collective calls of one decode step with this many rows, each of which has logits.
 
-        `logits`: of this rank, per row. Each step ends with gathering them. A step of prompts has few calls with so
-        many rows, since only the end of its last layer is computed for the rows with logits alone."""
+        `logits`: the number of logits per row on this rank. Each step ends with an all-gather of the logits, which
+        separates the steps. Steps with prompts may also end with `rows` rows of logits, but have few other calls with
+        this number of rows, so the step with the most calls is a decode step."""
         steps: list[Counter[tuple[str, tuple[int, ...]]]] = [Counter()]
         for call, shape in self.calls:
             if shape[0] == rows:
@@ -82,7 +83,7 @@ class RecordingRank(LoneRank):
 
 
 class RankWeights(RandomWeights):
-    """Random weights of one rank. Experts may be quantised; their codes are drawn, and not computed from floats."""
+    """Random weights of one rank. If the experts are quantised, their codes are random numbers."""
 
     def __init__(
         self, device: str, shard: Shard, experts: WeightFormat | None, *, packed: bool = False, online: str = ""
@@ -91,7 +92,7 @@ class RankWeights(RandomWeights):
         self.recorder = RecordingRank(shard.rank, shard.world_size)
         self.shard, self.comm = shard, self.recorder
         self._expert_format = experts
-        self.expert_bytes = 0  # of those in loaded_bytes
+        self.expert_bytes = 0  # bytes of experts, which `loaded_bytes` includes
 
     def load_experts(
         self,
@@ -162,7 +163,7 @@ def measure(
 def min_weights_ms(config: ModelConfig, weights: RankWeights, batch: int) -> float:
     """Return the time to read the weights that a decode step of this rank needs, at the bandwidth of an H200.
 
-    Of the experts, those that are selected if every row selects experts at random."""
+    Only the experts count that are selected on average if every row selects its experts at random."""
     embedding = config.vocab_rows * config.hidden * torch.bfloat16.itemsize
     unused = 0.0
     if (experts := config.experts) is not None:

@@ -1,5 +1,5 @@
-"""`python -m emberline.bench.gpu.ranks`: checks that engines on several ranks, which share one
-GPU, generate the same tokens as an engine on one rank.
+"""`python -m emberline.bench.gpu.ranks`: checks that engines on several ranks, which share one GPU, generate the same
+tokens as an engine on one rank.
 
 The model is a small Llama with random weights, computed in float32, so that rounding is smaller than the differences
 between logits. Ranks of one GPU take turns: their times say nothing about several GPUs.
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def make_requests(count: int, max_tokens: int, seed: int) -> list[Submission]:
-    """Return requests of which half share a prefix, and half draw their tokens."""
+    """Return requests. Half of them share a prefix, and half of them are sampled randomly instead of greedily."""
     rng = random.Random(seed)
     shared = [rng.randrange(MODEL["vocab_size"]) for _ in range(200)]
     requests = []
@@ -90,9 +90,9 @@ def _compare(
     requests: list[Submission],
     expected: dict[str, list[int]],
 ) -> None:
-    """Run the requests twice, the second time with cached prefixes, and count those with other tokens.
+    """Run the requests twice, the second time with cached prefixes, and count those with unexpected tokens.
 
-    Drawn tokens are counted apart: rounding may move a token's probability past the random number."""
+    Requests with random sampling are counted separately, since rounding can change which token is sampled."""
     print(f"layout started: name={name}", file=sys.stderr, flush=True)
     try:
         runs = [generate(loaded.engine, requests) for _ in range(2)]

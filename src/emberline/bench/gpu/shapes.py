@@ -10,9 +10,9 @@ from emberline.bench.gpu.model import LLAMA_8B
 from emberline.core.errors import InvalidRequest
 
 DEFAULT_SHAPE = "llama-3.1-8b"
-# How rows select experts. "random": by random routers, which spreads rows over all experts. "tied": all scores are
-# equal, so that every row selects the same experts, as in vLLM with dummy weights and DeepSeek-V2-Lite: its softmax in
-# bfloat16 rounds all 64 scores to 1/64.
+# How rows select experts. "random": routers have random weights, which spreads rows over all experts. "tied": all
+# scores are equal, so that every row selects the same experts. This happens in vLLM with dummy weights of
+# DeepSeek-V2-Lite, where a softmax in bfloat16 rounds all 64 scores to 1/64.
 ROUTINGS = ("random", "tied")
 QWEN3_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -118,13 +118,13 @@ class BenchShape:
     vllm_narrow_figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by the setting `weights`
 
     def with_weights(self, weights: str) -> BenchShape:
-        """Return the shape with vLLM's figures for this format of weights, if it is a narrow one."""
+        """Return the shape with vLLM's figures for this format of weights, if there are separate figures for it."""
         return replace(self, vllm_figures=self.vllm_narrow_figures.get(weights, self.vllm_figures))
 
     def with_routing(self, routing: str) -> BenchShape:
-        """Return the shape without vLLM's figures of decode steps if its routing was another one.
+        """Return the shape, without vLLM's figures of decode steps if they were measured with another routing.
 
-        Decode steps that read fewer experts are faster. Prompts take as many operations with either routing.
+        Decode steps that read fewer experts are faster. Prompts need the same operations with either routing.
         """
         if routing == self.vllm_routing:
             return self

@@ -1,12 +1,12 @@
 """Measures speculative decoding of an 8B model with an EAGLE-3 head, both with random weights, on one GPU.
 
-The target model's next token is known (SuccessorWeights), and the head's tokens, which take as long to compute as
-those of a trained head, are replaced by the right ones with given probabilities. So the acceptance length is fixed,
-everything else is as in production, and every output is checked.
+The target model always generates a known next token (SuccessorWeights). The head computes its drafted tokens like a
+trained head, but then they are replaced by the right tokens with given probabilities. So the acceptance length is
+fixed, everything else is as in production, and every output is checked.
 
-The probabilities for each place of a draft are those that vLLM's `synthetic_acceptance_length` stands for: as many
-first tokens as possible are always accepted, and the others never. `--set acceptance=geometric` has the same
-probability at each place instead, so that requests need different numbers of steps."""
+The probabilities depend on the position of a token in its draft. By default they are those of vLLM's
+`synthetic_acceptance_length`: as many of the first tokens as possible are always accepted, and the last ones never.
+With `--set acceptance=geometric`, they are equal at all positions, so that requests need different numbers of steps."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 BATCHES = (1, 8, 32, 64)
 MAX_DRAFT, ACCEPTANCE_LENGTH = 4, 3.08  # what the same measurement of vLLM uses
-# For each place of a draft, the probability that its token is right if those before it are. The acceptance length is
-# 1 + p1 + p1 * p2 + p1 * p2 * p3 + ..
+# For each position in a draft, the probability that its token is right if all tokens before it are right. The
+# acceptance length is 1 + p1 + p1 * p2 + p1 * p2 * p3 + ..
 ACCEPTANCE = {"first": (1.0, 1.0, 0.08, 0.0), "geometric": (0.755, 0.755, 0.755, 0.755)}
 DRAFT_VOCAB = 32_000
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 129
@@ -55,10 +55,10 @@ VLLM_MS = {1: 2.26, 8: 2.54, 32: 3.15, 64: 4.57}
 
 
 class KnownAcceptance:
-    """A draft model that computes everything, and then proposes the right token with given probabilities."""
+    """A draft model that computes tokens as usual, but then replaces them by right ones with given probabilities."""
 
     def __init__(self, head: Eagle3Head, probabilities: Sequence[float]) -> None:
-        """`probabilities`: for each place of a draft, that its token is right if those before it are."""
+        """`probabilities`: for each position in a draft, that its token is right if all tokens before it are right."""
         self._head = head
         self._probabilities = probabilities
         self._place = 0  # of the next token in its draft
@@ -87,13 +87,13 @@ class KnownAcceptance:
         is_right = self._random[inputs] < self._probabilities[self._place]
         self._place += 1
         following = (inputs + 1) % self.config.vocab
-        # A wrong token is the head's own, or another one if that is right by chance.
+        # A wrong token is the one that the head computed, or a different one if that happens to be right.
         wrong = torch.where(tokens == following, (tokens + 1) % self.config.vocab, tokens)
         return torch.where(is_right, following, wrong), states
 
 
 def make_head(target: DecoderModel, *, packed: bool = False, acceptance: str = "first") -> KnownAcceptance:
-    """Return a head for the target model. `packed`: with packed weights. `acceptance`: a key of ACCEPTANCE."""
+    """Return a draft head for the target model. `packed`: compress its weights. `acceptance`: a key of ACCEPTANCE."""
     config = Eagle3Config(
         ModelConfig.from_hf({**LLAMA_8B, "num_hidden_layers": 1}),
         DRAFT_VOCAB,
@@ -116,7 +116,7 @@ def boot_engine(settings: dict[str, Any], acceptance: str = "first") -> BootedGP
 
 
 def make_drafter(settings: dict[str, Any], *, adaptive: bool = False) -> Drafter:
-    """Return a drafter that always verifies all drafted tokens, or if `adaptive` as many as pay."""
+    """Return a drafter with which all drafted tokens are verified, or if `adaptive` only as many as save time."""
     max_draft = settings.get("max_draft", MAX_DRAFT)
     return Drafter(
         *([], max_draft),
@@ -132,8 +132,8 @@ def measure(
 ) -> None:
     """Measure the milliseconds per token at several batch sizes, and add them to the report.
 
-    `off_`: without drafts. `fixed_`: all drafted tokens are verified in every step, as vLLM does. `spec_`: as many as
-    pay, which is what the engine does."""
+    Names of results begin with `off_` (without drafts), `fixed_` (every step verifies all drafted tokens, as in vLLM)
+    or `spec_` (a step verifies as many drafted tokens as save time, as the engine does in production)."""
     chosen = BENCH_SETTINGS | (settings or {})
     acceptance, rounds = str(chosen.pop("acceptance", "first")), rounds or ROUNDS
     booted = boot_engine(chosen, acceptance)
@@ -169,8 +169,8 @@ def measure(
 def min_token_ms(batch: int, cost: TokenCost, head_bytes: int) -> float:
     """Return the shortest possible time per token in milliseconds, with drafts and the given acceptance length.
 
-    A step reads all weights, keys and values once and the head's weights for each drafted token, or is limited by the
-    arithmetic of all verified tokens."""
+    The limit of a step is the time to read all weights, keys and values once, and the head's weights once for each
+    drafted token, or the time of the arithmetic for all verified tokens, whichever is longer."""
     context = PROMPT_TOKENS + OUTPUT_TOKENS // 2
     read = cost.weight_bytes + batch * context * cost.kv_bytes + MAX_DRAFT * head_bytes
     rows = batch * (1 + MAX_DRAFT)
@@ -179,7 +179,7 @@ def min_token_ms(batch: int, cost: TokenCost, head_bytes: int) -> float:
 
 
 def run_batch(engine: Engine, batch: int, max_tokens: int, seed: int = 0) -> tuple[float, int]:
-    """Complete prompts at the same time, check the outputs, and return the seconds and the engine's steps."""
+    """Complete `batch` prompts at the same time and check the outputs. Return the seconds and the number of steps."""
     job = workload.make_job([(PROMPT_TOKENS, max_tokens)] * batch, VOCAB - PROMPT_TOKENS, seed)
     submissions = [make_submission(f"{time.perf_counter_ns()}-{i}", p, max_tokens) for i, p in enumerate(job.prompts)]
     outputs: dict[str, list[int]] = {s.id: [] for s in submissions}

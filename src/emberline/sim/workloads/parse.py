@@ -20,7 +20,7 @@ EXAMPLE = "poisson:rate=4,seconds=600,prompt=1000,output=200"
 def parse_workload(text: str) -> Workload:
     """Return the workload that `text` describes. Raises InvalidRequest if it is malformed.
 
-    `text` is the path of a trace file, with `,speed=2` after it if time is to run faster, or KIND:NAME=NUMBER,..."""
+    `text` is KIND:NAME=NUMBER,..., or the path of a trace file, with `,speed=2` after it to replay it twice as fast."""
     kind, colon, rest = text.partition(":")
     if colon and kind in KINDS:
         allowed, build = KINDS[kind]
@@ -38,7 +38,7 @@ def parse_workload(text: str) -> Workload:
 
 
 def _parse_settings(text: str, allowed: Mapping[str, float]) -> Settings:
-    """Return the settings in a text like a=1,b=2; those that it leaves out have the values of `allowed`."""
+    """Return the settings in a text such as a=1,b=2. A setting that is not in the text has its value in `allowed`."""
     settings, given = dict(allowed), set[str]()
     for pair in filter(None, text.split(",")):
         name, _, value = pair.partition("=")

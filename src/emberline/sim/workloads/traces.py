@@ -104,14 +104,14 @@ class TraceRow:
         return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
 
 
-# Returns None if the row is left out, because it has no prompt or no reply.
+# Returns None for a row without a prompt or a reply, which is left out.
 ReadRow = Callable[[TraceRow], TraceRequest | None]
 
 
 def read_trace(path: Path, trace_format: str = "auto", speed: float = 1.0) -> TraceWorkload:
     """Return the requests of a trace file. Raises TraceError if it is malformed or has no request.
 
-    `trace_format`: a key of TRACE_FORMATS, or auto, to tell it by the fields of the first record."""
+    `trace_format`: a key of TRACE_FORMATS, or `auto`: the fields of the first record determine the format."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -183,9 +183,9 @@ def _read_gateway_row(row: TraceRow) -> TraceRequest | None:
 
 
 def _link_sessions(requests: list[TraceRequest]) -> Iterator[TraceRequest]:
-    """Yield the requests, which are in the order of time, with prompts that continue those of their sessions.
+    """Yield the requests, so that the prompts of a session continue one another. `requests`: in the order of time.
 
-    A prompt begins with the session's previous prompt and reply, unless it is too short for that."""
+    A prompt begins with the session's previous prompt and reply, unless it is too short to contain both."""
     last_parts: dict[str, tuple[PromptPart, ...]] = {}
     for number, request in enumerate(requests):
         if request.session:
