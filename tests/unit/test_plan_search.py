@@ -128,7 +128,7 @@ def test_prompts_that_are_computed_at_the_end_are_not_late(kinds: list[WorkerKin
 
 def test_pools_of_very_different_sizes_are_not_planned(kinds: list[WorkerKind]) -> None:
     task = make_task("rate=60,in=16,out=4000", "ttft_p90=300ms,itl_p90=4ms")
-    assert all(max(each.counts) <= 100 * min(each.counts) for each in list_topologies(kinds[:1], task))
+    assert all(max(each.worker_counts) <= 100 * min(each.worker_counts) for each in list_topologies(kinds[:1], task))
 
 
 def test_simulation_agrees_with_the_formulas_at_low_load(kinds: list[WorkerKind]) -> None:
@@ -146,7 +146,7 @@ def test_candidates_meet_the_targets_with_as_few_workers_as_possible(kinds: list
     assert best.meets_targets and best.load.meets(task)
     tight = replace(task, max_gpus=best.topology.gpus)
     assert {each.topology.gpus for each in find_candidates(kinds[:1], tight, 0)} == {best.topology.gpus}
-    fewer = best.topology.with_counts([best.topology.counts[0] - 1], task)
+    fewer = best.topology.with_counts([best.topology.worker_counts[0] - 1], task)
     assert not simulate_topology(fewer, task, 0).meets(task)
 
 

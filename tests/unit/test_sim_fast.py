@@ -146,7 +146,7 @@ def test_prefix_cache_evicts_the_end_of_the_least_recently_used_prompt() -> None
 
 
 def test_what_runs_cannot_simulate_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="KV events cannot be simulated in runs of steps"):
+    with pytest.raises(InvalidRequest, match="KV events cannot be simulated with detail=runs"):
         SimCluster(replace(ONE, detail="runs"), kv_events=True)
 
 
@@ -161,7 +161,7 @@ def test_simulate_prints_a_report(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert main(["simulate", str(trace), "--detail", "runs", "--routing", "random"]) == 0
     assert "worker_hours" in capsys.readouterr().out
     assert main(["simulate", str(trace), "--detail", "runs", "--itl-target-ms", "20"]) == 1
-    assert "itl_target_ms cannot be simulated in runs of steps" in capsys.readouterr().err
+    assert "itl_target_ms cannot be simulated with detail=runs" in capsys.readouterr().err
     assert main(["simulate", str(trace), "--kv-tokens", "0"]) == 1
     assert "--kv-tokens is 0; it must be above 0" in capsys.readouterr().err
     assert main(["simulate", str(trace), "--until", "nan"]) == 1

@@ -4,8 +4,9 @@ A cluster has three workers on this machine, once all alike and once split into 
 worker. Their steps are paced by a cost table (`--step-costs`), several times slower than this machine computes them, so
 that workers and clients can share few cores without waiting for each other. Requests arrive at random times, at several
 shares of the cluster's capacity, and the simulator gets the same requests. The time that the host adds to each step and
-each request is measured before: with one request at a time, with several decoding requests, and with a separate load,
-to which the time that the host adds for each prompt is fitted.
+each request is measured before: with one request at a time, and with several decoding
+requests. The time that it adds for each prompt is chosen so that the simulation of a separate load agrees with its
+measurement.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ def acceptance_length(rates: Sequence[float]) -> float:
 def _count_accepted(
     head: TrainableHead, vocabulary: DraftVocabulary, target: TargetStates, answers: Sequence[Answer]
 ) -> list[np.ndarray]:
-    """Return, for each answer, how many tokens of the draft at each of its positions are accepted.
+    """Return, for each answer, how many tokens of a draft that starts at each position of the answer are accepted.
 
-    Positions with fewer than DRAFT_LENGTH tokens behind them are left out."""
+    Positions that fewer than DRAFT_LENGTH tokens of the answer follow are left out."""
     ids = copy_to_device(vocabulary.ids, target.device)
     batch = make_batch(answers, target, DRAFT_LENGTH, None)
     with torch.no_grad(), compute_in_bfloat16(target.device):

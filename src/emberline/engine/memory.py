@@ -1,8 +1,7 @@
 """plan_memory: how a GPU's memory is used, computed in advance from the model's config.
 
-Everything except the KV cache is counted first. Of the buffers of a step, those are counted that exist at its peak
-(`step_peak.py`), with the kernels that compute it. The KV cache gets the remaining memory. This module needs no
-torch."""
+Everything except the KV cache is counted first. For a step's buffers, this is the most memory that they take at the
+same time with the kernels in use (`step_peak.py`). The KV cache gets the rest. This module needs no torch."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ MAX_DECODED_ROWS = 128  # rows of x for which codes are decoded in registers
 
 
 def supports(matrix: QuantisedMatrix) -> bool:
-    """Return whether the kernels read the matrix, or the stacked matrices of experts."""
+    """Return whether the kernels can multiply by the matrix, which may be the stacked matrices of experts."""
     return narrow.supports(matrix) and (matrix.codes.dim() == 2 or matrix.columns is None)
 
 

@@ -56,5 +56,5 @@ RANK_STEPS_MS: dict[tuple[str, int], dict[int, float]] = {
 
 
 def rank_file(weights: str, ranks: int) -> str:
-    """Return the name of the result file with the measured steps of one rank."""
+    """Return the name of the result file with measured steps of one rank, if `ranks` ranks divide the model."""
     return f"h200-rank-{RANK_SHAPE}-tp{ranks}{'' if weights == 'plain' else f'-{weights}'}.json"

@@ -92,7 +92,7 @@ def _with_fewer(topology: Topology, load: SimulatedLoad, task: PlanningTask) -> 
     Return None if no pool can keep up with one worker less."""
     slack = {0: load.ttft_p90 / task.slo.ttft_p90, len(topology.pools) - 1: load.itl_p90 / task.slo.itl_p90}
     for pool in sorted(slack, key=slack.__getitem__):
-        counts = list(topology.counts)
+        counts = list(topology.worker_counts)
         if counts[pool] > 1:
             counts[pool] -= 1
             if (smaller := topology.with_counts(counts, task)).estimate.is_stable:
@@ -102,7 +102,7 @@ def _with_fewer(topology: Topology, load: SimulatedLoad, task: PlanningTask) -> 
 
 def _with_more(topology: Topology, load: SimulatedLoad, task: PlanningTask) -> Topology:
     """Return the topology with one more worker in each pool that misses its target."""
-    counts = list(topology.counts)
+    counts = list(topology.worker_counts)
     is_late = load.ttft_p90 > task.slo.ttft_p90, load.itl_p90 > task.slo.itl_p90
     if not topology.is_split:
         return topology.with_counts([counts[0] + 1], task)
@@ -111,7 +111,7 @@ def _with_more(topology: Topology, load: SimulatedLoad, task: PlanningTask) -> T
 
 def _may_fit(topology: Topology, max_gpus: int | None) -> bool:
     """Return whether the topology fits the budget, or would fit with one worker less, which simulation may allow."""
-    spare = max(pool.kind.gpus for pool in topology.pools if pool.count > 1) if max(topology.counts) > 1 else 0
+    spare = max(pool.kind.gpus for pool in topology.pools if pool.count > 1) if max(topology.worker_counts) > 1 else 0
     return max_gpus is None or topology.gpus - spare <= max_gpus
 
 

@@ -107,8 +107,8 @@ def _estimate_worker_loss(topology: Topology, task: PlanningTask, start_s: float
 
 
 def _ttft_without(topology: Topology, task: PlanningTask, missing: int, start_s: float) -> float:
-    counts = [count - (number == missing) for number, count in enumerate(topology.counts)]
-    traffic, whole = task.traffic, topology.counts[missing]
+    counts = [count - (number == missing) for number, count in enumerate(topology.worker_counts)]
+    traffic, whole = task.traffic, topology.worker_counts[missing]
     if not counts[missing]:
         return start_s  # requests wait until the worker is replaced
     estimate = topology.with_counts(counts, task).estimate

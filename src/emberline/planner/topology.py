@@ -99,7 +99,7 @@ class Topology:
         return Topology(pools, estimate_pools(pools, task))
 
     @property
-    def counts(self) -> tuple[int, ...]:
+    def worker_counts(self) -> tuple[int, ...]:
         return tuple(pool.count for pool in self.pools)
 
     @property

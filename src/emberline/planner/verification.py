@@ -57,7 +57,7 @@ def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> Simu
     """Simulate the topology, or a scaled-down copy of a large one with its share of the traffic.
 
     Workers that cannot keep up are not simulated: their latencies grow as long as the traffic lasts."""
-    topology = topology.with_counts(topology.counts, task)  # the counts stay, the estimate is that for this traffic
+    topology = topology.with_counts(topology.worker_counts, task)  # the same counts, an estimate for this traffic
     if not topology.estimate.is_stable:
         return OVERLOAD
     engines = [pool.engines for pool in topology.pools]

@@ -394,5 +394,7 @@ def _check_simulated_in_runs(config: SimClusterConfig, store: SimStore | None, k
     for name, is_used in used.items():
         if is_used:
             raise InvalidRequest(
-                f"{name} cannot be simulated in runs of steps", param="detail", hint="simulate every step: detail=steps"
+                f"{name} cannot be simulated with detail=runs, where many steps are computed at once",
+                param="detail",
+                hint="simulate every step: detail=steps",
             )

@@ -64,8 +64,8 @@ class DeviceDrafting:
         """`graphs`: whether to capture CUDA graphs.
 
         `target_shape`: of the target model: (query heads, KV heads, head size), the dtype of its activations, the
-        maximum tokens in a row of its attention, and the maximum tokens of a step, with padding. `share_tokens`: sends
-        drafts to the other ranks; None: there are none."""
+        most tokens that its attention computes as one row, and the most tokens of a step, with padding.
+        `share_tokens`: sends drafts to the other ranks; None: there are none."""
         target_heads, dtype, max_queries, max_step_tokens = target_shape
         max_running, max_batch_tokens = limits.max_running, limits.max_batch_tokens
         cache = make_draft_cache(model, target_cache, str(device.torch_device))

@@ -175,7 +175,7 @@ def prepare_sampling(
 
 
 def list_newest_indexes(work: Sequence[WorkItem], rows: DeviceRows) -> np.ndarray:
-    """Return `SamplingInputs.newest_rows` of a step."""
+    """Return, for each sampled token of a step, the index in DeviceRows.newest to which it is written."""
     index = np.array([row.index for row in rows.rows_of(work)], np.int64)
     return _place_newest(index, np.array([w.num_draft for w in work]), rows)
 

@@ -128,7 +128,7 @@ class LogEndpoints:
         before = request.query.get("before", "")
         if before and (len(before) != 32 or not set(before) <= _HEX):
             raise InvalidRequest(
-                f"before must be the cursor of a page, not {before[:80]!r}",
+                f"the parameter `before` must be the cursor of a page, not {before[:80]!r}",
                 param="before",
                 hint="copy `cursor` of the last page",
             )

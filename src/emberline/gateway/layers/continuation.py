@@ -54,7 +54,7 @@ class ContinuationLayer:
                 return reply
             steps = list(enumerate(call.steps or fallback_steps(call)))
             rest = steps[reply.step_index + 1 :]
-            continuation = _Continuation(
+            continuation = _StreamContinuation(
                 call, conversation, rest or steps[-1:], not rest, self._retry_handler, self._registry
             )
             return ContinuedStream(call, conversation.dialect, reply, continuation.continue_stream).reply
@@ -90,7 +90,7 @@ def _may_be_continued(call: GatewayRequest) -> bool:
 
 
 @dataclass(slots=True)
-class _Continuation:
+class _StreamContinuation:
     call: GatewayRequest
     conversation: CanonicalRequest
     remaining_steps: list[tuple[int, RequestStep]]

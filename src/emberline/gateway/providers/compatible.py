@@ -39,7 +39,7 @@ class CompatibleProvider(Provider):
             )
         if unknown := set(speaks) - set(ENDPOINTS):
             raise InvalidRequest(
-                f"the setting speaks of provider {slug!r} contains an unknown wire format: {min(unknown)[:40]!r}",
+                f"the setting `speaks` of provider {slug!r} contains an unknown wire format: {min(unknown)[:40]!r}",
                 param=f"providers.{slug}.speaks",
                 hint=f"use {', '.join(ENDPOINTS)}",
             )

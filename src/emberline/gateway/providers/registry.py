@@ -97,7 +97,7 @@ class ProviderRegistry:
 def _select_endpoints(provider: Provider, dialects: tuple[str, ...]) -> dict[Dialect, str]:
     if unknown := set(dialects) - set(provider.endpoints):
         raise InvalidRequest(
-            f"provider {provider.slug!r} does not support the wire format {min(unknown)} in its setting speaks",
+            f"provider {provider.slug!r} does not support the wire format {min(unknown)} in its setting `speaks`",
             hint=f"use {', '.join(provider.endpoints)}",
         )
     return {dialect: path for dialect, path in provider.endpoints.items() if dialect in dialects}

@@ -34,7 +34,8 @@ class Communicator(Protocol):
         """Return the sum of the x of all ranks. May overwrite x.
 
         The sum is computed in float32, in the order of the ranks, and rounded once to the dtype of x: every rank gets
-        the same bits, and the sum of one element does not depend on where in x it is.
+        the same bits, and the sum of one element does not depend on where in x it is. With `--collectives nccl`, NCCL
+        chooses the order instead.
         """
         ...
 

@@ -297,10 +297,10 @@ def describe_dense(
 def describe_gate_up(
     x: Tensor, w: NarrowWeight, out: Tensor, bias: Tensor | None, clamp: ClampedSwiGLU | None
 ) -> NarrowProblem:
-    """Return the kernel's parameter for the gate and up products of experts, without rows and plan.
+    """Return the kernel's parameter for the gate and up products of experts. The rows and the plan are set later.
 
-    The next kernel, for the down matrices, reads the tables of the sorted rows before it waits for this one. So this
-    kernel lets the next one start only after the kernel that sorted the rows has ended.
+    The kernel for the down products, which follows, reads the tables of the sorted rows before it waits. So the kernel
+    of gate and up lets it start only when the kernel that sorted the rows has ended.
     """
     assert w.gated, "gates and ups must be packed as such"
     problem = describe_problem(x, w, out, bias)

@@ -174,7 +174,9 @@ def _cut_window(
     item: tensor, query_start: tensor, context: tensor, window: tensor, max_parts: tensor, CHUNKED: constexpr,
     TILE: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return what `_load_item` does for part item % max_parts of a row's visible keys; a padding row has 0 parts."""
+    """Return the same values as `_load_item`, computed from a row's visible keys; a padding row has 0 parts.
+
+    `item` is row * max_parts + part."""
     request, part = item // max_parts, item % max_parts
     before = tl.load(context + request)
     queries = tl.load(query_start + request + 1) - tl.load(query_start + request)

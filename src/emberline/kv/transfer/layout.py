@@ -14,12 +14,12 @@ from emberline.kv.transfer.errors import IncompatibleCaches
 class KVLayout:
     """The memory layout of one cache. Two caches can exchange blocks if their layouts differ at most in `tokens`.
 
-    One of the two block sizes (`tokens`) must then divide the other. With several groups of layers, they must be equal,
-    because only the last blocks of windows are sent.
+    One of the two block sizes (`tokens`) must then divide the other. If some layers have an attention window, they must
+    be equal: only the blocks within the window are sent, and their limits depend on the block size.
 
     The keys are an array [layers, blocks, heads, tokens, width], and so are the values. A cache that stores all heads
     of a token together counts as having one wide head. Transposed keys (`turned`) are stored as [layers, blocks, heads,
-    elements, tokens, bytes of an element].
+    elements, tokens, bytes of an element], where the last two are `width` together.
     """
 
     model: str  # fingerprint of the model, as in the root of block hashes

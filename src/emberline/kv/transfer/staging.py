@@ -1,4 +1,4 @@
-"""take_slot and split_by_layers help regions that copy pieces of KV transfers through a few buffers of limited size."""
+"""take_slot, split_by_layers: for KV transfers that copy pieces of blocks through a few buffers of limited size."""
 
 from __future__ import annotations
 
