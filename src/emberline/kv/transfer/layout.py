@@ -19,7 +19,7 @@ class KVLayout:
 
     The keys are an array [layers, blocks, heads, tokens, width], and so are the values. A cache that stores all heads
     of a token together counts as having one wide head. Transposed keys (`turned`) are stored as [layers, blocks, heads,
-    elements, tokens, bytes of an element], where the last two are `width` together.
+    elements, tokens, bytes of an element], where `width` is elements times bytes of an element.
     """
 
     model: str  # fingerprint of the model, as in the root of block hashes
