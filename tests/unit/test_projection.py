@@ -45,5 +45,5 @@ def test_results_that_cannot_be_used(tmp_path: Path) -> None:
         add_projections(BenchReport("parallel"), [write_results(tmp_path, ranks=3)])
     other = tmp_path / "other.json"
     other.write_text('{"bench": "parallel"}')
-    with pytest.raises(InvalidRequest, match="'parallel', and not of one rank"):
+    with pytest.raises(InvalidRequest, match=r"'parallel', not of emberline\.bench\.gpu\.rank"):
         add_projections(BenchReport("parallel"), [other])

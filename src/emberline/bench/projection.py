@@ -33,7 +33,7 @@ def add_projections(report: BenchReport, files: Sequence[Path]) -> None:
         found = read_object(file)
         if found.get("bench") != "rank":
             raise InvalidRequest(
-                f"{file} has results of {found.get('bench')!r}, and not of one rank",
+                f"{file} is a result of the bench {found.get('bench')!r}, not of emberline.bench.gpu.rank",
                 param="rank_results",
                 hint="make it with `python -m emberline.bench.gpu.rank CONFIG --ranks N --json FILE`",
             )

@@ -66,7 +66,7 @@ class ArrangementLatency:
 
 
 def bench(rate: float, seconds: float, detail: SimDetail = "steps") -> BenchReport:
-    """Compare arrangements at `rate` requests per second, for `seconds` of virtual time.
+    """Compare colocated and split workers at `rate` requests per second, for `seconds` of virtual time.
 
     `detail`: with "runs", the simulation takes seconds instead of minutes, but the arrangement with --itl-target-ms is
     left out."""

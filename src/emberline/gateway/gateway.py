@@ -121,7 +121,7 @@ class Gateway:
                 log.exception("Request failed with an internal error: method=%s path=%s", inbound.method, inbound.path)
             return error_reply(dialect, e)
 
-    async def open_session(self, target: RequestTarget, inbound: InboundRequest, model: str) -> GatewayReply:
+    async def open_realtime_session(self, target: RequestTarget, inbound: InboundRequest, model: str) -> GatewayReply:
         """Open a realtime session at a provider. Return the open session, or an error reply if that failed."""
         try:
             request = await self.build_request(target, inbound)

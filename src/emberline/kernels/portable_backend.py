@@ -261,7 +261,7 @@ def _find_few_rows_kernel(x: Tensor, w: PackedWeight, kind: ProductKind | None) 
 def allocate_attention_output(inputs: AttentionInputs) -> Tensor:
     qkv, layer = inputs.qkv, inputs.layer
     if layer.latent_dim:
-        raise NotImplementedError("attention on latents is part of latent_attention on a GPU")
+        raise NotImplementedError("paged_attention does not support latents on a GPU: use latent_attention")
     return qkv.new_empty(len(qkv), layer.q_heads * layer.head_dim)
 
 

@@ -112,9 +112,9 @@ class StateSlots:
         return self._arriving[request_id][1] if request_id in self._arriving else self._held[request_id]
 
     def commit_load(self, request_id: str) -> None:
-        """Make the snapshot that was loaded for a request usable for all requests, if it has a slot of its own.
+        """Make a snapshot, which was loaded for a request into a slot of its own, usable for all requests.
 
-        The request's next step then starts from it."""
+        The next step of this request then starts from the snapshot. Nothing happens if none was loaded for it."""
         if (arrived := self._arriving.pop(request_id, None)) is None:
             return
         digest, slot = arrived

@@ -206,7 +206,7 @@ def _read_latent_heads(fields: ConfigFields, hidden: int) -> tuple[int, int, int
     """Return the numbers of query heads and of KV heads (one, which all query heads share), and the cached size."""
     heads = fields.size("num_attention_heads", maximum=MAX_HEADS)
     if fields.size("num_key_value_heads", heads, maximum=MAX_HEADS) != heads:
-        raise fields.invalid_error("num_key_value_heads", f"num_attention_heads, {heads}, with latent attention")
+        raise fields.invalid_error("num_key_value_heads", f"num_attention_heads ({heads}) for latent attention")
     return heads, 1, read_latent_config(fields).cached_dim
 
 

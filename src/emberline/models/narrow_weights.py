@@ -102,7 +102,7 @@ class PendingExperts:
     def set_part(self, select: Callable[[Tensor], Tensor], matrix: QuantisedMatrix) -> None:
         """Copy a matrix, such as the gates of one expert, to its rows among those of all experts.
 
-        `select`: returns the rows that `matrix` fills, of a tensor [experts, rows of an expert, 1]."""
+        `select` is called with a tensor [experts, rows of an expert, 1], and returns its part for `matrix`."""
         if self._matrices is None:
             self._matrices = allocate_like(self._shape, self._device, zeroed=True)  # some experts may stay unused
         whole, count, n = self._matrices, self._shape.codes.shape[0], self._shape.n

@@ -58,7 +58,7 @@ class PlannedModel:
         stage: Stage | None = None,
     ) -> PlannedModel:
         """Plan the memory of a model, or of a rank's part of it. Raises ModelError if it does not fit, InvalidRequest
-        if the stage cannot be computed.
+        if GPUs cannot run this pipeline stage.
 
         `device_memory`, `stage`: see `plan_stage_memory`."""
         plan, config = plan_stage_memory(

@@ -24,7 +24,7 @@ def make_zero_weight_model(model: DecoderModel) -> DecoderModel:
 
 @dataclass(frozen=True, slots=True)
 class _ZeroWeights:
-    """Zero weights by their shapes."""
+    """Makes weights that are all zero, one for each shape, which all weights of that shape then share."""
 
     device: torch.device
     fixed_order: bool

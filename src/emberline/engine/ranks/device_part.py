@@ -221,9 +221,10 @@ class DevicePart:
 def connect_devices(
     device: Device, config: EngineConfig, message_bytes: int, host: Communicator, senders: Sequence[int]
 ) -> Communicator:
-    """Return a communicator between the GPUs of the ranks of `host`, which connects these ranks in main memory.
+    """Return a communicator between the GPUs of ranks that `host` already connects in main memory.
 
-    `message_bytes`, `senders`: see IpcGroup. Raises InvalidRequest if the setting collectives does not work here."""
+    `message_bytes`, `senders`: see IpcGroup. Raises InvalidRequest if `--collectives` has a value that does not work
+    on this machine."""
     collectives = config.parallel.collectives
     try:
         return connect_device_group(

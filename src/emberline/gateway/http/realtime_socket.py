@@ -54,7 +54,7 @@ class RealtimeSocket:
         """
         sent = {**headers, SUBPROTOCOL_HEADER: ", ".join(offered_protocols)} if offered_protocols else headers
         self._model = _model_in_query(query)
-        reply = await self._gateway.open_session(
+        reply = await self._gateway.open_realtime_session(
             self._target, InboundRequest("GET", path, query, sent, b""), self._model
         )
         try:
