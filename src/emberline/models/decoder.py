@@ -6,7 +6,7 @@ It maps a ForwardBatch to logits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -126,11 +126,6 @@ class DecoderModel:
     embedding_multiplier: float = 1.0
     final_norm: Tensor | None = None  # weight of a layer norm before the head; None: the head has an RMS norm
     vocabulary: VocabularyPart | None = None  # the rows of embedding and head that this rank has; None: all
-    # The layers in a form that also computes a part of the next layer; None: a layer has no such form.
-    joined: tuple[FusedLayer | ChainedLayer | None, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "joined", tuple(map(_as_joined_layer, self.layers)))
 
     @staticmethod
     def load(
@@ -253,7 +248,7 @@ class DecoderModel:
         captures_output = capture is not None and len(self.layers) in capture.layers
         keeps_rows = captures_output or batch.computes_all_rows
         views = zip(self.layers, batch.layer_views(len(self.layers)), strict=True)
-        joined, inputs = (*self.joined, None) if batch.exchange is None else (), None
+        joined, inputs = [*map(_as_joined_layer, self.layers), None] if batch.exchange is None else [], None
         for index, (layer, (layer_batch, keys, values)) in enumerate(views):
             if capture is not None:
                 capture.copy_input(index, x)
