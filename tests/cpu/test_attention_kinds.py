@@ -150,5 +150,5 @@ def test_kernels_for_hopper_refuse_latent_attention() -> None:
     inputs = AttentionInputs(
         torch.zeros(1, 64), layer, empty, empty, ops.AttentionMetadata(empty, empty, empty, empty, empty)
     )
-    with pytest.raises(NotImplementedError, match="part of latent_attention"):
+    with pytest.raises(NotImplementedError, match="use latent_attention"):
         HopperBackend.paged_attention(object.__new__(HopperBackend), inputs, AttentionPlan(0, prefill_tiles=empty))

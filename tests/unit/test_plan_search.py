@@ -68,7 +68,7 @@ def test_slow_links_make_the_first_token_late(kinds: list[WorkerKind]) -> None:
     difference = 2000 * 131072 / 0.5e9 - 2000 * 131072 / 100e9
     assert slow.estimate.ttft_p90 - fast.estimate.ttft_p90 == pytest.approx(difference)
     # A decode worker can copy 0.5 GB/s, less than two prompts per second.
-    assert first_split(20, "100").counts[1] == 1 and first_split(20, "0.5").counts[1] > 10
+    assert first_split(20, "100").worker_counts[1] == 1 and first_split(20, "0.5").worker_counts[1] > 10
 
 
 def test_overload_is_unstable(kinds: list[WorkerKind]) -> None:

@@ -233,7 +233,7 @@ def _read_long_context_price(entry_id: str, long_price: object) -> LongContextPr
         )
     price = _read_price(entry_id, {name: value for name, value in long_price.items() if name != "above"})
     if price is None:
-        raise InvalidRequest(f"catalogue entry {entry_id}: the table `long` needs the price `input`", param=entry_id)
+        raise InvalidRequest(f"catalogue entry {entry_id}: table `long` must have the price `input`", param=entry_id)
     return LongContextPrice(long_price["above"], price)
 
 
