@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -351,7 +352,15 @@ def test_a_server_whose_models_cannot_be_listed_is_logged_until_that_changes(cap
     reasons = [record.getMessage() for record in caplog.records if "Models cannot be listed" in record.getMessage()]
     parts = ["refuses the provider's key with status 401", "status 500", "not a list of models", "status 401"]
     assert len(reasons) == len(parts) and all(part in each for part, each in zip(parts, reasons, strict=True)), reasons
-    assert all("provider=mine" in each for each in reasons)
+    assert all("account=default gateway=default provider=mine" in each for each in reasons)
+    replies += [(200, b'{"data": []}'), (401, b""), (200, b'{"data": []}'), (401, b"")]
+    caplog.clear()
+    for each in (
+        settings,
+        msgspec.structs.replace(settings, gateway="second"),
+    ) * 2:  # the second one's key is wrong all the time
+        asyncio.run(models.list_models(each, ANONYMOUS))
+    assert len([record for record in caplog.records if "gateway=second" in record.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("where", ['"model": ', '"model": "m", "other": '])

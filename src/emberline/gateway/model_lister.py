@@ -51,7 +51,8 @@ class ModelLister:
         self._vault = vault
         self._upstream = upstream
         self._catalogue = catalogue
-        self._problems: dict[str, str] = {}  # by provider: why its models could not be listed, as it was last logged
+        # By account, gateway and provider: why models could not be listed, as it was last logged.
+        self._problems: dict[tuple[str, str, str], str] = {}
 
     async def list_models(
         self, settings: GatewaySettings, identity: Identity, *, with_provider: bool = False
@@ -83,7 +84,7 @@ class ModelLister:
         key = await self._vault.get_key(settings.account, slug, DEFAULT_ALIAS) or settings.providers[slug].key
         if not provider.needs_key:
             models, problem = await self._fetch_server_models(provider, key)
-            self._log_problem(slug, problem)
+            self._log_problem(slug, settings, problem)
             return models
         known = self._catalogue.current.models(slug) if key is not None else []
         return [_ListedModel(model.name, 0, model.context or 0, kind=model.kind) for model in known]
@@ -112,11 +113,12 @@ class ModelLister:
         except JSON_DECODE_ERRORS:
             return [], "what the server answers is not a list of models"
 
-    def _log_problem(self, slug: str, problem: str) -> None:
-        """Log why the models of a provider are missing, unless the same reason was logged last."""
-        if problem and self._problems.get(slug) != problem:
-            log.warning("Models cannot be listed: provider=%s reason=%r", slug, problem)
-        self._problems[slug] = problem
+    def _log_problem(self, slug: str, settings: GatewaySettings, problem: str) -> None:
+        """Log why the models of a gateway's provider are missing, unless the same reason was logged last."""
+        place = settings.account, settings.gateway, slug
+        if problem and self._problems.get(place) != problem:
+            log.warning("Models cannot be listed: account=%s gateway=%s provider=%s reason=%r", *place, problem)
+        self._problems[place] = problem
 
 
 def _is_model_allowed(settings: GatewaySettings, provider: str, model: str) -> bool:
