@@ -506,3 +506,18 @@ def test_soak_counts_completions_and_detects_a_missing_one() -> None:
     lost._collect_outputs = lambda: [o for o in collect() if o.finish is None]  # type: ignore[method-assign]
     with pytest.raises(EmberlineError, match="do not match"):
         run_soak(lost, 0.2, requests_per_second=40.0)
+
+
+def test_random_model_is_a_checkpoint_with_a_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    from emberline.bench.gpu.random_checkpoint import write_random_model
+
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LLAMA_8B | small | {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 300}
+    write_random_model(tmp_path, config, device="cpu")
+    assert Checkpoint.open(tmp_path).tensor_info("model.embed_tokens.weight").shape == (300, 64)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ids = tokenizer.encode("two words").ids
+    assert len(ids) == 9 and tokenizer.decode(ids) == "two words"
+    assert tokenizer.get_vocab_size() == 300 and tokenizer.decode([299]) == "w299"
