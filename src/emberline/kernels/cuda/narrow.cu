@@ -42,7 +42,7 @@ template <class F, int BLOCKS, class W> struct Fetcher {
   u64 evict_first;
   int item, items, j, slot;
   int rows, next_rows, next_expert, next_assignment;  // rows: of x in the item
-  int row, left;                                      // of x: start of the lane's row / 16 bytes; bytes of a row that are left
+  int row, left;  // of x: where the lane's row starts, in units of 16 bytes; bytes of a row from the next step on
   const u8* w;                                        // the next codes
   bool has_rows;                                      // of w
 
