@@ -24,7 +24,7 @@ from emberline.engine.engine_group import EngineGroup
 from emberline.engine.engine_group_boot import boot_engine_group
 from emberline.engine.memory import DEFAULT_UTILIZATION, RESERVE_BYTES
 from emberline.engine.ranks import device_part, rank_group_boot
-from emberline.engine.ranks.control import DeviceMeasured
+from emberline.engine.ranks.control import MeasuredGPU
 from emberline.engine.ranks.device_boot import DeviceDivision
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
 from emberline.engine.ranks.group import RankGroup
@@ -57,7 +57,7 @@ def make_configs(root: Path, *names: str) -> dict[str, EngineConfig]:
 def bytes_for_one_model(configs: dict[str, EngineConfig]) -> int:
     """Return the memory of a GPU with room for one and a half of these models."""
     divisions = {name: DeviceDivision.of(config.with_gpu_defaults()) for name, config in configs.items()}
-    sizes = plan_rank_sharing(divisions, [DeviceMeasured(64 << 30, 0)], 1 << 40).model_bytes.values()
+    sizes = plan_rank_sharing(divisions, [MeasuredGPU(64 << 30, 0)], 1 << 40).model_bytes.values()
     kept = len(configs) * (RESERVE_BYTES + count_buffer_bytes())
     return int((1.5 * max(sizes) + kept) / DEFAULT_UTILIZATION)
 

@@ -16,7 +16,7 @@ from emberline.core.transfer_config import TransferConfig
 from emberline.engine.engine_group_boot import boot_engine_group
 from emberline.engine.memory import DEFAULT_UTILIZATION, RESERVE_BYTES
 from emberline.engine.ranks import rank_group_boot
-from emberline.engine.ranks.control import DeviceMeasured
+from emberline.engine.ranks.control import MeasuredGPU
 from emberline.engine.ranks.device_boot import DeviceDivision, plan_device_caches
 from emberline.engine.ranks.rank_sharing import PlannedDivision, RankSharingPlan, plan_rank_sharing
 from emberline.kernels.comm.lone_rank import LoneRank
@@ -70,7 +70,7 @@ def count_kept_bytes(divisions: dict[str, DeviceDivision]) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_models_that_fit_share_each_gpu(layout: dict[str, Any], homes: dict[str, Path]) -> None:
     divisions = divide(homes, **layout)
-    gpus = [DeviceMeasured(40 * GIB, 0), DeviceMeasured(40 * GIB, 9 * GIB)]
+    gpus = [MeasuredGPU(40 * GIB, 0), MeasuredGPU(40 * GIB, 9 * GIB)]
     plan = plan_rank_sharing(divisions, gpus, 0)
     assert plan.usable_bytes == 31 * GIB - count_kept_bytes(divisions), "the GPU with less room"
     assert 0.99 * plan.usable_bytes < sum(plan.model_bytes.values()) <= plan.usable_bytes
@@ -80,30 +80,30 @@ def test_models_that_fit_share_each_gpu(layout: dict[str, Any], homes: dict[str,
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_models_that_do_not_fit_take_turns(layout: dict[str, Any], homes: dict[str, Path]) -> None:
     large = {"max_batch_tokens": 1 << 19}  # activations take most of the memory
-    fixed = plan_rank_sharing(divide(homes, **layout, **large, kv_memory=1 << 16), [DeviceMeasured(90 * GIB, 0)], 0)
+    fixed = plan_rank_sharing(divide(homes, **layout, **large, kv_memory=1 << 16), [MeasuredGPU(90 * GIB, 0)], 0)
     divisions = divide(homes, **layout, **large)
     total = int((1.3 * max(fixed.model_bytes.values()) + count_kept_bytes(divisions)) / DEFAULT_UTILIZATION)
-    plan = plan_rank_sharing(divisions, [DeviceMeasured(total, 0)] * 2, HOST_BYTES)
+    plan = plan_rank_sharing(divisions, [MeasuredGPU(total, 0)] * 2, HOST_BYTES)
     assert plan.usable_bytes < sum(fixed.model_bytes.values())
     assert all(0.9 * plan.usable_bytes < size <= plan.usable_bytes for size in plan.model_bytes.values())
     assert all(memory.kv_memory is None for memory in plan.memory.values())
     check_plan(plan, divisions)
     with pytest.raises(ModelError, match="main memory must hold while they sleep"):
-        plan_rank_sharing(divisions, [DeviceMeasured(total, 0)] * 2, 1000)
+        plan_rank_sharing(divisions, [MeasuredGPU(total, 0)] * 2, 1000)
 
 
 def test_configured_kv_memory_is_that_of_each_rank(homes: dict[str, Path]) -> None:
     divisions = divide(homes, tp=2, kv_memory=GIB)
-    plan = plan_rank_sharing(divisions, [DeviceMeasured(40 * GIB, 0)] * 2, 0)
+    plan = plan_rank_sharing(divisions, [MeasuredGPU(40 * GIB, 0)] * 2, 0)
     assert all(GIB <= size < 1.5 * GIB for size in plan.model_bytes.values())
     check_plan(plan, divisions)
 
 
 def test_a_model_that_can_sleep_needs_main_memory(homes: dict[str, Path]) -> None:
     divisions = divide({"a": homes["a"]}, tp=2)
-    plan_rank_sharing(divisions, [DeviceMeasured(40 * GIB, 0)], 0)
+    plan_rank_sharing(divisions, [MeasuredGPU(40 * GIB, 0)], 0)
     with pytest.raises(ModelError, match="main memory must hold while they sleep"):
-        plan_rank_sharing(divisions, [DeviceMeasured(40 * GIB, 0)], 0, can_sleep=True)
+        plan_rank_sharing(divisions, [MeasuredGPU(40 * GIB, 0)], 0, can_sleep=True)
 
 
 def test_processes_end_if_the_models_do_not_fit(homes: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_processes_end_if_the_models_do_not_fit(homes: dict[str, Path], monkeypa
 
     monkeypatch.setattr(rank_group_boot, "RankGroup", StartedGroup)
     monkeypatch.setattr(rank_group_boot, "wait_for_start", lambda group, config: None)
-    monkeypatch.setattr(rank_group_boot, "measure_gpus", lambda division, group: [DeviceMeasured(GIB, 0)])
+    monkeypatch.setattr(rank_group_boot, "measure_gpus", lambda division, group: [MeasuredGPU(GIB, 0)])
     configs = {name: EngineConfig.build(str(home), **SETTINGS, tp=2) for name, home in homes.items()}
     with pytest.raises(ModelError, match="does not fit into GPU memory"):
         boot_engine_group(configs, TimeSharingConfig())
@@ -130,7 +130,7 @@ def test_processes_end_if_the_models_do_not_fit(homes: dict[str, Path], monkeypa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"speculate": "draft:other"}, "models that share GPUs or sleep cannot have draft models"),
+        ({"speculate": "draft:other"}, "models that sleep or share GPUs cannot have draft models"),
         (
             {"nodes": 2, "master": "10.0.0.1:29500"},
             "nodes is 2, but models that share GPUs or sleep must have all ranks on one",

@@ -100,9 +100,9 @@ class PendingExperts:
         self._matrices: QuantisedMatrix | None = None
 
     def set_part(self, select: Callable[[Tensor], Tensor], matrix: QuantisedMatrix) -> None:
-        """Copy a matrix, such as the gates of one expert, to its rows among those of all experts.
+        """Copy `matrix`, such as the gates of one expert, into the matrices of all experts.
 
-        `select` is called with a tensor [experts, rows of an expert, 1], and returns its part for `matrix`."""
+        `select` determines where: given a tensor [experts, rows of an expert, 1], it returns the rows for `matrix`."""
         if self._matrices is None:
             self._matrices = allocate_like(self._shape, self._device, zeroed=True)  # some experts may stay unused
         whole, count, n = self._matrices, self._shape.codes.shape[0], self._shape.n

@@ -60,7 +60,7 @@ class DecoderParts:
                 raise fields.invalid_error(name, "greater than 0")
             return value
 
-        def cap(name: str) -> float:
+        def soft_cap(name: str) -> float:
             return number(name, 1.0) if name and fields.has_field(name) else 0.0
 
         scale: float | None = None
@@ -87,12 +87,12 @@ class DecoderParts:
             local_rope=ropes.local_rope,
             unrotated_layers=_read_unrotated_layers(fields, arch, windows),
             attention_scale=scale,
-            attention_softcap=cap(arch.attention_softcap_field),
+            attention_softcap=soft_cap(arch.attention_softcap_field),
             embedding_multiplier=embedding,
             rounds_embedding_multiplier=arch.scaled_embedding,
             residual_multiplier=number(arch.residual_multiplier_field, 1.0),
             logit_multiplier=logits,
-            logit_softcap=cap(arch.logit_softcap_field),
+            logit_softcap=soft_cap(arch.logit_softcap_field),
             attention=attention,
         )
 

@@ -39,7 +39,7 @@ def choose_prefill_worker(
     def missing_tokens(worker: Worker) -> float:
         return estimator.estimate_prompt_tokens(max(summary.prompt_bytes - cached_bytes_by_worker.get(worker.id, 0), 0))
 
-    def is_in_time(worker: Worker) -> bool:
+    def can_prefill_in_time(worker: Worker) -> bool:
         rate = worker.prefill_rate.tokens_per_s
         if not rate:
             return worker.total_open_requests < worker.max_running or not _is_more_loaded(worker, answering_worker)
@@ -53,7 +53,7 @@ def choose_prefill_worker(
         for w in prefillers
         if answering_worker.can_fetch_blocks_from(w, summary.model)
         and w.total_open_requests < w.max_requests
-        and (is_required or is_in_time(w))
+        and (is_required or can_prefill_in_time(w))
     ]
     if not choices:
         return None

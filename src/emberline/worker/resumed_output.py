@@ -43,7 +43,7 @@ class ResumedOutput:
         return tokens if any(tokens) else ()
 
     def set_logprobs(self, choice_index: int, logprobs: Iterable[TokenLogprob]) -> None:
-        """Set the log-probabilities of all tokens of a choice, which the handoff does not include."""
+        """Set the log-probabilities of a choice's tokens. The tokens came from another worker without them."""
         self._logprobs[choice_index] = iter(logprobs)
 
     def next_output(self) -> tuple[int, Output]:

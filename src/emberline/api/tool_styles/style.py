@@ -61,7 +61,7 @@ class ToolStyle(ABC):
         return any(all(text in template for text in texts) for texts in self.template_signs)
 
     def fit_messages(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-        """Return the messages of a request in the form that the chat templates of these models need.
+        """Return the messages of a request in the form that the chat templates of models with this style need.
 
         `tools` are the tools in the form that templates take.
         """

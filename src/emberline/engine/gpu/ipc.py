@@ -126,7 +126,7 @@ class IpcLink(StreamLink):
         parts = [ExportedMemory(bytes.fromhex(handle), int(offset)) for handle, offset in reply["parts"]]
         if len(parts) != len(self._region.parts) or any(len(handle) != ipc.HANDLE_BYTES for handle, _ in parts):
             raise ValueError(
-                f"it must have {len(self._region.parts)} valid memory handles, but it has {len(parts)} handles"
+                f"the other worker's memory must have {len(self._region.parts)} valid handles; it sent {len(parts)}"
             )
         return PeerMemory(int(reply["blocks"]), parts, self._region.device)
 

@@ -85,7 +85,9 @@ class StepShape:
     def for_counts(
         single_tokens: int, num_chunks: int, chunk_tokens: int, grid: ShapeGrid, queries: int
     ) -> StepShape | None:
-        """Return the shape of a step with this many tokens of singles and chunks, as `for_work` does."""
+        """Return the shape of a step with this many tokens; None if it has more than steps that are captured.
+
+        `single_tokens`: tokens of requests that decode, with their drafts. `chunk_tokens`: of the chunks of prompts."""
         if not num_chunks:
             return StepShape(pad_row_count(single_tokens), 0, 0, queries)
         rows = next((rows for rows in grid.chunks if num_chunks <= rows), None)

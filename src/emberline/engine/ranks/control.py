@@ -39,7 +39,7 @@ class MeasureDevice(msgspec.Struct, tag=True):
     """Asks a rank how much memory its GPU has. It is sent when all ranks have started and nothing is loaded."""
 
 
-class DeviceMeasured(msgspec.Struct, tag=True):
+class MeasuredGPU(msgspec.Struct, tag=True):
     """Reports the memory of a rank's GPU, or of its share of a GPU that several ranks of the model use."""
 
     total_bytes: int
@@ -129,7 +129,7 @@ RankMessage = (
     StartRank
     | RankStarted
     | MeasureDevice
-    | DeviceMeasured
+    | MeasuredGPU
     | ConnectRanks
     | RankLoaded
     | AllocateCaches

@@ -23,7 +23,7 @@ from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_shapes, max_step_tokens
 from emberline.engine.gpu.weight_format import open_device_weights
 from emberline.engine.ranks.buffer_parts import BufferParts
-from emberline.engine.ranks.control import DeviceMeasured, GPUMemoryBudget, RankLoaded
+from emberline.engine.ranks.control import GPUMemoryBudget, MeasuredGPU, RankLoaded
 from emberline.engine.ranks.device_draft_model import load_draft_model_on_gpu
 from emberline.engine.ranks.device_experts import prepare_movable_experts
 from emberline.engine.ranks.host_buffers import HostBuffers
@@ -254,10 +254,10 @@ def measure_share(device: Device, ranks_per_gpu: int) -> tuple[int, int]:
     return (total // ranks_per_gpu, 0) if ranks_per_gpu > 1 else (total, others)
 
 
-def measure_device(config: EngineConfig) -> DeviceMeasured:
+def measure_device(config: EngineConfig) -> MeasuredGPU:
     """Return the kernels of this process's GPU, and its memory or one rank's share of it."""
     device = CudaDevice(config.gpu.kernels)
-    return DeviceMeasured(*measure_share(device, config.parallel.ranks_per_gpu), name_kernels(device.torch_device))
+    return MeasuredGPU(*measure_share(device, config.parallel.ranks_per_gpu), name_kernels(device.torch_device))
 
 
 def describe_device(device: Device) -> str:

@@ -28,7 +28,8 @@ class LeaderExperts:
         clock: Clock | None = None,
         update_loads: Callable[[], None] = lambda: None,
     ) -> None:
-        """`layers`: by index, the layers whose experts are divided among groups of ranks, with counts of their rows.
+        """`layers`: by index, the layers whose experts are divided among groups of ranks. Each has counts of how many
+        rows its experts computed.
 
         `update_loads`: adds the rows since its last call to these counts."""
         self._layers, self._clock, self._update_loads = layers, clock or SystemClock(), update_loads

@@ -13,7 +13,7 @@ from emberline.core.freememory import free_memory
 from emberline.engine.engine_group import EngineGroup
 from emberline.engine.loaded_engine import LoadedEngine
 from emberline.engine.ranks.boot import wait_for_start
-from emberline.engine.ranks.control import DeviceMeasured, MeasureDevice
+from emberline.engine.ranks.control import MeasureDevice, MeasuredGPU
 from emberline.engine.ranks.device_boot import DeviceDivision, LoadedDeviceRanks
 from emberline.engine.ranks.device_part import measure_device
 from emberline.engine.ranks.group import RankGroup
@@ -63,7 +63,7 @@ def _load_models(
     return group, {name: each.engine for name, each in loaded.items()}
 
 
-def measure_gpus(division: DeviceDivision, group: RankGroup) -> list[DeviceMeasured]:
+def measure_gpus(division: DeviceDivision, group: RankGroup) -> list[MeasuredGPU]:
     """Return the memory of each rank's GPU. Call it after all ranks have started, and before anything is loaded."""
     group.send(MeasureDevice())
-    return [measure_device(division.config), *group.wait_for(DeviceMeasured).values()]
+    return [measure_device(division.config), *group.wait_for(MeasuredGPU).values()]

@@ -17,7 +17,7 @@ from emberline.engine.gpu.swap import equal_kv_share, usable_model_bytes
 from emberline.engine.host_memory import check_sleeping_models
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.narrow_estimate import estimate_narrow_part
-from emberline.engine.ranks.control import DeviceMeasured, GPUMemoryBudget
+from emberline.engine.ranks.control import GPUMemoryBudget, MeasuredGPU
 from emberline.engine.ranks.device_boot import DeviceDivision
 from emberline.engine.ranks.device_part import max_message_bytes
 from emberline.engine.stage_memory import plan_stage_memory
@@ -40,9 +40,9 @@ def check_shareable(configs: Mapping[str, EngineConfig]) -> None:
     for name, config in configs.items():
         parallel = config.parallel
         if config.speculation.uses_draft_model:
-            message = f"speculate of the model {name!r} is {config.speculation.speculate}, but models that share GPUs"
+            message = f"speculate of {name!r} is {config.speculation.speculate}, but models that sleep or share GPUs"
             hint = "serve it alone, and without --can-sleep"
-            raise InvalidRequest(f"{message} or sleep cannot have draft models", param="speculate", hint=hint)
+            raise InvalidRequest(f"{message} cannot have draft models", param="speculate", hint=hint)
         for setting, value, default in (("nodes", parallel.nodes, 1), ("launcher", parallel.launcher, "processes")):
             if value != default:
                 message = (
@@ -61,7 +61,7 @@ def check_shareable(configs: Mapping[str, EngineConfig]) -> None:
 
 def plan_rank_sharing(
     divisions: Mapping[str, DeviceDivision],
-    gpus: Sequence[DeviceMeasured],
+    gpus: Sequence[MeasuredGPU],
     free_host_bytes: int,
     *,
     can_sleep: bool = False,
@@ -92,7 +92,7 @@ def plan_rank_sharing(
     return RankSharingPlan(sizes, shared, usable)
 
 
-def find_smallest_gpu(gpus: Sequence[DeviceMeasured], utilization: float, kept_bytes: int) -> GPUMemoryBudget:
+def find_smallest_gpu(gpus: Sequence[MeasuredGPU], utilization: float, kept_bytes: int) -> GPUMemoryBudget:
     """Return the memory of the GPU with the least room. `kept_bytes`: bytes that models keep there while asleep."""
     usable, total = min(
         (memory.usable_bytes(gpu.total_bytes, utilization, gpu.other_bytes), gpu.total_bytes) for gpu in gpus

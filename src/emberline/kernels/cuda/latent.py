@@ -3,11 +3,11 @@
 The cache has one latent vector for each token, from which the keys and values of each head can be computed.
 
 A step without chunks of prompts runs four kernels: `project`, the attention of parts of the keys, the merge of the
-parts, and the product that gives values. Chunks attend to their own tokens with the keys and values of each
-head, which takes a third of the operations of attention on latents. They attend to tokens before the chunk on the
-latents or, if that is faster, with the keys and values of each head too, for a bounded number of tokens at a time.
-Attention to these earlier tokens is computed first: its result is the initial state of the softmax sums over the
-chunk's own tokens.
+parts, and `multiply_values`, which turns the sums of latents into values of each head. Chunks attend to their own
+tokens with the keys and values of each head, which takes a third of the operations of attention on latents. They attend
+to tokens before the chunk on the latents or, if that is faster, with the keys and values of each head too, for a
+bounded number of tokens at a time. Attention to these earlier tokens is computed first: its result is the initial state
+of the softmax sums over the chunk's own tokens.
 """
 
 from __future__ import annotations
