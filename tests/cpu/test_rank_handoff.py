@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_families
+from held_group_memory import find_group_memory, wait_until_group_memory_is_freed
 from rank_engines import make_thread_engine
 from rank_models import FULL, SLIDING, WIDE, WRITERS
 
@@ -246,12 +246,6 @@ def test_blocks_are_published_after_all_ranks_have_written_them(
     run(p)
 
 
-def count_shared_memory() -> int:
-    """Return how many open files of this process are memory that ranks share. A mapping has one too."""
-    gc.collect()
-    return sum("emberline-ranks" in str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.exists())
-
-
 def rank_pid(engine: Engine) -> int:
     ranks = getattr(engine.runner, "ranks", None)
     assert isinstance(ranks, RankGroup)
@@ -273,7 +267,7 @@ def test_ranks_in_processes_and_their_deaths_during_a_transfer(
 ) -> None:
     WRITERS["llama"](tmp_path)
     caplog.set_level(logging.CRITICAL)  # logged errors have tracebacks, which would refer to the engines
-    num_shared = count_shared_memory()
+    held = len(find_group_memory())  # by earlier tests
     expected = run(start_engine(), ask())
     p = boot(make_config(tmp_path, "p", tp=2)).engine
     d = boot(make_config(tmp_path, "d", pp=2, kv_checksums=True)).engine
@@ -301,7 +295,7 @@ def test_ranks_in_processes_and_their_deaths_during_a_transfer(
     wait_until_freed(whole)  # the receiver's connections are closed, so the lease expires
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     del p, d
-    assert count_shared_memory() <= num_shared
+    wait_until_group_memory_is_freed(held)
 
 
 def test_what_ranks_cannot_exchange_is_refused(tmp_path: Path, start_engine: StartEngine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import tiny
 from bytelevel import EOS, VOCAB_SIZE
 from engine_runs import run_engine, run_group
+from held_group_memory import find_group_memory, wait_until_group_memory_is_freed
 from rank_engines import make_thread_engine
 
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
@@ -32,17 +32,10 @@ def submissions(model: str, max_tokens: int = 4) -> list[Submission]:
     return [Submission(f"{model}{i}", prompt, sampling, model=model) for i, prompt in enumerate(prompts)]
 
 
-def find_group_memory() -> list[str]:
-    """Return where this process holds memory of groups of ranks: mappings, and file descriptors."""
-    links = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    return [each for each in (*Path("/proc/self/maps").read_text().splitlines(), *links) if "emberline-ranks" in each]
-
-
 def test_tiers_of_processes(tmp_path: Path) -> None:
     """Blocks come back from host memory, and from disk after a restart."""
     config = tiny.config("llama", vocab_size=VOCAB_SIZE, eos_token_id=EOS, num_attention_heads=8)
     directory = tiny.write(tmp_path / "model", config)
-    gc.collect()
     held = len(find_group_memory())  # by earlier tests
     ranks = {"tp": 2, "kv_memory": 10 << 10, "kv_disk": str(tmp_path / "disk"), "kv_disk_size": 1 << 24}
     configs = {
@@ -70,8 +63,8 @@ def test_tiers_of_processes(tmp_path: Path) -> None:
     for each in group.engines.values():
         each.close()
     del engine, each, processes, group
-    gc.collect()
-    assert len(find_group_memory()) <= held and not Path(f"/proc/{pid}").exists()
+    wait_until_group_memory_is_freed(held)
+    assert not Path(f"/proc/{pid}").exists()
     restarted = make_thread_engine(configs["divided"])
     assert list(run_engine(restarted, submissions("divided")).values()) == list(expected.values())
     assert restarted.stats().tiers["disk"].loaded_blocks > 0
