@@ -65,6 +65,18 @@ def write_latent_mtp(directory: Path) -> str:
     return "mtp"
 
 
+def write_separate_mtp(directory: Path) -> str:
+    """A head whose embedding and output head are not those of the model."""
+    write_latent_mtp(directory)
+    tensors = load_file(directory / "model" / "model.safetensors")
+    names = ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight")
+    changed = {name: tensors[name].clone() for name in names}
+    for tensor in changed.values():
+        tensor[-1, -1] += 1
+    add_tensors(directory / "model", changed)
+    return "mtp"
+
+
 def write_wide(directory: Path) -> str:
     """A draft model whose attention computes fewer tokens of a request together than the target model's."""
     write_same_model(directory)
@@ -197,7 +209,9 @@ def test_memory_of_a_draft_model_is_counted(tmp_path: Path) -> None:
     assert used == plan.kv_bytes
 
 
-@pytest.mark.parametrize("write", [write_eagle, write_same_model, write_mtp, write_latent_mtp, write_wide])
+@pytest.mark.parametrize(
+    "write", [write_eagle, write_same_model, write_mtp, write_latent_mtp, write_separate_mtp, write_wide]
+)
 def test_planned_memory_is_that_of_a_loaded_draft_model(write: Callable[[Path], str], tmp_path: Path) -> None:
     """Before anything is loaded, as `emberline doctor` plans it."""
     speculate = write(tmp_path)

@@ -13,11 +13,13 @@ from emberline.engine import memory
 from emberline.engine.memory import NO_DRAFT_MODEL, DraftMemory
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.source import resolve_model
-from emberline.models.config import ModelConfig
+from emberline.models.config import EMBEDDING_NAME, HEAD_NAME, ModelConfig
 from emberline.models.eagle3_config import EMBEDDING_NAMES, IGNORABLE_TENSORS, Eagle3Config
 from emberline.models.mtp_config import check_has_head, name_head_tensors, select_head_layer
 from emberline.models.quantised_tensors import QuantisedTensorInfo, list_quantised_sizes, select_model_tensors
 from emberline.models.weight_parts import WeightPart
+
+COMPARED_BYTES = 1 << 16  # at each of three places, of tensors that may be copies
 
 
 def estimate_draft_memory(
@@ -25,9 +27,9 @@ def estimate_draft_memory(
 ) -> DraftMemory:
     """Return the memory that a draft model adds; NO_DRAFT_MODEL if the settings name none.
 
-    `checkpoint`, `target`: checkpoint and config of the whole target model. `dtype`: of its weights. If an MTP head has
-    copies of the target's embedding and output head, these are not counted. Raises EmberlineError if there is no such
-    draft model."""
+    `checkpoint`, `target`: checkpoint and config of the whole target model. `dtype`: of its weights. An embedding or
+    output head of an MTP head is not counted if it looks like a copy of the target's, which is not loaded. Raises
+    EmberlineError if there is no such draft model."""
     speculation, packed = settings.speculation, memory.uses_packed_weights(checkpoint, settings, dtype, target)
     if not speculation.uses_draft_model:
         return NO_DRAFT_MODEL
@@ -41,7 +43,14 @@ def estimate_draft_memory(
         selected = select_model_tensors(checkpoint)
         own = {name for name in selected.tensors if name.startswith(target.mtp_tensor_prefix)}
         size = counter.count(selected, own - {names.embedding, names.head})
-        size += copies * counter.count_matrix(*shape) + embedding * (not target.tie_embeddings)
+        target_head = HEAD_NAME if HEAD_NAME in selected.tensors else EMBEDDING_NAME
+        has_embedding = names.embedding in own and not _look_equal(selected, names.embedding, EMBEDDING_NAME)
+        has_head = names.head in own and not _look_equal(selected, names.head, target_head)
+        size += (has_head or copies) * counter.count_matrix(*shape)
+        if has_embedding:
+            size += prod(shape) * counter.width
+        elif has_head or not target.tie_embeddings:
+            size += embedding
         return DraftMemory.of(size, select_head_layer(target), 1)
     source = Checkpoint.open(resolve_model(speculation.draft_source))
     if speculation.method == "eagle3":
@@ -78,3 +87,20 @@ class WeightCounter:
             return memory.F32_BYTES * prod(tensor.shape)
         *counts, rows, columns = tensor.shape
         return self.count_matrix(rows, columns, prod(counts))
+
+
+def _look_equal(checkpoint: Checkpoint, name: str, original: str) -> bool:
+    """Return whether two tensors have the same type and shape, and the same bytes wherever this reads some."""
+    one, other = checkpoint.tensors[name], checkpoint.tensors.get(original)
+    if other is None or isinstance(one, QuantisedTensorInfo) or isinstance(other, QuantisedTensorInfo):
+        return False
+    if (one.dtype, one.shape, one.nbytes) != (other.dtype, other.shape, other.nbytes):
+        return False
+    size = min(COMPARED_BYTES, one.nbytes)
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        for at in (0, (one.nbytes - size) // 2, one.nbytes - size):
+            first.seek(one.offset + at)
+            second.seek(other.offset + at)
+            if first.read(size) != second.read(size):
+                return False
+    return True

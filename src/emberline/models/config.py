@@ -36,6 +36,8 @@ UNSUPPORTED_FIELDS = {
     "kv_lora_rank": "multi-head latent attention",
 }
 
+EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"  # in the checkpoints of all families
+
 NULLABLE_FIELDS = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size"}
 NULLABLE_FIELDS |= {"q_lora_rank"}
 

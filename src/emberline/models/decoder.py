@@ -15,7 +15,7 @@ from emberline.kernels import ops
 from emberline.kernels.weight_unpacker import UnpackStream
 from emberline.models.attention import Attention, PositionTables
 from emberline.models.chained_layer import ChainedLayer
-from emberline.models.config import ModelConfig
+from emberline.models.config import EMBEDDING_NAME, HEAD_NAME, ModelConfig
 from emberline.models.delta_net import DeltaNet
 from emberline.models.ffn import BiasedFeedForward, FeedForward
 from emberline.models.forward import ForwardBatch
@@ -31,8 +31,6 @@ from emberline.models.sleep import iter_instances
 from emberline.models.stage import Stage
 from emberline.models.vocabulary import VocabularyPart
 from emberline.models.weights import Weights
-
-EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from emberline.kernels import ops
 from emberline.models.attention import PositionTables
-from emberline.models.config import ModelConfig
-from emberline.models.decoder import EMBEDDING_NAME, HEAD_NAME, DecoderLayer, DecoderModel, ParallelLayer
+from emberline.models.config import EMBEDDING_NAME, HEAD_NAME, ModelConfig
+from emberline.models.decoder import DecoderLayer, DecoderModel, ParallelLayer
 from emberline.models.delta_net import DeltaNet
 from emberline.models.ffn import FeedForward
 from emberline.models.forward import ForwardBatch

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from emberline.hub.checkpoint import Checkpoint
-from emberline.models.config import ModelConfig
+from emberline.models.config import EMBEDDING_NAME, HEAD_NAME, ModelConfig
 from emberline.models.experts_spec import ExpertsSpec, ExpertTensors
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.registry import ARCHITECTURES
@@ -75,7 +75,7 @@ class CutRules:
 
     def find(self, name: str, num_dimensions: int) -> list[DimensionCut]:
         """Return how a tensor is cut for this rank; an empty list if each rank has the whole tensor."""
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in (EMBEDDING_NAME, HEAD_NAME):
             size = self._config.vocab
             return [_join(0, Section(size, self._shard.vocabulary(size)))]
         found = LAYER_TENSOR.fullmatch(name)
