@@ -99,13 +99,13 @@ def build_config(directory: Path | str, settings: dict[str, Any], **changed: Any
 
 
 @contextmanager
-def running_node(config: EngineConfig, key: str = KEY, **options: Any) -> Iterator[Future[None]]:
+def running_node(config: EngineConfig, keys: tuple[str, ...] = (KEY,), **options: Any) -> Iterator[Future[None]]:
     """Run node 1 in a thread; yield its result."""
     stop = threading.Event()
     config = config.with_settings(node_rank=1, node_address="127.0.0.2")
     with ThreadPoolExecutor(1) as pool:
         try:
-            yield pool.submit(run_node, config, key, stop, **options)
+            yield pool.submit(run_node, config, keys, stop, **options)
         finally:
             stop.set()
 
@@ -136,7 +136,7 @@ import sys, threading, msgspec
 from emberline.core.engine_config import EngineConfig
 from emberline.engine.ranks.node_agent import run_node
 assert "torch" not in sys.modules
-run_node(msgspec.json.decode(sys.argv[1], type=EngineConfig), sys.argv[2], threading.Event())
+run_node(msgspec.json.decode(sys.argv[1], type=EngineConfig), (sys.argv[2],), threading.Event())
 """
 
 
@@ -190,7 +190,7 @@ def test_silent_node_ends_the_group() -> None:
     """The node joins, and then sends nothing, as if its network were cut."""
     config = build_config("", node_settings(rank_timeout=1.0))
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(join_master, config.with_settings(node_rank=1), KEY, threading.Event())
+        joining = pool.submit(join_master, config.with_settings(node_rank=1), (KEY,), threading.Event())
         group = RankGroup(config, PP2)
         master = joining.result()
         assert master is not None
@@ -208,7 +208,7 @@ def test_node_that_sends_no_message_ends_the_group() -> None:
     """The thread that watches the ranks must not end without a failure: nobody would notice a lost rank."""
     config = build_config("", node_settings())
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(join_master, config.with_settings(node_rank=1), KEY, threading.Event())
+        joining = pool.submit(join_master, config.with_settings(node_rank=1), (KEY,), threading.Event())
         group = RankGroup(config, PP2)
         master = joining.result()
         assert master is not None
@@ -224,7 +224,7 @@ def test_node_joins_no_group_that_has_started() -> None:
     config = build_config("", node_settings())
     listener = NodeListener(config, PP2)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(node_agent._try_to_join, config.with_settings(node_rank=1), KEY).result()
+        first = pool.submit(node_agent._try_to_join, config.with_settings(node_rank=1), (KEY,)).result()
         (link,) = listener.wait_for_nodes()
         first.close()
         assert isinstance(join_once(config), NodeRankTaken)
@@ -282,7 +282,7 @@ def test_lost_node_0_is_noticed_while_the_plans_of_a_rank_are_full() -> None:
 
 def accept_node(listener: socket.socket) -> NodeSocket:
     node = NodeSocket(listener.accept()[0], 1.0)
-    authenticate_node(node, KEY)
+    authenticate_node(node, (KEY,))
     assert node.receive(NodeHello).node_rank == 1
     node.send(NodeJoined())
     return node
@@ -332,10 +332,10 @@ def test_abort_ends_a_call_that_waits() -> None:
 # -- a node that cannot join -------------------------------------------------------------------------------------------
 
 
-def join_once(config: EngineConfig, key: str = KEY) -> EmberlineError | None:
+def join_once(config: EngineConfig, keys: tuple[str, ...] = (KEY,)) -> EmberlineError | None:
     """Return the error of a node that joins; None if it may."""
     try:
-        node = node_agent._try_to_join(config.with_settings(node_rank=1), key)
+        node = node_agent._try_to_join(config.with_settings(node_rank=1), keys)
     except EmberlineError as error:
         return error
     node.close()
@@ -360,10 +360,28 @@ def test_master_that_never_comes() -> None:
 def test_wrong_key_is_refused_on_both_sides() -> None:
     config = build_config("", node_settings(node_timeout=0.5))
     listener = NodeListener(config, PP2)
-    with running_node(config, "another key") as node, pytest.raises(WrongClusterKey, match="has another cluster key"):
+    with (
+        running_node(config, ("another key", "a third key")) as node,
+        pytest.raises(WrongClusterKey, match="has another cluster key"),
+    ):
         node.result(timeout=5)
     with pytest.raises(EngineFailed, match=r"node 1 .* did not join .* a node at 127.0.0.1 was refused: the node has"):
         listener.wait_for_nodes()
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "node_keys"),
+    [(("new", "old"), ("old",)), (("old",), ("new", "old")), (("old", "new"), ("new", "old")), (("new",), ("new",))],
+)
+def test_nodes_with_one_key_in_common(
+    keys: tuple[str, ...], node_keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the cluster key is being changed, some have two keys."""
+    monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "\n".join(keys))
+    config = build_config("", node_settings())
+    listener = NodeListener(config, PP2)
+    assert join_once(config, node_keys) is None
     listener.close()
 
 
@@ -417,7 +435,7 @@ def test_second_node_with_the_same_rank() -> None:
     config = build_config("", node_settings())
     listener = NodeListener(config, PP2)
     with socket.create_connection(config.parallel.parse_master()):
-        first = node_agent._try_to_join(config.with_settings(node_rank=1), KEY)
+        first = node_agent._try_to_join(config.with_settings(node_rank=1), (KEY,))
         assert isinstance(refused := join_once(config), NodeRankTaken)
         assert "node 1 (rank 0 of 2) has joined already, from 127.0.0.1" in refused.message
         first.close()
@@ -443,7 +461,7 @@ def test_addresses_that_cannot_be_used() -> None:
         bind_master("0.0.0.0", port)
     for wrong in ("192.0.2.1", "0.0.0.0"):
         with pytest.raises(InvalidRequest, match="node_address") as error:
-            run_node(config.with_settings(node_rank=1, node_address=wrong), KEY, threading.Event())
+            run_node(config.with_settings(node_rank=1, node_address=wrong), (KEY,), threading.Event())
         assert error.value.param == "node_address"
 
 

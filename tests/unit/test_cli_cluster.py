@@ -13,11 +13,11 @@ import pytest
 from emberline.cli import cluster, drain, serve
 from emberline.cli.options import given_options
 from emberline.cluster.supervisor import build_processes
-from emberline.core.config import RouterConfig, WorkerConfig, cluster_key_from_environment
+from emberline.core.config import RouterConfig, WorkerConfig
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.gpus import Gpu, usable_gpus
-from emberline.core.keys import add_key_from_environment
+from emberline.core.keys import add_key_from_environment, read_cluster_keys
 from emberline.core.transfer_config import TransferConfig
 
 
@@ -51,13 +51,13 @@ def test_keys_are_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
         {"prefill": 1, "decode": 2},
         ["m"],
         router_url="http://r",
-        cluster_key="hush",
+        cluster_keys=("hush", "old"),
         log_dir=Path("/logs"),
         api_keys=["first key", "second"],
     )
     assert [child.name for child in made] == ["router", "prefill-1", "decode-1", "decode-2"]
     assert made[2].arguments == ["worker", "m", "--role", "decode", "--router", "http://r", "--worker-name", "decode-1"]
-    assert all(child.environment["EMBERLINE_CLUSTER_KEY"] == "hush" for child in made)
+    assert all(child.environment["EMBERLINE_CLUSTER_KEY"] == "hush\nold" for child in made)
     for key in ("hush", "first key", "second"):
         assert all(key not in child.arguments and key not in repr(child) for child in made)
     for child in made:
@@ -68,7 +68,7 @@ def test_keys_are_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_worker_has_its_own_kv_ports() -> None:
     counts = {"prefill": 1, "both": 2}
     made = build_processes(
-        [], counts, ["m"], router_url="http://r", cluster_key="k", log_dir=Path("/logs"), kv_port=7000
+        [], counts, ["m"], router_url="http://r", cluster_keys=("k",), log_dir=Path("/logs"), kv_port=7000
     )
     assert [child.arguments[-2:] for child in made[1:]] == [["--kv-port", str(port)] for port in (7000, 7008, 7016)]
     with pytest.raises(InvalidRequest, match="option of the cluster"):
@@ -116,9 +116,9 @@ def test_all_processes_get_the_tls_options() -> None:
 
 def test_cluster_key_is_read_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "hush")
-    assert cluster_key_from_environment() == "hush"
+    assert read_cluster_keys() == ("hush",)
     monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "")
-    assert cluster_key_from_environment() is None and WorkerConfig(("http://r",)).role == "both"
+    assert read_cluster_keys() == () and WorkerConfig(("http://r",)).role == "both"
 
 
 def test_drain_waits_until_blocks_are_fetched() -> None:
@@ -214,6 +214,6 @@ def test_workers_share_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         start_options("m", "--device=cuda")
     )
     made = build_processes(
-        [], {"both": 3}, ["m"], router_url="http://r", cluster_key="k", log_dir=Path("/logs"), gpus=["0", "2"]
+        [], {"both": 3}, ["m"], router_url="http://r", cluster_keys=("k",), log_dir=Path("/logs"), gpus=["0", "2"]
     )
     assert [child.environment.get("CUDA_VISIBLE_DEVICES") for child in made[1:]] == ["0", "2", "0"]

@@ -42,6 +42,8 @@ def test_cluster_endpoints_require_cluster_key(path: str) -> None:
         ({"cluster_key": "secret"}, "10.0.0.7", cluster_key, 200),
         ({"cluster_key": "secret"}, "127.0.0.1", {}, 401),
         ({"cluster_key": "secret"}, "127.0.0.1", {"authorization": "Bearer wrong"}, 401),
+        ({"cluster_key": "new", "other_cluster_keys": ("secret",)}, "10.0.0.7", cluster_key, 200),
+        ({"cluster_key": "new", "other_cluster_keys": ("old",)}, "10.0.0.7", cluster_key, 401),
         ({"cluster_key": "secret"}, "10.0.0.7", {**cluster_key, "origin": "http://evil"}, 403),
         ({"cluster_key": "secret"}, "10.0.0.7", {**cluster_key, "via": "1.1 emberline-gateway"}, 403),
     ):

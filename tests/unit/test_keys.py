@@ -10,10 +10,10 @@ import pytest
 
 from emberline.cli import gateway
 from emberline.cli.__main__ import main
-from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig, cluster_key_from_environment
+from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
-from emberline.core.keys import add_key_from_environment
+from emberline.core.keys import add_key_from_environment, read_cluster_keys
 
 WORKER = WorkerConfig(("http://r",))
 
@@ -27,6 +27,7 @@ WORKER = WorkerConfig(("http://r",))
         (lambda key: GatewayConfig(engine_key=key), "engine_key"),
         (lambda key: RouterConfig(cluster_key=key), "cluster_key"),
         (lambda key: ServerConfig(worker=WORKER, cluster_key=key), "cluster_key"),
+        (lambda key: RouterConfig(cluster_key="good", other_cluster_keys=(key,)), "cluster_key"),
     ],
 )
 def test_unusable_keys_are_refused(build: Callable[[str], object], param: str) -> None:
@@ -47,12 +48,20 @@ def test_cluster_key_of_the_environment_is_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "")
-    assert cluster_key_from_environment() is None
+    assert read_cluster_keys() == ()
     for arguments in (["drain", "w", "--cluster-key", "secret\n"], ["drain", "w"]):
         monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "secret\n")
         assert main(arguments) != 0
         error = capsys.readouterr().err
         assert "begins or ends with" in error and "secret" not in error
+
+
+def test_several_cluster_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "new\nold\n\nnew\n")
+    assert read_cluster_keys() == ("new", "old") and read_cluster_keys("given") == ("given",)
+    monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "new\n old")
+    with pytest.raises(InvalidRequest, match="begins or ends with"):
+        read_cluster_keys()
 
 
 @pytest.mark.parametrize(

@@ -460,7 +460,7 @@ def test_connections_survive_router_restart(tmp_path: Path) -> None:
             host, port = listener.getsockname()[:2]
             url, asked = f"http://{host}:{port}", ["--host", host, "--port", str(port)]
             router, *_ = build_processes(
-                asked, {}, [], router_url=url, cluster_key="k", log_dir=tmp_path, listen_fd=listener.fileno()
+                asked, {}, [], router_url=url, cluster_keys=("k",), log_dir=tmp_path, listen_fd=listener.fileno()
             )
             supervisor = Supervisor(lambda who, what: None)
             await supervisor.start(router)

@@ -47,7 +47,7 @@ class LocalCluster:
             worker_counts,
             worker_arguments,
             router_url=self.url,
-            cluster_key=self.key,
+            cluster_keys=(self.key,),
             log_dir=log_dir,
         )
         self.router, self.workers = made[0], made[1:]

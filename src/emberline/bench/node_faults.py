@@ -33,9 +33,9 @@ from emberline.bench.rank_faults import (
 from emberline.bench.rate_limited_network import NEAR, NamespacesUnavailable, RemoteNamespace, rate_limited_network
 from emberline.bench.report import BenchReport
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
-from emberline.core.environment import environment_with_cluster_key
 from emberline.core.errors import EngineUnavailable
 from emberline.core.freeport import free_port
+from emberline.core.keys import make_cluster_key_environment
 from emberline.engine.async_engine import AsyncEngine
 from emberline.hub.source import resolve_model
 
@@ -99,7 +99,7 @@ class NodeFaults:
         options = engine_settings(self._settings) | self._nodes | {"node_rank": 1}
         words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         command = [sys.executable, "-m", "emberline.cli", "serve", self._model, *words, "--log-level", "warning"]
-        environment = environment_with_cluster_key(self._key)
+        environment = {**os.environ, **make_cluster_key_environment([self._key])}
         return subprocess.Popen(["ip", "netns", "exec", self._network.name, *command], env=environment)
 
     async def _inject_fault(self, engine: AsyncEngine, index: int, fault: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import secrets
 import signal
@@ -27,7 +28,7 @@ from emberline.chaos.tcp_balancer import TCPBalancer
 from emberline.cluster.cluster_health import describe_held_resources, find_unavailable_workers, wait_until_no_problem
 from emberline.cluster.supervisor import SupervisedProcess, Supervisor
 from emberline.core.config import Role
-from emberline.core.environment import environment_with_cluster_key
+from emberline.core.keys import make_cluster_key_environment
 from emberline.net.connection_pool import HTTPConnectionPool
 from emberline.net.errors import UpstreamFailed
 
@@ -209,7 +210,7 @@ class ChaosCluster:
 
     def _new_process(self, name: str, role: Role | None = None) -> ChaosProcess:
         clock = ShiftedClock(self.directory / "clocks" / name)
-        base_environment = environment_with_cluster_key(self._cluster_key)
+        base_environment = {**os.environ, **make_cluster_key_environment([self._cluster_key])}
         path = (
             f"{clock.path}:{base_environment['PYTHONPATH']}" if base_environment.get("PYTHONPATH") else str(clock.path)
         )

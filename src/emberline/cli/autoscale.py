@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from emberline.cli import service
 from emberline.cli.options import add_options, given_options
 from emberline.cli.router_tls import add_router_tls_options, make_router_tls
-from emberline.core.config import DEFAULT_MODEL, RouterConfig, cluster_key_from_environment, core_count
+from emberline.core.config import DEFAULT_MODEL, RouterConfig, core_count
 from emberline.core.errors import InvalidRequest
-from emberline.core.keys import check_key
+from emberline.core.keys import make_cluster_key_environment, read_cluster_keys
 from emberline.core.router_urls import parse_router_urls
 from emberline.core.slo import LatencyTargets
 
@@ -106,12 +106,12 @@ async def _run(args: argparse.Namespace, settings: AutoscalerSettings) -> None:
     from emberline.autoscaler.router_client import RouterClient
     from emberline.autoscaler.router_group import RouterGroup
 
-    key = check_key(args.cluster_key, "cluster_key") if args.cluster_key else cluster_key_from_environment()
-    fleet = _build_fleet(args, settings, key)
+    keys = read_cluster_keys(args.cluster_key)
+    fleet = _build_fleet(args, settings, make_cluster_key_environment(keys))
     address = None if args.metrics_port is None else MetricsAddress(args.metrics_host, args.metrics_port)
     urls = _router_urls(args)
     tls = make_router_tls(args, urls)
-    router = RouterGroup([RouterClient(url, key, tls) for url in urls])
+    router = RouterGroup([RouterClient(url, keys[0] if keys else None, tls) for url in urls])
     models = args.served_model or _find_model_names(args)
     await run_autoscaler(settings, router, fleet, address, keep_workers=args.keep_workers, models=models)
 
@@ -184,9 +184,8 @@ def _reject_unused_options(args: argparse.Namespace, roles_with_target: Sequence
         raise InvalidRequest(f"ray_cpus is {args.ray_cpus}; it must be at least 0", param="ray_cpus")
 
 
-def _build_fleet(args: argparse.Namespace, settings: AutoscalerSettings, key: str | None) -> WorkerFleet:
+def _build_fleet(args: argparse.Namespace, settings: AutoscalerSettings, environment: dict[str, str]) -> WorkerFleet:
     roles = [pool.role for pool in settings.pools]
-    environment = {} if key is None else {"EMBERLINE_CLUSTER_KEY": key}
     if args.adapter == "kubernetes":
         from emberline.autoscaler.kubernetes_api import KubernetesAPI
         from emberline.autoscaler.kubernetes_fleet import KubernetesFleet

@@ -26,7 +26,6 @@ from emberline.core.config import (
     Role,
     RouterConfig,
     TraceConfig,
-    cluster_key_from_environment,
     core_count,
 )
 from emberline.core.engine_config import KV_PORT_COUNT, EngineConfig
@@ -34,7 +33,7 @@ from emberline.core.engine_packages import require_engine_packages
 from emberline.core.errors import InvalidRequest
 from emberline.core.freeport import free_port
 from emberline.core.gpus import Gpu, usable_gpus
-from emberline.core.keys import add_key_from_environment
+from emberline.core.keys import add_key_from_environment, read_cluster_keys
 from emberline.core.parallel_config import ParallelConfig
 from emberline.core.tls import open_identity
 
@@ -132,8 +131,8 @@ async def _run_cluster(
     shared_options = [*_trace_options(args), *_tls_options(config)]
     router = ["--host", config.host, "--port", str(port), *_listener_options(config), *shared_options]
     router += ["--kv-events"] if config.kv_events else []
-    key = cluster_key_from_environment() or secrets.token_hex(16)
-    key_file = _write_key_file(log_dir / "cluster.key", key)
+    keys = read_cluster_keys() or (secrets.token_hex(16),)
+    key_file = _write_key_file(log_dir / "cluster.key", keys[0])
     if ray_nodes is None:
         gpus = usable_gpus() if _may_use_gpus(args) else []
         share = None
@@ -146,7 +145,7 @@ async def _run_cluster(
         worker_counts,
         options,
         router_url=url,
-        cluster_key=key,
+        cluster_keys=keys,
         log_dir=log_dir,
         kv_port=args.kv_port or 0,
         listen_fd=listener.fileno(),
@@ -154,13 +153,13 @@ async def _run_cluster(
         api_keys=config.api_keys,
     )
     if ray_nodes is not None:
-        ray_nodes.run_workers_on_nodes(processes[1:], key, config.api_keys)
+        ray_nodes.run_workers_on_nodes(processes[1:], keys, config.api_keys)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP of a closed terminal does not reach children
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     supervisor = Supervisor(_print_event)
     tls = identity.peer_client_context() if identity is not None else None
-    watcher = asyncio.create_task(_print_health_changes(url, key, tls))
+    watcher = asyncio.create_task(_print_health_changes(url, keys[0], tls))
     try:
         for child in processes:
             await supervisor.start(child)

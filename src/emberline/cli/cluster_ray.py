@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from emberline.core.config import RouterConfig
 from emberline.core.errors import InvalidRequest
-from emberline.core.keys import make_key_environment
+from emberline.core.keys import make_cluster_key_environment, make_key_environment
 from emberline.core.parallel_config import LAUNCHERS
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class RayNodes:
         return ["--host", host, *share]
 
     def run_workers_on_nodes(
-        self, processes: Sequence[SupervisedProcess], cluster_key: str, api_keys: Sequence[str]
+        self, processes: Sequence[SupervisedProcess], cluster_keys: tuple[str, ...], api_keys: Sequence[str]
     ) -> None:
         """Let the supervisor start these worker processes on nodes of the Ray cluster."""
         from emberline.autoscaler.ray_fleet import RayWorkerActor
@@ -85,7 +85,7 @@ class RayNodes:
 
         for process in processes:
             command = [*process.program, *process.arguments]
-            environment = {"EMBERLINE_CLUSTER_KEY": cluster_key} | make_key_environment(api_keys)
+            environment = make_cluster_key_environment(cluster_keys) | make_key_environment(api_keys)
             resources = {"num_cpus": self.cpus, "num_gpus": self.gpus}
             process.start_elsewhere = make_ray_starter(self.ray, RayWorkerActor, command, environment, resources)
             process.log_file = RAY_LOG_DIRECTORY

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from emberline.cli.router_tls import add_router_tls_options, make_router_tls
-from emberline.core.config import RouterConfig, cluster_key_from_environment
+from emberline.core.config import RouterConfig
 from emberline.core.errors import EmberlineError, WrongClusterKey
-from emberline.core.keys import check_key
+from emberline.core.keys import read_cluster_keys
 from emberline.core.router_urls import parse_router_urls
 
 POLL_INTERVAL_S = 0.2
@@ -48,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    key = check_key(args.cluster_key, "cluster_key") if args.cluster_key else cluster_key_from_environment()
+    keys = read_cluster_keys(args.cluster_key)
     headers = {
         "content-type": "application/json",
-        **({"authorization": f"Bearer {key}"} if key else {}),
+        **({"authorization": f"Bearer {keys[0]}"} if keys else {}),
     }
     default = RouterConfig()
     urls = parse_router_urls(args.routers or (f"http://{default.host}:{default.port}",))

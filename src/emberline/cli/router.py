@@ -6,10 +6,10 @@ import argparse
 
 from emberline.cli import service
 from emberline.cli.options import add_options, given_options
-from emberline.core.config import RouterConfig, cluster_key_from_environment, read_secret
+from emberline.core.config import RouterConfig, read_secret
 from emberline.core.errors import InvalidRequest
 from emberline.core.foreign_config import ForeignWorkerConfig
-from emberline.core.keys import add_key_from_environment
+from emberline.core.keys import add_key_from_environment, read_cluster_keys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,10 +39,11 @@ def run(args: argparse.Namespace) -> int:
     service.configure_logging(args)
     from emberline.router.http.main import run_router
 
-    given = given_options(args, RouterConfig)
+    given, cluster_keys = given_options(args, RouterConfig), read_cluster_keys(args.cluster_key)
     settings = given | {
         "api_keys": add_key_from_environment(given.get("api_keys", ())),
-        "cluster_key": args.cluster_key or cluster_key_from_environment(),
+        "cluster_key": cluster_keys[0] if cluster_keys else None,
+        "other_cluster_keys": cluster_keys[1:],
         "foreign": tuple(map(ForeignWorkerConfig.parse, args.foreign or ())),
         "foreign_key": _read_foreign_worker_key(args.foreign_key_env),
         "listen_fd": args.listen_fd,

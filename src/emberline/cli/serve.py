@@ -14,10 +14,10 @@ from pathlib import Path
 from emberline.cli import service
 from emberline.cli.options import add_options, given_options
 from emberline.cli.settings_file import add_settings_file_option
-from emberline.core.config import DEFAULT_MODEL, ServerConfig, WorkerConfig, cluster_key_from_environment
+from emberline.core.config import DEFAULT_MODEL, ServerConfig, WorkerConfig
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest
-from emberline.core.keys import add_key_from_environment
+from emberline.core.keys import add_key_from_environment, read_cluster_keys
 
 PROC = Path("/proc")
 
@@ -48,11 +48,12 @@ def run(args: argparse.Namespace) -> int:
     service.configure_logging(args)
     gc.disable()  # until the server is ready: collections take a tenth of the imports, and free nothing
     started_at = time.monotonic() - (time.time() - _process_start_time())
-    given = given_options(args, ServerConfig)
+    given, cluster_keys = given_options(args, ServerConfig), read_cluster_keys(args.cluster_key)
     server = given | {
         "api_keys": add_key_from_environment(given.get("api_keys", ())),
         "models": _parse_models(args.model, args.models, args.served_name),
-        "cluster_key": args.cluster_key or cluster_key_from_environment(),
+        "cluster_key": cluster_keys[0] if cluster_keys else None,
+        "other_cluster_keys": cluster_keys[1:],
         "worker": _worker_config(args),
     }
     if args.embedder == "none":
@@ -79,15 +80,15 @@ def _check_one_model(models: dict[str, str], engine: EngineConfig) -> None:
 
 def _run_node(model: str, engine: EngineConfig) -> int:
     """Run the ranks of this node until node 0 shuts down or a signal stops the process."""
-    from emberline.engine.ranks.cluster_key import read_cluster_key
+    from emberline.engine.ranks.cluster_key import read_node_keys
     from emberline.engine.ranks.node_agent import run_node
     from emberline.hub.source import resolve_model
 
-    stop, key = threading.Event(), read_cluster_key(engine)
+    stop, keys = threading.Event(), read_node_keys(engine)
     engine = replace(engine, model=str(resolve_model(model)))
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: stop.set())
-    run_node(engine, key, stop)
+    run_node(engine, keys, stop)
     return 0
 
 

@@ -19,8 +19,8 @@ from typing import Protocol
 
 from emberline.core.config import Role
 from emberline.core.engine_config import KV_PORT_COUNT
-from emberline.core.environment import environment_with_cluster_key, supervised_environment
-from emberline.core.keys import make_key_environment
+from emberline.core.environment import supervised_environment
+from emberline.core.keys import make_cluster_key_environment, make_key_environment
 
 MAX_RESTART_PAUSE_S = 30.0
 FIRST_RESTART_PAUSE_S = 0.5
@@ -165,7 +165,7 @@ def build_processes(
     worker_arguments: Sequence[str],
     *,
     router_url: str,
-    cluster_key: str,
+    cluster_keys: tuple[str, ...],
     log_dir: Path,
     kv_port: int = 0,
     listen_fd: int | None = None,
@@ -174,12 +174,12 @@ def build_processes(
 ) -> list[SupervisedProcess]:
     """Return the processes of a cluster, the router first.
 
-    Each process gets the cluster key and the API keys in its environment, which only processes of the same user can
+    Each process gets the cluster keys and the API keys in its environment, which only processes of the same user can
     read. `worker_arguments` are added to every worker's command line. `kv_port`: the first port for KV transfers,
     from which on each worker gets its own range of ports; 0 means any free port. `listen_fd`: a bound socket for the
     router. The supervisor keeps that socket open while the router restarts, so that new connections wait and are not
     refused. `gpus`: the names of the GPUs; each worker gets the next one in turn."""
-    key_environment = environment_with_cluster_key(cluster_key) | make_key_environment(api_keys)
+    key_environment = {**os.environ, **make_cluster_key_environment(cluster_keys), **make_key_environment(api_keys)}
     listen_options = () if listen_fd is None else ("--listen-fd", str(listen_fd))
     processes = [
         SupervisedProcess(

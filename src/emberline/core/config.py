@@ -41,15 +41,6 @@ def read_secret(variable_name: str) -> str | None:
     return os.environ.get(variable_name)
 
 
-def cluster_key_from_environment() -> str | None:
-    """Return EMBERLINE_CLUSTER_KEY, the key that a router and its workers share; None if it is not set.
-
-    The key can also be given as an option, but then every user of the machine sees it in the process list. Raises
-    InvalidRequest if no request could carry the key."""
-    key = os.environ.get("EMBERLINE_CLUSTER_KEY")
-    return check_key(key, "EMBERLINE_CLUSTER_KEY") if key else None
-
-
 def otlp_endpoint() -> str | None:
     """Return the collector's URL from OpenTelemetry's environment variables; None if they are not set."""
     base = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -182,6 +173,7 @@ class InferenceServiceConfig(ServiceConfig):
         "Key that a router, its workers and emberline drain share.",
         default_text="EMBERLINE_CLUSTER_KEY; without it, the router accepts only processes of its machine",
     )
+    other_cluster_keys: tuple[str, ...] = ()  # accepted too, while the cluster key is being changed; never sent
     tls_names: tuple[str, ...] = option(
         (),
         "Names, one of which the certificate of every router and worker must have; *.DOMAIN: all names one level below"
@@ -198,8 +190,13 @@ class InferenceServiceConfig(ServiceConfig):
     def __post_init__(self) -> None:
         ServiceConfig.__post_init__(self)
         _check_positive(self, "request_timeout", "token_timeout")
-        if self.cluster_key is not None:
-            check_key(self.cluster_key, "cluster_key")
+        for key in self.cluster_keys:
+            check_key(key, "cluster_key")
+
+    @property
+    def cluster_keys(self) -> tuple[str, ...]:
+        """The accepted cluster keys; () if there is no cluster key."""
+        return () if self.cluster_key is None else (self.cluster_key, *self.other_cluster_keys)
 
     @property
     def tls(self) -> TLSConfig | None:

@@ -24,8 +24,3 @@ def visible_gpus() -> list[str] | None:
     """Return the devices in CUDA_VISIBLE_DEVICES; None means all."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
-
-
-def environment_with_cluster_key(cluster_key: str) -> dict[str, str]:
-    """Return this process's environment with the cluster key added, for a child process of the cluster."""
-    return {**os.environ, "EMBERLINE_CLUSTER_KEY": cluster_key}

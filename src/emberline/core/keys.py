@@ -1,4 +1,4 @@
-"""Checks of API keys and cluster keys, and API keys from the environment, which the process list does not show."""
+"""Checks of API keys and cluster keys, and keys from the environment, which the process list does not show."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from emberline.core.errors import InvalidRequest
 
 API_KEY_VARIABLE = "EMBERLINE_API_KEY"  # of servers, workers and routers
 ADMIN_KEY_VARIABLE = "EMBERLINE_ADMIN_KEY"  # of gateways
+CLUSTER_KEY_VARIABLE = "EMBERLINE_CLUSTER_KEY"  # of routers, workers and nodes
 
 _KEY = re.compile("[!-~]([ -~]*[!-~])?")
 
@@ -31,13 +32,32 @@ def check_key(key: str, param: str) -> str:
 
 def add_key_from_environment(keys: Iterable[str], variable_name: str = API_KEY_VARIABLE) -> tuple[str, ...]:
     """Return `keys` and the keys in the environment variable, which holds one key or several lines of one key each."""
-    value = os.environ.get(variable_name, "")
-    # A single key keeps its line break, which is an error: the clients' key may lack it.
-    found = value.splitlines() if "\n" in value.strip("\n") else [value]
-    return tuple(dict.fromkeys((*keys, *filter(None, found))))
+    return tuple(dict.fromkeys((*keys, *_read_lines(variable_name))))
 
 
 def make_key_environment(keys: Iterable[str]) -> dict[str, str]:
     """Return the environment variable that passes these API keys to a child process; {} if there are no keys."""
     value = "\n".join(keys)
     return {API_KEY_VARIABLE: value} if value else {}
+
+
+def read_cluster_keys(option: str | None = None) -> tuple[str, ...]:
+    """Return the cluster key to send, then others that are accepted too; () if there is no cluster key.
+
+    `option`: the only key, if it is not None. Otherwise they are the lines of EMBERLINE_CLUSTER_KEY. Raises
+    InvalidRequest if no request could carry one of them."""
+    if option:
+        return (check_key(option, "cluster_key"),)
+    return tuple(check_key(key, CLUSTER_KEY_VARIABLE) for key in dict.fromkeys(_read_lines(CLUSTER_KEY_VARIABLE)))
+
+
+def make_cluster_key_environment(keys: Iterable[str]) -> dict[str, str]:
+    """Return the environment variable that passes these cluster keys to a child process; {} if there are no keys."""
+    value = "\n".join(keys)
+    return {CLUSTER_KEY_VARIABLE: value} if value else {}
+
+
+def _read_lines(variable_name: str) -> list[str]:
+    value = os.environ.get(variable_name, "")
+    # A single key keeps its line break, which is an error: the other side's key may lack it.
+    return [line for line in (value.splitlines() if "\n" in value.strip("\n") else [value]) if line]

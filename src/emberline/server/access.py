@@ -33,7 +33,7 @@ class AccessPolicy:
     """The keys of a server, and the check that a request has the key that its route requires."""
 
     api_keys: tuple[str, ...] = ()
-    cluster_key: str | None = None
+    cluster_keys: tuple[str, ...] = ()
     # Only calls with the cluster key are accepted, although no API key is configured.
     requires_cluster_key: bool = False
     tls: TLSConfig | None = None  # with a CA, calls between router and workers need a certificate of a cluster peer
@@ -44,7 +44,7 @@ class AccessPolicy:
         `required_key` is the field HTTPRoute.required_key.
         """
         if required_key == "cluster":
-            check_cluster_caller(exchange, self.cluster_key)
+            check_cluster_caller(exchange, self.cluster_keys)
             self._check_peer_certificate(exchange)
         elif required_key != "nothing" and (self.api_keys or self.requires_cluster_key):
             self._check_client(exchange, accepts_cluster_key=required_key == "operator")
@@ -52,13 +52,12 @@ class AccessPolicy:
     def _check_client(self, exchange: Exchange, *, accepts_cluster_key: bool) -> None:
         if _matches_any_key(_presented_key(exchange), self.api_keys):
             return
-        if self.cluster_key is not None:
-            if _matches_any_key(exchange.header(CLUSTER_KEY_HEADER), (self.cluster_key,)):
-                self._check_peer_certificate(exchange)
-                return
-            # A program that reads metrics, such as Prometheus, needs no certificate unless every connection needs one.
-            if accepts_cluster_key and _matches_any_key(_presented_key(exchange), (self.cluster_key,)):
-                return
+        if _matches_any_key(exchange.header(CLUSTER_KEY_HEADER), self.cluster_keys):
+            self._check_peer_certificate(exchange)
+            return
+        # A program that reads metrics, such as Prometheus, needs no certificate unless every connection needs one.
+        if accepts_cluster_key and _matches_any_key(_presented_key(exchange), self.cluster_keys):
+            return
         if self.api_keys:
             raise Unauthorized("the API key is missing or wrong", hint="send Authorization: Bearer KEY")
         raise WrongClusterKey(
@@ -83,10 +82,10 @@ class AccessPolicy:
             )
 
 
-def check_cluster_caller(exchange: Exchange, cluster_key: str | None) -> None:
+def check_cluster_caller(exchange: Exchange, cluster_keys: tuple[str, ...]) -> None:
     """Raise an error unless the request comes directly from a router or worker of the cluster.
 
-    The request must have the cluster key. If no cluster key is set, it must come from this machine. Requests from web
+    The request must have one of the cluster keys. If there are none, it must come from this machine. Requests from web
     pages and through proxies are rejected: cluster requests show clients' prompts and control the routing, and a proxy
     on this machine would make any client look local."""
     if exchange.header("origin"):
@@ -99,8 +98,8 @@ def check_cluster_caller(exchange: Exchange, cluster_key: str | None) -> None:
             f"this cluster call came through a proxy: it has the header {name.decode()!r}",
             hint="call the router or worker directly, at its own address",
         )
-    if cluster_key is not None:
-        if not _matches_any_key(_presented_key(exchange), (cluster_key,)):
+    if cluster_keys:
+        if not _matches_any_key(_presented_key(exchange), cluster_keys):
             raise WrongClusterKey(
                 "the cluster key is missing or wrong",
                 hint="set EMBERLINE_CLUSTER_KEY or --cluster-key to the router's key",

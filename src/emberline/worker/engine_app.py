@@ -98,9 +98,9 @@ class EngineApp:
             routes[RECLAIM_PATH] = HTTPRoute(cluster.reclaim, required_key="cluster")
             routes["/cluster/prefill"] = HTTPRoute(traced(cluster.prefill), required_key="cluster")
             routes["/cluster/events"] = HTTPRoute(BlockEventStream(engine).handle, "GET", "cluster")
-        cluster_key = config.cluster_key if config.worker is not None else None
+        cluster_keys = config.cluster_keys if config.worker is not None else ()
         hint = "/openapi.json lists the endpoints"
-        access = AccessPolicy(config.api_keys, cluster_key, config.closed, config.tls if config.worker else None)
+        access = AccessPolicy(config.api_keys, cluster_keys, config.closed, config.tls if config.worker else None)
         self._site = RouteTable(routes, HTTPRoute(self._describe_model, "GET"), pages, access, hint)
         self._site.prefix_routes[RESPONSES] = HTTPRoute(responses.handle, method="")
 

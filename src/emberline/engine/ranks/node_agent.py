@@ -56,7 +56,7 @@ PLAN_TIMEOUT_S = 900.0  # for a rank to read plans; node 0 notices earlier if it
 
 
 def run_node(
-    config: EngineConfig, cluster_key: str, stop: threading.Event, command: tuple[str, ...] = RANK_COMMAND
+    config: EngineConfig, cluster_keys: tuple[str, ...], stop: threading.Event, command: tuple[str, ...] = RANK_COMMAND
 ) -> None:
     """Run the ranks of a node until node 0 shuts down or `stop` is set.
 
@@ -68,7 +68,7 @@ def run_node(
         with contextlib.suppress(NativeBuildError):  # the ranks then use torch
             build_library(kernel_dir())  # once, so that the ranks find it
     while not stop.is_set():
-        master = join_master(config, cluster_key, stop)
+        master = join_master(config, cluster_keys, stop)
         if master is None:
             return
         with contextlib.closing(master):
@@ -83,7 +83,7 @@ def run_node(
                 log.warning("Group ended, joining the next one: node=%d reason=%s", config.parallel.node_rank, error)
 
 
-def join_master(config: EngineConfig, cluster_key: str, stop: threading.Event) -> NodeSocket | None:
+def join_master(config: EngineConfig, cluster_keys: tuple[str, ...], stop: threading.Event) -> NodeSocket | None:
     """Connect to node 0 and join its group; return None once `stop` is set.
 
     Attempts are repeated for up to `node_timeout` while node 0 cannot be reached. Raises EmberlineError after that, or
@@ -92,7 +92,7 @@ def join_master(config: EngineConfig, cluster_key: str, stop: threading.Event) -
     while not stop.is_set():
         seconds, pause_s = time.monotonic() - began, RETRY_PAUSE_S
         try:
-            return _try_to_join(config, cluster_key)
+            return _try_to_join(config, cluster_keys)
         except NodeRankTaken as error:
             # The group that this node belonged to may not have noticed yet that it was lost.
             if seconds > 2 * parallel.rank_timeout + START_TIMEOUT_S:
@@ -111,12 +111,12 @@ def join_master(config: EngineConfig, cluster_key: str, stop: threading.Event) -
     return None
 
 
-def _try_to_join(config: EngineConfig, cluster_key: str) -> NodeSocket:
+def _try_to_join(config: EngineConfig, cluster_keys: tuple[str, ...]) -> NodeSocket:
     parallel = config.parallel
     connection = socket.create_connection(parallel.parse_master(), CONNECT_TIMEOUT_S)
     master = NodeSocket(connection, parallel.rank_timeout)
     try:
-        authenticate_master(master, cluster_key)
+        authenticate_master(master, cluster_keys)
         max_ranks = MAX_RANKS if config.threads else core_count()
         settings = list_shared_settings(config)
         master.send(NodeHello(__version__, parallel.node_rank, settings, max_ranks, free_memory()))

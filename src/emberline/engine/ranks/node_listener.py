@@ -15,7 +15,7 @@ from emberline import __version__
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed, InvalidRequest, NodeRankTaken, WrongClusterKey
 from emberline.engine.messages import Rejection
-from emberline.engine.ranks.cluster_key import authenticate_node, read_cluster_key
+from emberline.engine.ranks.cluster_key import authenticate_node, read_node_keys
 from emberline.engine.ranks.control import DEFAULT_SETTING, list_shared_settings
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.node_address import bind_master, check_node_address
@@ -72,7 +72,7 @@ class NodeListener:
 
         `launcher`: what starts the other nodes; None: the user does."""
         self._config, self._layout, self._launcher = config, layout, launcher
-        self._key = read_cluster_key(config) if launcher is None else launcher.cluster_key
+        self._keys = read_node_keys(config) if launcher is None else (launcher.cluster_key,)
         self._lock = threading.Condition()
         self._joined: dict[int, NodeLink] = {}
         self._error: EmberlineError | None = None  # of a node that cannot join
@@ -173,7 +173,7 @@ class NodeListener:
     def _admit_node(self, node: NodeSocket, host: str) -> None:
         """Let a node join, or refuse it."""
         try:
-            authenticate_node(node, self._key)
+            authenticate_node(node, self._keys)
             hello = node.receive(NodeHello)
             self._check_node(hello)
             self._add_node(NodeLink(hello.node_rank, node, host, hello.free_bytes))

@@ -70,7 +70,7 @@ class RayNodeActor:
         config = msgspec.msgpack.decode(encoded_config, type=EngineConfig)
         address = ray.util.get_node_ip_address()
         try:
-            run_node(config.with_settings(node_address=address), cluster_key, threading.Event())
+            run_node(config.with_settings(node_address=address), (cluster_key,), threading.Event())
         except EmberlineError as error:
             return msgspec.msgpack.encode(Rejection.from_error("", error))
         return b""

@@ -111,7 +111,7 @@ class RouterApp:
             "/metrics": HTTPRoute(self._reply_with_metrics, "GET", "operator"),
         }
         hint = "GET /v1/models lists the models"
-        access = AccessPolicy(config.api_keys, config.cluster_key, tls=config.tls)
+        access = AccessPolicy(config.api_keys, config.cluster_keys, tls=config.tls)
         self._routes = RouteTable(routes, HTTPRoute(self._show_model, "GET"), pages, access, hint)
         self._routes.prefix_routes["/v1/responses/"] = HTTPRoute(self._relay_stored_response_call, method="")
 
