@@ -58,8 +58,10 @@ FAMILIES: dict[str, Callable[[Path], object]] = {
 StartEngine = Callable[..., Engine]
 
 
-def make_config(directory: Path, name: str | None = None, **settings: Any) -> EngineConfig:
-    transfer = TransferConfig(name, lease_seconds=0.5) if name else None
+def make_config(
+    directory: Path, name: str | None = None, *, lease_seconds: float = 20.0, **settings: Any
+) -> EngineConfig:
+    transfer = TransferConfig(name, lease_seconds=lease_seconds) if name else None
     common = {"device": "cpu", "threads": 1, "dtype": "float32", "kv_memory": 1 << 20, "block_size": BLOCK}
     limits = {"max_context": 64, "max_batch_tokens": 16, "max_running": 3}
     return EngineConfig.build(str(directory), **common | limits | {"transfer": transfer} | settings)
@@ -285,7 +287,7 @@ def test_ranks_in_processes_and_their_deaths_during_a_transfer(
     assert d.stats().transfer.recomputed == 1  # type: ignore[union-attr]
     wait_until_freed(d)
 
-    whole = start_engine("whole")
+    whole = start_engine("whole", lease_seconds=0.5)
     d.add(replace(ask("last"), source=first_ticket(whole, ask("last"))))
     d.step()
     os.kill(pids[1], signal.SIGKILL)
