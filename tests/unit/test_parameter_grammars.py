@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from test_tools import accepts, compiler
 
 from emberline.api.call import Tool, ToolChoice
+from emberline.api.rule_writer import RuleWriter
 from emberline.api.tool_styles.gemma4 import GEMMA4
 from emberline.api.tool_styles.glm import GLM47
 from emberline.api.tool_styles.invoke import DEEPSEEK_V32
+from emberline.api.tool_styles.parameter_schema import ParameterSchema
+from emberline.api.tool_styles.python_rules import PythonLiteralRules
 from emberline.api.tool_styles.pythonic import PYTHONIC
 from emberline.api.tool_styles.qwen3_coder import QWEN3_CODER
 from emberline.api.tool_styles.style import ToolStyle
@@ -91,6 +95,85 @@ def test_strict_schema_that_cannot_be_enforced_is_rejected(style: ToolStyle, sch
         forced(style, schema)
     assert caught.value.param == "tools"
     assert forced(style, schema, strict=False)
+
+
+TREE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"leaf": {"type": "boolean"}, "nodes": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+    "required": ["leaf"],
+    "additionalProperties": False,
+}
+NESTED: dict[str, Any] = {
+    "properties": {
+        "flags": {"type": "array", "items": {"anyOf": [{"type": "boolean"}, {"enum": ["x", [None]]}]}},
+        "tree": {"$ref": "#/$defs/tree"},
+        "by_name": {"type": "object", "additionalProperties": {"type": ["integer", "null"], "minimum": 2}},
+        "any": {"description": "whatever"},
+        "few": {"type": "array", "items": {"type": "boolean"}, "maxItems": 1},
+    },
+    "$defs": {"tree": TREE},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        ({"flags": []}, True),
+        ({"flags": [True, False, "x", [None]]}, True),
+        ({"flags": [None]}, False),
+        ({"flags": ["y"]}, False),
+        ({"tree": {"leaf": False, "nodes": [{"leaf": True}, {"leaf": True, "nodes": []}]}}, True),
+        ({"tree": {"leaf": False, "nodes": [{"leaf": None}]}}, False),
+        ({"tree": {"nodes": []}}, False),
+        ({"tree": {"leaf": True, "other": 1}}, False),
+        ({"by_name": {}}, True),
+        ({"by_name": {'an "e": \u00e9': 2, "b": None}}, True),
+        ({"by_name": {"a": 1}}, False),
+        ({"by_name": {"a": True}}, False),
+        ({"any": [{"a": [True, {"b": None}], "c": -1500.5}, "x", {}]}, True),
+        ({"any": None}, True),
+    ],
+)
+def test_pythonic_nested_values_are_python_literals(
+    compiler: GrammarCompiler, arguments: dict[str, Any], fits: bool, is_strict: bool
+) -> None:
+    grammar = forced(PYTHONIC, NESTED, is_strict)
+    text = PYTHONIC.format_calls([("f", json.dumps(arguments))])
+    assert "true" not in text and "null" not in text
+    assert accepts(compiler, grammar, text) == fits
+
+
+def test_pythonic_values_with_other_keywords_are_json(compiler: GrammarCompiler) -> None:
+    """Such as the number of an array's items, which a grammar of Python literals does not count."""
+    grammar = forced(PYTHONIC, NESTED)
+    for text, fits in (("[true]", True), ("[True]", False), ("[true, true]", False)):
+        assert accepts(compiler, grammar, f"[f(few={text})]") == fits
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": False},
+        {"type": "array", "items": {"type": "object", "required": ["a"]}},
+        {"type": "object", "properties": {"a": {"type": "array", "minItems": 1}}},
+        {"type": "object", "properties": {"a": {"not": {"type": "null"}}}},
+        {"type": "object", "properties": {"a": {"anyOf": [{}], "type": "array"}}},
+        {"type": "object", "patternProperties": {"a": {}}},
+        {"type": "array", "items": {"enum": []}},
+        {"type": "array", "items": {"$ref": "other.json"}},
+    ],
+)
+def test_python_literals_enforce_every_keyword_or_are_not_used(schema: dict[str, Any]) -> None:
+    tool = Tool("f", "", {"properties": {"x": schema}})
+    literals = PythonLiteralRules(RuleWriter({}), ParameterSchema(tool), "p", is_strict=True)
+    assert not literals.can_enforce(schema) and literals.can_enforce(
+        {"type": "array", "items": TREE["properties"]["leaf"]}
+    )
+    for _ in range(500):
+        schema = {"type": "array", "items": schema}
+    assert not literals.can_enforce(schema)
 
 
 def test_pythonic_strings_are_restricted(compiler: GrammarCompiler) -> None:

@@ -13,13 +13,13 @@ from emberline.api.tool_styles.argument_writer import ArgumentWriter
 from emberline.api.tool_styles.call_reader import WHITESPACE, CallReader
 from emberline.api.tool_styles.json_arguments import JsonObjectReader
 from emberline.api.tool_styles.parameter_rules import write_parameters
-from emberline.api.tool_styles.parameter_schema import Schema
+from emberline.api.tool_styles.parameter_schema import ParameterSchema, Schema
 from emberline.api.tool_styles.python_literals import PythonLiteralScanner, literal_to_json
+from emberline.api.tool_styles.python_rules import PythonLiteralRules, format_literal
 from emberline.api.tool_styles.style import ToolStyle
 
 _NAME_CHAR = re.compile(r"[\w.-]")
 _ARGUMENT = re.compile(r"\s*(?P<key>[\w.$-]+)\s*=(?P<value>.*)", re.DOTALL)
-_WORDS = {True: "True", False: "False", None: "None"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +36,11 @@ class PythonicStyle(ToolStyle):
 
     def format_call(self, name: str, arguments: str, number: int) -> str:
         values = json.loads(arguments)
-        return f"{name}({', '.join(f'{key}={_format_value(value)}' for key, value in values.items())})"
+        return f"{name}({', '.join(f'{key}={format_literal(value)}' for key, value in values.items())})"
 
     def write_call(self, rules: RuleWriter, tool: Tool, rule_name: str) -> str:
         parameters = write_parameters(rules, tool, rule_name, PythonicParameterRules(rules, tool, rule_name))
         return f"{rules.literal(tool.name + '(')} {parameters} {rules.literal(')')}"
-
-
-def _format_value(value: object) -> str:
-    """Return True, False or None as a Python literal, and any other value as JSON."""
-    if isinstance(value, bool) or value is None:
-        return _WORDS[value]
-    return json.dumps(value, ensure_ascii=False)
 
 
 class PythonicReader(CallReader):
@@ -145,6 +138,8 @@ class PythonicParameterRules:
 
     def __init__(self, rules: RuleWriter, tool: Tool, rule_name: str) -> None:
         self._rules, self._tool, self._rule_name = rules, tool, rule_name
+        root = ParameterSchema(tool)
+        self._literals = PythonLiteralRules(rules, root, f"{rule_name}_literal", is_strict=tool.strict)
 
     def write_parameter(self, name: str, value: str) -> str:
         return f"{self._rules.literal(name + '=')} {value}"
@@ -157,15 +152,16 @@ class PythonicParameterRules:
         return self._rules.add_schema(f"{self._rule_name}_s{self._rules.num_schemas}", {**schema, **lenient})
 
     def write_literal(self, value: object) -> str:
-        return self._rules.literal(_format_value(value))
+        return self._rules.literal(format_literal(value))
 
     def write_json(self, term: str, schema: Schema) -> str:
-        if schema.get("type") == "boolean":
-            return '"True" | "False"'
-        return '"None"' if schema.get("type") == "null" else term
+        """Return `term`, which is JSON, for arrays and objects with keywords that Python literals cannot enforce."""
+        if schema["type"] in ("integer", "number") or not self._literals.can_enforce(schema):
+            return term
+        return self._literals.write_value(schema)
 
     def write_any(self) -> str:
-        return self._rules.add_schema(f"{self._rule_name}_s{self._rules.num_schemas}", {})
+        return self._literals.write_any()
 
 
 PYTHONIC = PythonicStyle(
