@@ -1,4 +1,4 @@
-"""OpenSubmissions: the ids of the submissions of an engine, from their start until no plan names them any more."""
+"""OpenSubmissions: the ids of an engine's submissions, until no running step computes them."""
 
 from __future__ import annotations
 

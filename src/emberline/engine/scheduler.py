@@ -261,7 +261,7 @@ class Scheduler:
         return [Admission(r.id, list(r.tokens), r.prompt_len, r.params, r.seed) for r in new]
 
     def _take_chunk_size(self, request: Request, budget: int) -> int:
-        """Return how many tokens of a request fit into `budget`, and into the step's budget of scored tokens."""
+        """Return how many tokens to plan, within `budget` and the step's budget for prompt log-probabilities."""
         count = min(request.num_schedulable, budget)
         if request.needs_prompt_logprobs:
             count = min(count, self._scored_budget)

@@ -249,7 +249,9 @@ def max_message_bytes(config: ModelConfig, settings: EngineConfig, dtype_bytes: 
 
 
 def measure_share(device: Device, ranks_per_gpu: int) -> tuple[int, int]:
-    """Return the bytes of a rank's share of a GPU, and how many of these other processes use; 0 if ranks share it."""
+    """Return the bytes of a rank's share of a GPU, and how many of them other processes use.
+
+    The second number is 0 if several ranks share the GPU."""
     total, others = measure_memory(device)
     return (total // ranks_per_gpu, 0) if ranks_per_gpu > 1 else (total, others)
 

@@ -50,7 +50,7 @@ class FollowerGroup(Protocol):
         ...
 
     def finish_copies(self) -> None:
-        """Wait until all other ranks have made the oldest copies that no earlier call awaited. Raises EngineFailed."""
+        """Wait for the oldest `publish_copies` that no earlier call has waited for. Raises EngineFailed."""
         ...
 
     def publish_beside_steps(self, message: bytes) -> None:
@@ -241,7 +241,7 @@ class LeaderRunner(TorchRunner):
         return self.ranks.progress_count()
 
     def expert_stats(self) -> ExpertStats | None:
-        """Return how evenly ranks compute experts; None: no rows are sent to experts of other ranks."""
+        """Return how evenly the work of experts is spread over the ranks; None if this is not counted."""
         return self.experts.stats()
 
     @property

@@ -120,7 +120,10 @@ class WorkEncoder:
     def _continue_requests(
         self, ids: list[str], preemptions: list[int]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
-        """Return the slot of each item's request, and the value of `EncodedWork.slots`."""
+        """Return the slot of each item's request, and the value of `EncodedWork.slots`.
+
+        The value is None if the oldest remembered step has the same requests. In it, ~slot marks a request for which
+        the decoders begin with an empty block table."""
         oldest = self._steps.popleft() if len(self._steps) == self._num_plans else None
         if oldest is not None and ids == oldest.ids and preemptions == oldest.preemptions:
             self._steps.append(oldest)
@@ -221,7 +224,7 @@ class WorkDecoder:
 
 
 def _collect_rare_fields(work: Sequence[WorkItem]) -> dict[int, RareFields]:
-    """Return the rare fields of the items in which one of them does not have its default, by index of the item."""
+    """Return the RareFields of items in which not all of them have their default, by index of the item."""
     return {
         index: RareFields(
             w.prompt_logprobs,
