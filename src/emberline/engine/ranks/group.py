@@ -173,7 +173,9 @@ class RankGroup:
             self._writer.publish(message)
 
     def finish_copies(self) -> None:
-        """Wait for the oldest `publish_copies` that no earlier call has waited for. Raises EngineFailed."""
+        """Wait until all other ranks have made the copies of the oldest pending `publish_copies`.
+
+        A call is pending until this method has waited for its copies. Raises EngineFailed."""
         self._num_copies += 1
         while any(self._memory.get(rank, NUM_COPIED) < self._num_copies for rank in self._followers):
             self.check()

@@ -50,7 +50,9 @@ class FollowerGroup(Protocol):
         ...
 
     def finish_copies(self) -> None:
-        """Wait for the oldest `publish_copies` that no earlier call has waited for. Raises EngineFailed."""
+        """Wait until all other ranks have made the copies of the oldest pending `publish_copies`.
+
+        A call is pending until this method has waited for its copies. Raises EngineFailed."""
         ...
 
     def publish_beside_steps(self, message: bytes) -> None:

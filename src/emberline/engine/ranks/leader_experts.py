@@ -44,7 +44,7 @@ class LeaderExperts:
         return self.balancer is not None and self.balancer.is_due
 
     def stats(self) -> ExpertStats | None:
-        """Return the statistics; None if it is not counted how many rows (tokens) each expert computes."""
+        """Return the statistics; None if the rows (tokens) of each expert are not counted."""
         if not self._layers:
             return None
         if (now := self._clock.now()) >= self._next_update:

@@ -224,7 +224,9 @@ class WorkDecoder:
 
 
 def _collect_rare_fields(work: Sequence[WorkItem]) -> dict[int, RareFields]:
-    """Return the RareFields of items in which not all of them have their default, by index of the item."""
+    """Return the RareFields of the items in which at least one of these fields is not at its default.
+
+    The keys are the indexes of the items."""
     return {
         index: RareFields(
             w.prompt_logprobs,

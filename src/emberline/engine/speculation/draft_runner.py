@@ -92,7 +92,9 @@ class DraftRunner:
         return self._draft([w for w in items if w.samples], work, self._run(items, hidden))
 
     def _known_tokens(self, work: WorkItem, tokens: Sequence[int]) -> WorkItem:
-        """Return a work item with all tokens that a draft model that reads tokens has not computed yet."""
+        """Return a work item with the tokens that the draft model has not computed, at least the newest one.
+
+        This is the input of draft models that read tokens and no hidden states."""
         state = self._states[work.id]
         state.drop_rejected(tokens)
         begin = min(state.computed, len(tokens) - 1)
@@ -102,9 +104,9 @@ class DraftRunner:
     def _shifted_tokens(self, work: WorkItem, sampled: SampledToken | None, tokens: Sequence[int]) -> WorkItem | None:
         """Return the input of a draft model that reads hidden states: for each computed position, the token after it.
 
-        If a draft is wanted, the work item samples. Return None if no draft is wanted and earlier positions are missing
-        in the draft model's cache, because their hidden states are gone. If a draft is wanted although positions are
-        missing, they are few (`DraftContext`), and the model drafts without them."""
+        If a draft is wanted, `samples` of the work item is set. Return None if no draft is wanted and earlier positions
+        are missing in the draft model's cache, because their hidden states are gone. If a draft is wanted although
+        positions are missing, they are few (`DraftContext`), and the model drafts without them."""
         count = len(work.tokens) - work.num_draft + (len(sampled.further) if sampled is not None else 0)
         state = self._states[work.id]
         if state.computed != work.start and not work.num_propose:
