@@ -59,7 +59,7 @@ class PipelinedRunner(Runner, Protocol):
 
 @runtime_checkable
 class StagedRunner(PipelinedRunner, Protocol):
-    """A pipelined runner with several stages, which at any time compute plans of different requests."""
+    """A runner for pipeline parallelism: its stages compute plans of different requests at the same time."""
 
     max_in_flight: int  # plans that are launched before the result of the oldest is read
 

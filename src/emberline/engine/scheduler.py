@@ -1,9 +1,9 @@
 """Scheduler: decides what the next step computes, and applies its result to each request.
 
-There are no phases: every running request has one or more tokens that are known but not computed, and a step
-computes as many of each as the budget allows. A request whose tokens are all computed samples its next token in this
-step, so a step usually mixes prompt chunks and single tokens. A step may be planned while the previous one runs: plans
-run in order, so an earlier plan never uses a block that a later one has freed. Needs no torch, wall clock or I/O."""
+Steps have no phases: every running request has one or more tokens that are known but not computed, and a step computes
+as many of them as the budget allows. A request whose tokens are all computed samples its next token in this step, so a
+step usually mixes prefill and decode. A step may be planned while the previous one runs: plans run in order, so an
+earlier plan never uses a block that a later one has freed. Needs no torch, wall clock or I/O."""
 
 from __future__ import annotations
 

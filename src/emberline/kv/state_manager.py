@@ -130,7 +130,7 @@ class StateKVManager(KVManager):
     def plan_moves(self, request: Request, start: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return the blocks from which a step at position `start` loads states, and those to which it copies states.
 
-        The former hold states from the request's peer. The latter are for other engines."""
+        The request's peer has sent the states that are loaded. The copies are for other engines."""
         if arrived := self._arriving.pop(request.id, ()):
             self.kept.unpin(arrived)  # only plans after this one can overwrite them
         leaving = self._leaving.get(request.id, ())

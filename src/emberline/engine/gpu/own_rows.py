@@ -44,7 +44,9 @@ class ExchangedRows:
     chosen: Tensor  # see ForwardBatch.chosen_rows
 
     def make_batch_fields(self, tokens: Tensor) -> dict[str, Any]:
-        """Queue the exchange of the ranks' tokens, and return the fields of ForwardBatch. `tokens`: this rank's."""
+        """Queue the exchange of the step's tokens between ranks, and return fields for ForwardBatch.
+
+        `tokens`: those of this rank."""
         fields = {"exchange": self.rows, "logit_exchange": self.logit_rows, "chosen_rows": self.chosen}
         return {"all_tokens": self.rows.gather(tokens), **fields}
 

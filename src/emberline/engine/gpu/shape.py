@@ -88,7 +88,7 @@ class StepShape:
     def for_counts(
         single_tokens: int, num_chunks: int, chunk_tokens: int, grid: ShapeGrid, queries: int
     ) -> StepShape | None:
-        """Return the shape of a step with this many tokens; None if it has more than steps that are captured.
+        """Return the shape of a step with this many tokens; None if no captured step is large enough.
 
         `single_tokens`: tokens of requests that decode, with their drafts. `chunk_tokens`: of the chunks of prompts."""
         if not num_chunks:

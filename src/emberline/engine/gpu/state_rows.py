@@ -75,7 +75,7 @@ class StateRows:
 
     @property
     def query_start(self) -> np.ndarray:
-        """Where the tokens of each sequence begin among those of the step, and where the last ends."""
+        """The index of each sequence's first token among those of the step, then the number of all tokens."""
         assert self.drafts is not None
         ends = np.zeros(len(self.slots) + 1, np.int32)
         np.cumsum(self.drafts[DraftColumn.COUNT], out=ends[1:])

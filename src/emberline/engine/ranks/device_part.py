@@ -223,8 +223,8 @@ def connect_devices(
 ) -> Communicator:
     """Return a communicator between the GPUs of ranks that `host` already connects in main memory.
 
-    `message_bytes`, `senders`: see IpcGroup. Raises InvalidRequest if `--collectives` has a value that does not work
-    on this machine."""
+    `message_bytes`: the most bytes that one message of `send` has. `senders`: the ranks that send to this rank. Raises
+    InvalidRequest if `--collectives` has a value that does not work on this machine."""
     collectives = config.parallel.collectives
     try:
         return connect_device_group(

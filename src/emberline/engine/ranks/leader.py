@@ -92,7 +92,9 @@ class GroupExecutor:
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
 
     def copy(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
-        """Let all ranks copy their part of blocks, and wait until they have. Raises EngineFailed, as `compute`."""
+        """Let all ranks copy their part of blocks, and wait until they have.
+
+        Raises EngineFailed, after which the group cannot be used any more."""
         self.publish_copies(saves, loads)
         self.copy_own(saves, loads)
 

@@ -73,7 +73,9 @@ class RemoteNodes:
             link.socket.end()
 
     def close(self, error: EmberlineError | None) -> None:
-        """Like `end`, then close the connections and the listener."""
+        """Let the nodes end their ranks, wait for them, then close the connections and the listener.
+
+        The wait is limited. `error`: the reason; None: the engine shuts down."""
         timeout_s = FAILURE_TIMEOUT_S if isinstance(error, EngineFailed) else GOODBYE_TIMEOUT_S
         for link in self.links:
             link.socket.finish(_last_message(error), timeout_s)
