@@ -167,9 +167,10 @@ class AsyncEngine:
         return self.state is EngineState.READY and not any(map(self.is_awake, self.models))
 
     def set_asleep(self, on: bool) -> None:
-        """Put the models to sleep if no request is open, or wake them. `is_asleep` shows when that is done.
+        """Ask the process to put all models without open requests to sleep, or to wake models.
 
-        Raises EngineUnavailable if the process is not ready."""
+        This method does not wait; `is_asleep` shows the state that the process has reported. Raises EngineUnavailable
+        if the process is not ready."""
         if not self._send(messages.SetAsleep(on)):
             raise EngineUnavailable(f"the engine is {self.state.value}", hint="retry in a few seconds")
 

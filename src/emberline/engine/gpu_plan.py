@@ -215,7 +215,7 @@ class _WeightPolicy:
         return ("uw12" if self.setting == "packed" else f"{plain}+uw12" if both else plain) if can_pack else plain, size
 
     def choose_kernels(self, part: ModelOutline, kernels: str) -> StepKernels:
-        """Return the kernels for a GPU's part of the model. `kernels`: which ones it has."""
+        """Return the kernels for a GPU's part of the model. `kernels`: those of the GPU, hopper or portable."""
         packed, narrow = self.setting == "packed", self.list_quantised_sizes(part)
         return choose_step_kernels(part, kernels, memory.DTYPE_BYTES[self.dtype], packed=packed, narrow=narrow)
 

@@ -1,8 +1,8 @@
 """Scheduler: decides what the next step computes, and applies its result to each request.
 
-Steps have no phases: every running request has one or more tokens that are known but not computed, and a step computes
-as many of them as the budget allows. A request whose tokens are all computed samples its next token in this step, so a
-step usually mixes prefill and decode. A step may be planned while the previous one runs: plans run in order, so an
+There are no prefill and decode steps: every running request has one or more tokens that are known but not computed, and
+a step computes as many of them as the budget allows. A request whose tokens are all computed samples its next token in
+this step, so a step usually mixes both. A step may be planned while the previous one runs: plans run in order, so an
 earlier plan never uses a block that a later one has freed. Needs no torch, wall clock or I/O."""
 
 from __future__ import annotations
