@@ -63,8 +63,8 @@ class DraftMemory:
     def of_steps(sizes: StepSizes, num_captured_layers: int) -> DraftMemory:
         """Return the memory of a draft model, without its weights and KV cache.
 
-        `sizes`: of its steps. `num_captured_layers`: number of the target model's layers whose hidden states it
-        reads."""
+        `sizes`: of its steps. `num_captured_layers`: number of the target model's layers whose hidden states the draft
+        model reads."""
         states = num_captured_layers + 1 if num_captured_layers else 0
         return DraftMemory(state_values=states * sizes.hidden, sizes=sizes)
 

@@ -1,4 +1,4 @@
-"""OpenSubmissions: the ids of an engine's submissions, until no running step computes them."""
+"""OpenSubmissions: the ids of submissions that are open, or that a running step still computes."""
 
 from __future__ import annotations
 

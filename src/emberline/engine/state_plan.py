@@ -49,7 +49,7 @@ class StatePlanner:
         return count_state_slots(*sizes, draft_bytes=draft, num_padding=1, kv_bytes=kv_bytes)
 
     def num_bytes(self, num_slots: int) -> int:
-        """Return the bytes of this many slots, of a slot for padding, and of what is kept of drafted tokens."""
+        """Return the bytes of this many slots, of a slot for padding, and of the inputs kept for drafted tokens."""
         return (num_slots + 1) * self.slot_bytes + min(num_slots, self.max_running) * self.draft_bytes
 
 
