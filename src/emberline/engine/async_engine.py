@@ -49,13 +49,12 @@ class AsyncEngine:
         command: tuple[str, ...] | None = None,
         child: EngineChild | None = None,
     ) -> None:
-        """Describe an engine.
+        """Store the settings of the engine process, which `start` starts.
 
-        `stall_timeout`: seconds without a message after which the process counts as hung.
-        `max_restart_pause`: in seconds. The pause before a restart doubles each time the process has run for less than
-        a minute.
-        `command`: starts the process; None: ENGINE_COMMAND. `child`: a process that was started already, which is
-        used for the first start."""
+        `stall_timeout`: seconds without a message from the process after which it counts as hung. `max_restart_pause`:
+        in seconds. The pause before a restart doubles each time the process has run for less than a minute. `command`:
+        starts the process; None: ENGINE_COMMAND. `child`: a process that was started already, which is used for the
+        first start."""
         self.models = dict(models)
         self.state = EngineState.STARTING
         self.model_info: dict[str, messages.LoadedModelInfo] = {}  # by model, from the latest start of the process
@@ -92,7 +91,7 @@ class AsyncEngine:
         return len(self._open_queues)
 
     def now(self) -> float:
-        """Return the time on the clock that Timing uses."""
+        """Return the current time in seconds on the clock with which the times in Timing are measured."""
         return self._clock.now()
 
     @property
@@ -168,9 +167,10 @@ class AsyncEngine:
         return self.state is EngineState.READY and not any(map(self.is_awake, self.models))
 
     def set_asleep(self, on: bool) -> None:
-        """Put the models to sleep if no request is open, or wake them. `is_asleep` shows when that is done.
+        """Ask the process to put all models without open requests to sleep, or to wake models.
 
-        Raises EngineUnavailable if the process is not ready."""
+        This method does not wait; `is_asleep` shows the state that the process has reported. Raises EngineUnavailable
+        if the process is not ready."""
         if not self._send(messages.SetAsleep(on)):
             raise EngineUnavailable(f"the engine is {self.state.value}", hint="retry in a few seconds")
 

@@ -23,9 +23,11 @@ def build_forward_batch(
     states: StateCache | None = None,
     columns: StepColumns | None = None,
 ) -> ForwardBatch:
-    """`groups`: which layers share block tables; None: all share one. `states`: memory of recurrent layers, if any.
+    """Return the model's input tensors for the work items of a step.
 
-    `columns`: `start`, `tokens` and `samples` of the work items as arrays, if known; the items' own are then unused."""
+    `groups`: which layers share block tables; None: all share one. `states`: memory of recurrent layers, if any.
+    `columns`: `start`, `tokens` and `samples` of the work items as arrays; if given, they are not read from the
+    items."""
     size, columns = cache.shape.block_size, columns or StepColumns.of(work)
     starts, counts, samples = columns.starts, columns.counts, columns.samples.tolist()
     query_start = np.zeros(len(work) + 1, np.int32)
@@ -77,9 +79,10 @@ def build_forward_batch(
 def build_state_changes(
     work: Sequence[WorkItem], starts: NDArray[np.int32], states: StateCache
 ) -> tuple[ops.StateSaves | None, ops.StateDrafts | None]:
-    """Return which states a step copies to other slots, and which of its rows are drafts; each is None if it has none.
+    """Return the copies of recurrent states to other slots in a step, and the data on its drafted tokens.
 
-    `starts`: positions of the items' first tokens."""
+    The copies are None if the step makes none. The data is None if the step has no drafted tokens and its requests
+    accepted none in their previous step. `starts`: position of each work item's first token."""
     rows = np.zeros((5, len(work)), np.int32)
     for i, w in enumerate(work):
         assert w.state is not None

@@ -27,9 +27,9 @@ def estimate_draft_memory(
 ) -> DraftMemory:
     """Return the memory that a draft model adds; NO_DRAFT_MODEL if the settings name none.
 
-    `checkpoint`, `target`: checkpoint and config of the whole target model. `dtype`: of its weights. An embedding or
-    output head of an MTP head is not counted if it looks like a copy of the target's, which is not loaded. Raises
-    EmberlineError if there is no such draft model."""
+    `checkpoint`, `target`: checkpoint and config of the whole target model. `dtype`: of its weights. An MTP head's own
+    embedding or output head is not counted if it looks like a copy of the target's, because a copy is not loaded.
+    Raises EmberlineError if there is no such draft model."""
     speculation, packed = settings.speculation, memory.uses_packed_weights(checkpoint, settings, dtype, target)
     if not speculation.uses_draft_model:
         return NO_DRAFT_MODEL
@@ -90,7 +90,9 @@ class WeightCounter:
 
 
 def _look_equal(checkpoint: Checkpoint, name: str, original: str) -> bool:
-    """Return whether two tensors have the same type and shape, and the same bytes wherever this reads some."""
+    """Return whether two tensors have the same type, shape, and bytes at the start, middle and end.
+
+    Return False if `original` does not exist, or one of the two is quantised."""
     one, other = checkpoint.tensors[name], checkpoint.tensors.get(original)
     if other is None or isinstance(one, QuantisedTensorInfo) or isinstance(other, QuantisedTensorInfo):
         return False

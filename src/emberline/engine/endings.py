@@ -24,7 +24,9 @@ def ends_with_stop_token(request: Request, eos: frozenset[int]) -> bool:
 def append_run(
     request: Request, first: SampledToken, eos: frozenset[int]
 ) -> tuple[list[SampledToken], FinishReason | None]:
-    """Append a step's sampled tokens, up to one that ends the request; return these, and why it ends, if it does."""
+    """Append a step's sampled tokens to the request, up to the first token that ends it.
+
+    Return the appended tokens, and the reason why the request ends; None if it continues."""
     run = [first, *first.further]
     tokens, stop_ids = [one.token for one in run], request.params.stop_token_ids
     has_end = run[-1].stop or len(request.tokens) + len(run) >= request.max_len or not eos.isdisjoint(tokens)

@@ -59,7 +59,7 @@ class PipelinedRunner(Runner, Protocol):
 
 @runtime_checkable
 class StagedRunner(PipelinedRunner, Protocol):
-    """A pipelined runner with several stages, which at any time compute plans of different requests."""
+    """A runner for pipeline parallelism: its stages compute plans of different requests at the same time."""
 
     max_in_flight: int  # plans that are launched before the result of the oldest is read
 
@@ -240,10 +240,10 @@ class Engine:
         return self._collect_outputs()
 
     def _step_pipelined(self, runner: PipelinedRunner) -> list[Output]:
-        """Plan and launch a step. Then, if `max_in_flight` steps run, wait for the oldest. So no device is idle.
+        """Plan and launch a step. Then, if `max_in_flight` steps are running, wait for the oldest of them.
 
-        If there is nothing to plan, only wait for the oldest running step. If drafts pay in the next step, wait before
-        planning, because drafts continue the newest tokens."""
+        If there is nothing to plan, only wait for the oldest running step. If the next step should verify drafts, first
+        wait for a result: drafts continue the newest tokens, which the running steps still sample."""
         began, waited = time.perf_counter(), 0.0
         if self._in_flight and self.scheduler.should_wait_for_result():
             waited = self._finish_oldest_step()

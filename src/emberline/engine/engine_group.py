@@ -134,9 +134,10 @@ class EngineGroup:
             engine.abort_completion(submission_id, index)
 
     def set_asleep(self, on: bool) -> None:
-        """Put all models without open requests to sleep, or wake those whose memory is free.
+        """Put all models without open requests to sleep, or wake those that no busy model keeps asleep.
 
-        A later request for a sleeping model wakes it."""
+        Waking a model puts idle models to sleep if it needs their memory. A later request for a sleeping model wakes
+        it."""
         for name in self.engines:
             if on and self.is_awake(name) and self.engines[name].idle:
                 self._sleep_manager.put_to_sleep(name)

@@ -190,10 +190,10 @@ def plan_time_sharing(
 ) -> tuple[dict[str, SwappedEngine], int]:
     """Plan the memory of models that share a GPU with `device_bytes` on a host with `free_host_bytes`.
 
-    Return the models by name, not loaded yet, and the bytes that all models that are awake may use together. Raises
-    ModelError if the models do not fit. `load`: loads a model, given its name and its settings.
-    `other_bytes`: GPU memory that other processes use. `can_sleep`: models may have to sleep although they
-    fit. `kernels`: see `plan_engine_memory`."""
+    Return the models by name, not loaded yet, and the bytes that all models that are awake may use together. `load`:
+    loads a model, given its name and its settings. `other_bytes`: GPU memory that other processes use. `can_sleep`:
+    models may have to sleep although they fit. `kernels`: those of the GPU, hopper or portable; empty: not known.
+    Raises ModelError if the models do not fit, InvalidRequest if one has a draft model."""
     for name, config in configs.items():
         if config.speculation.uses_draft_model:
             message = f"speculate of the model {name!r} is {config.speculation.speculate}, but models that share a GPU"

@@ -10,7 +10,7 @@ from emberline.models.config import ModelConfig
 
 
 def reject_unsupported_experts(config: ModelConfig, settings: EngineConfig) -> None:
-    """Raise UnsupportedModel for a mixture of experts if `weights` is both or `exact` is set."""
+    """Raise UnsupportedModel for a mixture of experts if `weights` is "both" or `exact` is set."""
     if config.experts is None:
         return
     if settings.gpu.weights == "both":

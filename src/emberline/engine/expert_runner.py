@@ -10,5 +10,5 @@ from emberline.core.events import ExpertStats
 @runtime_checkable
 class ExpertRunner(Protocol):
     def expert_stats(self) -> ExpertStats | None:
-        """Return how evenly ranks compute experts; None: no rows are sent to experts of other ranks."""
+        """Return how evenly the work of experts is spread over the ranks; None if this is not counted."""
         ...

@@ -215,7 +215,7 @@ class _WeightPolicy:
         return ("uw12" if self.setting == "packed" else f"{plain}+uw12" if both else plain) if can_pack else plain, size
 
     def choose_kernels(self, part: ModelOutline, kernels: str) -> StepKernels:
-        """Return the kernels for a GPU's part of the model. `kernels`: which ones it has."""
+        """Return the kernels for a GPU's part of the model. `kernels`: those of the GPU, hopper or portable."""
         packed, narrow = self.setting == "packed", self.list_quantised_sizes(part)
         return choose_step_kernels(part, kernels, memory.DTYPE_BYTES[self.dtype], packed=packed, narrow=narrow)
 
@@ -246,7 +246,11 @@ def _plan_context(
     weights: _WeightPolicy,
     sharing: KVSharing,
 ) -> GPUPlan:
-    """Return a plan for the requested context, by default the model's, or on several GPUs what the KV cache holds."""
+    """Return a plan for the requested context length; if none is requested, for the longest useful one.
+
+    That is the model's context length. On several GPUs it is at most what one KV cache holds, unless the settings fix
+    the size of the cache. Raises InvalidRequest if the model does not support the requested length, ModelError if the
+    model does not fit."""
     context = outline.max_context if settings.requested_context is None else settings.requested_context
     if not 1 <= context <= outline.longest_context:
         raise InvalidRequest(

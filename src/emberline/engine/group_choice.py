@@ -10,9 +10,10 @@ from emberline.kv.layer_groups import LayerGroups
 
 
 def choose_groups(windows: Sequence[int], context: int, state_layers: Sequence[int] = ()) -> LayerGroups:
-    """Return the groups of layers with these windows; 0: unlimited. A window of `context` or more is unlimited too.
+    """Return the groups of layers that share block tables. `windows`: window of each layer; 0: unlimited.
 
-    `state_layers`: layers that have recurrent states instead of blocks."""
+    Windows are in tokens; one of `context` or more counts as unlimited. `state_layers`: layers that have recurrent
+    states instead of blocks."""
     if state_layers:
         return LayerGroups.with_states(len(windows), state_layers)
     return LayerGroups.for_windows([0 if window >= context else window for window in windows])

@@ -18,7 +18,9 @@ class LayoutChoice(NamedTuple):
 
 
 def choose_layout(plan: GPUSetPlan) -> LayoutChoice | None:
-    """Return the settings for the model, or None on one GPU. Ways of sharing that the engine lacks are not chosen."""
+    """Return the settings with which to serve the model; None on one GPU, or if no choice fits.
+
+    The choices are tensor parallelism and data-parallel attention: the engine does not have context parallelism."""
     plans = {each.sharing: each for each in plan.plans}
     divided, own = plans.get("tensor parallel"), plans.get("data-parallel attention")
     if plan.plans[0].gpus.count == 1 or (divided is None and own is None):

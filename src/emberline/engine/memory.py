@@ -61,7 +61,10 @@ class DraftMemory:
 
     @staticmethod
     def of_steps(sizes: StepSizes, num_captured_layers: int) -> DraftMemory:
-        """Return what a draft model needs besides weights and KV cache."""
+        """Return the memory of a draft model, without its weights and KV cache.
+
+        `sizes`: of its steps. `num_captured_layers`: number of the target model's layers whose hidden states the draft
+        model reads."""
         states = num_captured_layers + 1 if num_captured_layers else 0
         return DraftMemory(state_values=states * sizes.hidden, sizes=sizes)
 
@@ -89,12 +92,12 @@ def plan_engine_memory(
     groups: LayerGroups | None = None,
     kernels: str = "",
 ) -> MemoryPlan:
-    """Return the plan of an engine with these settings and weights of this dtype. `draft`: of its draft model.
+    """Return the plan of an engine with these settings and weights of this dtype.
 
-    `narrow`: matrices that are kept quantised. `other_bytes`: GPU memory that other processes use. `groups`: those of a
-    rank's layers; None: those of all layers. `kernels`: the GPU's, hopper or portable; empty: those that the settings
-    name, or if they name none, the larger of both plans. Raises ModelError if the model does not fit, UnsupportedModel
-    if it cannot run."""
+    `draft`: memory of its draft model. `narrow`: matrices that are kept quantised. `other_bytes`: GPU memory that other
+    processes use. `groups`: which layers of a rank share block tables; None: chosen for all layers of `config`.
+    `kernels`: those of the GPU, hopper or portable; empty: those that the settings name, or if they name none, the plan
+    has room for either. Raises ModelError if the model does not fit, UnsupportedModel if it cannot run."""
     reject_unsupported_on_gpu(config, settings)
     reject_unsupported_experts(config, settings)
     kv_bytes, context = DTYPE_BYTES[kv_dtype(settings, dtype)], choose_max_context(config, settings)
@@ -265,7 +268,9 @@ def max_widened_blocks(block_size: int, max_context: int, max_batch_tokens: int)
 
 
 def usable_bytes(total_bytes: int, utilization: float, other_bytes: int = 0) -> int:
-    """Return how much of a device's memory an engine may use: a part of the total, and what other processes leave."""
+    """Return how much of a device's memory an engine may use.
+
+    This is `utilization` times the total, or what other processes leave if that is less."""
     return min(int(total_bytes * utilization), total_bytes - other_bytes)
 
 
@@ -296,9 +301,9 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of all weights on the device.
 
-    Matrices are stored plain, packed, or in both formats (`both`), except those in `narrow`, which are quantised. If
-    there are any of these, a large output head that would be plain is stored in both formats. An embedding that is
-    separate from the head never is."""
+    A matrix is stored plain, packed, or in both formats (`both`); those in `narrow` are quantised instead. If any are
+    quantised, a large output head that would be stored plain is stored in both formats. An embedding that is not also
+    the output head is never stored in both."""
     size, outline = 0, outline_of(config)
     copies_head = bool(narrow) and not packed and is_head_large(outline)
     for part in list_weight_parts(outline):
@@ -359,7 +364,9 @@ def transfer_slot_bytes(token_bytes: int) -> int:
 
 
 def _peak_bytes(sizes: StepSizes, limits: StepLimits, draft: DraftMemory, rows: int, max_tuned_rows: int) -> int:
-    """Return the peak bytes that the layers of a model allocate in a step, or those of its draft model after them."""
+    """Return the peak bytes that the layers of the model or of its draft model allocate in a step.
+
+    The draft model runs after the model, so this is the larger of the two peaks."""
     found = layer_bytes(sizes, limits.kernels, rows, max_tuned_rows, has_ranks=limits.has_ranks)
     if draft.sizes is None:
         return found

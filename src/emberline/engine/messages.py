@@ -42,7 +42,9 @@ class WatchBlocks(msgspec.Struct, tag=True):
 
 
 class SetAsleep(msgspec.Struct, tag=True):
-    """Puts all models without open requests to sleep, or wakes all models. A request wakes its model too."""
+    """Puts all models without open requests to sleep, or wakes those that no busy model keeps asleep.
+
+    A request for a sleeping model wakes it too."""
 
     on: bool
 

@@ -14,13 +14,15 @@ def reject_states(config: ModelConfig, what: str, hint: str) -> None:
 
 
 def reject_unsupported_on_gpu(config: ModelConfig, settings: EngineConfig) -> None:
-    """Raise UnsupportedModel if the model has recurrent layers and a setting for GPUs does not support these."""
+    """Raise UnsupportedModel if the model has recurrent layers and `exact` is set."""
     if settings.gpu.exact:
         reject_states(config, "--exact on a GPU", "remove --exact: how a prompt is cut into chunks changes its states")
 
 
 def reject_unpackable_dtype(settings: EngineConfig, dtype: str) -> None:
-    """Raise InvalidRequest if the settings require packed or quantised weights, which `dtype` or `exact` rules out."""
+    """Raise InvalidRequest if the settings require packed or quantised weights and these are impossible.
+
+    Only bfloat16 can be packed or quantised, and quantised weights do not work with `exact`."""
     weights = settings.gpu.weights
     if weights not in ("auto", "plain") and dtype != "bfloat16":
         change = "quantised" if settings.gpu.online_format else "packed"

@@ -1,4 +1,4 @@
-"""OpenSubmissions: the ids of the submissions of an engine, from their start until no plan names them any more."""
+"""OpenSubmissions: the ids of submissions that are open, or that a running step still computes."""
 
 from __future__ import annotations
 

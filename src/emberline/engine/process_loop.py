@@ -124,10 +124,10 @@ class ClientSocket(socket.socket):
 def report_progress(
     client: socket.socket, progress_counter: Callable[[], int], interval: float = PROGRESS_REPORT_INTERVAL_S
 ) -> None:
-    """Send progress reports while kernels compute or models sleep and wake, so that a long step is not mistaken for a
-    hang.
+    """Send progress reports while the engine computes, so that a long step does not look like a hang.
 
-    Returns when the server process has disconnected."""
+    A report is sent if `progress_counter` has changed in the last `interval` seconds: while kernels compute, or models
+    sleep or wake. Returns when the server process has disconnected."""
     last = progress_counter()
     with contextlib.suppress(OSError):
         while True:

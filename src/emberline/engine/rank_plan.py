@@ -46,8 +46,8 @@ def plan_ranks(
     """Return the plans of the ranks that --tp, --pp and --ep ask for, each on a GPU with `gpu_bytes` of memory.
 
     All ranks have equally many KV blocks and slots for recurrent states, as many as fit on the rank with least room.
-    `kernels`: see `plan_engine_memory`. Raises InvalidRequest if the model cannot be divided among these ranks, and
-    ModelError if a rank's part does not fit."""
+    `kernels`: those of the GPU, hopper or portable; empty: not known. Raises InvalidRequest if the model cannot be
+    divided among these ranks, and ModelError if a rank's part does not fit."""
     layout = Layout.of_gpus(settings.parallel)
     draft = estimate_draft_memory(settings, checkpoint, config, dtype)
     args = checkpoint, config, settings, gpu_bytes, dtype, kernels, layout

@@ -1,9 +1,9 @@
 """Scheduler: decides what the next step computes, and applies its result to each request.
 
-There are no phases: every running request has one or more tokens that are known but not computed, and a step
-computes as many of each as the budget allows. A request whose tokens are all computed samples its next token in this
-step, so a step usually mixes prompt chunks and single tokens. A step may be planned while the previous one runs: plans
-run in order, so an earlier plan never uses a block that a later one has freed. Needs no torch, wall clock or I/O."""
+There are no prefill and decode steps: every running request has one or more tokens that are known but not computed, and
+a step computes as many of them as the budget allows. A request whose tokens are all computed samples its next token in
+this step, so a step usually mixes both. A step may be planned while the previous one runs: plans run in order, so an
+earlier plan never uses a block that a later one has freed. Needs no torch, wall clock or I/O."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ class Scheduler:
         return [Admission(r.id, list(r.tokens), r.prompt_len, r.params, r.seed) for r in new]
 
     def _take_chunk_size(self, request: Request, budget: int) -> int:
-        """Return how many tokens of a request fit into `budget`, and into the step's budget of scored tokens."""
+        """Return how many tokens to plan, within `budget` and the step's budget for prompt log-probabilities."""
         count = min(request.num_schedulable, budget)
         if request.needs_prompt_logprobs:
             count = min(count, self._scored_budget)

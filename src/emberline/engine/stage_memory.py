@@ -31,8 +31,9 @@ def plan_stage_memory(
     """Return the plan of a stage of a model, and the config of the layers that the stage has.
 
     `config`: of all layers, with the sizes of the rank's shard. `stage`: of a pipeline; None: all layers.
-    `device_memory`: bytes of the GPU's memory, and how many of them other processes use. `kernels`: see
-    `plan_engine_memory`. Raises ModelError if the part does not fit, InvalidRequest if the stage cannot be computed."""
+    `device_memory`: bytes of the GPU's memory, and how many of them other processes use. `kernels`: those of the GPU,
+    hopper or portable; empty: not known. Raises ModelError if the part does not fit, InvalidRequest if the stage cannot
+    be computed."""
     groups = choose_groups(config.windows, context, config.parts.attention.state_layers)
     own = config
     if stage is not None:

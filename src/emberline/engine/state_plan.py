@@ -30,7 +30,9 @@ class StatePlanner:
 
     @staticmethod
     def of(config: ModelConfig, max_running: int, max_new_tokens: int, dtype_bytes: int) -> StatePlanner:
-        """`max_new_tokens`: maximum tokens of a request in a step, with its draft. `dtype_bytes`: of an activation."""
+        """Return a planner for the recurrent layers of a model.
+
+        `max_new_tokens`: maximum tokens of a request in a step, with its draft. `dtype_bytes`: of an activation."""
         attention, rows = config.parts.attention, max_new_tokens - 1
         if (sizes := attention.state) is None:
             return StatePlanner(0, max_running, 0)
@@ -38,14 +40,16 @@ class StatePlanner:
         return StatePlanner(state_slot_bytes(config), max_running, rows * values * dtype_bytes)
 
     def count_slots(self, memory_bytes: int, kv_bytes: int | None = None) -> int:
-        """Return how many slots fit if states and KV cache share this memory. `kv_bytes`: see `count_state_slots`."""
+        """Return how many slots fit if states and KV cache share this memory.
+
+        `kv_bytes`: bytes that keys and values must have; None: states get at most half of the memory."""
         if not self.slot_bytes:
             return 0
         sizes, draft = (self.slot_bytes, memory_bytes, self.max_running), self.draft_bytes
         return count_state_slots(*sizes, draft_bytes=draft, num_padding=1, kv_bytes=kv_bytes)
 
     def num_bytes(self, num_slots: int) -> int:
-        """Return the bytes of this many slots, of a slot for padding, and of what is kept of drafted tokens."""
+        """Return the bytes of this many slots, of a slot for padding, and of the inputs kept for drafted tokens."""
         return (num_slots + 1) * self.slot_bytes + min(num_slots, self.max_running) * self.draft_bytes
 
 

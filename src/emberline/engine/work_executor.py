@@ -67,7 +67,9 @@ class WorkExecutor:
     def compute(
         self, work: Sequence[WorkItem], capture: HiddenCapture | None = None, columns: StepColumns | None = None
     ) -> Tensor:
-        """`columns`: see `build_forward_batch`."""
+        """Return the logits of the rows that the work items ask for, and write the KV cache and the states.
+
+        `columns`: see `build_forward_batch`."""
         return self._model.forward(replace(self._prepare_batch(work, columns), capture=capture))
 
     def _prepare_batch(self, work: Sequence[WorkItem], columns: StepColumns | None = None) -> ForwardBatch:

@@ -96,7 +96,7 @@ def end_draft(request: Request, following: WorkItem | None, num_accepted: int) -
 
 
 def make_run_output(request: Request, sampled: Sequence[SampledToken]) -> Output:
-    """Return the Output of the tokens that one step with a draft has sampled, if they do not end the request."""
+    """Return the Output of a request that continues, with one step's sampled tokens and its draft counts."""
     drafted, accepted = request.take_draft_counts()
     tokens = [one.token for one in sampled]
     return Output(request.submission_id, request.index, tokens, drafted_tokens=drafted, accepted_tokens=accepted)

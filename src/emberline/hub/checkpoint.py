@@ -67,8 +67,9 @@ class Checkpoint:
 def _read_config(directory: Path) -> dict[str, Any]:
     """Return the contents of config.json.
 
-    ModelOpt writes the quantisation into a file of its own, and only some versions also into config.json. Without the
-    latter, quantization_config is an object whose only field has the name and the contents of that file."""
+    ModelOpt writes the quantisation into a file of its own, hf_quant_config.json, and only some versions also into
+    config.json. If config.json has none, the result's quantization_config has the contents of that file, under its
+    name."""
     config = read_object(directory / "config.json")
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, dict) else [config]

@@ -95,10 +95,10 @@ def index_gguf(source: Path, target: Path) -> Path:
 
 
 def convert_gguf(source: Path, target: Path) -> Path:
-    """Convert `source` to the checkpoint directory `target` unless it exists, and return `target`.
+    """Convert a GGUF model to the checkpoint directory `target` unless it exists, and return `target`.
 
-    As `index_gguf`, but with the weights in safetensors; quantised ones become bfloat16.
-    """
+    `source`: the model's file, or any part of a split model. The weights are written as safetensors; quantised ones
+    become bfloat16. The directory appears complete or not at all."""
 
     def write_files(model: GGUFModel, checkpoint: GGUFCheckpoint, work: Path) -> None:
         order = sorted(checkpoint.tensors.items(), key=lambda item: (-DTYPE_BYTES[item[1].dtype], item[0]))
@@ -144,7 +144,10 @@ def _torch_dtype(tensors: dict[str, StoredTensor]) -> str:
 def _make_info(
     model: GGUFModel, name: str, tensor: StoredTensor, permuted: dict[str, int], norm_offset: float
 ) -> GGUFTensorInfo:
-    """Return the info of a tensor. `permuted`: the number of heads of tensors that are stored as rotary pairs."""
+    """Return the info of the checkpoint tensor `name`, which is stored in a GGUF file as `tensor`.
+
+    `permuted`: the number of heads by layer tensor, such as attn_q, if its rows are stored as rotary pairs.
+    `norm_offset`: number that the file has added to the weights of norms. Raises UnsupportedModel or ModelFileError."""
     first = tensor.keys if isinstance(tensor, JoinedLatents) else tensor
     dtype, file = _checkpoint_dtype(tensor), model.file_of(first).absolute()
     if isinstance(tensor, JoinedLatents):

@@ -1,9 +1,8 @@
 """The GGUF architectures that can be converted, and the names of their tensors in Hugging Face checkpoints.
 
-An architecture is one entry of ARCHITECTURES: its class, the names of tensors that differ from Llama's, and a function
-of gguf_fields.py that returns the fields of config.json that not all architectures have. Missing values are those of
-llama.cpp.
-"""
+Each entry of ARCHITECTURES is one architecture: its class in transformers, the names of tensors that differ from
+Llama's, and a function of gguf_fields.py that returns the fields of config.json that not all architectures have. Values
+that a file lacks are the defaults of llama.cpp."""
 
 from __future__ import annotations
 
@@ -74,9 +73,8 @@ class GGUFArchitecture:
     def list_checkpoint_tensors(self, tensor: GGUFTensor, layers: int | None = None) -> list[tuple[str, GGUFTensor]]:
         """Return the checkpoint tensors, with their names, that a GGUF tensor contains: one, or one for each expert.
 
-        The result is empty for a tensor that becomes part of config.json, and for one of a layer after the first
-        `layers`, which is for multi-token prediction. Raise UnsupportedModel for an unknown tensor.
-        """
+        The result is empty for a tensor that becomes part of config.json, and for tensors of the layers after the first
+        `layers`, which are for multi-token prediction. Raise UnsupportedModel for an unknown tensor."""
         layer = LAYER_PATTERN.match(tensor.name)
         if tensor.name in self.config_tensors or (layers is not None and layer and int(layer[1]) >= layers):
             return []
@@ -121,7 +119,9 @@ def _split_experts(tensor: GGUFTensor) -> list[GGUFTensor]:
 
 
 def name_ffn(module: str, suffix: str = "") -> dict[str, str]:
-    """Return the names of the three matrices of a feed-forward network. `suffix`: of the names in GGUF files."""
+    """Return the checkpoint names of a feed-forward network's three matrices, by their GGUF names.
+
+    `module`: prefix of the checkpoint names. `suffix`: of the GGUF names."""
     return {f"ffn_{name}{suffix}": f"{module}.{name}_proj" for name in ("gate", "up", "down")}
 
 

@@ -1,8 +1,7 @@
 """The fields of config.json that not all GGUF architectures have, from the metadata of a file.
 
-Where a file lacks a value, the default of llama.cpp is used, or for a model of one publisher the value in its published
-config.json.
-"""
+If a file lacks a value, the default of llama.cpp is used. For a model that a single publisher has released, it is the
+value in the published config.json instead."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class JoinedLatents:
 
     @property
     def type(self) -> GGUFTensorType:
-        """The type of both tensors; if one is quantised, the type of that one."""
+        """The type of the keys, or of the values if the keys are F32 or F16: one of the two may be quantised."""
         return self.values.type if self.keys.type.name in ("F32", "F16") else self.keys.type
 
     @property
@@ -35,7 +35,7 @@ class JoinedLatents:
 
 
 def join_latents(tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor | JoinedLatents]:
-    """Return the tensors of a checkpoint with each pair of keys and values as one."""
+    """Return the tensors, with each pair of keys and values of latent attention joined into one."""
     out: dict[str, GGUFTensor | JoinedLatents] = {}
     for name, tensor in tensors.items():
         if name.endswith(KEYS) and (values := tensors.get(name.replace(KEYS, VALUES))) is not None:

@@ -38,7 +38,7 @@ class GGUFTensorInfo(TensorInfo):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether each row of the file is a row of the checkpoint in quantised blocks; rows may be in another order."""
+        """Whether the file has the tensor's rows as quantised blocks, in any order of the rows."""
         return self.block_type.name not in PLAIN_TYPES and self.latent_values is None
 
     @property

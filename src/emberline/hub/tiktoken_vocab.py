@@ -90,7 +90,9 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
 
 
 def _split_token(token: bytes, rank: int, ranks: dict[bytes, int]) -> list[bytes]:
-    """Return the parts of a token after all merges with lower ranks: two, unless no two tokens merge into it."""
+    """Return the parts of a token after all merges with lower ranks than `rank`.
+
+    There are two parts, which merge into the token, or more if no merge of two tokens gives this token."""
     parts = [token[at : at + 1] for at in range(len(token))]
     while len(parts) > 2:
         found = [ranks.get(left + right, NO_RANK) for left, right in pairwise(parts)]

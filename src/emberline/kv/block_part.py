@@ -39,7 +39,8 @@ class BlockPart:
     def of_rank(groups: LayerGroups, layers: range, heads: range, *, is_first: bool = True) -> BlockPart:
         """Return the part of a block that a rank has, for its `layers` and `heads`.
 
-        `groups`: the layer groups of the whole model."""
+        `groups`: the layer groups of the whole model. `is_first`: False if an earlier rank has the same heads of the
+        same layers, and saves them."""
         indexes = [sorted(i for g, i in groups.places[layers.start : layers.stop] if g == group)
                    for group in range(len(groups.windows))]  # fmt: skip
         return BlockPart(tuple(map(_to_range, indexes)), heads, is_first)

@@ -104,7 +104,9 @@ class StateShape:
 
     @property
     def draft_width(self) -> int:
-        """How many numbers the delta rule of a layer keeps for each drafted token, as in DeltaLayer.draft_width."""
+        """How many numbers the delta rule of a layer keeps for each drafted token.
+
+        DeltaLayer.draft_width is the same number."""
         return self.conv_channels + 2 * self.heads
 
     @property

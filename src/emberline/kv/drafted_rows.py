@@ -1,9 +1,9 @@
-"""DraftedRows: where recurrent layers keep their inputs for drafted tokens, and over how many a step first advances.
+"""DraftedRows: where recurrent layers keep their inputs for each request's drafted tokens.
 
-States do not advance over drafted tokens (kernels/delta_rule.py). A step keeps the inputs (rows) of these tokens at a
-place, an index in the StateCache, that belongs to the request. The request's next step first advances the states over
-the rows of the accepted tokens. So a step starts with the states as they were after the known tokens of the previous
-step. This module does not import torch."""
+A step does not advance the states over drafted tokens (kernels/delta_rule.py). It keeps the inputs (rows) of these
+tokens at a place, an index in the StateCache, that belongs to the request. The request's next step first advances the
+states over the rows of the accepted tokens. So a step starts with the states as they were after the known tokens of the
+previous step. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class LayerGroups:
 
     @property
     def num_places(self) -> int:
-        """The number of layer places in all groups, including places that no layer uses."""
+        """The number of places for layers in one block of each group, including places that no layer uses."""
         return self.block_layers * len(self.windows)
 
     def num_held_blocks(self, num_tokens: int, block_size: int) -> int:

@@ -154,7 +154,7 @@ class KVManager:
     ) -> tuple[int, WindowAdmission]:
         """Return how many leading blocks all groups have cached, and the blocks that the request gets in window tables.
 
-        If a peer or the tiers have a longer prefix than the cache, the latter are planned for that prefix.
+        If a peer or the tiers have a longer prefix than the cache, the window tables are planned for that prefix.
         `num_shared`: leading blocks that the first group has cached."""
         cached = wanted = windows.longest_prefix(hashes[:num_shared])
         if self.pulls is not None and request.source is not None:

@@ -47,11 +47,11 @@ class RankKVManagers:
         return self._managers[self._homes[request.id]]
 
     def admit(self, request: Request, reserved_blocks: int = 0) -> bool:
-        """Choose the request's home, allocate blocks for all its known tokens there, and return True.
+        """Choose a rank for the request, allocate blocks for all its known tokens there, and return True.
 
-        Return False if every rank would have too few blocks left: fewer than `reserved_blocks`, and fewer than one for
-        each of its requests. The rank with the fewest tokens to keep or compute is tried first. These are the tokens of
-        its requests, and the tokens of this request that its prefix cache lacks. Of equal ranks, the one with the most
+        Return False if no rank has room. A rank must keep `reserved_blocks` blocks available, or one for each of its
+        requests if that is less. The rank with the fewest tokens to keep or compute is tried first: the tokens of its
+        requests, plus those tokens of this request that its prefix cache lacks. Of equal ranks, the one with the most
         free blocks is tried first, so that the prefix caches of all ranks are used."""
         for home in sorted(range(len(self._managers)), key=lambda home: self._rate_home(home, request)):
             if self._managers[home].admit(request, min(reserved_blocks, self._num_requests[home])):

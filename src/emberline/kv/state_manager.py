@@ -130,7 +130,7 @@ class StateKVManager(KVManager):
     def plan_moves(self, request: Request, start: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return the blocks from which a step at position `start` loads states, and those to which it copies states.
 
-        The former hold states from the request's peer. The latter are for other engines."""
+        The request's peer has sent the states that are loaded. The copies are for other engines."""
         if arrived := self._arriving.pop(request.id, ()):
             self.kept.unpin(arrived)  # only plans after this one can overwrite them
         leaving = self._leaving.get(request.id, ())
@@ -180,10 +180,10 @@ class StateKVManager(KVManager):
         assert self._arriving.keys() | self._leaving.keys() <= self._block_tables.keys()
 
     def _shareable_hashes(self, request: Request) -> list[bytes]:
-        """Return the hashes of the leading blocks that the request need not compute, as far as they can be hashed.
+        """Return the hashes of the leading blocks that the request need not compute.
 
-        The states after the last of these blocks are a snapshot in a slot or in a tier, or the request's peer sends
-        them."""
+        The states after the last of these blocks exist: as a snapshot in a slot or in a tier, or at the request's peer,
+        which sends them. A block in which the last known token lies is never included."""
         hashes = super()._shareable_hashes(request)
         num_cached = len(self._prefix.find_longest_prefix(hashes))
         usable = self.states.longest_prefix(hashes[:num_cached])
@@ -327,5 +327,7 @@ class StateKVManager(KVManager):
 
 
 def _known_end(item: WorkItem) -> tuple[int, bool]:
-    """Return the position that states reach in the step of a work item at least, and whether that is final."""
+    """Return the position that the states reach in the step of a work item, and whether it is final.
+
+    If it is not final, the states may reach a later position, because a running step may accept drafted tokens."""
     return item.start + len(item.tokens) - item.num_draft, not item.max_shift

@@ -146,7 +146,8 @@ class StateSlots:
         """Return the slot to which a step copies the states of the request, or None if it makes no snapshot.
 
         `digest`: None if it is only known when the snapshot is committed. `replaces`: the snapshot replaces the
-        request's previous one that was made with `replaces`. `known_end`: see PlannedSnapshot."""
+        request's previous one that was made with `replaces`. `known_end`: returns the position that the states reach in
+        the step at least, and whether that is final; None: they are sure to reach `num_tokens`."""
         if digest is not None and digest in self._snapshots:
             self._snapshots.move_to_end(digest)
             return None

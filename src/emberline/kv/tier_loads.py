@@ -75,7 +75,7 @@ class TierLoads:
     def drop_reused_lookup(self) -> bool:
         """Forget the last result of `count_available_in_windows`, so that the next call asks the tiers again.
 
-        Return whether that result was itself a reused one."""
+        Return whether the last call returned the result of an earlier one, without asking the tiers."""
         is_reused = self._last_lookup[2]
         self._last_lookup = (), 0, False
         return is_reused
@@ -92,9 +92,11 @@ class TierLoads:
     def start(
         self, request: Request, hashes: Sequence[bytes], places: Sequence[BlockPlace], prefix_blocks: int
     ) -> None:
-        """Start to load the blocks at these places.
+        """Start to load blocks from tiers into the blocks of a request.
 
-        `hashes`: the hashes of the request's leading blocks. Those of other groups and of states follow from them."""
+        `places`: group of layers and index of each block to load. `hashes`: the hashes of the request's leading blocks,
+        from which the hashes in other groups and of pages of states are computed. `prefix_blocks`: leading blocks that
+        count as computed when all blocks have arrived."""
         limit = request.load_limit
         deadline = self._clock.now() + self._timeout_s if limit is None else limit[1]
         fetch = self._tiers.start_fetch([_hash_at(hashes, place) for place in places])

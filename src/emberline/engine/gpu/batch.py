@@ -62,10 +62,11 @@ class DeviceBatch:
     def split(
         work: Sequence[WorkItem], is_prompt: Callable[[WorkItem], bool] | None = None
     ) -> tuple[list[WorkItem], list[WorkItem]]:
-        """Split a step's work into singles and chunks; return both lists.
+        """Split a step's work into singles (one known token and its draft) and chunks (parts of prompts).
 
-        A single samples a token after its known token, and one after each drafted token. `is_prompt`: if given,
-        work items for which it returns True are chunks too, so that all tokens of a prompt use one kernel."""
+        Return both lists. A single samples a token after its known token, and one after each drafted token.
+        `is_prompt`: if given, work items for which it returns True are chunks too, so that all tokens of a prompt use
+        one kernel."""
         chunks = [
             w
             for w in work
@@ -88,7 +89,10 @@ class DeviceBatch:
         *,
         max_queries: int = 1,
     ) -> DeviceBatch:
-        """`max_queries`: maximum number of tokens in a row of a single; a single with more tokens gets several rows."""
+        """Return the batch of a step's work, without padding. `singles`, `chunks`: see `split`.
+
+        `max_queries`: maximum number of tokens that attention computes as one row; a single with more gets several
+        rows."""
         work = [*singles, *chunks]
         # From lists, which takes half as long as from generators.
         index = np.array([row.index for row in rows.rows_of(work)], np.int64)
@@ -208,7 +212,7 @@ def _token_array(tokens: Sequence[int]) -> np.ndarray:
 
 
 def _find_window_slots(rows: DeviceRows, at: np.ndarray, offsets: np.ndarray, block_size: int) -> np.ndarray | None:
-    """Return `DeviceBatch.window_slots`.
+    """Return each token's slot in each group of layers with a window; None: there are no such groups.
 
     `at`: where `rows.host_tables`, flattened, has each token's block in its first table. `offsets`: each token's index
     within its block."""

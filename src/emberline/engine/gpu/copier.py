@@ -61,8 +61,8 @@ class DeviceCopier:
     def __init__(self, cache: KVCache, device: Device, states: DeviceStateCopies | None = None, home: int = 0) -> None:
         """`states`: copies pages of recurrent states; None: the model has none.
 
-        `home`: with data-parallel attention, the number of the rank that this cache belongs to; copies of others are
-        ignored."""
+        `home`: with data-parallel attention, the number of the rank that this cache belongs to; copies of blocks in the
+        caches of other ranks are ignored."""
         self._device, self._home = device, home
         self._num_blocks, self._states = cache.num_blocks, states
         self._size = cache.shape.block_bytes
@@ -137,7 +137,9 @@ class DeviceCopier:
         return [self._block_ids.device, *(piece.memory for piece in self._pieces)]
 
     def _separate_pages(self, copies: Sequence[BlockCopy]) -> tuple[list[BlockCopy], list[BlockCopy]]:
-        """Return the copies of KV blocks, and those of pages of states, which are none on ranks without such layers."""
+        """Split copies into those of KV blocks and those of pages of recurrent states.
+
+        The second list is empty on a rank without recurrent layers."""
         blocks = [copy for copy in copies if copy.block < self._num_blocks]
         return blocks, [] if self._states is None else [copy for copy in copies if copy.block >= self._num_blocks]
 
@@ -149,7 +151,9 @@ class DeviceCopier:
             yield copies[i:end], None if block_ids is None else block_ids[i:end]
 
     def _save_blocks(self, copies: Sequence[BlockCopy], block_ids: Tensor | None) -> PendingCopy:
-        """Queue saves of KV blocks. `block_ids`: their numbers, on the device; None: these are pages of states."""
+        """Queue copies from the device to host buffers.
+
+        `block_ids`: the ids of the KV blocks, on the device; None: `copies` are pages of recurrent states."""
         piece = self._wait_until_free(next(self._next_out), self._step_stream)
         if block_ids is None:
             assert self._states is not None

@@ -31,7 +31,9 @@ def load_on_device(
 def open_draft_weights(
     settings: SpeculationConfig, target: DecoderModel, device: Device, checkpoint: Checkpoint, *, packed: bool = False
 ) -> DeviceWeights:
-    """Return the tensors of a checkpoint in the target model's dtype. `packed`: see `load_on_device`."""
+    """Return the tensors of a checkpoint in the target model's dtype.
+
+    `packed`: whether to pack them (12 bits each), which is not done for a separate draft model with experts."""
     is_sparse = settings.method == "draft" and ModelConfig.from_checkpoint(checkpoint).experts is not None
     return DeviceWeights(checkpoint, target.dtype, device.torch_device, packed=packed and not is_sparse)
 

@@ -1,4 +1,4 @@
-"""DraftInputs: what the device needs to draft behind a step, for each request that wants a draft."""
+"""DraftInputs: what the device needs to draft tokens after a step, for requests that want a draft."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class DraftInputs:
 
     @property
     def starts(self) -> Tensor:
-        """The position of the token at `step_rows`, before it is moved by the shift."""
+        """The planned position of the token at `step_rows`. The device adds the number that `shifts` finds."""
         return self.numbers[3]
 
     @property
@@ -91,7 +91,9 @@ class DraftInputs:
 
     @property
     def shifts(self) -> Tensor:
-        """The row in DeviceRows.accepted that has the shift of `starts`; usually the padding row, which has 0."""
+        """The row in DeviceRows.accepted with the number to add to `starts`; usually a row with 0.
+
+        The host planned the position before it knew how many drafted tokens the previous step accepts."""
         return self.numbers[5]
 
 
@@ -107,8 +109,8 @@ def stage_draft_inputs(
 ) -> DraftInputs:
     """Stage the inputs of drafting, padded to `padded` requests.
 
-    `chunks`, `batch`: the step's prompt chunks, and all its work, without padding. `num_states`: tokens of the step,
-    with padding, whose hidden states the draft model reads; 0: it reads none."""
+    `chunks`: the step's prompt chunks. `batch`: all work of the step, without padding. `num_states`: number of the
+    step's tokens, with padding, if the draft model reads the target model's hidden states; otherwise 0."""
     count, put = len(found.work), staged.put
     drafts = np.full((padded, rows.max_draft), NO_TOKEN, np.int64)
     for i, draft in enumerate(found.drafts):
@@ -146,7 +148,9 @@ def stage_draft_inputs(
 def _following_tokens(
     chunks: Sequence[WorkItem], batch: DeviceBatch, padded_tokens: int, rows: DeviceRows
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token after each token of a step, PENDING_TOKEN if it is sampled, and its index in the samples."""
+    """Return the token that follows each token of a step, and its index among the sampled tokens.
+
+    A token that the step samples is PENDING_TOKEN; for other tokens the index is 0."""
     tokens = np.zeros(padded_tokens, np.int64)
     index = np.zeros(padded_tokens, np.int64)
     singles = batch.single_tokens

@@ -105,7 +105,7 @@ class DeviceDrafting:
 
     @property
     def num_prepared(self) -> int:
-        """How many kinds of chains (the passes that draft after a step) ran once, plus how many were captured."""
+        """The number of kinds of draft passes that ran once uncaptured, plus how many of them were captured."""
         return len(self._seen) + len(self._replays)
 
     def device_buffers(self) -> list[Tensor]:
@@ -131,8 +131,8 @@ class DeviceDrafting:
     ) -> Callable[[Tensor | None], Callable[[], dict[str, Sequence[int]]]]:
         """Copy the inputs of drafting to the device; return a function that queues the drafting.
 
-        That function takes the sampled tokens, if any, and returns one that returns the drafts by request id.
-        `batch`: the step's work without padding."""
+        Call that function with the sampled tokens; None: the step samples none. It returns another function, which
+        returns the drafts by request id. `batch`: the step's work without padding."""
         rows = DraftRows.select(singles, chunks, self._rows)
         padded = pad_row_count(len(rows.work)) if rows.work else 0
         staged = self._staging.new_inputs()
@@ -163,9 +163,10 @@ class DeviceDrafting:
         return replace(plan, reads_early=self._max_queries > 1)
 
     def capture_ahead(self, shape: StepShape, step: StepInputs) -> None:
-        """Capture the draft passes after steps of this shape, which have no chunks, and either full drafts or none.
+        """Capture the draft passes after steps of this shape, for each number of requests they can have.
 
-        `step`: inputs of such a step, with padding only."""
+        The steps have no prompt chunks, and their requests have either drafts of the full length or none. `step`:
+        inputs of such a step, with padding only."""
         if not self._graphs or not self._rows.max_draft:
             return
         # Requests with drafts have rows of several queries, or, if those have one each, several rows.
@@ -236,7 +237,9 @@ class DeviceDrafting:
         self._replays[key]()
 
     def _run(self, inputs: DraftInputs, step: StepInputs) -> None:
-        """Compute the step's tokens with the draft model, if it needs that, and store new drafts if any are wanted."""
+        """Draft after a step, and store the drafts in DeviceRows, if any are wanted.
+
+        Before that, the draft model computes the step's tokens if its cache would otherwise lack them."""
         plan = step.tiles if inputs.step_plan is None else inputs.step_plan
         rows, model = self._rows, self.model
         accepted, hidden = None, None
@@ -295,9 +298,10 @@ class DeviceDrafting:
         position: Tensor,
         tables: Tensor,
     ) -> Tensor:
-        """Return the first drafted tokens of a draft model that reads tokens, from a pass over the two newest tokens.
+        """Return each request's first drafted token, for a draft model that reads no hidden states.
 
-        The draft model's cache lacks the newest token, and the token before it too if the whole draft was accepted."""
+        The draft model computes the two newest tokens of each request: its cache lacks the newest one, and the one
+        before it too if the whole draft was accepted."""
         before = drafted.gather(1, (accepted - 1).clamp(min=0)[:, None]).squeeze(1)
         known = step.tokens[inputs.step_rows]
         before = torch.where(accepted > 0, before, known)

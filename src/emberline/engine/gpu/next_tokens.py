@@ -76,7 +76,8 @@ class TokenSampler:
     ) -> None:
         """`max_input_bytes`: maximum bytes of the inputs of sampling in one step, without grammar masks.
 
-        `share_tokens`: sends the tokens to other ranks; None: none needs them. `num_buffers`: see InputStaging."""
+        `share_tokens`: sends the tokens to other ranks; None: none needs them. `num_buffers`: number of pinned buffers
+        for these inputs on the host."""
         self._rows, self._stream, self._vocab_size = rows, device.step_stream, vocab_size
         self._share_tokens = share_tokens
         self._penalties = DevicePenalties(rows.padding_row + 1, vocab_size, device.torch_device)

@@ -44,7 +44,9 @@ class ExchangedRows:
     chosen: Tensor  # see ForwardBatch.chosen_rows
 
     def make_batch_fields(self, tokens: Tensor) -> dict[str, Any]:
-        """Queue the exchange of the ranks' tokens, and return the fields of ForwardBatch. `tokens`: this rank's."""
+        """Queue the exchange of the step's tokens between ranks, and return fields for ForwardBatch.
+
+        `tokens`: those of this rank."""
         fields = {"exchange": self.rows, "logit_exchange": self.logit_rows, "chosen_rows": self.chosen}
         return {"all_tokens": self.rows.gather(tokens), **fields}
 
@@ -87,13 +89,14 @@ class DividedStep:
 
     @property
     def longest_single(self) -> int:
-        """The tokens of the single with the longest draft."""
+        """The most tokens of a decoding request in this step, with its draft; 1: no request decodes."""
         return max((len(w.tokens) for w in self.singles), default=1)
 
     def find_logits(self, offsets: Sequence[int], single_rows: Sequence[int]) -> np.ndarray:
-        """Return the index of each request's logits in the joined logits of all ranks, in the order of sampling.
+        """Return the index of each request's logits in the joined logits of all ranks.
 
-        `offsets`: index of each rank's first logits. `single_rows`: how many of a rank's logits precede its chunks'."""
+        The result is in the order of sampling. `offsets`: index of each rank's first logits. `single_rows`: for each
+        rank, how many rows of logits come before those of its prompt chunks."""
         chunk_offsets = np.array(offsets, np.int64) + np.array(single_rows, np.int64)
         singles = _place_in_order(self.singles, [len(w.tokens) for w in self.singles], np.array(offsets, np.int64))
         chunks = _place_in_order(self.chunks, [_count_chunk_logits(w) for w in self.chunks], chunk_offsets)
@@ -121,9 +124,10 @@ class OwnRows:
     def find_shape(
         self, step: DividedStep, grid: ShapeGrid, queries: int, planner: ops.AttentionPlanner
     ) -> StepShape | None:
-        """Return the shape of the captured step with room for the work of each home; None: it must run uncaptured.
+        """Return the shape of a captured step with room for the work of each rank; None: there is none.
 
-        All ranks find the same shape. `planner`: of this rank; it has the same limits as those of other ranks."""
+        Without a shape, the step must run uncaptured. All ranks find the same shape. `planner`: of this rank; it has
+        the same limits as those of other ranks."""
         if any(w.prompt_logprobs for w in step.chunks) or step.num_logits > self._max_logits:
             return None
         sizes = ([(w.start, len(w.tokens)) for w in home.chunks] for home in step.homes)
@@ -182,9 +186,9 @@ def _count_chunk_logits(chunk: WorkItem) -> int:
 
 
 def _place_in_order(work: Sequence[WorkItem], counts: Sequence[int], offsets: np.ndarray) -> np.ndarray:
-    """Return an index for each row of the work items. The rows of a home have consecutive indexes from its offset on.
+    """Return an index for each row of the work items; those of a rank are consecutive.
 
-    `counts`: number of rows of each work item. `offsets`: by home."""
+    `counts`: number of rows of each work item. `offsets`: by rank, the index of its first row."""
     homes = np.repeat(np.array([w.home for w in work], np.int64), np.array(counts, np.int64))
     order, sizes = np.argsort(homes, kind="stable"), np.bincount(homes, minlength=len(offsets))
     places = np.empty(len(homes), np.int64)

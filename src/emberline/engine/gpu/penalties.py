@@ -34,9 +34,9 @@ class PenalisedRows:
 
 @dataclass(frozen=True, slots=True)
 class DraftPenalties:
-    """The rows of one step that follow the n-th drafted token of requests with penalties, for one n.
+    """The penalties for the rows of logits that follow the n-th drafted token of each request, for one n.
 
-    The drafted token is counted before the row is penalised, as if it had been sampled."""
+    That token is counted before the row is penalised, as if it had been sampled."""
 
     penalised: PenalisedRows
     tokens: Tensor  # [S] int64: the token before each row of the logits, which is drafted for these rows
@@ -115,10 +115,10 @@ def prepare_draft_penalties(
     offsets: Sequence[int],
     inputs: StagedInputs,
 ) -> list[DraftPenalties]:
-    """Stage the penalties of the rows after drafted tokens: an entry for each position in the drafts.
+    """Stage the penalties for the logits after drafted tokens; return one entry per position in a draft.
 
-    `draft_rows`: indexes in `work` of drafted tokens whose requests may have penalties. `offsets`: see SpecialRows.
-    The device counts the whole draft, so the counts of these requests are rebuilt before their next step."""
+    `draft_rows`: indexes in `work` of drafted tokens whose requests may have penalties. `offsets`: see SpecialRows. The
+    device counts the whole draft, so the counts of these requests are rebuilt before their next step."""
     found: list[DraftPenalties] = []
     if not draft_rows:
         return found

@@ -57,10 +57,10 @@ class PlannedModel:
         draft: DraftModel | None = None,
         stage: Stage | None = None,
     ) -> PlannedModel:
-        """Plan the memory of a model, or of a rank's part of it. Raises ModelError if it does not fit, InvalidRequest
-        if GPUs cannot run this pipeline stage.
+        """Plan the memory of a model, or of a rank's part of it.
 
-        `device_memory`, `stage`: see `plan_stage_memory`."""
+        `device_memory`, `stage`: see `plan_stage_memory`. Raises ModelError if the model does not fit, InvalidRequest
+        if GPUs cannot run this pipeline stage."""
         plan, config = plan_stage_memory(
             *(model.config, stage, settings, model.context, device_memory, str(model.dtype).removeprefix("torch.")),
             packed=weights.packed,

@@ -47,7 +47,7 @@ class RankRole:
 
     @property
     def home(self) -> int:
-        """The number of this rank among those that attend to requests of their own; 0 if it is not one of these."""
+        """This rank's index among the ranks that attend to requests of their own; 0: it is none of these."""
         return self.shards.rank if self.shards is not None and self.attends_to_own else 0
 
     @property
@@ -65,7 +65,7 @@ class RankRole:
         return max(2, self.stage.count)
 
     def make_own_rows(self, max_logits: int) -> OwnRows | None:
-        """Return the OwnRows that select the work of this rank's own requests; None: it computes that of all requests.
+        """Return the OwnRows that select the work of this rank's requests; None: it attends to all requests.
 
         `max_logits`: maximum rows of logits of a captured step."""
         assert self.shards is not None or not self.attends_to_own
@@ -92,7 +92,7 @@ class RankRole:
         return self.shards if self.stages is None else None
 
     def run_model(self, model: DecoderModel, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        """Queue this rank's part of a forward pass, and return the logits: no rows unless its stage is the last."""
+        """Queue this rank's part of a forward pass; return the logits: no rows before the last stage."""
         if self.stages is None:
             return model.forward(batch, out)
         return PipelineModel(model, self.stage, self.stages).forward(batch, out)

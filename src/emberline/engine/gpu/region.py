@@ -107,7 +107,8 @@ class DeviceRegion(Region):
     ) -> Iterator[tuple[range, int, BlockIds, memoryview]]:
         """Split a transfer piece into groups of layers that fit into one staging slot.
 
-        Yield for each group: its layers, the words per element, the indexes of the elements, and its part of `data`."""
+        Yield for each group: its layers, the words per element, the indexes of the piece's elements in a layer (see
+        `element_indices`), and the group's part of `data`."""
         size, index = self.element_indices(
             piece, blocks, wire_layout, 0
         )  # the same for values, since keys are not turned
@@ -144,5 +145,5 @@ class DeviceRegion(Region):
 
 
 def _view_layers(words: Tensor, layers: range, words_per_element: int) -> Tensor:
-    """Return a view of some layers of the keys or values, in elements of `words_per_element` words."""
+    """Return a view of some layers of the keys or values as [layer, element, word]."""
     return words[layers.start : layers.stop].view(len(layers), -1, words_per_element)

@@ -181,9 +181,10 @@ def list_newest_indexes(work: Sequence[WorkItem], rows: DeviceRows) -> np.ndarra
 
 
 def _place_newest(row_indexes: np.ndarray, drafted: np.ndarray, rows: DeviceRows) -> np.ndarray:
-    """Return where in DeviceRows.newest each sampled token goes. `drafted`: drafted tokens of each work item.
+    """Return the index in DeviceRows.newest to which each sampled token is written.
 
-    Tokens of requests with drafts go to the padding row, because only the host knows which of them is the newest."""
+    `drafted`: the number of drafted tokens of each work item. Tokens of requests with drafts go to the padding row,
+    because only the host knows which of them is the newest."""
     if drafted.any():
         row_indexes = np.repeat(np.where(drafted > 0, rows.padding_row, row_indexes), 1 + drafted)
     return row_indexes * (1 + rows.max_draft)
@@ -203,9 +204,10 @@ def _stage_shifts(
 
 
 class SpecialRows(NamedTuple):
-    """Which sampled tokens are of requests with penalties, biases, masks or log-probabilities.
+    """Which sampled tokens belong to requests with penalties, biases, masks or log-probabilities.
 
-    The first three lists have an entry for each token that the step samples. All are empty without such requests."""
+    If there is such a request, the first three fields have an entry for each token that the step samples. Otherwise all
+    fields are empty."""
 
     work: Sequence[WorkItem]  # drafted tokens are work items of their own
     request_rows: Sequence[RequestRow]

@@ -37,11 +37,13 @@ class ShapeGrid:
     def for_model(
         parameter_count: int, max_batch_tokens: int, *, has_experts: bool = False, exchanging_ranks: int = 1
     ) -> ShapeGrid:
-        """Return the sizes to capture. `parameter_count`: number of weights in the model's layers that one token uses.
+        """Return the sizes of steps to capture.
 
-        A step is worth capturing if launching it takes longer than computing it. For a small model that is so for
-        larger steps too; their sizes are coarser, because padding costs little there. `exchanging_ranks`: number of
-        ranks that attend to requests of their own. Each computes the padding of all, so only smaller steps pay."""
+        `parameter_count`: number of weights in the model's layers that one token uses. A step is worth capturing if
+        launching it takes longer than computing it. For a small model that is so for larger steps too; their sizes
+        are coarser, because padding costs little there. `exchanging_ranks`: number of ranks that attend to requests
+        of their own. Each also computes the padding of the others, so that capturing is worth it for smaller steps
+        only."""
         if exchanging_ranks > 1:
             return ShapeGrid(min(max(TOKEN_GRAIN, MAX_CHUNK_TOKENS // exchanging_ranks), max_batch_tokens))
         operations = LAUNCH_FLOP * (EXPERT_LAUNCH_FACTOR if has_experts else 1)
@@ -58,10 +60,11 @@ class ShapeGrid:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Rows [0, singles) have one token each, or few if there are drafts; the other rows are prompt chunks.
+    """The padded size of a captured step: rows of decoding requests, then rows of prompt chunks.
 
-    In a step with chunks, padding rows among the singles have no token. Tokens of chunks directly follow those of
-    singles, so that all padding tokens are at the end."""
+    There are `singles` rows of the first kind and `chunks` of the second. A row of the first kind has one token, or up
+    to `queries` tokens if there are drafts. In a step with chunks, padding rows of the first kind have no token, and
+    the tokens of chunks directly follow those of the decoding requests. So all padding tokens are at the end."""
 
     singles: int
     chunks: int
@@ -74,8 +77,8 @@ class StepShape:
     ) -> StepShape | None:
         """Return the shape of a step with this work; None if the step cannot be captured.
 
-        `single_tokens`: tokens of the singles, with their drafts.
-        Steps with too many chunks or tokens are not captured, nor steps that compute log-probabilities of prompts."""
+        `single_tokens`: tokens of decoding requests, with their drafts. Steps with too many chunks or tokens are not
+        captured, nor steps that compute log-probabilities of prompts."""
         if any(w.prompt_logprobs for w in chunks):
             return None
         tokens = sum(len(w.tokens) for w in chunks)
@@ -85,7 +88,7 @@ class StepShape:
     def for_counts(
         single_tokens: int, num_chunks: int, chunk_tokens: int, grid: ShapeGrid, queries: int
     ) -> StepShape | None:
-        """Return the shape of a step with this many tokens; None if it has more than steps that are captured.
+        """Return the shape of a step with this many tokens; None if no captured step is large enough.
 
         `single_tokens`: tokens of requests that decode, with their drafts. `chunk_tokens`: of the chunks of prompts."""
         if not num_chunks:

@@ -15,7 +15,7 @@ PadRows = Callable[[np.ndarray, int, int], np.ndarray]  # of DeviceBatch.pad_to:
 
 
 class DraftColumn(IntEnum):
-    """What a row of `StateRows.drafts` has for each sequence."""
+    """The rows of `StateRows.drafts`, each of which has one of these values for every sequence of a step."""
 
     CONTEXT = 0  # tokens before those of the step; only whether there are any matters
     COUNT = 1  # tokens in the step
@@ -29,10 +29,11 @@ class DraftColumn(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """The sequences of a step, singles before chunks.
+    """The slots with the recurrent states of a step's sequences: decoding requests, then prompt chunks.
 
-    Attention may cut a single with many drafted tokens into several rows. A state has to see them all, so here the
-    single is one row, and empty rows follow the last single, up to the same number of rows."""
+    Attention may cut a request with many drafted tokens into several rows. Recurrent layers must compute them as one
+    sequence, so here the request has one row. Empty rows follow the last decoding request, so that there are as many
+    rows as in attention."""
 
     slots: np.ndarray  # [B] int32: slot with the states
     drafts: np.ndarray | None = None  # [DraftColumn, B] int32; None: no tokens are drafted
@@ -41,9 +42,10 @@ class StateRows:
     def from_work(
         singles: Sequence[WorkItem], chunks: Sequence[WorkItem], num_single_rows: int, rows: DeviceRows
     ) -> StateRows | None:
-        """Return the rows of a step; None if the model has no recurrent layers.
+        """Return the StateRows of a step; None if the model has no recurrent layers.
 
-        `num_single_rows`: rows of the singles in attention. Test requests, which have no slot, use that of padding."""
+        `num_single_rows`: rows of decoding requests in attention. Test requests, which have no slot, use the padding
+        slot."""
         if (padding := rows.padding_state) is None:
             return None
         slots = np.full(num_single_rows + len(chunks), padding, np.int32)
@@ -73,7 +75,7 @@ class StateRows:
 
     @property
     def query_start(self) -> np.ndarray:
-        """Where the tokens of each sequence begin among those of the step, and where the last ends."""
+        """The index of each sequence's first token among those of the step, then the number of all tokens."""
         assert self.drafts is not None
         ends = np.zeros(len(self.slots) + 1, np.int32)
         np.cumsum(self.drafts[DraftColumn.COUNT], out=ends[1:])
@@ -81,7 +83,7 @@ class StateRows:
 
 
 def _list_columns(work: WorkItem, shift_row: int) -> tuple[int, ...]:
-    """Return the values of DraftColumn, in order."""
+    """Return the values of a work item for `StateRows.drafts`, in the order of DraftColumn."""
     state = work.state or StateWork(0)
     slot, after = 0, 0
     if state.save_to is not None:

@@ -208,7 +208,9 @@ class RunnerMemory:
         return self._sleeping_memory.copied_bytes if first else 0
 
     def restore(self) -> int:
-        """Allocate the memory again, as `wake_runner` does, and return the bytes copied from the host."""
+        """Allocate the memory again, and return the bytes copied from the host.
+
+        The KV cache is empty then, and captured steps are dropped."""
         assert self._sleeping_memory is not None, "the memory was never freed"
         free_cached_memory()
         wake_runner(self._sleeping_memory)
@@ -232,7 +234,7 @@ def usable_model_bytes(device_bytes: int, utilization: float = DEFAULT_UTILIZATI
 def equal_kv_share(models: Collection[Collection[MemoryPlan]], available_bytes: int) -> int | None:
     """Return the bytes of each model's KV cache on a GPU if all stay awake and share the free memory equally.
 
-    `models`: for each model, the plans of its ranks, or of its only one. Return None if some model's share could not
+    `models`: the memory plans of each model, one for each of its ranks. Return None if some model's share could not
     hold one full context; then models should take turns instead."""
     fixed = sum(max(plan.fixed_bytes - plan.reserve - plan.states for plan in plans) for plans in models)
     part = (available_bytes - fixed) // len(models)

@@ -15,9 +15,10 @@ from emberline.models.draft_model import DraftModel
 def load_draft_model_on_gpu(
     config: EngineConfig, checkpoint: Checkpoint, part: DecoderModel, device: Device, *, packed: bool
 ) -> DraftModel | None:
-    """Return the whole draft model on the leader's GPU, as `load_draft_model_of_ranks` does.
+    """Return the whole draft model that the settings name, on the leader's GPU; None if they name none.
 
-    `packed`: whether to pack its weights (12 bits each), which is not done if the draft model has experts."""
+    `checkpoint`: of the target model. `part`: the leader's part of that model. `packed`: whether to pack the draft
+    model's weights (12 bits each), which is not done if it has experts."""
 
     def open_weights(source: Checkpoint) -> DeviceWeights:
         weights = open_draft_weights(config.speculation, part, device, source, packed=packed)

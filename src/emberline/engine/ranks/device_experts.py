@@ -143,10 +143,11 @@ def _write(tensors: list[Tensor], place: int, received: list[Tensor]) -> None:
 def _exchange(
     tensor: Tensor, transfer: ExpertTransfer, slots: ExpertSlots, comm: Communicator, *, to_host: bool
 ) -> Tensor:
-    """Send one expert's part of a tensor. Return its bytes on the ranks of the target group, no bytes on other ranks.
+    """Send one expert's part of a tensor from one group of ranks to another.
 
-    Each rank of the source group sends to the rank of the target group that has the same columns of experts. `to_host`:
-    whether the result is in main memory."""
+    Return the bytes of this part on the ranks of the target group, no bytes on other ranks. A group divides each expert
+    by columns: each rank sends to the rank of the target group that has the same columns. `to_host`: whether the result
+    is in main memory."""
     ranks_per_group = comm.size // slots.groups
     group, column = divmod(comm.rank, ranks_per_group)
     (source, place), target = transfer.source, transfer.target[0]

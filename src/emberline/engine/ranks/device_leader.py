@@ -119,8 +119,10 @@ class DeviceLeaderRunner(GPURunner):
         return super().is_preparing or (self.experts is not None and self.experts.is_due)
 
     def prepare_next(self) -> bool:
-        """Capture a step of the next shape on all ranks, or move the experts of one layer if that evens out the load of
-        the ranks; return False if nothing was left."""
+        """Do some work for idle time on all ranks; return False if nothing was left.
+
+        The work is to capture a step of the next shape, or to move the experts of one layer if that evens out the
+        load."""
         if super().is_preparing:
             return self._run_on_all_ranks(PREPARE_NEXT, super().prepare_next)
         return self.experts is not None and self.experts.move_next(self._move_experts)
@@ -131,12 +133,14 @@ class DeviceLeaderRunner(GPURunner):
         return True
 
     def _update_loads(self) -> None:
-        """Read how many rows each expert had. This does not wait for running steps, whose rows may be missing."""
+        """Read how many rows (tokens) each expert has computed.
+
+        This does not wait for running steps, whose rows may be missing."""
         with self._side_stream.activate():
             read_row_counts(list(self._movable.values()))
 
     def expert_stats(self) -> ExpertStats | None:
-        """Return how evenly ranks compute experts; None: the rows of experts are not counted."""
+        """Return how evenly the work of experts is spread over the ranks; None if this is not counted."""
         return None if self.experts is None else self.experts.stats()
 
     def run_uncaptured_once(self) -> None:
@@ -160,7 +164,9 @@ class DeviceLeaderRunner(GPURunner):
         return self._change_memory(SLEEP, self._memory.free, RankAsleep, "put its part of the model to sleep")
 
     def wake(self) -> int:
-        """Restore the device memory of all ranks; return the bytes copied from main memory. Raises as `sleep`."""
+        """Restore the device memory of all ranks, and return the bytes copied from main memory.
+
+        Raises EngineFailed, after which the group cannot be used."""
         return self._change_memory(WAKE, self._memory.restore, RankAwake, "wake its part of the model")
 
     def _change_memory(
@@ -180,9 +186,9 @@ class DeviceLeaderRunner(GPURunner):
         return copied + sum(each.copied_bytes for each in reports.values())
 
     def share_products(self) -> None:
-        """Let the other ranks use the kernels of matrix products that this process uses now.
+        """Let the other ranks use the same kernels for matrix products as this process.
 
-        Another model in this process may have measured further products since this model was loaded."""
+        Another model in this process may have measured further kernels since this model was loaded."""
         assert self._group is not None
         with ending_group(self._group):
             self._group.publish_beside_steps(encode_products(tuning.list_choices()))

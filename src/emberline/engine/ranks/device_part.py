@@ -223,8 +223,8 @@ def connect_devices(
 ) -> Communicator:
     """Return a communicator between the GPUs of ranks that `host` already connects in main memory.
 
-    `message_bytes`, `senders`: see IpcGroup. Raises InvalidRequest if `--collectives` has a value that does not work
-    on this machine."""
+    `message_bytes`: the most bytes that one message of `send` has. `senders`: the ranks that send to this rank. Raises
+    InvalidRequest if `--collectives` has a value that does not work on this machine."""
     collectives = config.parallel.collectives
     try:
         return connect_device_group(
@@ -249,7 +249,9 @@ def max_message_bytes(config: ModelConfig, settings: EngineConfig, dtype_bytes: 
 
 
 def measure_share(device: Device, ranks_per_gpu: int) -> tuple[int, int]:
-    """Return the bytes of a rank's share of a GPU, and how many of these other processes use; 0 if ranks share it."""
+    """Return the bytes of a rank's share of a GPU, and how many of them other processes use.
+
+    The second number is 0 if several ranks share the GPU."""
     total, others = measure_memory(device)
     return (total // ranks_per_gpu, 0) if ranks_per_gpu > 1 else (total, others)
 

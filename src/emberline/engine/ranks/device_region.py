@@ -105,10 +105,11 @@ class DeviceGroupRegion(DividedRegion):
         slots: HostBuffers,
         unused: HostRegion | None = None,
     ) -> None:
-        """`layout`: of blocks with the parts of all ranks. `parts`: by rank, then the part of `unused`, if any.
+        """`layout`: of blocks with the parts of all ranks. `parts`: the part of a block that each rank has.
 
-        `own`: the leader's cache. `slots`: buffers that all ranks share, half of them for each direction. `unused`: see
-        `allocate_unused_places`."""
+        `own`: the leader's cache. `slots`: buffers that all ranks share, half of them for each direction. `unused`:
+        memory for the part of a block that no layer uses (`allocate_unused_places`); that part is then the last one in
+        `parts`."""
         super().__init__(layout, own.blocks, parts)
         self._group, self._slots, self._num_ranks = group, slots, group.layout.num_ranks
         self._own: dict[int, Region] = {group.layout.leader: own}  # by part: the memory that this process copies

@@ -35,7 +35,8 @@ class DeviceHostTier:
     ) -> DeviceHostTier | None:
         """Return the host tier, whose buffers are in the group's memory; None: there are no tiers.
 
-        `kv_heads`: number of KV heads of the whole model. `ranks`: what each rank has loaded. Raises InvalidRequest."""
+        `kv_heads`: number of KV heads of the whole model. `ranks`: what each rank has loaded. Raises InvalidRequest if
+        the tier has memory for too few buffers."""
         sizes = ({rank: getattr(each, name) for rank, each in ranks.items()} for name in ("block_bytes", "slot_bytes"))
         parts = BufferParts.plan(layout, kv_heads, *sizes)
         tier, buffers = make_shared_host_tier(config, memory, parts.block_bytes, parts.pages_per_slot)

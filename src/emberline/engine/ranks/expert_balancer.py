@@ -30,7 +30,10 @@ class ExpertBalancer:
     def __init__(
         self, layers: Mapping[int, PlacedExperts], clock: Clock, update_loads: Callable[[], None] = lambda: None
     ) -> None:
-        """`update_loads`: adds the rows since its last call to the loads of the layers."""
+        """`layers`: by index, the layers whose experts may move.
+
+        `update_loads`: adds the rows (tokens) that experts have computed since its last call to the loads of these
+        layers."""
         self._layers, self._clock, self._update_loads = layers, clock, update_loads
         self._next_check = clock.now() + CHECK_INTERVAL_S
         self._unchecked: list[int] = []  # layers whose experts may move now

@@ -147,11 +147,12 @@ class RankGroup:
     def watch(self, communicator: Communicator) -> None:
         """Abort this communicator between GPUs if a rank is lost later.
 
-        It has no connections that close when a process ends, so without this its kernels would go on waiting."""
+        Its kernels would otherwise go on waiting, because it has no connection that closes when a rank's process
+        ends."""
         self._device_communicators.append(communicator)
 
     def publish(self, plan: bytes) -> None:
-        """Send a plan to all other ranks. Raises RankLost. The step lasts until `finish_step`."""
+        """Send a plan to all other ranks. Raises RankLost. The step counts as running until `finish_step`."""
         self._num_running += 1
         if self._nodes is not None:
             self._nodes.publish(plan)
@@ -172,7 +173,9 @@ class RankGroup:
             self._writer.publish(message)
 
     def finish_copies(self) -> None:
-        """Wait until all other ranks have made the oldest copies that no earlier call awaited. Raises EngineFailed."""
+        """Wait until all other ranks have made the copies of the oldest pending `publish_copies`.
+
+        A call is pending until this method has waited for its copies. Raises EngineFailed."""
         self._num_copies += 1
         while any(self._memory.get(rank, NUM_COPIED) < self._num_copies for rank in self._followers):
             self.check()

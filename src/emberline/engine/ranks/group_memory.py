@@ -45,7 +45,7 @@ class GroupMemory:
         return mmap.mmap(self.fd, num_bytes, offset=offset)
 
     def close(self) -> None:
-        """Close the file descriptor. The mapping lasts as long as the object."""
+        """Close the file descriptor. The memory stays mapped until this object is deleted."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

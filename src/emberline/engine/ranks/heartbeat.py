@@ -25,9 +25,10 @@ class HeartbeatThread:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def end_with_supervisor(self, leader: int, timeout_s: float) -> None:
-        """End this process if the process that started it is stopped for `timeout_s`.
+        """End this process if its supervisor, the process that started it, is stopped for `timeout_s`.
 
-        The leader is on another node, so that process increments the leader's counter in the memory of this node."""
+        This is for ranks on other nodes than the leader. There the supervisor shows that it runs by incrementing the
+        counter of the rank `leader` in this node's shared memory."""
         self._leader, self._supervisor_timeout_s = leader, timeout_s
 
     def _beat(self) -> None:

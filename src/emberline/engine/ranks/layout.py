@@ -12,7 +12,7 @@ from emberline.models.stage import Stage
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Ranks are numbered stage by stage: rank = stage * tp + rank within the stage."""
+    """How ranks divide a model. They are numbered by stage: rank = stage * tp + rank within the stage."""
 
     tp: int = 1
     pp: int = 1
@@ -32,8 +32,8 @@ class Layout:
     def of_gpus(config: ParallelConfig) -> Layout:
         """Return the layout of ranks with a GPU each.
 
-        With data-parallel attention, they send each row to all ranks, and not only to those that have its experts.
-        Otherwise the number of rows to exchange would depend on data, and steps could not be captured."""
+        With data-parallel attention, ranks send each row (token) to all ranks, and not only to those that have its
+        experts. Otherwise the number of rows to exchange would depend on data, and steps could not be captured."""
         return replace(Layout.of(config), gathers_rows=config.dp_attention)
 
     @property
@@ -88,7 +88,7 @@ class Layout:
 
     @property
     def numerics_name(self) -> str:
-        """The name of the division in Numerics; empty if it gives the same bits as one rank.
+        """The name of this division for Numerics.ranks; empty if it gives the same bits as one rank.
 
         Stages give the same bits. Sums of the results of several ranks (tp > 1) do not."""
         if self.tp == 1:

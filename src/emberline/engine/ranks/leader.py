@@ -50,7 +50,9 @@ class FollowerGroup(Protocol):
         ...
 
     def finish_copies(self) -> None:
-        """Wait until all other ranks have made the oldest copies that no earlier call awaited. Raises EngineFailed."""
+        """Wait until all other ranks have made the copies of the oldest pending `publish_copies`.
+
+        A call is pending until this method has waited for its copies. Raises EngineFailed."""
         ...
 
     def publish_beside_steps(self, message: bytes) -> None:
@@ -90,7 +92,9 @@ class GroupExecutor:
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
 
     def copy(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
-        """Let all ranks copy their part of blocks, and wait until they have. Raises EngineFailed, as `compute`."""
+        """Let all ranks copy their part of blocks, and wait until they have.
+
+        Raises EngineFailed, after which the group cannot be used any more."""
         self.publish_copies(saves, loads)
         self.copy_own(saves, loads)
 
@@ -241,7 +245,7 @@ class LeaderRunner(TorchRunner):
         return self.ranks.progress_count()
 
     def expert_stats(self) -> ExpertStats | None:
-        """Return how evenly ranks compute experts; None: no rows are sent to experts of other ranks."""
+        """Return how evenly the work of experts is spread over the ranks; None if this is not counted."""
         return self.experts.stats()
 
     @property

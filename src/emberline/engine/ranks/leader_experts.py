@@ -28,10 +28,10 @@ class LeaderExperts:
         clock: Clock | None = None,
         update_loads: Callable[[], None] = lambda: None,
     ) -> None:
-        """`layers`: by index, the layers whose experts are divided among groups of ranks. Each has counts of how many
-        rows its experts computed.
+        """`layers`: by index, the layers whose experts are divided among groups of ranks.
 
-        `update_loads`: adds the rows since its last call to these counts."""
+        `update_loads`: adds the rows (tokens) that experts have computed since its last call to the loads of these
+        layers."""
         self._layers, self._clock, self._update_loads = layers, clock or SystemClock(), update_loads
         self._ranks_per_group, self._moved, self._next_update = layout.tp // layout.ep, 0, 0.0
         self.balancer: ExpertBalancer | None = None  # None: experts stay where they are
@@ -44,7 +44,7 @@ class LeaderExperts:
         return self.balancer is not None and self.balancer.is_due
 
     def stats(self) -> ExpertStats | None:
-        """Return the statistics; None: the rows of experts are not counted."""
+        """Return the statistics; None if the rows (tokens) of each expert are not counted."""
         if not self._layers:
             return None
         if (now := self._clock.now()) >= self._next_update:

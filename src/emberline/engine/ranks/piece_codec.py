@@ -66,5 +66,5 @@ def header_bytes(num_ranks: int) -> int:
 
 
 def view_words(slot: memoryview, num_ranks: int) -> NDArray[np.uint64]:
-    """Return the header of a slot: a word for each rank."""
+    """Return the header of a slot: for each rank, the number of the last request that it has completed."""
     return np.frombuffer(slot, np.uint64, num_ranks)

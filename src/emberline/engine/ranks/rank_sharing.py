@@ -120,7 +120,7 @@ class PlannedDivision:
     stage needs more memory."""
 
     def __init__(self, division: DeviceDivision, kernels: str = "") -> None:
-        """`kernels`: name of the kernels that the GPUs use; see `plan_engine_memory`."""
+        """`kernels`: those that the GPUs use, hopper or portable; empty: not known."""
         self._division, self._kernels, settings = division, kernels, division.config
         self._checkpoint = Checkpoint.open(Path(settings.model))
         self._dtype = choose_weight_dtype(self._checkpoint, settings.dtype, on_gpu=True)

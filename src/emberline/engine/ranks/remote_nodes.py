@@ -55,7 +55,8 @@ class RemoteNodes:
     def check(self, seconds: float, limit_s: float, is_ready: bool) -> NodeLink | None:
         """Send a heartbeat to each node; return a node that has sent nothing for `limit_s`, or None.
 
-        `seconds`: time since the previous call."""
+        `seconds`: time since the previous call. `is_ready`: whether all ranks wait for plans; the heartbeat tells the
+        nodes."""
         silent = None
         for link in self.links:
             link.socket.try_send(MasterBeat(is_ready))
@@ -72,7 +73,9 @@ class RemoteNodes:
             link.socket.end()
 
     def close(self, error: EmberlineError | None) -> None:
-        """Like `end`, then close the connections and the listener."""
+        """Let the nodes end their ranks, wait for them, then close the connections and the listener.
+
+        The wait is limited. `error`: the reason; None: the engine shuts down."""
         timeout_s = FAILURE_TIMEOUT_S if isinstance(error, EngineFailed) else GOODBYE_TIMEOUT_S
         for link in self.links:
             link.socket.finish(_last_message(error), timeout_s)
@@ -81,7 +84,9 @@ class RemoteNodes:
 
 
 def _last_message(error: EmberlineError | None) -> NodeMessage:
-    """Return the last message to a node. It lets the node join the next group after EngineFailed, and otherwise end."""
+    """Return the last message to a node.
+
+    After EngineFailed, the node then joins the next group. Otherwise, it ends."""
     if error is None:
         return NodeGoodbye()
     return GroupEnded(error.message) if isinstance(error, EngineFailed) else Rejection.from_error("", error)

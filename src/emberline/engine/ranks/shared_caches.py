@@ -63,9 +63,10 @@ def list_block_parts(ranks: Layout, model: ModelConfig, groups: LayerGroups) -> 
 def allocate_unused_places(
     groups: LayerGroups, whole: KVLayout, num_blocks: int
 ) -> tuple[BlockPart, HostRegion] | None:
-    """Return the places for layers in a block that no layer uses, and memory for them; None: all are used.
+    """Return the part of a block that no layer uses, and memory for this part of all blocks.
 
-    An engine on one rank has memory for these places too. Transfers send their bytes, and checksums include them."""
+    Return None if layers use whole blocks. A group with fewer layers than a block has room for leaves such a part. An
+    engine on one rank has memory for it too. Transfers send its bytes, and checksums include them."""
     if (unused := _find_unused_places(groups, whole.heads)) is None:
         return None
     layout = replace(whole, layers=max(map(len, unused.layers)))
@@ -91,7 +92,9 @@ def _part_bytes(layout: KVLayout, num_blocks: int) -> int:
 
 
 def _find_unused_places(groups: LayerGroups, num_heads: int) -> BlockPart | None:
-    """Return the places for layers that no layer uses, in blocks of groups with fewer layers; None: there are none."""
+    """Return the part of a block that no layer uses; None: all is used.
+
+    A group with fewer layers than a block has room for leaves such a part."""
     counts = [sum(group == each for each, _ in groups.places) for group in range(len(groups.windows))]
     if all(count == groups.block_layers for count in counts):
         return None

@@ -192,7 +192,9 @@ def _measure_head(part: RankPart, threads: int) -> float:
 
 
 def _measure_token(calls: Sequence[Callable[[], object]], threads: int) -> float:
-    """Return the seconds for one generated token plus one prompt token. `calls`: compute a step of each of SHAPES."""
+    """Return the seconds for one generated token plus one prompt token.
+
+    `calls`: for each of SHAPES, a function that computes a step of this shape."""
     return sum(_measure(call, threads) / (rows * tokens) for call, (rows, tokens) in zip(calls, SHAPES, strict=True))
 
 

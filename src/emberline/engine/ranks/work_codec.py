@@ -120,7 +120,10 @@ class WorkEncoder:
     def _continue_requests(
         self, ids: list[str], preemptions: list[int]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
-        """Return the slot of each item's request, and the value of `EncodedWork.slots`."""
+        """Return the slot of each item's request, and the value of `EncodedWork.slots`.
+
+        The value is None if the oldest remembered step has the same requests. In it, ~slot marks a request for which
+        the decoders begin with an empty block table."""
         oldest = self._steps.popleft() if len(self._steps) == self._num_plans else None
         if oldest is not None and ids == oldest.ids and preemptions == oldest.preemptions:
             self._steps.append(oldest)
@@ -221,7 +224,9 @@ class WorkDecoder:
 
 
 def _collect_rare_fields(work: Sequence[WorkItem]) -> dict[int, RareFields]:
-    """Return the rare fields of the items in which one of them does not have its default, by index of the item."""
+    """Return the RareFields of the items in which at least one of these fields is not at its default.
+
+    The keys are the indexes of the items."""
     return {
         index: RareFields(
             w.prompt_logprobs,

@@ -1,8 +1,8 @@
 """AcceptanceEstimate: the probability that drafted tokens of a request are accepted, from its recent drafts.
 
-Each place of a draft has counts of its own: a draft model's later tokens are accepted less often than its first, given
-that those before them are. ModelAcceptance counts the same for the drafts of all requests together, from which the
-estimate of a new request begins."""
+Each position in a draft has counts of its own: a draft model's later tokens are accepted less often than its first,
+even if those before them are accepted. ModelAcceptance keeps the same counts for the drafts of all requests together;
+from these, the estimate of a new request begins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ DECAY_PER_TOKEN = 0.97  # of the weight of a result with each later token of the
 
 @dataclass(slots=True)
 class RecentDrafts:
-    """For each place of a draft, how many tokens of one request were tried and accepted. Older drafts count less."""
+    """Counts of the tokens of one request that were tried and accepted, for each position in a draft.
+
+    Older drafts count less."""
 
     position: int  # number of the request's tokens when the counts were last updated
     # Tokens that were compared: those that were right, and the first that was wrong.
@@ -31,7 +33,7 @@ class AcceptanceEstimate:
         self._counts: dict[str, RecentDrafts] = {}
 
     def record(self, request_id: str, position: int, num_draft: int, num_accepted: int) -> None:
-        """Record the result of one draft. `position`: number of tokens of the request before it."""
+        """Record the result of one draft. `position`: number of tokens that the request had before the draft."""
         counts = self._counts.setdefault(request_id, RecentDrafts(position))
         decay = DECAY_PER_TOKEN ** (position - counts.position)
         counts.position = position
@@ -49,7 +51,8 @@ class AcceptanceEstimate:
         """Return for each drafted token the probability that it and all before it are accepted.
 
         `confidence`: the proposer's estimate for each token, given that those before it are accepted. `by_place`:
-        whether the estimates were measured for each place of a draft; then results at other places are not used."""
+        whether `confidence` was measured for each position in a draft. A token's probability then depends on the
+        request's results at the same position only, otherwise also on those at all other positions."""
         counts = self._counts.get(request_id)
         probability, found = 1.0, []
         if counts is None:
@@ -75,10 +78,12 @@ class AcceptanceEstimate:
 
 
 class ModelAcceptance:
-    """How often the tokens of a draft model are accepted, for each place of its drafts, in all requests together."""
+    """How often a draft model's tokens are accepted at each position of a draft, in all requests."""
 
     def __init__(self, max_draft: int, prior: float) -> None:
-        """`prior`: the assumed probability before any result. Estimates for untried places slowly return to it."""
+        """`prior`: the assumed probability before any result.
+
+        The estimate for a position at which no tokens are tried slowly returns to it."""
         self._prior = prior
         self._tried = [0.0] * max_draft
         self._accepted = [0.0] * max_draft
@@ -95,7 +100,9 @@ class ModelAcceptance:
         self._accepted = [count * DECAY_PER_STEP for count in self._accepted]
 
     def confidence(self, count: int) -> list[float]:
-        """Return, for the first `count` places, the probability that a token is right if those before it are."""
+        """Return, by position in a draft, the probability that a token is right if those before it are.
+
+        `count`: number of positions."""
         return [
             (accepted + PRIOR_WEIGHT * self._prior) / (tried + PRIOR_WEIGHT)
             for tried, accepted in zip(self._tried[:count], self._accepted[:count], strict=True)

@@ -1,7 +1,8 @@
 """DraftContext: which requests a draft model can draft for, since it has computed nearly all of their tokens.
 
-While drafts are off, the draft model does not run, and lacks the keys and values of the tokens of those steps. It still
-drafts if few are missing; with many, its drafts would be wrong, and say nothing about whether drafts pay."""
+While drafts are off, the draft model does not run, and lacks the keys and values of the tokens of those steps. If few
+are missing, it still drafts. If many are missing, its drafts would be wrong, and would not show whether drafts make the
+engine faster."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def choose_lengths(
     `probabilities`: by request id, for each drafted token, the probability that it and all before it are accepted.
     `rows`: number of requests in the step; each gets one token without a draft too. `room`: maximum number of drafted
     tokens in the step. `seconds`: estimated duration of the step with 0, 1, ..., `room` drafted tokens. `grain`: the
-    total number of drafted tokens is a multiple of this, or all that there are."""
+    total number of drafted tokens is a multiple of this, or the largest possible number."""
     if not probabilities or room <= 0:
         return {}
     values = np.concatenate([np.asarray(each) for each in probabilities.values()])

@@ -49,8 +49,8 @@ class DraftRunner:
     def note_work(self, work: Sequence[WorkItem]) -> None:
         """Record where the work of new and of preempted requests begins, also in steps without the draft model.
 
-        Tokens before that, which the target model found in its prefix cache, count as computed by the draft model too.
-        They are, unless drafts were off when the target model computed them."""
+        The target model found the tokens before that in its prefix cache. They count as computed by the draft model
+        too, which is right unless drafts were off when the target model computed them."""
         for w in work:
             state = self._states.get(w.id)
             if state is None or state.preemptions != w.preemptions:
@@ -92,7 +92,9 @@ class DraftRunner:
         return self._draft([w for w in items if w.samples], work, self._run(items, hidden))
 
     def _known_tokens(self, work: WorkItem, tokens: Sequence[int]) -> WorkItem:
-        """Return the input of a draft model that reads tokens: those that it has not computed yet, as a work item."""
+        """Return a work item with the tokens that the draft model has not computed, at least the newest one.
+
+        This is the input of draft models that read tokens and no hidden states."""
         state = self._states[work.id]
         state.drop_rejected(tokens)
         begin = min(state.computed, len(tokens) - 1)
@@ -102,9 +104,9 @@ class DraftRunner:
     def _shifted_tokens(self, work: WorkItem, sampled: SampledToken | None, tokens: Sequence[int]) -> WorkItem | None:
         """Return the input of a draft model that reads hidden states: for each computed position, the token after it.
 
-        The work item samples if a draft is wanted. If earlier positions are missing in the draft model's cache, their
-        hidden states are gone: return None, unless a draft is wanted. Then only few positions are missing
-        (`DraftContext`), and the model drafts without them."""
+        If a draft is wanted, `samples` of the work item is set. Return None if no draft is wanted and earlier positions
+        are missing in the draft model's cache, because their hidden states are gone. If a draft is wanted although
+        positions are missing, they are few (`DraftContext`), and the model drafts without them."""
         count = len(work.tokens) - work.num_draft + (len(sampled.further) if sampled is not None else 0)
         state = self._states[work.id]
         if state.computed != work.start and not work.num_propose:
@@ -125,7 +127,10 @@ class DraftRunner:
     def _draft(
         self, items: Sequence[WorkItem], work: Sequence[WorkItem], first: tuple[list[int], Tensor | None]
     ) -> dict[str, Sequence[int]]:
-        """Return drafts for `items`: one token of each from the result `first` of a pass, the rest from more passes."""
+        """Return drafts for `items`, each of the length that its item in `work` asks for.
+
+        `first`: the result of a pass over `items`: the first token of each draft, and hidden states. Each further token
+        takes another pass."""
         wanted = {w.id: w.num_propose for w in work}
         tokens, hidden = first
         drafts: dict[str, list[int]] = {w.id: [token] for w, token in zip(items, tokens, strict=True)}

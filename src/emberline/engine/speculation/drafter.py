@@ -138,9 +138,11 @@ class Drafter:
         return proposals
 
     def complete_plan(self, plan: StepPlan) -> StepPlan:
-        """Return the plan, extended by what its result must contain for later drafts.
+        """Return the plan, with flags for what the step must compute for later drafts.
 
-        While steps without drafts are measured, which is a short time, the draft model computes prompts only."""
+        If drafts are on, the step reports the tokens that grammars force. The draft model runs if it can draft for a
+        request of the step, or if the step has a prompt. If drafts are off for a short time, so that steps without them
+        are measured, the draft model runs for prompts only. If they are off for longer, it does not run."""
         rows = len(plan.work)
         is_on, runs = self.is_on(rows), False
         if self.uses_draft_model:
@@ -174,7 +176,8 @@ class Drafter:
     def record_result(self, request: Request, work: WorkItem, first: SampledToken, num_kept: int) -> None:
         """Update the acceptance statistics with the result of a work item's draft.
 
-        `first`: the request's first sampled token, which has the further ones. `num_kept`: how many became output."""
+        `first`: the request's first sampled token; `first.further` has the others. `num_kept`: how many of these tokens
+        were added to the output."""
         drafted = work.tokens[len(work.tokens) - work.num_draft :]
         if PENDING_TOKEN in drafted:  # of the sampled tokens, only the last differs from the draft
             accepted = min(num_kept, len(first.further))
@@ -196,10 +199,10 @@ class Drafter:
     def record_step(self, plan: StepPlan, result: StepResult, now: float, open_ids: Container[str]) -> None:
         """Keep the forced tokens and the draft model's tokens as later drafts, and record how long the step took.
 
-        The duration is the time between the previous result and this one, so it includes planning, which without
-        drafts overlaps the previous step. After an idle period, the step's own time is used. Steps with prompt chunks
-        are not recorded, nor steps during which, or just before which, the runner prepared a kind of step. `now`: time
-        of this result in seconds. `open_ids`: ids of the requests that have not ended."""
+        The duration is the time between the previous result and this one, so it includes planning, which without drafts
+        overlaps the previous step. After an idle period, the step's own time is used. Steps with prompt chunks are not
+        recorded. Nor are steps during which, or just before which, the runner prepared a new kind of step, for example
+        by capturing it. `now`: time of this result in seconds. `open_ids`: ids of the requests that have not ended."""
         for proposed in (self._forced, self._drafted):
             if proposed:
                 for work in plan.work:

@@ -21,10 +21,10 @@ def make_drafter(
     *,
     continues_on_device: bool = False,
 ) -> Drafter | None:
-    """Return the drafter of an engine; None if speculation is off. `max_rows`, `continues_on_device`: see Drafter.
+    """Return the drafter of an engine; None if speculation is off.
 
-    `find_library`: returns the native library, or None if it cannot be built; then the method auto uses n-grams, and
-    suffix raises InvalidRequest."""
+    `max_rows`, `continues_on_device`: arguments of Drafter. `find_library`: returns the native library, or None if it
+    cannot be built; then the method auto uses n-grams, and suffix raises InvalidRequest."""
     if config.speculate == "off":
         return None
     if config.uses_draft_model:

@@ -18,7 +18,7 @@ class Proposal(NamedTuple):
     from_model: bool = False
 
     def is_full_model_draft(self, max_draft: int) -> bool:
-        """Return whether these are tokens of a draft model, which could propose up to `max_draft` tokens here."""
+        """Return whether a draft model proposed these tokens, and could have proposed `max_draft` tokens."""
         return self.from_model and len(self.confidence) == max_draft
 
 

@@ -1,8 +1,8 @@
 """StepCost: how long a step with a given number of tokens takes, learned from the steps so far.
 
-Clocks and contexts change for all steps alike: if steps of one size become faster, those of other sizes, which were
-measured earlier, are assumed to be as much faster now. Otherwise a size measured at a bad time would not be used again.
-"""
+Clock rates and context lengths change the duration of all steps alike: if steps of one size become faster, those of
+other sizes, which were measured earlier, are assumed to be as much faster now. Otherwise a size measured at a bad time
+would not be used again."""
 
 from __future__ import annotations
 

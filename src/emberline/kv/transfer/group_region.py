@@ -87,8 +87,7 @@ class DividedRegion(Region):
     ) -> Iterator[PartOfPiece]:
         """Yield each rank's part of the piece. `data`: bytes of the piece, in the order of a sender with `wire_layout`.
 
-        `includes_copies`: also yield parts that an earlier rank has too.
-        """
+        `includes_copies`: also yield a part if an earlier rank has the same layers and heads."""
         head_bytes, num_blocks = wire_layout.tokens * wire_layout.width, piece.end_block - piece.first_block
         whole = np.frombuffer(data, np.uint8).reshape(-1, self.layout.parts, num_blocks, self.layout.heads * head_bytes)
         for group, share in self._split_by_group(piece, blocks):
@@ -154,10 +153,10 @@ class GroupRegion(DividedRegion):
     def _iter_parts(
         self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview, *, includes_copies: bool
     ) -> Iterator[tuple[Elements, Elements, BlockIds]]:
-        """Yield for each part: its elements in `data`, all elements of its rank's memory, and its indices in these.
+        """Yield the keys and the values of each rank's part of the piece, as elements that can be copied.
 
-        `includes_copies`: also yield parts that an earlier rank has too.
-        """
+        Each item has the elements in `data`, all elements in the rank's memory, and the indexes of the part's elements
+        in that memory. `includes_copies`: also yield a part if an earlier rank has the same layers and heads."""
         for each in self._divide(piece, blocks, wire_layout, data, includes_copies=includes_copies):
             memory, own_layers = self._memories[each.part], range(each.piece.first_layer, each.piece.end_layer)
             for kv_index in range(self.layout.parts):

@@ -215,7 +215,9 @@ class MooncakeLink(StreamLink):
     # -- run by the reader's thread --------------------------------------------------------------------------------
 
     def _read_piece(self, fetch: PieceFetch, piece: TransferPiece) -> ReadPiece:
-        """Read a piece of the sender's cache. The caller's thread asks for its confirmation during the next read."""
+        """Read a piece of the sender's cache into a buffer, without asking the sender to confirm the read.
+
+        `fetch` does that in its own thread, while this one reads the next piece."""
         ranges = self._remote_ranges(piece, fetch.blocks)
         with self._take_buffer(piece) as buffer:
             self._read_ranges(buffer, ranges)
@@ -233,7 +235,9 @@ class MooncakeLink(StreamLink):
 
     @contextmanager
     def _take_buffer(self, piece: TransferPiece) -> Iterator[memoryview]:
-        """Yield a buffer for a piece, which stays in use unless an error is raised."""
+        """Yield a buffer for a piece, and release it if an error is raised.
+
+        Without an error it stays in use, and the caller of `take_piece` releases it."""
         try:
             buffer = self._engine.buffers.acquire_buffer(piece.num_bytes(self._peer.layout))
         except PeerUnreachable as error:
