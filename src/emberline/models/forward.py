@@ -33,7 +33,9 @@ class HiddenCapture:
         return HiddenCapture(tuple(layer - stage.start for layer in self.layers[begin:end]), self._columns(begin, end))
 
     def states_before(self, layer: int, num_tokens: int) -> Tensor:
-        """Return the memory for states of captured layers before `layer`: a view, with no columns if there are none."""
+        """Return the columns of `out` for captured layers below `layer`, for `num_tokens` tokens.
+
+        The result is a view. It has no columns if no captured layer is below `layer`."""
         return self._columns(0, self.count_before(layer))[:num_tokens]
 
     def count_before(self, layer: int) -> int:
@@ -87,7 +89,9 @@ class ForwardBatch:
     chosen_rows: Tensor | None = None
 
     def exchange_of(self, rows: Tensor | None) -> RowExchange | None:
-        """Return `exchange`, or `logit_exchange` for a layer that returns only `rows`, which are the `logit_rows`."""
+        """Return a layer's row exchange: `exchange`, or `logit_exchange` if it returns only `rows`.
+
+        `rows`: the `logit_rows`, or None."""
         return self.exchange if rows is None else self.logit_exchange
 
     def layer_views(self, layers: int) -> Iterator[tuple[ForwardBatch, Tensor, Tensor]]:
