@@ -156,7 +156,9 @@ class AttentionPlanner:
         return 1 if self._fixed_cuts else max_queries
 
     def list_row_queries(self, max_queries: int) -> tuple[int, ...]:
-        """Return, in ascending order, the values up to `max_queries` for which `plan` selects different kernels."""
+        """Return, in ascending order, the values of `max_queries` for which `plan` uses different kernels.
+
+        `max_queries`: the largest of these values."""
         q_heads, kv_heads, head_dim = self._heads
         return work_limits.list_row_queries(max_queries, q_heads // kv_heads, head_dim)
 

@@ -190,7 +190,7 @@ def fill_quantised_weight(weight: PackedWeight, matrix: QuantisedMatrix) -> int:
 
 
 def fill_dequantised_weight(weight: PackedWeight, values: Tensor) -> int:
-    """Store bf16 values in a weight that was to be quantised, and return the device memory used, in bytes."""
+    """Store bf16 values in an empty quantised weight, which then is plain; return the bytes used."""
     backend = backend_of(values)
     packed = backend.pack_linear(backend.arrange_gate_rows(values) if weight.gated else values, gated=weight.gated)
     weight.data, weight.ptr, weight.handle, weight.layout = packed.data, packed.ptr, packed.handle, packed.layout

@@ -188,7 +188,7 @@ class Attention:
         *,
         qkv: Tensor | None = None,
     ) -> Tensor:
-        """Write the keys and values of x to the cache, and return attention's output before its projection.
+        """Write keys and values of x to the cache; return attention's output before the output projection.
 
         `rows`: the rows of x whose output is returned; None: all. `normed`: x after the input norm. `qkv`: queries,
         keys and values of x. The last two are computed here if None."""

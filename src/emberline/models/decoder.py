@@ -178,7 +178,7 @@ class DecoderModel:
         """Write keys and values of all tokens to the cache, and return float32 logits [S, vocab].
 
         The logits are those of `batch.logit_rows`. With data-parallel attention, the `logit_rows` of all ranks are
-        gathered, and logits are computed for all of them or, if `batch.chosen_rows` is given, for these indexes among
+        gathered, and logits are computed for all of them or, if given, only for the indexes `batch.chosen_rows` among
         them.
         """
         x = self.run_layers(self.embed(batch), batch)

@@ -95,7 +95,9 @@ class ForwardBatch:
         return self.exchange if rows is None else self.logit_exchange
 
     def layer_views(self, layers: int) -> Iterator[tuple[ForwardBatch, Tensor, Tensor]]:
-        """Yield for each layer the batch with the layer's block tables, and its cached keys and values or states."""
+        """Yield for each layer the batch with the layer's block tables, and the keys and values of the layer.
+
+        For a recurrent layer, these are the inputs of the convolution and the matrices of the delta rule."""
         keys, values = self.keys.unbind(), self.values.unbind()
         if not self.places:
             yield from zip((self,) * layers, keys, values, strict=True)

@@ -27,8 +27,8 @@ class FusedLayer:
     def of(attention: object, ffn: object) -> FusedLayer | None:
         """Return the layer with these parts, or None if its all-reduces cannot compute the following norms.
 
-        This needs an all-reduce after both parts and nothing else, a norm before both parts, and a kernel for sum and
-        norm."""
+        Both parts must begin with a norm and end with an all-reduce without other scaling, and the group of ranks must
+        have a kernel that computes a sum and a norm."""
         if not isinstance(attention, Attention) or not isinstance(ffn, FeedForward):
             return None
         scalings = [each for each in (attention.scaling, ffn.scaling) if each is not None and each.sums_only]

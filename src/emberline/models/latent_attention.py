@@ -81,7 +81,7 @@ class LatentAttention:
         return add_output(mixed, self.o, x, self.scaling, batch.unpacker) if len(x) else x
 
     def mix(self, x: Tensor, keys: Tensor, batch: ForwardBatch, rows: Tensor | None) -> Tensor:
-        """Write the latents of x to the cache, and return attention's output before its projection.
+        """Write the latents of x to the cache; return attention's output before the output projection.
 
         `rows`: the rows of x whose output is returned; None: all."""
         q, kv = self._project(x, batch)

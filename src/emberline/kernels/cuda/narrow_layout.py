@@ -1,8 +1,9 @@
 """pack: arranges matrices of 4-bit codes as `narrow.cu` reads them.
 
-A unit has the codes of 16 rows and 128 columns, followed by their scales.
+A unit has the codes of 16 rows and 128 columns, followed by their scales. Kernels multiply the finished sums by a
+factor that the stored codes and scales lack.
 
-| format | form of a scale in a unit | factor that is applied to finished sums instead |
+| format | form of a scale in a unit | factor of the finished sums |
 |---|---|---|
 | Int4 | float16, then -zero / 64 as bf16 if there are zeros | 64 and the power of two that makes scales fit float16 |
 | Float4<4>: mxfp4 | exponent + 94, rotated right by 1 bit | 2 ** 32 |

@@ -1,4 +1,4 @@
-"""Kernels that find the KV cache slots of tokens whose positions only the device knows."""
+"""find_slots, shift_positions: find KV cache slots of tokens whose positions only the device knows."""
 
 from __future__ import annotations
 

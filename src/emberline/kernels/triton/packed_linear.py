@@ -74,9 +74,8 @@ def _multiply_packed(
 def _decode_units(base: tensor, count: tensor, UNITS: constexpr) -> tensor:
     """Return the weights of 64 rows and 64 * UNITS columns, divided by 2^b, where b is the base of a row.
 
-    `base`: pointer to the first unit. Units from `count` on are zeros. For q in 0 and 1, the word of lane 4g + t and
-    fragment 2 * half + f has the low bytes of four weights: rows g + 8h and columns 8q + 2t + p, for h and p in 0 and
-    1.
+    `base`: pointer to the first unit. Units from `count` on are zeros. For q in 0..1, the word of lane 4g + t and
+    fragment 2 * half + f has the low bytes of four weights: rows g + 8h and columns 8q + 2t + p, with h, p in 0..1.
     """
     unit = tl.arange(0, 4 * UNITS)
     inside = (unit // 4 < count)[:, None]
