@@ -147,11 +147,11 @@ def project(
 ) -> None:
     """Write queries of latents to `queries`, and the tokens' latents and rotated keys to the cache.
 
-    `q` [T, heads, plain + rotary] is rotated in place. `kv` [T, rank + rotary]: the latents before their norm, then the
-    keys before their rotation. `queries` [N, heads, rank]: receives the queries of the first N <= T tokens, or of the
-    first `query_limit` tokens (an int32 on the device) if that is less.
-    `fresh`: latents [T, rank] and keys [T, rotary]; receives a copy of what is written to the cache. `cleared` [T,
-    ...]: is filled with zeros.
+    `q` [T, heads, plain + rotary] is rotated in place. `kv` [T, rank + rotary] has the latents before their norm, then
+    the keys before their rotation. `queries` [N, heads, rank] receives the queries of the first N <= T tokens, or of
+    the first `query_limit` tokens (an int32 on the device) if that is less.
+    `fresh`: tensors of latents [T, rank] and keys [T, rotary] that receive a copy of what is written to the cache.
+    `cleared`: a tensor [T, ..] that is filled with zeros.
     """
     tokens, heads, size = q.shape
     plain, half, rank = layer.plain_dim, layer.rotary_dim // 2, layer.rank
