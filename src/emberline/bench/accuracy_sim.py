@@ -121,10 +121,11 @@ class SimulatedCluster:
         itl_mean: float,
         ttft_mean: float,
     ) -> HostOverheads:
-        """Return the overheads, with the times for each prompt at which simulated `requests` have these mean latencies.
+        """Return `overheads` with `chunk_s` and `prefill_chunk_s` fitted to measured mean latencies.
 
-        If the cluster has prefill workers, `overheads` must contain a first value of `prefill_chunk_s`, from another
-        cluster."""
+        With these times for each prompt, the simulated `requests` have the mean inter-token time `itl_mean` and, if the
+        cluster has prefill workers, the mean time to first token `ttft_mean`. In that case, `overheads` must contain a
+        first value of `prefill_chunk_s`, from another cluster; otherwise `prefill_chunk_s` stays as it is."""
         overheads = replace(overheads, chunk_s=self.fit_chunk_overhead(requests, overheads, warm_up, itl_mean))
         if not self.prefill_workers:
             return overheads

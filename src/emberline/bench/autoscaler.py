@@ -138,7 +138,8 @@ def run_schedule(plan: AutoscalerBenchPlan, trace: LoadTrace, counts: list[int])
 def find_oracle(plan: AutoscalerBenchPlan, trace: LoadTrace, capacity: float) -> RunOutcome:
     """Return the outcome of the oracle, which is found in several simulations of the trace.
 
-    The first has few workers. Each further one has one more worker in each minute that missed the SLO."""
+    The first simulation has few workers. Each further simulation has one more worker in each minute that missed the
+    SLO."""
     requests = Counter(
         int(session.starts_at / MINUTE_S)
         for session in plan.workload(trace.arrivals, trace.seconds).sessions(plan.seed)

@@ -97,7 +97,10 @@ def build_h200_tables(results_dir: Path) -> list[StepCostData]:
 
 
 def _build_table(source: TableSource, results_dir: Path, read: float, pair: float) -> StepCostData:
-    """Build one cost table. `read`, `pair`: seconds of Llama 3.1 8B per token of context and per pair of tokens."""
+    """Build one cost table.
+
+    `read`, `pair`: the seconds that a step of Llama 3.1 8B takes for each token of context whose keys and values it
+    reads, and for each pair of a prompt token and a token that it attends to."""
     document = _read_results(results_dir / source.file)
     measured = _measured_steps(source, document["results"])
     attention, base = ATTENTION[source.shape], ATTENTION["llama-8b"]

@@ -1,12 +1,13 @@
 """`emberline bench sim-accuracy`: compares the simulator with real clusters under the same load.
 
-A cluster has three workers on this machine, once all alike and once split into two prefill workers and a decode
-worker. Their steps are paced by a cost table (`--step-costs`), several times slower than this machine computes them, so
-that workers and clients can share few cores without waiting for each other. Requests arrive at random times, at several
-shares of the cluster's capacity, and the simulator gets the same requests. The time that the host adds to each step and
-each request is measured before: with one request at a time, and with several decoding
-requests. The time that it adds for each prompt is chosen so that the simulation of a separate load agrees with its
-measurement.
+A cluster has three workers on this machine, once all alike and once split into two prefill workers and a decode worker.
+Their steps are paced by a cost table (`--step-costs`), several times slower than this machine computes them, so that
+workers and clients can share few cores without waiting for each other. Requests arrive at random times, at several
+shares of the cluster's capacity, and the simulator gets the same requests.
+
+The simulator also needs the time that the host adds. Before the load, the time for each step and each request is
+measured with one request at a time, and with several decoding requests. The time for each prompt is fitted: with it,
+the simulation of a separate load has the measured mean latencies.
 """
 
 from __future__ import annotations

@@ -163,10 +163,11 @@ def _own_usage() -> SimulationUsage:
 
 
 def _add_errors(report: BenchReport, plan: DayPlan) -> None:
-    """Simulate the busiest minutes on a small cell, step by step and in runs of steps, and report the differences.
+    """Simulate the busiest minutes with real engines and with FastWorkers; report the differences.
 
-    With the router's policy, a small difference in time can send a request to another worker, which changes all later
-    decisions. The policy "in turn" does not depend on times, so it shows the differences without this effect."""
+    Both simulate one small cell. With the router's policy, a small difference in time can send a request to another
+    worker, which changes all later decisions. The policy "in turn" does not depend on times, so it shows the
+    differences without this effect."""
     cases = [(OWN_POLICY, 1.0), (OWN_POLICY, 4.0), ("in turn", 4.0)]
     tasks = [(*case, seed, detail) for case in cases for seed in range(CHECK_SEEDS) for detail in ("steps", "runs")]
     context = multiprocessing.get_context("spawn")

@@ -2,9 +2,9 @@
 
 Cloudflare reports that the p90 of inter-token times fell from about 100 ms to 20-30 ms with the same number of GPUs.
 Here simulated H200s serve a model of Llama 3.1 8B's shape: prompts of 4,096 tokens and replies of 256. In a colocated
-arrangement, all workers compute prompts and generate replies: whole prompts between the steps of their streams, or
-chunks with --itl-target-ms. In a split arrangement, prefill workers compute the prompts. All arrangements get the same
-requests.
+arrangement, all workers compute prompts and generate replies. Between the steps of its streams, a worker computes a
+whole prompt or, with --itl-target-ms, a chunk of one. In a split arrangement, prefill workers compute the prompts. All
+arrangements get the same requests.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class ArrangementLatency:
 def bench(rate: float, seconds: float, detail: SimDetail = "steps") -> BenchReport:
     """Compare colocated and split workers at `rate` requests per second, for `seconds` of virtual time.
 
-    `detail`: with "runs", the simulation takes seconds instead of minutes, but the arrangement with --itl-target-ms is
-    left out."""
+    `detail`: "steps" simulates every step of an engine. "runs" uses FastWorkers, which takes seconds instead of
+    minutes, but leaves out the arrangement with --itl-target-ms."""
     if not rate >= RATE_PER_GPU:
         message = f"rate is {rate:g}; it must be at least {RATE_PER_GPU:g}, the requests per second of one GPU"
         raise InvalidRequest(message, param="rate", hint="use a multiple of the rate of one GPU, such as 57.2")

@@ -1,8 +1,9 @@
 """`emberline bench step-costs`: measures how long an engine's steps take on this CPU, as a table for the simulator.
 
 The table is in the report's config. It has decode steps for several batch sizes at two lengths of context, and chunks
-of prompts with and without tokens before them. To these steps, the times are fitted that a token of context, a pair of
-prompt tokens and a decoding request add.
+of prompts with and without tokens before them. From these steps, three times are computed: how much longer a step takes
+for each token of context, for each pair of a prompt token and a token that it attends to, and for each decoding
+request.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _fit_pairs(measured: Sequence[MeasuredStep], chunk: int) -> float:
 
 
 def _fit_rows(measured: Sequence[MeasuredStep], context_seconds: float) -> float:
-    """Return the extra seconds of a decoding request over a prompt token; 0 if noise is larger."""
+    """Return by how many seconds a decoding request costs more than a prompt token; 0 if noise is larger."""
     prompts = {step.prompt: step.seconds for step in measured if step.prompt and not step.start}
     added = [
         (step.seconds - prompts[step.rows]) / step.rows - context_seconds * step.context

@@ -31,7 +31,7 @@ class LinearOutput(NamedTuple):
 
 
 class LayerProducts(NamedTuple):
-    """The products of a decoder layer after its attention, up to the queries, keys and values of the next layer."""
+    """The matrix products of a layer after its attention, and the qkv projection of the next layer."""
 
     o: LinearLayer
     gate_up: LinearLayer  # followed by silu(gate) * up
@@ -65,7 +65,7 @@ class AttentionLayer:
 
     @property
     def qkv_heads(self) -> int:
-        """The number of query, key and value heads in `qkv`; values that are parts of the keys are not counted."""
+        """The number of query, key and value heads in `qkv`; with `latent_dim`, it has no value heads."""
         return self.q_heads + (1 if self.latent_dim else 2) * self.kv_heads
 
     @property
@@ -146,13 +146,14 @@ class LatentInputs(NamedTuple):
 
 
 class PositionShift(NamedTuple):
-    """Tokens whose positions are corrected in place, by the number of accepted draft tokens that only the device knows.
+    """Positions and KV cache slots that the device corrects by the number of accepted draft tokens.
 
-    With r = token_shifts[i], positions[i] is increased by accepted[r], and the slot of the new position is looked up in
-    row r of the block tables. context[b] is increased by accepted[row_shifts[b]]. Where a shift is `padding_row`,
-    nothing changes. If layers are divided into groups with block tables of their own, a row of `tables` has the tables
-    of all groups side by side, `table_width` entries apart, and `window_slots` has the slots of all groups but the
-    first.
+    The host does not know this number. For token i and r = token_shifts[i], positions[i] is increased by accepted[r],
+    and slots[i] becomes the slot of the new position, which is looked up in row r of `tables`. For sequence b,
+    context[b] is increased by accepted[row_shifts[b]]. A shift that equals `padding_row` changes nothing.
+
+    If groups of layers have block tables of their own, a row of `tables` has the block tables of all groups side by
+    side, `table_width` entries apart, and `window_slots` has the slots of all groups but the first.
     """
 
     positions: Tensor  # [T] int32

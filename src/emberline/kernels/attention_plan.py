@@ -87,7 +87,7 @@ class AttentionPlan:
     def with_block_tables(self) -> AttentionPlan:
         """Return this plan with block tables that point to the bf16 copies of the KV blocks.
 
-        They are computed on the device, once per forward pass.
+        The device computes these tables once per forward pass.
         """
         return self if self.widened is None else replace(self, widened=self.widened.with_block_tables())
 
@@ -151,12 +151,14 @@ class AttentionPlanner:
     def limit_queries(self, max_queries: int) -> int:
         """Return how many queries a decode row may have: `max_queries`, or 1 with fixed cuts.
 
-        With fixed cuts, each query is a row of its own. Several rows may then belong to one sequence, so a row reads no
-        keys until the preceding kernel, which writes the new keys, has ended."""
+        With `PlannerOptions.fixed_cuts`, each query is a row, so several rows may belong to one sequence. Therefore the
+        decode kernel reads no keys until the preceding kernel, which writes the new keys, has ended."""
         return 1 if self._fixed_cuts else max_queries
 
     def list_row_queries(self, max_queries: int) -> tuple[int, ...]:
-        """Return, in ascending order, the values up to `max_queries` for which `plan` selects different kernels."""
+        """Return, in ascending order, the values of `max_queries` for which `plan` uses different kernels.
+
+        `max_queries`: the largest of these values."""
         q_heads, kv_heads, head_dim = self._heads
         return work_limits.list_row_queries(max_queries, q_heads // kv_heads, head_dim)
 
@@ -235,9 +237,10 @@ class AttentionPlanner:
     def _count_widened_tokens(
         self, context: np.ndarray, new_token_counts: np.ndarray, first_prefill_row: int
     ) -> np.ndarray:
-        """Return how many new tokens of each row are put into `AttentionPlan.prefill_tiles`: all or none.
+        """Return for each row how many of its new tokens go into `AttentionPlan.prefill_tiles`: all or none.
 
-        The number is 0 for decode rows, and for rows whose float8 KV blocks have no room left for bf16 copies."""
+        Decode rows have none. With a float8 cache, a row has none if the bf16 copies of its KV blocks, after those of
+        the rows before it, do not fit into the buffers."""
         rows = np.arange(len(new_token_counts)) >= first_prefill_row
         if self._widened is not None:
             need = self._count_blocks(context + new_token_counts) * (rows & (new_token_counts > 0))

@@ -19,7 +19,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 
 class ScoreKind(NamedTuple):
-    """How a layer's scores differ from those of Llama: fields of AttentionLayer, for the CUDA kernels."""
+    """The fields of AttentionLayer that tell CUDA kernels how scores differ from Llama's."""
 
     chunked: bool = False
     softcap: float = 0.0

@@ -59,14 +59,18 @@ class DeltaLayer:
 
 
 class StateSaves(NamedTuple):
-    """When and where a step copies states. A sequence's rows are its accepted drafts, then its tokens in the step."""
+    """Tells after how many rows, and to which slots, a step copies the states of its sequences.
+
+    The rows of a sequence are the accepted drafts of its previous step, then its tokens in this step."""
 
     slots: Tensor  # [B] int32: the slot to which the states of the sequence are copied
     after: Tensor  # [B] int32: how many of its rows the copied states include; 0: no copy
 
 
 class StateDrafts(NamedTuple):
-    """The inputs of drafted tokens, kept from one step to the next in a place for each sequence; ops overwrite them."""
+    """The inputs of drafted tokens, which a step keeps for the next step; ops overwrite them.
+
+    A place is the memory for the drafted tokens of one sequence."""
 
     conv: Tensor  # [places, max_draft, channels] float32: inputs of the convolution
     rule: Tensor  # [places, max_draft, draft_width] float32: queries, keys, values; decay and step size of each head
@@ -93,7 +97,7 @@ class LayerStates(NamedTuple):
 
 
 class DeltaGates(NamedTuple):
-    """Projections of each token, one number for each value head."""
+    """For each token and value head, the numbers from which the step size and the decay are computed."""
 
     steps: Tensor  # [T, value_heads]: the step size is sigmoid(step)
     times: Tensor  # [T, value_heads]: the decay is exp(-rate * softplus(time + time_bias))

@@ -43,7 +43,8 @@ class ExpertSlots:
     def choose(self, experts: Tensor) -> Tensor:
         """Return the slot that computes each expert of each row. `experts`: [rows, experts per row].
 
-        A hash of the row's index, plus the expert's, selects one of its copies. The plain index would be uneven: in
-        padded steps, the rows of requests may all be at multiples of 8, and so use one copy only."""
+        A hash of the row's index plus the index of the expert selects one of the expert's copies. Without the hash,
+        copies would be used unevenly: in padded steps, all rows of requests may be at multiples of 8, and select the
+        same copy."""
         row = torch.arange(len(experts), device=experts.device)[:, None] * SCATTER >> SCATTER_SHIFT
         return self.table[experts, (row + experts) % self.copies[experts]]

@@ -62,7 +62,10 @@ class LatentPlanner(AttentionPlanner):
             )
 
     def can_capture_chunks(self, chunks: Sequence[tuple[int, int]]) -> bool:
-        """Return whether a captured step is faster, though its chunks must attend to earlier keys on the latents."""
+        """Return whether a step with these prompt chunks is faster if it is captured into a CUDA graph.
+
+        In a captured step, chunks must attend to earlier keys on the latents, which takes more operations. `chunks`:
+        the numbers of cached and of new tokens of each chunk."""
         return sum(before * new for before, new in chunks) <= MAX_CAPTURED_PAIRS
 
     def limit_queries(self, max_queries: int) -> int:
@@ -144,7 +147,9 @@ class LatentPlanner(AttentionPlanner):
 def split_context(
     context: np.ndarray, new_token_counts: np.ndarray, first_row: int, block_size: int, heads: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield `sources` and `ranges` of each ContextPass. They cover the cached keys of rows from `first_row` on."""
+    """Yield the arrays `sources` and `ranges` of each ContextPass, in order.
+
+    Together, the passes cover the cached keys of all rows from `first_row` on that have new tokens."""
     max_blocks = max(1, work_limits.MAX_EXPANDED_HEADS // (heads * block_size))
     keys = context * ((np.arange(len(context)) >= first_row) & (new_token_counts > 0))
     blocks = -(-keys // block_size)

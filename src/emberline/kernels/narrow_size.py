@@ -13,7 +13,7 @@ ZERO_BYTES, ROW_SCALE_BYTES = 2, {"nvfp4": 4}
 
 
 def count_groups_per_unit(kind: str, columns: int, group_columns: int) -> int | None:
-    """Return the number of scales that a row has in a unit; None: the layout does not support such groups."""
+    """Return how many scales a row has in a unit (128 columns); None: the layout lacks such groups."""
     group = min(group_columns or columns, columns)
     divides = group == columns or UNIT_COLUMNS % group == 0 or group % UNIT_COLUMNS == 0
     groups = UNIT_COLUMNS // group if UNIT_COLUMNS % group == 0 else 1
@@ -26,7 +26,7 @@ def can_pack(kind: str, rows: int, columns: int, group_columns: int) -> bool:
 
 
 def count_packed_bytes(kind: str, rows: int, columns: int, group_columns: int, *, has_zeros: bool = False) -> int:
-    """Return the bytes of a matrix for which `can_pack` is true. Rows and columns are padded."""
+    """Return the bytes of a packed matrix, padding included. `can_pack` must be true for the matrix."""
     groups = count_groups_per_unit(kind, columns, group_columns)
     assert groups is not None, f"{kind} with groups of {group_columns} columns"
     unit = CODE_BYTES + BLOCK_ROWS * groups * (SCALE_BYTES[kind] + ZERO_BYTES * has_zeros)

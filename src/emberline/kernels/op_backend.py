@@ -129,7 +129,7 @@ class OpBackend(ABC):
     def rope_and_cache(
         self, qkv: Tensor, layer: AttentionLayer, keys: Tensor, values: Tensor, metadata: AttentionMetadata
     ) -> None:
-        """Rotate the queries inside `qkv`, and write its rotated keys and its values to the layer's KV cache."""
+        """Rotate the queries inside `qkv`, and write the rotated keys and the values to the KV cache."""
 
     @abstractmethod
     def paged_attention(self, inputs: AttentionInputs, plan: AttentionPlan | None = None) -> Tensor:
@@ -194,8 +194,8 @@ class OpBackend(ABC):
     def convolve(self, x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:
         """Return the silu of a causal convolution over the tokens of each sequence.
 
-        The inputs before the step are read from the sequence's slot, in which the last inputs are then kept. The rows
-        of x may be parts of longer rows. For saves and drafts, see delta_rule.py.
+        The inputs before the step are read from the sequence's slot, and the last inputs of the step replace them. The
+        rows of x may be parts of longer rows. delta_rule.py describes `states.saves` and `states.drafts`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no kernels for recurrent layers")
 
@@ -237,9 +237,10 @@ class OpBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot compute a shared expert by itself")
 
     def sum_own_experts(self, x: Tensor, mixture: Mixture) -> OwnSums:
-        """Return this rank's share of the output of a mixture with slots; see `expert_ops.sum_own_experts`.
+        """Return this rank's share of the output of a mixture whose experts are in slots (see ExpertSlots).
 
-        This method defines the result of all backends. It waits for the device, so it cannot be captured."""
+        `expert_ops.sum_own_experts` describes the result. This method defines it for all backends. It waits for the
+        device, so it cannot be captured."""
         slots, scales_inputs = mixture.slots, mixture.routing.scales_inputs
         assert slots is not None
         normed, weights, numbers = self.select_experts(x, mixture)
@@ -302,4 +303,4 @@ class OpBackend(ABC):
 
     @abstractmethod
     def shift_positions(self, shift: PositionShift) -> None:
-        """Move tokens in place to positions that only the device knows; see PositionShift."""
+        """Correct positions and KV cache slots in place by counts on the device; see PositionShift."""

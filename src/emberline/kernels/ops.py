@@ -190,7 +190,7 @@ def fill_quantised_weight(weight: PackedWeight, matrix: QuantisedMatrix) -> int:
 
 
 def fill_dequantised_weight(weight: PackedWeight, values: Tensor) -> int:
-    """Store bf16 values in a weight that was to be quantised, and return the device memory used, in bytes."""
+    """Store bf16 values in an empty quantised weight, which then is plain; return the bytes used."""
     backend = backend_of(values)
     packed = backend.pack_linear(backend.arrange_gate_rows(values) if weight.gated else values, gated=weight.gated)
     weight.data, weight.ptr, weight.handle, weight.layout = packed.data, packed.ptr, packed.handle, packed.layout
@@ -250,7 +250,7 @@ def embed(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
 def rope_and_cache(
     qkv: Tensor, layer: AttentionLayer, keys: Tensor, values: Tensor, metadata: AttentionMetadata
 ) -> None:
-    """Rotate the queries inside `qkv`, and write its rotated keys and its values to the layer's KV cache."""
+    """Rotate the queries inside `qkv`, and write the rotated keys and the values to the KV cache."""
     backend_of(qkv).rope_and_cache(qkv, layer, keys, values, metadata)
 
 
@@ -275,7 +275,7 @@ def pack_latent_products(matrix: Tensor, heads: int, plain_dim: int) -> LatentPr
 
 
 def latent_attention(inputs: LatentInputs, plan: AttentionPlan | None = None, rows: Tensor | None = None) -> Tensor:
-    """Cache the latents of the new tokens, and return the result of attention for each, or for each of `rows`."""
+    """Cache the latents of the new tokens, and return the attention of all of them, or of `rows` only."""
     return backend_of(inputs.q).latent_attention(inputs, plan, rows)
 
 
@@ -308,7 +308,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def convolve(x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:
-    """Return the silu of a causal convolution over each sequence's tokens, and keep its last inputs in its slot."""
+    """Return the silu of a causal convolution over each sequence, and store its last inputs in its slot."""
     return backend_of(x).convolve(x, layer, states)
 
 
@@ -384,5 +384,5 @@ def find_slots(position: Tensor, limits: Tensor, tables: Tensor, block_size: int
 
 
 def shift_positions(shift: PositionShift) -> None:
-    """Move tokens in place to positions that only the device knows; see PositionShift."""
+    """Correct positions and KV cache slots in place by counts on the device; see PositionShift."""
     backend_of(shift.positions).shift_positions(shift)

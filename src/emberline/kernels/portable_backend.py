@@ -320,7 +320,8 @@ def unpacked_rows(
 ) -> AbstractContextManager[Tensor]:
     """Return a context manager that yields the weight as plain bf16 [n, k]; launch one product inside it.
 
-    `needs_unpacking`: called with the next packed weight, returns whether as many rows of x need it unpacked too."""
+    `needs_unpacking`: returns whether a product of the next weight (its argument) with as many rows of x needs that
+    weight unpacked too. If so, it is unpacked while this product runs."""
     if not is_packed(w):
         return nullcontext(w.data)
     if unpacker is None:

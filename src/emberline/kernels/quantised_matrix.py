@@ -64,7 +64,7 @@ class QuantisedMatrix:
 
 
 def dequantise(matrix: QuantisedMatrix) -> Tensor:
-    """Return the values in float32, with columns in the order of the input."""
+    """Return the values in float32. Columns are in the order of a layer's inputs, not of the codes."""
     values = _decode(matrix) * expand_scales(matrix)
     if matrix.row_scale is not None:
         values *= matrix.row_scale[..., None]

@@ -175,10 +175,10 @@ class ReferenceBackend(OpBackend):
     def latent_attention(
         self, inputs: LatentInputs, plan: AttentionPlan | None = None, rows: Tensor | None = None
     ) -> Tensor:
-        """Attend on the cached latents, without keys and values of each head.
+        """Attend on the cached latents, without computing the keys and values of each head.
 
-        The matrix that would give keys is applied to the queries instead, and the matrix that gives values is applied
-        to the result of attention on the latents.
+        The queries are multiplied by the matrix that turns latents into keys. The result of attention on the latents is
+        multiplied by the matrix that turns latents into values.
         """
         q, kv, layer, keys, metadata = inputs
         (tokens, heads, _), rank, rotary = q.shape, layer.rank, layer.rotary_dim
@@ -362,7 +362,7 @@ def _make_attention_mask(first_position: int, num_keys: int, layer: AttentionLay
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax of scores [heads, queries, keys], in whose sum each head's sink takes part."""
+    """Return the softmax of scores [heads, queries, keys], with each head's sink in the denominator."""
     if sinks is None:
         return scores.softmax(-1)
     columns = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)

@@ -103,7 +103,7 @@ class StepKernels:
 
     @property
     def unpacks_matrices(self) -> bool:
-        """Whether whole matrices are unpacked for products with many rows, one while another is used."""
+        """Whether products with many rows unpack whole matrices, the next one while the current one is used."""
         return any(each.form in (WeightForm.PACKED, *NARROW_FORMS) for each in self.variants)
 
     @property
@@ -117,10 +117,10 @@ class StepKernels:
         return any(each.form is WeightForm.CODES for each in self.variants)
 
     def gated_bytes(self, network: GatedNetwork, rows: int, max_tuned_rows: int) -> int:
-        """Return the bytes that a network allocates besides its inputs, not yet normed, and the state it adds to.
+        """Return the bytes that a network allocates besides x and the tensor to which its output is added.
 
-        `max_tuned_rows`: the most rows for which tuning may have chosen cuBLAS, which stores gates and ups, instead of
-        a kernel that stores only silu(gate) * up."""
+        The normed input is counted. `max_tuned_rows`: the most rows for which tuning may have chosen cuBLAS, which
+        stores gates and ups, instead of a kernel that stores only silu(gate) * up."""
         few = min(rows, max_tuned_rows)
         return max(
             max(
@@ -131,10 +131,11 @@ class StepKernels:
         )
 
     def expert_bytes(self, network: ExpertNetwork, rows: int, max_tuned_rows: int) -> int:
-        """Return the bytes that the largest pass of a layer of experts allocates besides its inputs and the state.
+        """Return the bytes that the largest pass of a layer of experts allocates.
 
-        These are for the normed rows, the router's logits, copies of the rows sorted by expert, the activations and
-        outputs of each row's experts, and those of the shared expert. The state is what the outputs are added to."""
+        Counted are the normed rows, the router's logits, copies of the rows sorted by expert, the activations and
+        outputs of each row's experts, and those of the shared expert. The input x and the tensor to which outputs are
+        added are not."""
         if not network.slots:  # experts that may move are computed in one pass
             rows = min(rows, max_pass_rows(network.count, network.chosen))
         # Choices of slots are at most twice as wide as the other numbers.
@@ -173,11 +174,11 @@ class StepKernels:
         return found
 
     def _sorted_bytes(self, form: WeightForm, network: ExpertNetwork, rows: int, tile_rows: int) -> int:
-        """Return the bytes of the activations and outputs of rows that are sorted into tiles.
+        """Return the bytes of tables, activations and outputs of rows that are sorted into tiles.
 
-        A place is a position of a row in the tiles. `tile_rows`: 0 if tiles have no unused places. Otherwise inputs may
-        be copied to the places, but the copies are freed before outputs are allocated. For products with 4-bit codes,
-        inputs are copied to some places at a time, and outputs are in the order of assignments (row, expert)."""
+        A place is a position of a row in a tile. `tile_rows`: rows of a tile; 0: no places are unused. Inputs may be
+        copied to the places, but the copies are freed before outputs are allocated. Kernels for 4-bit codes copy inputs
+        for some places at a time, and write outputs in the order of assignments (row, expert)."""
         assignments = rows * network.chosen
         unused = min(network.count, assignments) * ((tile_rows or MAX_TILE_ROWS) - 1)
         places = assignments + unused
@@ -189,7 +190,9 @@ class StepKernels:
 
 
 def _list_tile_sizes(variant: KernelVariant) -> Sequence[tuple[float, int]]:
-    """Return pairs (most rows of an expert on average, rows of a tile). 0: kernels leave no places in tiles unused."""
+    """Return pairs (limit, rows of a tile) in ascending order of the limit.
+
+    A tile size is used if experts have at most `limit` rows on average. 0: kernels leave no places in tiles unused."""
     sizes = {
         WeightForm.PLAIN: PLAIN_TILE_ROWS, WeightForm.PACKED: PACKED_TILE_ROWS,
         WeightForm.INT4: INT4_TILE_ROWS, WeightForm.FLOAT4: FLOAT4_TILE_ROWS,

@@ -161,7 +161,7 @@ def _select_bytes(a: Tensor, b: Tensor, selector: int) -> Tensor:
 
 
 def _multiply_pairs(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply the two bf16 numbers in each word."""
+    """Multiply the two bf16 numbers in each word of `a` by those in the word of `b`."""
     x, y = (_sign_extend(word, 32).to(torch.int32)[..., None].view(torch.bfloat16) for word in (a, b.expand_as(a)))
     return _to_words((x * y).view(torch.uint8))[..., 0]
 

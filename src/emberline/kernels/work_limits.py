@@ -51,14 +51,16 @@ def max_work_items(rows: int, kv_heads: int, num_sms: int) -> int:
 def list_row_queries(max_queries: int, group: int, head_dim: int) -> tuple[int, ...]:
     """Return, in ascending order, the numbers of queries per row for which decode rows are planned.
 
-    They are `max_queries` and, if smaller, the most queries that a small CTA computes: an SM has room for two of these.
-    `group`: query heads per KV head."""
+    They are `max_queries` and, if it is smaller, the most queries of a row that a small CTA can compute. An SM runs
+    twice as many small CTAs as large ones. `group`: query heads per KV head."""
     small = MAX_HEADS_OF_SMALL_CTA // group
     return (small, max_queries) if 1 < small < max_queries and head_dim <= MAX_SMALL_HEAD_DIM else (max_queries,)
 
 
 def max_latent_queries(heads: int) -> int:
-    """Return the most queries of a decode row of latent attention, for which scratch memory is allocated."""
+    """Return the most queries that a decode row of latent attention may have.
+
+    Scratch memory is allocated for this number."""
     return max(2, MAX_ROW_HEADS // heads)
 
 

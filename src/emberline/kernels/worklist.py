@@ -190,8 +190,9 @@ def _plan_fixed_cuts(end: IntArray, capacity: int) -> WorkList:
 def _choose_part_size(tiles: IntArray, kv_heads: int, num_ctas: int, max_rounds_in_step: int, merge_cost: float) -> int:
     """Return the index in PART_SIZES of the size with the least estimated time.
 
-    Each of `num_ctas` CTAs takes one part after the other, the longest first. If each takes only a few parts, the time
-    follows from that number, otherwise from the total work.
+    Each of `num_ctas` CTAs takes one part after the other, the longest first. If each takes at most
+    `max_rounds_in_step` parts, the time is estimated from the number of parts that a CTA takes, otherwise from the
+    total work.
     """
     total, longest = int(tiles.sum()) * kv_heads, int(tiles.max())
     share = bisect_left(PART_SIZES, total / num_ctas)

@@ -188,10 +188,10 @@ class Attention:
         *,
         qkv: Tensor | None = None,
     ) -> Tensor:
-        """Write the keys and values of x to the cache, and return the output of attention for its rows, or for
-        `rows` only, before the output projection.
+        """Write keys and values of x to the cache; return attention's output before the output projection.
 
-        `normed`: x after the input norm. `qkv`: queries, keys and values of x. Each is computed here if None."""
+        `rows`: the rows of x whose output is returned; None: all. `normed`: x after the input norm. `qkv`: queries,
+        keys and values of x. The last two are computed here if None."""
         if qkv is None:
             inputs, product = (x, self.qkv) if normed is None else (normed, replace(self.qkv, norm=None))
             qkv = ops.linear(inputs, product, unpacker=batch.unpacker)

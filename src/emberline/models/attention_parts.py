@@ -1,6 +1,7 @@
 """AttentionParts: how a decoder's attention differs from Llama's, where the fields of DecoderParts do not say it.
 
-The keys of stored KV blocks depend on the fields of DecoderParts, so later fields were added here instead.
+The cache keys of stored KV blocks contain a hash of the fields of DecoderParts. So later fields were added here: a new
+field there would make stored blocks unusable.
 
 This module does not import torch.
 """
@@ -64,7 +65,9 @@ LLAMA_ATTENTION = AttentionParts()
 
 
 def _read_state_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """Return the recurrent layers: as layer_types lists them, or else all but every full_attention_interval-th."""
+    """Return the numbers of the recurrent layers, which `layer_types` lists.
+
+    Without `layer_types`, all layers are recurrent except every full_attention_interval-th."""
     count = fields.size("num_hidden_layers", maximum=1 << 20)
     if not fields.has_field("layer_types"):
         interval = fields.size("full_attention_interval", 4, maximum=1 << 20)

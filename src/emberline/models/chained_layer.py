@@ -43,9 +43,9 @@ class ChainedLayer:
         rows: Tensor | None,
         following: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output for x, or for `rows` of x only, and the queries, keys and values of the next layer,
-        `following`, or None if they were not computed. x is overwritten.
+        """Return the layer's output for x, or for `rows` of x only, and the qkv of the layer `following`.
 
+        The second result is None if the next layer must compute its queries, keys and values itself. x is overwritten.
         `qkv`: the queries, keys and values of this layer; None: computed here."""
         mixed = self.attention.mix(x, keys, values, batch, rows, qkv=qkv)
         if rows is None and isinstance(following, ChainedLayer) and len(x):

@@ -205,7 +205,9 @@ def _read_weight_row_unit(config: Mapping[str, Any]) -> int:
 
 
 def _read_latent_heads(fields: ConfigFields, hidden: int) -> tuple[int, int, int]:
-    """Return the numbers of query heads and of KV heads (one, which all query heads share), and the cached size."""
+    """Return the numbers of query heads and of KV heads, and the elements that are cached per token.
+
+    There is one KV head, which all query heads share."""
     heads = fields.size("num_attention_heads", maximum=MAX_HEADS)
     if fields.size("num_key_value_heads", heads, maximum=MAX_HEADS) != heads:
         raise fields.invalid_error("num_key_value_heads", f"num_attention_heads ({heads}) for latent attention")

@@ -177,8 +177,9 @@ class DecoderModel:
     def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """Write keys and values of all tokens to the cache, and return float32 logits [S, vocab].
 
-        The logits are those of `batch.logit_rows`. With data-parallel attention, they are those of the `logit_rows` of
-        all ranks, or, if given, of the `chosen_rows` among these.
+        The logits are those of `batch.logit_rows`. With data-parallel attention, the `logit_rows` of all ranks are
+        gathered, and logits are computed for all of them or, if given, only for the indexes `batch.chosen_rows` among
+        them.
         """
         x = self.run_layers(self.embed(batch), batch)
         if batch.logit_exchange is not None:
@@ -265,7 +266,7 @@ class DecoderModel:
 
 
 def _as_joined_layer(layer: DecoderLayer | ParallelLayer) -> FusedLayer | ChainedLayer | None:
-    """Return the layer in a form that also computes a part of the next one, if it has one."""
+    """Return the layer as one that also computes a part of the next layer; None: it has no such form."""
     if not isinstance(layer, DecoderLayer):
         return None
     return FusedLayer.of(layer.attention, layer.ffn) or ChainedLayer.of(layer.attention, layer.ffn)
@@ -329,7 +330,8 @@ def _round_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
 def _make_dense_stack(layers: tuple[DecoderLayer | ParallelLayer, ...]) -> ops.DenseStack | None:
     """Return all layers as one stack, or None if they cannot run as one op.
 
-    The result is None if a layer has an unsupported part, rotary embeddings differ, or torch computes the products.
+    The result is None if a layer has an unsupported part, if layers differ in their rotary embeddings, or if a weight
+    has no native kernel.
     """
     dense = [dense_layer for layer in layers if (dense_layer := layer.as_dense_layer()) is not None]
     if len(dense) < len(layers) or not all(layer.can_run_natively for layer in dense):

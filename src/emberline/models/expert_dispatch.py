@@ -23,7 +23,9 @@ class ExpertDispatch:
     """Sends the rows of one layer to the ranks that have their experts."""
 
     def __init__(self, experts: int, groups: int, redundant: int, device: torch.device) -> None:
-        """`groups`: of ranks. `redundant`: slots of each group for copies of experts. `device`: where the rows are."""
+        """`groups`: number of groups of ranks. `redundant`: slots of each group for copies of experts.
+
+        `device`: the device on which the rows are."""
         self._experts, per_group = experts, experts // groups + redundant
         self.load, self.slots = ExpertLoad(experts, groups), ExpertSlots(experts, groups, per_group, device)
         self.set_placement(place_in_order(experts, groups, per_group))
@@ -84,10 +86,11 @@ def _select(x: Tensor, mixture: Mixture) -> SelectedExperts:
 
 
 def _sum_parts(parts: Tensor, pairs: list[Tensor], x: Tensor, per_row: int) -> Tensor:
-    """Return the outputs [rows, experts per row, hidden].
+    """Return the outputs [rows, experts per row, hidden], from those that the ranks sent back.
 
-    `parts`: the ranks' outputs, one after the other. `pairs`: for each rank, the indexes of its outputs in the result.
-    Ranks of one group each compute a part of the same outputs, so these parts are added, in the order of the ranks."""
+    `parts`: the outputs of the first rank, then those of the second, and so on.
+    `pairs`: for each rank, the indexes of its outputs among all pairs of a row and an expert. Ranks of one group each
+    compute a part of the same outputs, so these parts are added, in the order of the ranks."""
     total = torch.zeros(len(x) * per_row, x.shape[1], dtype=torch.float32, device=x.device)
     for part, indexes in zip(parts.split(list(map(len, pairs))), pairs, strict=True):
         total[indexes] += part

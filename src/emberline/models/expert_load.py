@@ -35,10 +35,11 @@ class ExpertLoad:
 
 
 def measure_imbalance(loads: list[ExpertLoad]) -> float:
-    """Return how many times longer experts take to compute than if all groups of ranks had equally many recent rows.
+    """Return how many times longer experts take than if all groups of ranks had equally many rows.
 
-    In each layer, all ranks wait for the group with the most rows. Its rows, summed over the layers, are divided by the
-    mean of the groups."""
+    In each layer, all ranks wait for the group with the most rows. Only recent rows count. The result is the number of
+    rows of that group, summed over the layers, divided by the same sum for the mean number of rows of a group. It is
+    1.0 if there are no rows."""
     rows = np.array([load.recent_by_group for load in loads], np.float64)
     total = rows.sum()
     return float(rows.max(axis=1).sum() * rows.shape[1] / total) if total else 1.0

@@ -67,7 +67,10 @@ def moved_experts(before: Placement, after: Placement) -> list[tuple[int, int]]:
 
 
 def _add_copies(loads: Sequence[float], current: Placement) -> Placement:
-    """Return the current placement with copies chosen anew: from groups with the most load to those with the least."""
+    """Return the current placement without its copies, and with new ones in the empty slots.
+
+    A copy moves load from the group with the most load to one with little. Copies are added as long as they lower the
+    largest load."""
     seen: set[int] = set()
     placed: list[list[int]] = []
     for slots in current:
@@ -80,10 +83,11 @@ def _add_copies(loads: Sequence[float], current: Placement) -> Placement:
 
 
 def _find_copy(loads: Sequence[float], placed: list[list[int]]) -> tuple[int, int] | None:
-    """Return an expert of the group with the most load, and the group in which a copy of it lowers the largest load.
+    """Return an expert to copy and the group that gets the copy, to lower the largest load of a group.
 
-    The expert is the one with the most load for which that works, the group the one with the least load that has room.
-    None: no copy lowers the largest load."""
+    The expert is in the group with the most load. It is the one with the most load of which a copy helps. The copy goes
+    to the group with the least load of those that have an empty slot and not this expert. None: no copy lowers the
+    largest load."""
     totals = group_loads(loads, tuple(map(tuple, placed)))
     hot = max(range(len(placed)), key=totals.__getitem__)
     for expert in sorted(set(placed[hot]) - {EMPTY}, key=lambda e: (-loads[e], e)):

@@ -44,13 +44,17 @@ class ExpertTensors:
 def name_each_expert(
     module: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), correction: str = ""
 ) -> ExpertTensors:
-    """Return the names if each matrix of each expert is a tensor. `names`: of gate, up and down."""
+    """Return the tensor names of checkpoints with a tensor for each matrix of each expert.
+
+    `names`: of gate, up and down."""
     gate, up, down = (f"{module}.experts.{{}}.{name}.weight" for name in names)
     return ExpertTensors(f"{module}.gate.weight", (gate, up), down, correction=correction)
 
 
 def name_all_experts(module: str = "mlp", correction: str = "") -> ExpertTensors:
-    """Return the names if two tensors have all experts, as in transformers 5 and in the files of some tools."""
+    """Return the tensor names of checkpoints with two tensors for the matrices of all experts.
+
+    transformers 5 and some other tools write such files."""
     experts = f"{module}.experts"
     return ExpertTensors(
         f"{module}.gate.weight", (f"{experts}.gate_up_proj",), f"{experts}.down_proj", correction=correction

@@ -33,7 +33,9 @@ class HiddenCapture:
         return HiddenCapture(tuple(layer - stage.start for layer in self.layers[begin:end]), self._columns(begin, end))
 
     def states_before(self, layer: int, num_tokens: int) -> Tensor:
-        """Return the memory for states of captured layers before `layer`: a view, with no columns if there are none."""
+        """Return the columns of `out` for captured layers below `layer`, for `num_tokens` tokens.
+
+        The result is a view. It has no columns if no captured layer is below `layer`."""
         return self._columns(0, self.count_before(layer))[:num_tokens]
 
     def count_before(self, layer: int) -> int:
@@ -87,11 +89,15 @@ class ForwardBatch:
     chosen_rows: Tensor | None = None
 
     def exchange_of(self, rows: Tensor | None) -> RowExchange | None:
-        """Return `exchange`, or `logit_exchange` for a layer that returns only `rows`, which are the `logit_rows`."""
+        """Return a layer's row exchange: `exchange`, or `logit_exchange` if it returns only `rows`.
+
+        `rows`: the `logit_rows`, or None."""
         return self.exchange if rows is None else self.logit_exchange
 
     def layer_views(self, layers: int) -> Iterator[tuple[ForwardBatch, Tensor, Tensor]]:
-        """Yield for each layer the batch with the layer's block tables, and its cached keys and values or states."""
+        """Yield for each layer the batch with the layer's block tables, and the keys and values of the layer.
+
+        For a recurrent layer, these are the inputs of the convolution and the matrices of the delta rule."""
         keys, values = self.keys.unbind(), self.values.unbind()
         if not self.places:
             yield from zip((self,) * layers, keys, values, strict=True)

@@ -25,7 +25,10 @@ class FusedLayer:
 
     @staticmethod
     def of(attention: object, ffn: object) -> FusedLayer | None:
-        """Return the layer with these parts, or None if no norm follows their all-reduces, or no kernel fuses both."""
+        """Return the layer with these parts, or None if its all-reduces cannot compute the following norms.
+
+        Both parts must begin with a norm and end with an all-reduce without other scaling, and the group of ranks must
+        have a kernel that computes a sum and a norm."""
         if not isinstance(attention, Attention) or not isinstance(ffn, FeedForward):
             return None
         scalings = [each for each in (attention.scaling, ffn.scaling) if each is not None and each.sums_only]
@@ -46,9 +49,10 @@ class FusedLayer:
         rows: Tensor | None,
         following: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output for x, or for `rows` of x only, and the output after the norm of the next layer,
-        `following`, or None if that was not computed. x is overwritten.
+        """Return the layer's output for x, or for `rows` of x only, and the normed input of the next layer.
 
+        `following`: the next layer. The second result is None if that layer must compute its norm itself. x is
+        overwritten.
         `normed`: x after this layer's input norm; None: computed here."""
         attention, ffn, unpacker = self.attention, self.ffn, batch.unpacker
         mixed = attention.mix(x, keys, values, batch, rows, normed)

@@ -64,7 +64,9 @@ class BlockPacker:
         return packed[0] if len(packed) == 1 else join_rows(packed)
 
     def pack_floats(self, name: str, matrix: Tensor, *, gated: bool) -> ops.PackedWeight:
-        """Return a packed matrix; quantise it if the setting is q4 or q8 and its module and columns allow that."""
+        """Return a packed matrix. Quantise it if `--weights` is q4 or q8 and the matrix allows that.
+
+        Some modules are never quantised, and the number of columns must be a multiple of BLOCK_COLUMNS."""
         module = name.split(".")[-2]
         if self._form == "gguf" or module in EXACT_MODULES or matrix.shape[1] % BLOCK_COLUMNS:
             return ops.pack_linear(matrix, gated=gated)

@@ -1,7 +1,7 @@
 """check_known_fields: refuses a config.json whose fields would change the arithmetic in a way that is not known here.
 
-For families whose checkpoints have long been loaded without this check, only fields of other families are refused,
-because many published configs carry fields of the tools that wrote them.
+Families whose checkpoints were loaded before this check existed are not strict: for these, only fields that other
+families use are refused, because many published configs carry fields of the tools that wrote them.
 
 This module does not import torch.
 """
@@ -99,7 +99,9 @@ def _unknown_field_error(config: Mapping[str, Any], name: str, why: str) -> Unsu
 
 
 def _family_fields() -> set[str]:
-    """Return the fields that change the arithmetic of some strict family and that Llama has not."""
+    """Return the fields that change the arithmetic of a strict family and that Llama does not have.
+
+    The families with `is_strict` are strict: their checkpoints may have known fields only."""
     strict = [arch for arch in ARCHITECTURES.values() if arch.is_strict]
     others = {"no_rope_layers", "use_bidirectional_attention", "attn_logit_softcapping"}
     others |= STATE_FIELDS - WINDOW_FIELDS

@@ -81,8 +81,9 @@ class LatentAttention:
         return add_output(mixed, self.o, x, self.scaling, batch.unpacker) if len(x) else x
 
     def mix(self, x: Tensor, keys: Tensor, batch: ForwardBatch, rows: Tensor | None) -> Tensor:
-        """Write the latents of x to the cache, and return the output of attention for its rows, or for `rows` only,
-        before the output projection."""
+        """Write the latents of x to the cache; return attention's output before the output projection.
+
+        `rows`: the rows of x whose output is returned; None: all."""
         q, kv = self._project(x, batch)
         if self.q_up is not None:
             q = ops.linear(q, self.q_up, unpacker=batch.unpacker)

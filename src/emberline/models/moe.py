@@ -94,7 +94,9 @@ class SparseFeedForward:
         return self.comm.all_reduce_add(x, ops.run_mixture(x, self.mixture, add_to=torch.zeros_like(x)))
 
     def place_experts(self, placement: Placement, group: int, loaded: Mapping[int, Expert]) -> None:
-        """Switch to the experts of `placement`. `group`: of this rank. `loaded`: the experts that this rank lacked."""
+        """Use the experts of `placement` from now on.
+
+        `group`: the group of this rank. `loaded`: the experts that this rank needs now and did not have before."""
         assert self.dispatch is not None and isinstance(self.mixture.experts, tuple)
         kept = dict(zip(self.dispatch.placement[group], self.mixture.experts, strict=False))
         available = kept | dict(loaded)
@@ -113,7 +115,7 @@ def _make_slots(experts: ExpertsConfig, weights: Weights) -> ExpertSlots | None:
 
 
 def load_expert(config: ModelConfig, weights: Weights, layer: int) -> Expert:
-    """Load one expert of a layer: the only one that `config` and the shard of `weights` select."""
+    """Load one expert of a layer. `config` and the shard of `weights` must select exactly one."""
     spec, experts, at = ARCHITECTURES[config.model_type].experts, config.experts, f"model.layers.{layer}"
     assert spec is not None and experts is not None
     (expert,) = _load_experts(weights, experts, _find_tensors(spec, experts, weights, at), at, config.hidden)

@@ -33,7 +33,7 @@ class MovableExperts:
         self.set_placement(place_in_order(experts, slots.groups, slots.per_group))
 
     def set_placement(self, placement: Placement) -> None:
-        """Let later steps use the experts as placed here. Their weights must already be in these slots.
+        """Use `placement` in later steps. The weights must already be in the slots that it assigns.
 
         All ranks must call this between the same two steps."""
         self.placement = placement

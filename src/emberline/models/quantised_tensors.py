@@ -33,12 +33,16 @@ def read_loaded_quantisation(config: Mapping[str, Any]) -> QuantisationConfig | 
 
 
 def list_quantised_sizes(checkpoint: Checkpoint, *, has_query_gate: bool = False) -> list[NarrowSize]:
-    """Return the sizes of the matrices that a GPU keeps quantised, from the headers of the files."""
+    """Return the sizes of the matrices that a GPU keeps quantised, from the headers of the files.
+
+    `has_query_gate`: whether queries have gates; then the projections of queries, keys and values are dequantised."""
     return list_narrow_tensors(select_model_tensors(checkpoint), has_query_gate=has_query_gate)
 
 
 def list_narrow_tensors(selected: Checkpoint, *, has_query_gate: bool = False) -> list[NarrowSize]:
-    """As `list_quantised_sizes`, for a checkpoint that `select_model_tensors` returned, or a rank's part of one."""
+    """Return the same as `list_quantised_sizes`, for the model's tensors or for a rank's part of them.
+
+    `selected`: a checkpoint that `select_model_tensors` or `cut_checkpoint` returned."""
     sizes = []
     for name, info in selected.tensors.items():
         is_dequantised = DEQUANTISED_TENSORS.search(name) or (has_query_gate and GATED_QUERY_TENSORS.search(name))

@@ -57,7 +57,9 @@ class ReadStats:
 
 
 class FileReader:
-    """Threads that read files into buffers. One caller takes chunks, gives them back, and closes this."""
+    """Threads that read files into buffers.
+
+    One caller takes chunks, gives them back, and closes the reader."""
 
     def __init__(
         self,

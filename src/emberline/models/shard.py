@@ -112,7 +112,7 @@ class Shard:
 
     @property
     def _expert_ranks(self) -> int:
-        """Ranks that divide the width of the same experts."""
+        """The number of ranks that divide the width of the same experts."""
         return self.world_size // self.expert_parts
 
     def _shard_experts(self, experts: ExpertsConfig) -> ExpertsConfig:

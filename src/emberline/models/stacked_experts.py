@@ -20,7 +20,7 @@ def load_stacked_experts(
 ) -> StackedExperts:
     """Load the experts of a layer. `at`: how the names of the layer's tensors begin.
 
-    Behind the experts, the tensors have room for copies of further experts."""
+    After these experts, the tensors have room for experts that are copied there later."""
     count, ffn, order = len(experts.numbers), experts.ffn, tensors.order
     if "{}" in tensors.down:
         rows = 2 * ffn // len(tensors.gate_up)
@@ -78,7 +78,9 @@ def _select_rows(expert: int, first: int, count: int, whole: Tensor) -> Tensor:
 
 
 def _select_first(count: int, view: Callable[[Tensor], Tensor], whole: Tensor) -> Tensor:
-    """Return a view of the first `count` experts, as `view` arranges them."""
+    """Return what `view` makes of the first `count` experts of the stacked tensor `whole`.
+
+    `view`: returns a view with other dimensions, as a tensor of the checkpoint has them."""
     return view(whole[:count])
 
 

@@ -21,10 +21,11 @@ class Stage:
 
     @staticmethod
     def of(config: ModelConfig, index: int = 0, count: int = 1, stage_layers: Sequence[int] = ()) -> Stage:
-        """Return a stage of a whole model. `stage_layers`: the number of layers of each stage; empty: the stages have
-        about equal numbers of weights.
+        """Return a stage of a whole model.
 
-        Raises InvalidRequest if the model has fewer layers than stages, or another number than `stage_layers`."""
+        `stage_layers`: the number of layers of each stage; empty: the stages have about equal numbers of weights.
+        Raises InvalidRequest if the model has fewer layers than stages, or if the sum of `stage_layers` is not its
+        number of layers."""
         if config.layers < count:
             raise InvalidRequest(
                 f"pp is {count}, but the model has {config.layers} layers, and each stage needs one",

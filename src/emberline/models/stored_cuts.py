@@ -42,9 +42,11 @@ class Axis(NamedTuple):
 
 
 def cut_tensor(name: str, info: TensorInfo, cuts: Sequence[DimensionCut]) -> TensorInfo:
-    """Return a part of a tensor. Raises UnsupportedModel if a group of quantised weights would be divided.
+    """Return a part of a tensor.
 
-    Of several cuts, only that of the last dimension may have several ranges; any other must be of dimension 0."""
+    Raises UnsupportedModel if a group of quantised weights would be divided, and ModelFileError if a dimension of the
+    tensor has not the size that its cut expects. If two dimensions are cut, the first of them must be dimension 0, with
+    one range."""
     for cut in cuts:
         if info.shape[cut.dimension] != cut.size:
             raise ModelFileError(

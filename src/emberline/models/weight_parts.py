@@ -59,9 +59,10 @@ def list_weight_parts(outline: ModelOutline) -> list[WeightPart]:
 
 
 def is_attention_faster_plain(num_weights: int, *, has_experts: bool) -> bool:
-    """Return whether a GPU does not pack a matrix of attention with so many weights.
+    """Return whether a GPU keeps an attention matrix with so many weights in bfloat16, unpacked.
 
-    Kernels multiply small matrices faster in bfloat16. Beside experts these matrices are a small share of a model.
+    Kernels multiply small matrices faster in bfloat16. In a model with experts, packing these matrices would save
+    little memory.
     """
     return has_experts and num_weights < MIN_PACKED_ATTENTION_WEIGHTS
 

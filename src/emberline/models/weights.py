@@ -186,9 +186,10 @@ class Weights:
         arrange: Callable[[Tensor], Tensor],
         rows: Sequence[int],
     ) -> list[ops.PackedWeight]:
-        """Return matrices with these numbers of rows, packed for the kernels of this device.
+        """Stack matrices, reorder the rows, and return the parts, packed for this device's kernels.
 
-        The matrices `parts` are stacked, `arrange` reorders the rows, and `rows` says where the result is split."""
+        `parts`: the matrices (name, rows). `arrange`: returns the stacked matrix with its rows reordered. `rows`: the
+        number of rows of each returned matrix."""
         matrix = self.transform(self.stack(parts, columns), arrange)
         return [self.pack(part) for part in matrix.split(list(rows))]
 

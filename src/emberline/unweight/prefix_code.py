@@ -26,7 +26,9 @@ class PrefixCode:
 
     @staticmethod
     def parse(first: object, length_digits: object) -> PrefixCode:
-        """Parse the code of a file: one hexadecimal digit per symbol, from `first` on, with its code length."""
+        """Return the code that a packed file stores. Raises ModelFileError if it is invalid.
+
+        `length_digits`: a hexadecimal digit for each symbol from `first` on, the length of the symbol's code."""
         if type(first) is not int or not isinstance(length_digits, str) or not LENGTH_DIGITS.fullmatch(length_digits):
             raise ModelFileError(
                 f"invalid prefix code in a packed file: first={first!r} lengths={str(length_digits)[:40]!r}"

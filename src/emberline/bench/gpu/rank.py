@@ -1,7 +1,8 @@
 """`python -m emberline.bench.gpu.rank CONFIG --ranks 8`: measures one of a model's ranks alone, on one GPU.
 
 The rank has random weights for its part of the model, in the formats of config.json. Its memory is compared with the
-memory plan. Its decode steps are timed without collectives, which are counted; bench/projection.py adds their times.
+memory plan. Its decode steps are timed without collectives. The calls of collectives are recorded, and
+bench/projection.py adds the time that they would take.
 
 With --memory-gib, torch may use no more memory than a GPU of this size has. Drawing random quantised experts fragments
 the memory. If they nearly fill it, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
@@ -64,11 +65,11 @@ class RecordingRank(LoneRank):
         return super().all_gather(x)
 
     def calls_of_step(self, rows: int, logits: int) -> list[dict[str, Any]]:
-        """Return the collective calls of one decode step with this many rows, each of which has logits.
+        """Return the collective calls of one recorded decode step whose batch has this many rows.
 
         `logits`: the number of logits per row on this rank. Each step ends with an all-gather of the logits, which
-        separates the steps. Steps with prompts may also end with `rows` rows of logits, but have few other calls with
-        this number of rows, so the step with the most calls is a decode step."""
+        separates the steps. A step with prompts may also compute logits of `rows` rows, but has few other calls with
+        this number of rows, so the step with the most such calls is a decode step."""
         steps: list[Counter[tuple[str, tuple[int, ...]]]] = [Counter()]
         for call, shape in self.calls:
             if shape[0] == rows:

@@ -58,7 +58,7 @@ class KnownAcceptance:
     """A draft model that computes tokens as usual, but then replaces them by right ones with given probabilities."""
 
     def __init__(self, head: Eagle3Head, probabilities: Sequence[float]) -> None:
-        """`probabilities`: for each position in a draft, that its token is right if all tokens before it are right."""
+        """`probabilities`: how likely the token at each position is right if all before it are right."""
         self._head = head
         self._probabilities = probabilities
         self._place = 0  # of the next token in its draft

@@ -21,9 +21,9 @@ class CollectivesUnavailable(Exception):
 
 
 class Communicator(Protocol):
-    """The calls of one rank of a group. Calls that can be composed of other calls have a default implementation here.
+    """The collective operations of a group of ranks, called by one of its ranks.
 
-    Classes override a default if they have a faster way."""
+    Operations that can be composed of others have a default implementation. Classes with a faster one override it."""
 
     rank: int  # of this process or thread in its group
     size: int  # number of ranks

@@ -63,13 +63,15 @@ class IpcGroup(Communicator):
         senders: Sequence[int] = (),
         max_blocks: int = collectives.MAX_BLOCKS,
     ) -> None:
-        """Map the memory of the other ranks. Raises CollectivesUnavailable, or RankLost if a rank does not take part.
+        """Map the memory of the other ranks.
+
+        Raises CollectivesUnavailable, or RankLost if a rank does not take part.
 
         `host`: connects the same ranks in main memory. Only this constructor uses it.
         `timeout_s`: how long a kernel waits for other ranks.
         `message_bytes`: the most bytes that one kernel of `send` sends; larger tensors take several messages.
-        `senders`: the ranks that send to this rank. For each of them, memory for two messages is allocated, so a sender
-        waits only until its message before the last was received.
+        `senders`: the ranks that send to this rank. Memory for two messages is allocated for each of them, so a sender
+        waits only while two of its messages have not been received yet.
         `max_blocks`: the most CTAs of a kernel, the same on all ranks.
         """
         self.rank, self.size, self._device, self._max_blocks = host.rank, host.size, device, max_blocks
@@ -99,7 +101,9 @@ class IpcGroup(Communicator):
             raise CollectivesUnavailable(next(filter(None, problems)))
 
     def _describe(self) -> dict[str, Any]:
-        """Allocate this rank's buffer, load the kernels, and return what other ranks need to know."""
+        """Allocate this rank's buffer, load the kernels, and return what others need to map the buffer.
+
+        If this rank cannot share its memory, the item "problem" of the result says why."""
         own: dict[str, Any] = {"problem": "", "boot": BOOT_ID.read_text().strip(), "pid": os.getpid()}
         own |= {"inboxes": self._inboxes, "sizes": [self._slot_bytes, self._message_bytes, self._max_blocks]}
         if self.size > collectives.MAX_RANKS:

@@ -11,9 +11,10 @@ from emberline.kernels.comm.lone_rank import LoneRank
 
 
 class StartupCommunicator:
-    """A Communicator that exchanges nothing until `open` is called, and from then on passes all calls to `group`.
+    """A Communicator that exchanges nothing until `open`, and then passes all calls to `group`.
 
-    Ranks take different times to compile their kernels. A rank that exchanged tensors before could wait too long."""
+    Ranks compile their kernels for different lengths of time. Without this class, a rank that is ready early could wait
+    for another rank until its deadline."""
 
     def __init__(self, group: Communicator) -> None:
         self.group = group

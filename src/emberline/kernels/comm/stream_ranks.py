@@ -24,8 +24,8 @@ MAX_BLOCKS = 12  # CTAs of each kernel: the kernels of 8 ranks must run at the s
 def prepare_process() -> None:
     """Set the CUDA options that let the kernels of several ranks run at the same time in one process.
 
-    A kernel waits for the kernels of other ranks. These could not start if their streams shared its hardware queue, or
-    if they had to be loaded then."""
+    A kernel waits for the kernels of other ranks. Those could not start if their streams shared a hardware queue with
+    the waiting kernel, or if they still had to be loaded."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 

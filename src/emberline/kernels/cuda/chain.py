@@ -63,7 +63,7 @@ class _Chain(ctypes.Structure):
 def supports(rows: int, weights: Sequence[NarrowWeight], normed_columns: int) -> bool:
     """Return whether `run_chain` can multiply `rows` rows of x by these weights.
 
-    `normed_columns`: the most columns of an x that is normed."""
+    `normed_columns`: the largest number of columns of an x to which a norm is applied."""
     if not 1 <= len(weights) <= MAX_PRODUCTS or not 1 <= rows <= MAX_ROWS or normed_columns > MAX_NORMED_COLUMNS:
         return False
     if len({w.format for w in weights}) > 1 or any(w.columns is not None for w in weights):
@@ -74,7 +74,7 @@ def supports(rows: int, weights: Sequence[NarrowWeight], normed_columns: int) ->
 
 
 def run_layer_products(mixed: Tensor, x: Tensor, products: LayerProducts) -> Tensor | None:
-    """See `layer_ops.run_layer_products`."""
+    """Do what `layer_ops.run_layer_products` describes; return None if `run_chain` cannot do it."""
     if len(x) > MAX_ROWS:
         return None
     used = products.o, products.gate_up, products.down, products.qkv
@@ -161,7 +161,7 @@ class ChainMemory:
 
     @staticmethod
     def make(rows: int, weights: Sequence[NarrowWeight]) -> ChainMemory:
-        """Return the layout with the most stages."""
+        """Return the layout with as many pipeline stages as fit into shared memory, up to MAX_STAGES."""
         x_bytes = rows * (2 * max(w.k for w in weights) + 16)
         group_columns = UNIT_COLUMNS * STEP_UNITS * WARPS  # of all warps, in a step
         max_steps = sum(-(-w.n // (GROUP_ROWS * count_sms())) * -(-w.k // group_columns) for w in weights)

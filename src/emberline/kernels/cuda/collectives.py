@@ -31,7 +31,9 @@ RANK_LIMITS = (2, 4, 8)  # the most ranks that a variant of a kernel sums
 
 
 def _list_variants(rank_limits: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of the kernels. Each that sums has a variant for each maximum number of ranks, `rank_limits`."""
+    """Return the names of the kernels. Those that sum have a variant for each of `rank_limits`.
+
+    A variant supports groups of at most that many ranks."""
     norms = [f"{ELEMENTS[dtype]}, {chunks}" for dtype in NORM_DTYPES for chunks in NORM_CHUNKS]
     return (
         *(f"reduce_{kind}_shot<{x}, {m}>" for m in rank_limits for kind in ("one", "two") for x in ELEMENTS.values()),
@@ -47,7 +49,7 @@ VARIANTS = _list_variants(RANK_LIMITS)
 
 
 class Group(ctypes.Structure):
-    """What the kernels know of a group: the C struct Group of barrier.cuh."""
+    """The C struct `Group` of barrier.cuh: the number of this rank, and where the ranks' memory is."""
 
     _fields_ = (
         ("buffers", ctypes.c_uint64 * MAX_RANKS),

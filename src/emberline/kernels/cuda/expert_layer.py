@@ -1,10 +1,10 @@
 """ExpertLayer: runs a mixture of experts on an NVIDIA GPU.
 
 Many rows are computed in several passes, to bound the memory for the experts' inputs and outputs. Each pass reads the
-weights of the experts again. Its results are those of a step that has only the rows of the pass.
+weights of the experts again. A row's result is that of a step with only the rows of its pass.
 
-With few rows, the shared expert runs in a second stream. So its weights are read while the router runs and the rows are
-sorted by expert, which leaves most of the memory bandwidth unused.
+With few rows, the shared expert runs in a second stream. Its weights are read while the router runs and the rows are
+sorted by expert, because these two use little of the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class ExpertLayer:
         return out
 
     def sum_own(self, x: Tensor, mixture: Mixture) -> OwnSums:
-        """Return what this rank adds to the output of a mixture with slots: see `expert_ops.sum_own_experts`.
+        """Return what this rank adds to the output of a mixture whose experts are in slots (see ExpertSlots).
 
-        The choice of kernels depends only on the number of rows, so an expert's output for a row has the same bits in
-        whichever slot it is computed."""
+        `expert_ops.sum_own_experts` describes the result. The choice of kernels depends only on the number of rows, so
+        an expert's output for a row has the same bits in every slot."""
         assert mixture.slots is not None
         normed, logits = self._norm_and_score(x, mixture)
         rows = select_slots(logits, mixture.routing, mixture.slots, pdl=True)
@@ -198,6 +198,6 @@ class ExpertLayer:
 
 
 def _split_rows(rows: int, mixture: Mixture) -> Iterator[slice]:
-    """Yield the rows of each pass."""
+    """Yield the range of rows that each pass computes."""
     limit = max_pass_rows(mixture.router.n, mixture.routing.experts_per_row)
     return split_evenly(rows, limit, PASS_ROW_GRAIN)

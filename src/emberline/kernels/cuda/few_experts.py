@@ -85,9 +85,11 @@ def add_down(
     *,
     pdl: bool = True,
 ) -> Tensor:
-    """Add the weighted outputs of the experts to `state` in place. `inner`: the result of `multiply_gate_up`.
+    """Add the weighted outputs of the experts to `state` in place.
 
-    With `pdl`, the preceding kernel must not be the one that wrote the logits, but a later one.
+    `inner`: the result of `multiply_gate_up`.
+
+    With `pdl`, at least one other kernel must run between the kernel that wrote the logits and this one.
     """
     rows, experts = logits.shape
     assert state.is_contiguous() and state.shape == (rows, weight.n) and 8 * rows <= 32 * plan.warps

@@ -64,9 +64,10 @@ def gate_up(
 
 @cache
 def choose_width(n: int, ctas: int) -> int:
-    """Return the width with which the busiest SM has the fewest rows of the weight; of several such, the largest.
+    """Return the tile width (rows of the weight) with which the busiest SM computes the fewest rows.
 
-    `ctas`: CTAs of a cluster, which compute the same rows of the weight.
+    Of several such widths, the largest is returned. `ctas`: CTAs of a cluster, which compute the same rows of the
+    weight.
     """
     return min(WIDTHS, key=lambda width: (width * -(-n * ctas // (width * count_sms())), -width))
 

@@ -76,7 +76,9 @@ def linear(
 
 @cache
 def choose_plan(m: int, n: int, k: int, *, has_blocks: bool = False) -> GemmPlan:
-    """Return the plan with the least estimated time, estimated as for bf16 weights with half as many columns (k)."""
+    """Return the plan with the least estimated time.
+
+    The estimate is that of a bf16 weight with half as many columns (k), which has as many bytes."""
     plans = [plan for plan in gemm.PLANS if not has_blocks or plan.width <= MAX_BLOCK_WIDTH]
     best = min(plans, key=lambda plan: gemm.estimate_us(plan, m, n, -(-k // UNIT_K) * SLOT_K))
     lag = LAG_STEPS if m <= MAX_LAG_ROWS and best.width > MAX_BLOCK_WIDTH else 0

@@ -128,7 +128,10 @@ def choose_plan(columns: int, n: int, k: int, *, gated: bool = False, has_blocks
 
 
 def make_plan(columns: int, n: int, k: int, config: TileConfig) -> WidePlan:
-    """Return the plan for a configuration: the bf16 plan for half as many columns (k), which have as many bytes."""
+    """Return the plan for a tile configuration.
+
+    It is the plan for a bf16 weight with half as many columns (k), which has as many bytes, with at least two
+    stages."""
     plan = wide.make_plan(columns, n, -(-k // UNIT_K) * SLOT_K, config)
     assert plan.grid <= config.ctas_per_sm * count_sms() or config.split > 1
     return replace(plan, stages=max(2, plan.stages))

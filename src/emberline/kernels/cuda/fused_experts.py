@@ -34,10 +34,10 @@ def supports(rows: int, rules: Routing, gate_up: ExpertMatrices, down: ExpertMat
 def run_selected(
     x: Tensor, logits: Tensor, rules: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, *, pdl: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs of the rows' experts, [places, hidden], and a place and a weight for each assignment.
+    """Return the outputs of the rows' experts, and a place and a routing weight for each assignment.
 
-    An assignment is a pair of a row and one of its experts. Its place is its row in the outputs. `logits`: of the
-    router, float32 [rows, experts].
+    An assignment is a pair of a row and one of its experts. The outputs are [places, hidden]: an assignment's place is
+    the index of its row there. `logits`: the router's logits, float32 [rows, experts].
     """
     rows, experts = logits.shape
     assignments, per_lane = rows * rules.experts_per_row, choose_experts_per_lane(experts)
@@ -70,7 +70,9 @@ def run_selected(
 
 
 def count_table_bytes(per_lane: int) -> int:
-    """Return an upper bound of the shared memory of tables, in bytes: `SharedTiles` in fused_experts.cu."""
+    """Return an upper bound of the bytes of the struct `SharedTiles` in fused_experts.cu.
+
+    `per_lane`: experts for each lane of a warp."""
     experts = 32 * per_lane
     tiles = experts + MAX_ASSIGNMENTS // PLAN.tile_rows
     return 16 + (8 + 2) * experts + (2 + 1 + PLAN.tile_rows) * tiles + 2 * MAX_ASSIGNMENTS

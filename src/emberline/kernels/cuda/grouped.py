@@ -73,8 +73,8 @@ def multiply_tiles(
     A place is a position of a row in the tiles of `rows`. `x` has a row for each place or, if the matrices are gated
     and the plan `gathers` rows, the rows before sorting. The results of gated matrices are silu(gate) * up. Places
     without a row are not written. `scaled`: whether the inputs of gated matrices are multiplied by the routing weights.
-    With `pdl`, and matrices that are not gated, the preceding kernel must not be the one that wrote the tables of
-    `rows`, but a later one.
+    With `pdl`, and matrices that are not gated, at least one other kernel must run between the kernel that wrote the
+    tables of `rows` and this one.
     """
     assert plan.supports(weight) and rows.tile_rows == plan.tile_rows
     assert x.dtype is torch.bfloat16 and x.is_contiguous() and x.shape[1] == weight.k

@@ -276,7 +276,7 @@ def _uses_custom_gemm(m: int, w: PackedWeight) -> bool:
 
 
 def _max_rows_for_uw12(w: PackedWeight) -> int:
-    """Return up to how many rows of x the uw12 copy of the weight is faster than its plain form."""
+    """Return the most rows of x for which the uw12 copy of the weight is faster than its plain form."""
     return next(rows for weights, rows in MAX_PACKED_ROWS if w.n * w.k > weights)
 
 

@@ -1,7 +1,8 @@
 """list_modules: the modules of all CUDA kernels, which can be compiled before there is a GPU.
 
-`nvrtc.compile_cached` finds a compiled module by its source and the names of all its kernels. So each module listed
-here has exactly the kernels of a module that a launch loads: mostly one, because a model needs few."""
+`nvrtc.compile_cached` finds a compiled module by its source and the names of all its kernels. So a module listed here
+must have the same kernels as the module that a launch loads. Most modules have one kernel, because a model needs
+few."""
 
 from __future__ import annotations
 

@@ -80,7 +80,9 @@ def _attend_expanded_context(
     *,
     pdl: bool,
 ) -> None:
-    """Update the attention of prompt chunks, whose state is in `out` and `log_sums`, by the cached keys of a pass."""
+    """Add the cached keys of one pass to the attention of prompt chunks.
+
+    `out` and `log_sums` have the attention to the keys of earlier passes, if any, and are updated."""
     q, _, layer, keys, metadata = inputs
     assert layer.products.expansion is not None
     count = len(context_pass.sources) * keys.shape[2]

@@ -72,7 +72,7 @@ class SkinnyPlan:
 
     @property
     def x_tiles(self) -> int:
-        """Tiles of x, of SLOT_K columns, in a stage."""
+        """The number of tiles of x in a pipeline stage. A tile has SLOT_K columns."""
         return 2 if self.fp8_source else 1
 
     @property

@@ -219,9 +219,11 @@ def choose_plan(
     *,
     fixed_order: bool = False,
 ) -> NarrowPlan:
-    """Return the plan with the least cost: the rows of w of the busiest SM, and more with few warps or small tiles.
+    """Return the plan with the least estimated cost.
 
-    `x_rows`: rows of x in a tile. `row_tiles`: the most tiles of rows of x that there may be.
+    The cost is the number of rows of w that the busiest SM computes, times a factor that is larger if few warps run on
+    the SM or tiles are small. `x_rows`: rows of x in a tile. `row_tiles`: an upper bound of the number of tiles of rows
+    of x.
     """
     tiles = next(size for size in (1, 2, 4) if 8 * size >= x_rows)
     plans = []
@@ -242,9 +244,10 @@ def choose_plan(
 def make_plan(
     blocks: int, tiles: int, warps: int, parts: int, x_rows: int, unit_bytes: int, max_ctas: int
 ) -> NarrowPlan:
-    """Return the plan with the most CTAs on an SM, up to `max_ctas`, that leave memory for two stages.
+    """Return the plan with the most CTAs on an SM, up to `max_ctas`, that have memory for two stages.
 
-    A CTA with many warps has three stages, if possible, and then as many sets of partial sums as fit.
+    With MANY_WARPS warps, plans with three pipeline stages are preferred. Of plans with equally many CTAs, the one with
+    the most sets of partial sums is returned.
     """
     many = warps == MANY_WARPS
     options = product((3, 2) if many else (2,), range(max_ctas, 0, -1), (2, 1, 0) if many else (1, 0))
@@ -297,10 +300,11 @@ def describe_dense(
 def describe_gate_up(
     x: Tensor, w: NarrowWeight, out: Tensor, bias: Tensor | None, clamp: ClampedSwiGLU | None
 ) -> NarrowProblem:
-    """Return the kernel's parameter for the gate and up products of experts. The rows and the plan are set later.
+    """Return the kernel's parameter for the gate and up products of experts.
 
-    The kernel for the down products, which follows, reads the tables of the sorted rows before it waits. So the kernel
-    of gate and up lets it start only when the kernel that sorted the rows has ended.
+    The rows and the plan are set later. The kernel that follows, for the down products, reads the tables of the sorted
+    rows as soon as it starts. So `triggers_late` is set: the gate and up kernel lets it start only when the kernel that
+    sorted the rows has ended.
     """
     assert w.gated, "gates and ups must be packed as such"
     problem = describe_problem(x, w, out, bias)

@@ -54,9 +54,10 @@ def run_routed_experts(
     *,
     route: RouteRows = routing.route_rows,
 ) -> Tensor:
-    """Return the outputs [rows * experts per row, hidden] of each row's experts, multiplied by their weights.
+    """Return the outputs [rows * experts per row, hidden] of each row's experts.
 
-    `route`: sorts the rows by expert."""
+    The outputs are multiplied by the routing weights or, with `scales_inputs`, the inputs were. Outputs of experts that
+    this rank does not have are 0. `route`: sorts the rows by expert."""
     experts, rules, (gate_up, down) = mixture.experts, mixture.routing, matrices
     assert isinstance(experts, StackedExperts)
     assignments, count, scaled = len(normed) * rules.experts_per_row, logits.shape[1], rules.scales_inputs

@@ -1,8 +1,9 @@
 """pack: arranges matrices of 4-bit codes as `narrow.cu` reads them.
 
-A unit has the codes of 16 rows and 128 columns, followed by their scales.
+A unit has the codes of 16 rows and 128 columns, followed by their scales. Kernels multiply the finished sums by a
+factor that the stored codes and scales lack.
 
-| format | form of a scale in a unit | factor that is applied to finished sums instead |
+| format | form of a scale in a unit | factor of the finished sums |
 |---|---|---|
 | Int4 | float16, then -zero / 64 as bf16 if there are zeros | 64 and the power of two that makes scales fit float16 |
 | Float4<4>: mxfp4 | exponent + 94, rotated right by 1 bit | 2 ** 32 |
@@ -139,7 +140,9 @@ def _select_rows(values: Tensor, first: int, last: int, *, gated: bool) -> Tenso
 
 
 def pack_codes(codes: Tensor, units: int, *, is_float4: bool) -> Tensor:
-    """Return codes [rows, k / 2] in the layout of the units: [groups of 4 blocks, units of a row, 4, CODE_BYTES]."""
+    """Return codes [rows, k / 2] as bytes of units: [groups of 4 blocks, units, 4, CODE_BYTES].
+
+    A block has 16 rows, and `units` units side by side. The units of the 4 blocks of a group alternate."""
     values = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
     values = pad(values, (0, units * UNIT_COLUMNS - values.shape[1]))
     # Dimensions: group, block, half of the block's rows, row of 8, unit, half of its columns, step of 16 columns,
@@ -154,7 +157,9 @@ def pack_codes(codes: Tensor, units: int, *, is_float4: bool) -> Tensor:
 
 @cache
 def _make_table(places: tuple[tuple[int, ...], ...]) -> Tensor:
-    """Return a table [8 places in a word, 16 codes] of the bits of the word that a code flips at a place."""
+    """Return a table [8 places, 16 codes] of the bits of a word that a code flips at a place.
+
+    `places`: for each place of a 32-bit word, the masks of the bits that the four bits of a code flip."""
     table = [[_combine(bits, code) for code in range(16)] for bits in places]
     return torch.tensor(table, dtype=torch.int64).to(torch.int32)
 
@@ -210,11 +215,12 @@ def _rotate_right(bytes_: Tensor, bits: int) -> Tensor:
 
 
 def _convert_to_float16(scales: Tensor) -> tuple[Tensor, float, Tensor | None]:
-    """Return bf16 or float16 scales as float16, the power of two by which all were divided, and those of the rows.
+    """Return bf16 or float16 scales as float16, and the powers of two by which they were divided.
 
-    Rows have their own powers of two if scales differ by more than float16 can represent; otherwise the last result is
-    None. A scale that is rounded then is 2 ** 30 times smaller than another scale of its row, so rounding it does not
-    change the sums of the row.
+    If one power of two is enough for all scales, it is the second result, and the third is None. If scales differ by
+    more than float16 can represent, the second result is 1.0, and the third has a power of two for each row. A scale
+    that is rounded then is 2 ** 30 times smaller than another scale of its row, so rounding it does not change the
+    row's sums.
     """
     exponent = _choose_exponent(scales)
     scaled = scales.double() * 2.0**exponent
@@ -231,10 +237,10 @@ def _choose_exponent(scales: Tensor) -> int:
 
 
 def use_common_factor(weight: NarrowWeight) -> NarrowWeight | None:
-    """Return the weight with the same `factor` (by which all sums are multiplied) as every other weight of its format.
+    """Return the weight with the factor of all weights of its format, so that experts can move.
 
-    Its scales are changed in place to fit. Then experts can move from one weight to another. Return None if the scales
-    would have to be rounded, or if rows have factors of their own."""
+    All sums of a weight are multiplied by its `factor`. Its scales are changed in place to fit the new factor. Return
+    None if scales would have to be rounded, or if rows have factors of their own; some scales may be changed then."""
     if weight.format == "Float4<8>":
         return weight
     if weight.row_scales is not None:

@@ -28,7 +28,7 @@ class QuantisedRows:
     scales: Tensor  # float32: [m], or of blocks of 128 columns [k / 128, m padded]
 
     def slice_rows(self, begin: int, end: int) -> QuantisedRows:
-        """Return a view of the rows [begin, end). Scales of blocks keep their pitch."""
+        """Return a view of the rows [begin, end). Scales of blocks keep the strides of the whole tensor."""
         return QuantisedRows(self.codes[begin:end], self.scales[..., begin:end])
 
 

@@ -94,7 +94,7 @@ def uses_fused_kernel(logits: Tensor, rules: Routing, gate_up: ExpertMatrices, d
 
 
 def choose_tile_plan(average: float, gate_up: ExpertMatrices, down: ExpertMatrices) -> ExpertTilePlan | None:
-    """Return the plan for experts of `average` rows on average, or None if other kernels are faster."""
+    """Return the plan if experts have `average` rows on average; None: other kernels are faster."""
     plans = PACKED_PLANS if gate_up.is_packed or down.is_packed else PLAIN_PLANS
     at = next(i for i, (rows, _) in enumerate(plans) if average <= rows)
     if (plan := plans[at][1]) is None or (plan.supports(gate_up) and plan.supports(down)):

@@ -105,7 +105,7 @@ VARIANTS = (
 def _get_kernel(kernel_name: str) -> CudaKernel:
     """Return the kernel, already loaded, so that a launch inside `compile_in_parallel` runs it too.
 
-    Triton kernels are launched there as well, and read its tables."""
+    Triton kernels that are launched inside that block read the tables that this kernel writes."""
     return _get_module().kernel(kernel_name).load()
 
 

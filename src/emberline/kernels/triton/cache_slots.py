@@ -1,4 +1,4 @@
-"""Positions and KV cache slots of tokens at positions that only the device knows."""
+"""find_slots, shift_positions: find KV cache slots of tokens whose positions only the device knows."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _shift_positions(
 
 
 def shift_positions(shift: PositionShift) -> None:
-    """Move tokens in place to positions after the accepted draft tokens; see PositionShift."""
+    """Correct positions and KV cache slots in place by counts on the device; see PositionShift."""
     tokens, rows, further = len(shift.positions), len(shift.context), shift.window_slots
     windows = (shift.slots, 0, 0, 0)
     if further is not None:

@@ -1,8 +1,9 @@
 """convolve: the causal convolution of recurrent layers, which treats each channel separately.
 
 The last inputs of a sequence are stored in its slot for the next step. In one kernel, no program may read a slot that
-another program writes. The tokens of a prompt chunk are computed by many programs, so a second kernel stores its last
-inputs. A sequence with few tokens is computed by one program for each block of channels, which stores them too.
+another program writes. The tokens of a prompt chunk are computed by many programs, so a second kernel stores the last
+inputs of the chunk. A sequence with few tokens is computed by one program for each block of channels, which also stores
+the last inputs.
 """
 
 from __future__ import annotations

@@ -109,7 +109,9 @@ def _compute_part(
     SLOT_ROWS: constexpr, ROWS: constexpr, SPAN: constexpr, MERGED_ROWS: constexpr, MERGED: constexpr,
     WINDOWED: constexpr, CHUNKED: constexpr, CAPPED: constexpr, HAS_SINKS: constexpr, TYPE: constexpr,
 ) -> None:  # fmt: skip
-    """Compute a part of a row's attention, or all if `parts` is 1: keys [low, high), query heads of one KV head."""
+    """Compute the attention of a part of a row: keys [low, high), query heads of one KV head.
+
+    If the row has several parts, the program that ends last merges their results."""
     start, before = tl.load(query_start + request), tl.load(context + request)
     queries = tl.load(query_start + request + 1) - start
     end = before + queries
@@ -271,7 +273,9 @@ def split_decode_attention(
 
 
 def _choose_launch_shape(rows: int, dim: int, uses_float32: bool) -> tuple[int, int, int]:
-    """Return (keys per span, warps, pipeline stages) for a launch. A part has whole spans, and so does a tile."""
+    """Return (keys per span, warps, pipeline stages) for a launch.
+
+    A span divides TILE_KEYS, at whose multiples the keys of a row are cut into parts."""
     if uses_float32:  # no tensor cores
         return 16, (8 if rows * dim > 2048 else 4), 1
     return TILE_KEYS, (2 if rows * dim <= 2048 else 4), 3 if dim <= 128 else 2

@@ -58,7 +58,7 @@ def _normalize(
 def _find_block(
     starts: tensor, first_row: tensor, rows: tensor, number: tensor, TOKENS: constexpr
 ) -> tuple[tensor, tensor]:
-    """Return the first token of a block and its number of tokens, which is 0 if there are fewer blocks."""
+    """Return the first token of block `number`, and its number of tokens; 0: there is no such block."""
     row, before, end = first_row, 0, 0
     for at in range(first_row, rows, SEARCHED_ROWS):
         each = at + tl.arange(0, SEARCHED_ROWS)

@@ -1,8 +1,8 @@
 """attend_expanded: attention of prompt chunks over the keys and values of each head, computed from latents.
 
 The keys are the tokens of the chunk, or a range of the tokens before it, which `gather_latents` copies from the cache.
-The result of earlier launches, for other keys, is the state with which the sums begin. A query and a key have
-plain elements, of which each head has its own, then rotary elements, of which the keys of all heads share one copy.
+A launch can continue the softmax sums of earlier launches with other keys. A query and a key have plain elements, of
+which each head has its own, then rotary elements, of which the keys of all heads share one copy.
 """
 
 from __future__ import annotations
@@ -137,13 +137,16 @@ def attend_expanded(
     """Write the attention of the tokens of `tiles` to `out` [T, heads * values].
 
     `q` [T, heads, plain + rotary] has rotated queries, `kv` [T, heads, plain + values] the keys and values of each
-    token, and `rotary_keys` [T, rotary] the rotary elements of the keys. `tiles` [n, 2] are (row, first query) of up
-    to PREFILL_TILE_QUERIES tokens; a negative row is padding. With `log_sums` [T, heads], `out` already has the
-    attention to the keys before the chunk, if there are any, and `log_sums` the base-2 logarithms of the softmax sums.
+    token, and `rotary_keys` [T, rotary] the rotary elements of the keys. `tiles` [n, 2] are (row, first query) of up to
+    PREFILL_TILE_QUERIES tokens; a negative row is padding.
 
-    With `ranges` [rows, 3] int32, row b attends to other keys than its own tokens: ranges[b] is the index of the first
-    in `kv` and `rotary_keys`, their number, and whether `out` and `log_sums` already have a result for the row.
-    `log_sums` is updated then, and rows without keys are skipped.
+    Without `ranges`, a row attends to its own tokens. If `log_sums` [T, heads] is given, rows with earlier keys
+    continue a result: `out` has their attention to these keys, and `log_sums` the base-2 logarithms of the softmax
+    sums.
+
+    With `ranges` [rows, 3] int32, row b attends to other keys. ranges[b] is the index of the first of them in `kv` and
+    `rotary_keys`, their number, and whether `out` and `log_sums` already have a result for the row. Both are updated,
+    and rows without keys are skipped.
     """
     heads, plain, rotary, values = layer.attention.q_heads, layer.plain_dim, layer.rotary_dim, layer.value_dim
     assert q.stride()[1:] == (plain + rotary, 1) and kv.is_contiguous() and out.is_contiguous()

@@ -77,11 +77,11 @@ _collect_state = _CollectState()
 
 
 def _fit_to_device(kernel: Any, *, waits: bool = True) -> Any:
-    """Return the kernel after changing its launches.
+    """Return the kernel, changed so that its launches suit the GPU. Results do not change.
 
-    They ignore `launch_pdl` on a GPU that does not support it, and use fewer pipeline stages on a GPU with too little
-    shared memory for `num_stages`. Neither changes a result. `waits`: whether a launch inside `compile_in_parallel`
-    waits for the compiler and is executed."""
+    On a GPU without programmatic dependent launch, launches ignore `launch_pdl`. On a GPU with too little shared memory
+    for `num_stages`, they use fewer pipeline stages. If `waits` is False, a launch inside `compile_in_parallel` only
+    compiles the kernel."""
     run = kernel.run
 
     def run_with_supported_options(*arguments: Any, launch_pdl: bool = False, **options: Any) -> Any:

@@ -1,9 +1,9 @@
 """Latent attention over a paged cache of latents, which all heads share.
 
-Queries of latents are queries multiplied by the matrix that gives keys, so that they are compared with latents
-directly. A cached token is the rotary elements of its key, then its latent, which is also its value. The rows of a
-program are pairs (query, head), so that latents are read once for all of them. `decode_latents` computes rows with few
-queries, for parts of their keys; `latent_projection.merge_parts` merges the parts. `attend_context` computes prompt
+Queries of latents are queries multiplied by the matrix that turns latents into keys, so that they are compared with
+latents directly. A cached token is the rotary elements of its key, then its latent, which is also its value. The rows
+of a program are pairs (query, head), so that latents are read once for all of them. `decode_latents` computes rows with
+few queries, for parts of their keys; `latent_projection.merge_parts` merges the parts. `attend_context` computes prompt
 chunks, over the keys that were cached before the chunk. Sums are relative to the largest score so far, and use powers
 of 2.
 """
@@ -132,13 +132,15 @@ def decode_latents(
     programs: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """Write the partial results of a work list's items to `partials` and `max_and_sum`, unmerged.
+    """Compute the items of a work list, and write their unmerged results to `partials` and `max_and_sum`.
 
-    `q` [T, heads, plain + rotary] has rotated queries, `queries` [T, heads, rank] queries of latents. `work` is the
-    number of items and the items of a `worklist.WorkList`, on the device, and its capacity. The result of an item is
-    stored at the index that the item names or, if the item covers its whole row, at capacity + row. Each index has
-    `max_queries` * heads results of `rank` numbers. `programs` is an upper bound of the number of items, by default the
-    capacity.
+    `q` [T, heads, plain + rotary] has rotated queries, `queries` [T, heads, rank] queries of latents.
+    `work`: the number of items and the items of a `worklist.WorkList`, both on the device, and the capacity of the
+    list.
+    `programs`: an upper bound of the number of items, by default the capacity.
+
+    The result of an item is stored at the index that the item names or, if the item covers its whole row, at capacity +
+    row. At each index there is room for the results of `max_queries` * heads pairs, of `rank` numbers each.
     """
     count, items, capacity = work
     heads, rank, rotary, plain = layer.attention.q_heads, layer.rank, layer.rotary_dim, layer.plain_dim
@@ -159,10 +161,11 @@ def decode_latents(
 
 
 def choose_decode_shape(pairs: int, tokens: int, uses_float32: bool, *, is_small: bool = False) -> LaunchShape:
-    """Return the launch shape of `decode_latents` for rows of `pairs` pairs (query, head) in a step of `tokens` tokens.
+    """Return the launch shape of `decode_latents` for rows of `pairs` pairs (query, head).
 
-    Few tokens leave SMs without work, so that a program may take the shared memory of two for more loads in flight.
-    `is_small`: whether a program has little shared memory.
+    `tokens`: the tokens of the step. With few tokens, some SMs have no work. A program then gets more pipeline stages,
+    and may use as much shared memory as two programs do otherwise. `is_small`: whether a program has little shared
+    memory.
     """
     if uses_float32:  # no tensor cores
         return LaunchShape(16, 16, 8, 1)

@@ -1,9 +1,9 @@
 """The parts of latent attention before its softmax (queries and keys) and after it (values of each head).
 
 `project` computes in one launch what lies between the projections of a layer and its attention: queries of latents
-(queries times the matrix that gives keys), the rotation of queries and keys, the norm of latents and the write to the
-cache. `merge_parts` merges the partial results of decode rows, always in the same order. `multiply_values` multiplies
-the result of attention on latents by the matrices that give values.
+(queries times the matrix that turns latents into keys), the rotation of queries and keys, the norm of latents and the
+write to the cache. `merge_parts` merges the partial results of decode rows, always in the same order. `multiply_values`
+multiplies the result of attention on latents by the matrices that turn latents into values.
 """
 
 from __future__ import annotations
@@ -145,12 +145,13 @@ def project(
     cleared: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Write queries of latents to `queries`, and the tokens' latents and rotated keys to the cache `keys`.
+    """Write queries of latents to `queries`, and the tokens' latents and rotated keys to the cache.
 
-    `q` [T, heads, plain + rotary] is rotated in place. `kv` [T, rank + rotary] is the latents before their norm, then
-    the keys before their rotation. `queries` [N, heads, rank] gets those of the first N <= T tokens, or of fewer tokens
-    if `query_limit`, an int32 on the device, is less than N. `fresh`, latents [T, rank] and keys [T, rotary], gets
-    what the cache holds of each token. `cleared` [T, ...] is filled with zeros.
+    `q` [T, heads, plain + rotary] is rotated in place. `kv` [T, rank + rotary] has the latents before their norm, then
+    the keys before their rotation. `queries` [N, heads, rank] receives the queries of the first N <= T tokens, or of
+    the first `query_limit` tokens (an int32 on the device) if that is less.
+    `fresh`: tensors of latents [T, rank] and keys [T, rotary] that receive a copy of what is written to the cache.
+    `cleared`: a tensor [T, ..] that is filled with zeros.
     """
     tokens, heads, size = q.shape
     plain, half, rank = layer.plain_dim, layer.rotary_dim // 2, layer.rank
@@ -275,11 +276,11 @@ def multiply_values(
     max_queries: int = 1,
     pdl: bool = False,
 ) -> None:
-    """Multiply x, the result of attention on latents, by the matrices that give values; write to `out`.
+    """Multiply x, the result of attention on latents, by the matrices that turn latents into values.
 
-    `out` is [T, heads * values]. Without `tiles`, x [rows * max_queries, heads, rank] has the queries of decode rows.
-    With `tiles` [n, 2], which are (row, first query) of up to PREFILL_TILE_QUERIES tokens, x is [T, heads, rank], and
-    rows without cached keys are skipped.
+    The result is written to `out` [T, heads * values]. Without `tiles`, x [rows * max_queries, heads, rank] has the
+    queries of decode rows. With `tiles` [n, 2], which are (row, first query) of up to PREFILL_TILE_QUERIES tokens, x is
+    [T, heads, rank], and rows without cached keys are skipped.
     """
     heads, values, rank = layer.attention.q_heads, layer.value_dim, layer.rank
     weight, count = layer.products.values.weight, len(x) if tiles is None else len(tiles)

@@ -72,9 +72,10 @@ def _multiply_packed(
 
 @jit
 def _decode_units(base: tensor, count: tensor, UNITS: constexpr) -> tensor:
-    """Return the weights divided by 2^b of 64 rows and 64 * UNITS columns; units from `count` on are zeros.
+    """Return the weights of 64 rows and 64 * UNITS columns, divided by 2^b, where b is the base of a row.
 
-    A word of L has four slots of a lane and of fragment 2 * half + f: rows g + 8h and columns 8q + 2t + p, for h and p.
+    `base`: pointer to the first unit. Units from `count` on are zeros. For q in 0..1, the word of lane 4g + t and
+    fragment 2 * half + f has the low bytes of four weights: rows g + 8h and columns 8q + 2t + p, with h, p in 0..1.
     """
     unit = tl.arange(0, 4 * UNITS)
     inside = (unit // 4 < count)[:, None]
@@ -92,7 +93,10 @@ def _decode_units(base: tensor, count: tensor, UNITS: constexpr) -> tensor:
 
 @jit
 def _decode_slots(low: tensor, high: tensor) -> tensor:
-    """Return the values [.., h, p] of words of L and T."""
+    """Return the four bf16 values [.., h, p] of each pair of words.
+
+    A word of `low` has the low bytes of the values. A word of `high` has their signs and high exponent bits; its other
+    bits are ignored."""
     high = high & -2021161081  # 0x87878787
     a = ((low & 255) | ((high & 255) << 8)).to(tl.int16)
     b = (((low >> 8) & 255) | (high & 65280)).to(tl.int16)

@@ -138,9 +138,10 @@ def _describe_tiles(
     totals: tensor, first: tensor, step: tensor, tile_experts: tensor, tile_counts: tensor, num_tiles: tensor,
     BINS: constexpr, TILE_ROWS: constexpr,
 ) -> tensor:  # fmt: skip
-    """Write the expert and the number of assignments of some tiles, and return where in `order` each expert begins.
+    """Write the expert and assignment count of some tiles; return where experts begin in `order`.
 
-    `totals`: assignments of each expert. `first`, `step`: which chunks of tiles this program describes.
+    `totals`: assignments of each expert. This program describes each chunk of tiles whose number is `first`, `first` +
+    `step`, and so on.
     """
     tiles = (totals + TILE_ROWS - 1) // TILE_ROWS
     end = tl.cumsum(tiles, 0)
@@ -232,7 +233,9 @@ def _sort_by_expert(
     blocks: tensor, assignments: tensor,
     SIZE: constexpr, BLOCKS: constexpr, BINS: constexpr, MAX_TILES: constexpr, TILE_ROWS: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
-    """Write the tiles of one expert, of up to SIZE assignments that were counted in up to BLOCKS blocks."""
+    """Sort the assignments of one expert into its tiles, and describe these tiles.
+
+    SIZE is at least the number of assignments of all experts, and BLOCKS at least the number of blocks in `counts`."""
     pdl_trigger_and_wait(PDL)
     expert = tl.program_id(0)
     index = tl.arange(0, SIZE)

@@ -1,6 +1,7 @@
 """select_slots: selects the experts of each row if experts may move between ranks, and sorts the rows by slot.
 
-`kernels.expert_slots` says what slots are. As in `routing.py`, launches depend on the number of rows only.
+A slot is memory for the weights of one expert (`kernels/expert_slots.py`). As in `routing.py`, launches depend on the
+number of rows only.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class SlottedRows:
 
 
 def select_slots(logits: Tensor, rules: Routing, table: ExpertSlots, *, pdl: bool = False) -> SlottedRows:
-    """Return the experts that each row selects, by their slots. `logits`: as for `route_rows`."""
+    """Select the experts of each row, and return the slots that compute them.
+
+    `logits`: as for `route_rows`."""
     found = route_to_all(logits, rules, UNUSED_TILE_ROWS, pdl=pdl)
     slots = table.choose(found.chosen.view(len(logits), -1).long())
     return SlottedRows(found.weights, slots, table)
