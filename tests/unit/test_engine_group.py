@@ -525,6 +525,16 @@ def test_idle_models_sleep_when_told_and_a_request_wakes_its_model() -> None:
     assert harness.awake == ["b"]  # a model that does not wake leaves the others usable
 
 
+def test_woken_models_put_no_others_to_sleep() -> None:
+    harness = GroupHarness(30, {"a": 10, "b": 25, "c": 10, "d": 10})
+    harness.submit_one("c")
+    harness.finish()
+    assert harness.awake == ["a", "c"]
+    harness.log.clear()
+    harness.group.set_asleep(False)
+    assert harness.awake == ["a", "c", "d"] and harness.log == ["wake d"]
+
+
 def test_a_lost_rank_ends_the_engine_while_its_model_wakes() -> None:
     """Unlike an error of a device, after which other models continue."""
     harness = two_models()

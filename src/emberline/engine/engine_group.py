@@ -134,14 +134,13 @@ class EngineGroup:
             engine.abort_completion(submission_id, index)
 
     def set_asleep(self, on: bool) -> None:
-        """Put all models without open requests to sleep, or wake those that no busy model keeps asleep.
+        """Put all models without open requests to sleep, or wake models in turn while there is memory for them.
 
-        Waking a model puts idle models to sleep if it needs their memory. A later request for a sleeping model wakes
-        it."""
+        A later request for a sleeping model wakes it."""
         for name in self.engines:
             if on and self.is_awake(name) and self.engines[name].idle:
                 self._sleep_manager.put_to_sleep(name)
-            elif not on and not self.is_awake(name) and not self._sleep_manager.busy_models_to_sleep(name):
+            elif not on and not self.is_awake(name) and self._sleep_manager.has_room_for(name):
                 self._try_to_wake(name)
 
     @property

@@ -42,7 +42,7 @@ class WatchBlocks(msgspec.Struct, tag=True):
 
 
 class SetAsleep(msgspec.Struct, tag=True):
-    """Puts all models without open requests to sleep, or wakes those that no busy model keeps asleep.
+    """Puts all models without open requests to sleep, or wakes models while there is memory for them.
 
     A request for a sleeping model wakes it too."""
 

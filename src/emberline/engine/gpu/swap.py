@@ -92,6 +92,10 @@ class SleepManager:
             self._wake_model(name)
         self._awake_since.move_to_end(name)
 
+    def has_room_for(self, name: str) -> bool:
+        """Return whether the model is awake, or can wake while all models that are awake stay so."""
+        return self._missing_bytes(name) <= 0
+
     def busy_models_to_sleep(self, name: str) -> list[str]:
         """Return the busy models that must sleep before this model can wake, least recently used first."""
         missing, busy = self._missing_bytes(name), []
