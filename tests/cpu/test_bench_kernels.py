@@ -17,6 +17,8 @@ def test_steps_and_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernels, "ROWS", (1, 20))
     monkeypatch.setattr(kernels, "SMALL_BLOCK_TYPES", ())
     monkeypatch.setattr(kernels, "SECONDS", 0.001)
+    monkeypatch.setattr(kernels, "MIN_COPIED_BYTES", 1 << 18)  # many copies of small weights would take long
+    monkeypatch.setattr(kernels, "last_level_cache_bytes", lambda: 0)
     monkeypatch.setattr(kernels.machine_limits, "measure_limits", lambda threads: limits)
     results = kernels.bench(2).results
     expected = {"decode_2", "decode_2_attention", "prefill_16", "down_1", "down_20", "8b_o_20"}

@@ -38,6 +38,7 @@ Work = Callable[[], object]
 
 SECONDS, LEAST, MOST = 0.1, 3, 100  # seconds, and minimum and maximum rounds, of one figure
 FEW_ROWS = 16
+MIN_COPIED_BYTES = 1 << 28  # size of all copies of a weight, if 1.5 times the CPU's last cache is less
 ROWS = (1, 8, 16, 64, 512, 2048)
 LINEARS = {  # rows and columns of the weights: SmolLM2-135M, then one of an 8B Llama
     "qkv": (960, 576),
@@ -133,7 +134,7 @@ def _measure_smollm2_blocks(report: BenchReport, kind: str, limits: MachineLimit
 def _measure_block_matrix(report: BenchReport, kind: str, n: int, k: int, limits: MachineLimits) -> None:
     packed = _pack_random_blocks(kind, n, k)
     size = packed.data.nbytes
-    copies = -(-max(1 << 28, last_level_cache_bytes() * 3 // 2) // size)
+    copies = -(-max(MIN_COPIED_BYTES, last_level_cache_bytes() * 3 // 2) // size)
     weights = [packed] + [replace(packed, data=d, ptr=d.data_ptr()) for d in _clone_tensor(packed.data, copies)]
     for m in BLOCK_ROWS:
         used = weights if m <= FEW_ROWS else weights[:1]
@@ -145,7 +146,7 @@ def _measure_block_matrix(report: BenchReport, kind: str, n: int, k: int, limits
 def _measure_linear(report: BenchReport, name: str, n: int, k: int, limits: MachineLimits) -> None:
     weight = torch.randn(n, k).to(torch.bfloat16)
     packed = ops.pack_linear(weight, gated=name == "gate_up")
-    copies = -(-max(1 << 28, last_level_cache_bytes() * 3 // 2) // weight.nbytes)
+    copies = -(-max(MIN_COPIED_BYTES, last_level_cache_bytes() * 3 // 2) // weight.nbytes)
     ours = [packed] + [replace(packed, data=data, ptr=data.data_ptr()) for data in _clone_tensor(packed.data, copies)]
     for m in ROWS:
         flop, some = 2.0 * m * n * k, copies if m <= FEW_ROWS else 1
