@@ -401,7 +401,7 @@ def test_warm_up_while_loading(
     model = DecoderModel.load(ModelConfig.from_hf(checkpoint.config), placed, 64, "")
     rank = RankRole.alone(model.config, LayerGroups.single(model.config.layers), 0)
     runner, seen = SimpleNamespace(model=model, rank=rank), list[DecoderModel]()
-    monkeypatch.setattr(boot, "compile_kernels", lambda runner, narrow, *, packed: 0.0)
+    monkeypatch.setattr(boot, "compile_kernels", lambda runner, quantised, *, packed: 0.0)
     monkeypatch.setattr(boot, "warm_up", lambda runner: seen.append(runner.model) or 1.5)
     seconds = boot._load_weights(placed, runner)  # type: ignore[arg-type]
     assert seconds["warm_up"] == 1.5 and seconds["decode_threads"] > 0

@@ -59,9 +59,9 @@ def estimate_draft_memory(
         size = counter.count(source, own) + embedding * own.isdisjoint(EMBEDDING_NAMES)
         return DraftMemory.of(size, head.model, len(head.captured_layers))
     config = ModelConfig.from_checkpoint(source)
-    narrow = list_quantised_sizes(source) if dtype == "bfloat16" else []
+    quantised = list_quantised_sizes(source) if dtype == "bfloat16" else []
     packed = packed and config.experts is None
-    return DraftMemory.of(memory.weight_bytes(config, counter.width, packed=packed, narrow=narrow), config, 0)
+    return DraftMemory.of(memory.weight_bytes(config, counter.width, packed=packed, quantised=quantised), config, 0)
 
 
 class WeightCounter:

@@ -30,7 +30,7 @@ from emberline.models.outline import ModelOutline
 from emberline.models.quantisation_config import WeightFormat
 from emberline.models.weight_dtype import check_requested_dtype
 from emberline.models.weight_form import check_requested_weights
-from emberline.models.weight_formats import NarrowSize, choose_online_format, is_quantisable, read_weight_formats
+from emberline.models.weight_formats import QuantisedSize, choose_online_format, is_quantisable, read_weight_formats
 from emberline.models.weight_parts import WeightKind, WeightPart, is_head_large, list_weight_parts
 
 KVSharing = Literal["one GPU", "tensor parallel", "context parallel", "data-parallel attention"]
@@ -216,14 +216,14 @@ class _WeightPolicy:
 
     def choose_kernels(self, part: ModelOutline, kernels: str) -> StepKernels:
         """Return the kernels for a GPU's part of the model. `kernels`: which ones it has."""
-        packed, narrow = self.setting == "packed", self.list_quantised_sizes(part)
-        return choose_step_kernels(part, kernels, memory.DTYPE_BYTES[self.dtype], packed=packed, narrow=narrow)
+        packed, quantised = self.setting == "packed", self.list_quantised_sizes(part)
+        return choose_step_kernels(part, kernels, memory.DTYPE_BYTES[self.dtype], packed=packed, quantised=quantised)
 
-    def list_quantised_sizes(self, outline: ModelOutline) -> list[NarrowSize]:
+    def list_quantised_sizes(self, outline: ModelOutline) -> list[QuantisedSize]:
         """Return the sizes of the matrices that stay quantised."""
         found = ((part, self._find_quantised(part)) for part in list_weight_parts(outline))
         return [
-            NarrowSize(
+            QuantisedSize(
                 *(part.rows, part.columns, part.num_matrices),
                 *(part.num_matrices * kept.kept_bytes(part.rows, part.columns), kept.name, kept.group_columns),
             )

@@ -23,7 +23,7 @@ from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
 from emberline.models.weight_dtype import default_kv_dtype
-from emberline.models.weight_formats import NarrowSize
+from emberline.models.weight_formats import QuantisedSize
 from emberline.models.weight_parts import WeightPart, is_head_large, list_weight_parts
 
 DEFAULT_UTILIZATION = GPUConfig().gpu_memory_utilization
@@ -83,7 +83,7 @@ def plan_engine_memory(
     dtype: str,
     *,
     packed: bool = False,
-    narrow: Sequence[NarrowSize] = (),
+    quantised: Sequence[QuantisedSize] = (),
     draft: DraftMemory = NO_DRAFT_MODEL,
     other_bytes: int = 0,
     groups: LayerGroups | None = None,
@@ -91,10 +91,10 @@ def plan_engine_memory(
 ) -> MemoryPlan:
     """Return the plan of an engine with these settings and weights of this dtype. `draft`: of its draft model.
 
-    `narrow`: matrices that are kept quantised. `other_bytes`: GPU memory that other processes use. `groups`: those of a
-    rank's layers; None: those of all layers. `kernels`: the GPU's, hopper or portable; empty: those that the settings
-    name, or if they name none, the larger of both plans. Raises ModelError if the model does not fit, UnsupportedModel
-    if it cannot run."""
+    `quantised`: matrices that are kept quantised. `other_bytes`: GPU memory that other processes use. `groups`: those
+    of a rank's layers; None: those of all layers. `kernels`: the GPU's, hopper or portable; empty: those that the
+    settings name, or if they name none, the larger of both plans. Raises ModelError if the model does not fit,
+    UnsupportedModel if it cannot run."""
     reject_unsupported_on_gpu(config, settings)
     reject_unsupported_experts(config, settings)
     kv_bytes, context = DTYPE_BYTES[kv_dtype(settings, dtype)], choose_max_context(config, settings)
@@ -121,7 +121,7 @@ def plan_engine_memory(
         state_slots=state_slots,
         packed=packed and dtype == "bfloat16",
         both=settings.gpu.weights == "both" and dtype == "bfloat16",
-        narrow=narrow,
+        quantised=quantised,
         tiers=settings.tiers.has_tiers,
         transfer=settings.transfer is not None,
         draft=draft,
@@ -184,7 +184,7 @@ def plan_memory(
     state_slots: int | None = None,
     packed: bool = False,
     both: bool = False,
-    narrow: Sequence[NarrowSize] = (),
+    quantised: Sequence[QuantisedSize] = (),
     tiers: bool = False,
     transfer: bool = False,
     draft: DraftMemory = NO_DRAFT_MODEL,
@@ -202,11 +202,13 @@ def plan_memory(
     tiers and other engines. See `weight_bytes`, `StepKernels.of`, `usable_bytes` and StepLimits for the others."""
     groups = groups or LayerGroups.single(config.layers)
     tables, running = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
-    used = choose_step_kernels(outline_of(config), kernels, dtype_bytes, packed=packed, narrow=narrow)
+    used = choose_step_kernels(outline_of(config), kernels, dtype_bytes, packed=packed, quantised=quantised)
     sizes = used, kv_dtype_bytes, block_size, *running, tiers, transfer, tables, exchanging_ranks, has_ranks
     token_bytes = kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + draft.kv_token_values * kv_dtype_bytes
     block_bytes = token_bytes * block_size
-    fixed = {"weights": draft.weight_bytes + weight_bytes(config, dtype_bytes, packed=packed, both=both, narrow=narrow)}
+    fixed = {
+        "weights": draft.weight_bytes + weight_bytes(config, dtype_bytes, packed=packed, both=both, quantised=quantised)
+    }
     fixed |= step_bytes(StepSizes.of(outline_of(config), config.vocab), StepLimits(*sizes), block_bytes, draft)
     needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     usable, needed_bytes = usable_bytes(total_bytes, utilization, other_bytes), needed * tables * block_bytes
@@ -292,21 +294,21 @@ def weight_bytes(
     *,
     packed: bool = False,
     both: bool = False,
-    narrow: Sequence[NarrowSize] = (),
+    quantised: Sequence[QuantisedSize] = (),
 ) -> int:
     """Return the bytes of all weights on the device.
 
-    Matrices are stored plain, packed, or in both formats (`both`), except those in `narrow`, which are quantised. If
+    Matrices are stored plain, packed, or in both formats (`both`), except those in `quantised`, which are quantised. If
     there are any of these, a large output head that would be plain is stored in both formats. An embedding that is
     separate from the head never is."""
     size, outline = 0, outline_of(config)
-    copies_head = bool(narrow) and not packed and is_head_large(outline)
+    copies_head = bool(quantised) and not packed and is_head_large(outline)
     for part in list_weight_parts(outline):
         is_head = part.kind == ("embedding" if config.tie_embeddings else "head")
         twice = (both and (is_head or part.kind != "embedding")) or (copies_head and is_head)
         size += weight_part_bytes(part, dtype_bytes, packed=packed, both=twice)
     by_shape = {(part.rows, part.columns, part.num_matrices): part for part in list_weight_parts(outline)}
-    for kept in narrow:
+    for kept in quantised:
         shape = kept.rows, kept.columns, kept.num_matrices
         plain = by_shape.get(shape, WeightPart("attention", *shape))
         size += kept.num_bytes - weight_part_bytes(plain, dtype_bytes, packed=packed, both=both)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from emberline.engine.gpu.shape import max_step_rows
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.engine.step_sizes import StepSizes
-from emberline.kernels.step_memory import ExpertNetwork, GatedNetwork, NarrowShape, StepKernels
+from emberline.kernels.step_memory import ExpertNetwork, GatedNetwork, QuantisedShape, StepKernels
 from emberline.kernels.work_limits import MAX_DEQUANTISED_WEIGHTS, MAX_GATHERED_LOGITS, MAX_UNPACKED_WEIGHTS
 from emberline.models.outline import ModelOutline
-from emberline.models.weight_formats import NarrowSize
+from emberline.models.weight_formats import QuantisedSize
 from emberline.models.weight_parts import list_weight_parts
 
 BF16_BYTES, F32_BYTES, F64_BYTES = 2, 4, 8
@@ -30,23 +30,28 @@ COPIES_OF_GATHERED_ROWS = 2
 
 
 def choose_step_kernels(
-    outline: ModelOutline, kernels: str, dtype_bytes: int, *, packed: bool = False, narrow: Sequence[NarrowSize] = ()
+    outline: ModelOutline,
+    kernels: str,
+    dtype_bytes: int,
+    *,
+    packed: bool = False,
+    quantised: Sequence[QuantisedSize] = (),
 ) -> StepKernels:
-    """Return the kernels for a model's weights; see `StepKernels.of`. `narrow`: matrices that are kept quantised."""
+    """Return the kernels for a model's weights; see `StepKernels.of`. `quantised`: matrices that are kept quantised."""
     parts = [part for part in list_weight_parts(outline) if part.kind == "routed experts"]
     # The rows of gate and up may be stored in two matrices.
     shapes = {(rows, part.columns) for part in parts for rows in (part.rows, part.rows // 2)}
-    of_experts = [each for each in narrow if (each.rows, each.columns) in shapes]
+    of_experts = [each for each in quantised if (each.rows, each.columns) in shapes]
     num_kept = sum(each.rows * each.columns * each.num_matrices for each in of_experts)
     num_routed = sum(part.num_weights for part in parts)
     # If more weights have these shapes than routed experts have, some are of shared experts or dense layers.
-    others = [each for each in narrow if each not in of_experts or num_kept > num_routed]
+    others = [each for each in quantised if each not in of_experts or num_kept > num_routed]
     return StepKernels.of(
         kernels,
         dtype_bytes,
         packed=packed,
-        narrow={_describe_shape(each) for each in others},
-        narrow_experts={_describe_shape(each) for each in of_experts},
+        quantised={_describe_shape(each) for each in others},
+        quantised_experts={_describe_shape(each) for each in of_experts},
         has_other_experts=num_kept < num_routed,
     )
 
@@ -123,8 +128,8 @@ class LogitMemory:
         return LogitMemory(*(F32_BYTES * vocab * count for count in (kept, step, captured)))
 
 
-def _describe_shape(narrow: NarrowSize) -> NarrowShape:
-    return narrow.kind, narrow.rows, narrow.columns, narrow.group_columns
+def _describe_shape(quantised: QuantisedSize) -> QuantisedShape:
+    return quantised.kind, quantised.rows, quantised.columns, quantised.group_columns
 
 
 def _one_network_bytes(

@@ -32,9 +32,9 @@ from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoa
 from emberline.models.gathered_loads import GatheredLoads
 from emberline.models.kv_scales import read_kv_factors
 from emberline.models.load_times import LoadTimes
-from emberline.models.narrow_plan import NarrowPlanner
-from emberline.models.narrow_weights import PendingExperts, PendingLinear, PendingParts, quantise_rows
+from emberline.models.pending_weights import PendingExperts, PendingLinear, PendingParts, quantise_rows
 from emberline.models.quantised_load import STORED_DTYPES, ValueChecks
+from emberline.models.quantised_plan import QuantisedPlanner
 from emberline.models.quantised_tensors import QuantisedTensorInfo
 from emberline.models.reader import FileReader
 from emberline.models.shard import Shard
@@ -48,7 +48,7 @@ from emberline.models.tensor_load import (
     split_stack,
 )
 from emberline.models.textmodel import select_text_model
-from emberline.models.weight_formats import NarrowSize
+from emberline.models.weight_formats import QuantisedSize
 from emberline.models.weight_uploader import WeightUploader
 from emberline.models.weights import StackPart, Weights, count_unfilled_bytes
 from emberline.unweight.tensor import is_coded
@@ -85,8 +85,8 @@ class DeviceWeights(Weights):
         self.reads_ranges = not self.shard.is_whole  # whether only the bytes of tensors that are loaded are read
         self.device = torch.device(device)
         self.packed = packed
-        self.narrow_sizes: list[NarrowSize] = []
-        self._narrow = NarrowPlanner(self.checkpoint, self.device, online=online, keeps_quantised=keeps_quantised)
+        self.quantised_sizes: list[QuantisedSize] = []
+        self._planner = QuantisedPlanner(self.checkpoint, self.device, online=online, keeps_quantised=keeps_quantised)
         self._checks = ValueChecks()
         stored = select_text_model(checkpoint).tensors if kv_scales else {}
         self._factors = read_kv_factors(stored, self._unused, self._view_raw_bytes)
@@ -128,15 +128,15 @@ class DeviceWeights(Weights):
     @property
     def fills_late(self) -> bool:
         """Whether some weights get their memory only in `finish`, when they are loaded."""
-        return self.packed or bool(self.narrow_sizes)
+        return self.packed or bool(self.quantised_sizes)
 
     def linear(
         self, parts: Sequence[tuple[str, int]], columns: int, *,
         gated: bool = False, full_precision: bool = False, packable: bool = True,
     ) -> ops.PackedWeight:  # fmt: skip
         dtype, rows = self.stack_dtype(parts, columns), [count for _, count in parts]
-        if not full_precision and (shape := self._narrow.describe_linear(parts, columns, dtype)) is not None:
-            return self._queue_narrow(parts, shape, gated=gated)
+        if not full_precision and (shape := self._planner.describe_linear(parts, columns, dtype)) is not None:
+            return self._queue_quantised_linear(parts, shape, gated=gated)
         if not self.packed or not packable or dtype is not torch.bfloat16:
             return super().linear(parts, columns, gated=gated)
         weight = ops.empty_weight(sum(rows), columns, dtype, self.device, gated=gated)
@@ -168,8 +168,8 @@ class DeviceWeights(Weights):
 
     def have_same_format(self, stacks: Sequence[tuple[tuple[int, int, int], Sequence[StackPart]]]) -> bool:
         dtypes = (self._final_dtype([part.name for part in parts]) for _, parts in stacks)
-        found = [self._narrow.describe_experts(*stack, dtype) for stack, dtype in zip(stacks, dtypes, strict=True)]
-        return len({None if narrow is None else narrow.kind for narrow in found}) == 1
+        found = [self._planner.describe_experts(*stack, dtype) for stack, dtype in zip(stacks, dtypes, strict=True)]
+        return len({None if quantised is None else quantised.kind for quantised in found}) == 1
 
     def load_experts(
         self,
@@ -183,9 +183,9 @@ class DeviceWeights(Weights):
         for name, part_shape, _ in parts:
             self._check_tensor(name, part_shape)
         dtype = self._final_dtype([part.name for part in parts])
-        narrow = None if full_precision else self._narrow.describe_experts(shape, parts, dtype)
-        if narrow is not None:
-            return self._queue_narrow_experts(parts, narrow, gated=gated)
+        quantised = None if full_precision else self._planner.describe_experts(shape, parts, dtype)
+        if quantised is not None:
+            return self._queue_quantised_experts(parts, quantised, gated=gated)
         if not self.packed or not packable or dtype is not torch.bfloat16:
             return self.stack_experts(shape, parts)
         experts = ops.empty_experts(*shape, gated=gated)
@@ -221,7 +221,7 @@ class DeviceWeights(Weights):
         """Read the files and return when every tensor has its values."""
         try:
             super().finish(ignorable_pattern)
-            self._narrow.log_mixed_parts()
+            self._planner.log_mixed_parts()
             self._fill_gguf_tensors()
             self._gathered.fill(self._pool)
             self._files.clear()
@@ -283,12 +283,12 @@ class DeviceWeights(Weights):
         if isinstance(target, MatrixPart):
             target.matrix.mark_part_complete()
 
-    def _queue_narrow(
+    def _queue_quantised_linear(
         self, parts: Sequence[tuple[str, int]], shape: QuantisedMatrix, *, gated: bool
     ) -> ops.PackedWeight:
         weight = ops.empty_quantised_weight(shape, self.device, gated=gated)
         size = ops.count_quantised_bytes(self.device, shape)
-        self.narrow_sizes.append(NarrowSize.of(shape, 1, size))
+        self.quantised_sizes.append(QuantisedSize.of(shape, 1, size))
 
         def settle(whole: Tensor) -> None:
             self._add_loaded_bytes(ops.fill_quantised_weight(weight, quantise_rows(whole, shape)))
@@ -301,12 +301,12 @@ class DeviceWeights(Weights):
             self._queue_part(name, partial(pending.set_part, index))
         return weight
 
-    def _queue_narrow_experts(
+    def _queue_quantised_experts(
         self, parts: Sequence[StackPart], shape: QuantisedMatrix, *, gated: bool
     ) -> ops.PackedExperts:
         pending = PendingExperts(shape, self.device, len(parts), self._add_loaded_bytes, gated=gated)
         num_bytes = ops.count_quantised_bytes(self.device, shape)
-        self.narrow_sizes.append(NarrowSize.of(shape, len(shape.codes), num_bytes))
+        self.quantised_sizes.append(QuantisedSize.of(shape, len(shape.codes), num_bytes))
         if isinstance(self.checkpoint.tensor_info(parts[0].name), QuantisedTensorInfo):
             for name, _, select in parts:
                 self._queue_part(name, partial(pending.set_part, select))

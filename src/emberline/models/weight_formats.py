@@ -30,7 +30,7 @@ ONLINE_INT4_GROUPS = (128, 64, 32)  # the first that divides the columns is used
 
 
 @dataclass(frozen=True, slots=True)
-class NarrowSize:
+class QuantisedSize:
     """The size of quantised matrices in memory that all have the same shape and format."""
 
     rows: int
@@ -41,10 +41,10 @@ class NarrowSize:
     group_columns: int = 0  # columns that share a scale; 0: the whole row
 
     @staticmethod
-    def of(matrix: QuantisedMatrix, num_matrices: int, num_bytes: int) -> NarrowSize:
+    def of(matrix: QuantisedMatrix, num_matrices: int, num_bytes: int) -> QuantisedSize:
         """Return the size of `num_matrices` matrices like `matrix`, which take `num_bytes` together."""
         columns = 0 if matrix.group_columns >= matrix.k else matrix.group_columns
-        return NarrowSize(matrix.n, matrix.k, num_matrices, num_bytes, matrix.kind, columns)
+        return QuantisedSize(matrix.n, matrix.k, num_matrices, num_bytes, matrix.kind, columns)
 
 
 def read_weight_formats(config: Mapping[str, Any], outline: ModelOutline) -> dict[WeightKind, WeightFormat]:
@@ -76,7 +76,7 @@ def choose_online_format(name: str, columns: int) -> WeightFormat | None:
     return None if group is None else make_int4_format(group)
 
 
-def list_online_sizes(outline: ModelOutline, name: str) -> list[NarrowSize]:
+def list_online_sizes(outline: ModelOutline, name: str) -> list[QuantisedSize]:
     """Return the sizes, after quantisation, of the matrices that `--weights` quantises at load."""
     sizes = []
     for part in list_weight_parts(outline):
@@ -84,7 +84,7 @@ def list_online_sizes(outline: ModelOutline, name: str) -> list[NarrowSize]:
         if found is not None:
             num_bytes = part.num_matrices * found.kept_bytes(part.rows, part.columns)
             group = found.group_columns
-            sizes.append(NarrowSize(part.rows, part.columns, part.num_matrices, num_bytes, found.name, group))
+            sizes.append(QuantisedSize(part.rows, part.columns, part.num_matrices, num_bytes, found.name, group))
     return sizes
 
 

@@ -33,7 +33,7 @@ from emberline.models.quantised_tensors import QuantisedTensorInfo, select_model
 from emberline.models.shard import Shard
 from emberline.models.tensor_cuts import cut_checkpoint
 from emberline.models.weight_form import WeightForm
-from emberline.models.weight_formats import NarrowSize
+from emberline.models.weight_formats import QuantisedSize
 from emberline.unweight.codec import WeightCodec, select_weight_codec
 from emberline.unweight.ordered_map import map_in_order
 from emberline.unweight.tensor import CodedTensor, check_raw_crc, is_coded
@@ -62,7 +62,7 @@ class Weights:
     comm: Communicator | None = None  # of the ranks that have the other parts; None: this is the whole model
     stacks_experts = False  # whether the experts of a layer are loaded into few tensors, as GPU kernels read them
     packed = False  # whether matrices are kept in the uw12 format, 12 bits per weight
-    narrow_sizes: Sequence[NarrowSize] = ()  # of the matrices that are kept quantised
+    quantised_sizes: Sequence[QuantisedSize] = ()  # of the matrices that are kept quantised
     _blocks: BlockPacker | None = None  # packs matrices in a form for CPUs; None: plain
 
     @property

@@ -34,12 +34,12 @@ from emberline.kernels.packed_weight import WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of, read_outline, select_planned_text
-from emberline.models.narrow_plan import describe_quantised, split_experts
-from emberline.models.narrow_weights import allocate_like
 from emberline.models.outline import divide_vocabulary
+from emberline.models.pending_weights import allocate_like
 from emberline.models.quantisation_config import WeightFormat
+from emberline.models.quantised_plan import describe_quantised, split_experts
 from emberline.models.shard import Shard
-from emberline.models.weight_formats import NarrowSize, read_weight_formats
+from emberline.models.weight_formats import QuantisedSize, read_weight_formats
 from emberline.models.weights import StackPart
 
 GIB = 1 << 30
@@ -117,7 +117,7 @@ class RankWeights(RandomWeights):
         described = split_experts(describe_quantised(self._expert_format, count * n, k), count)
         experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, described, described.nbytes, gated)
         kept = ops.count_quantised_bytes(self.device, described)
-        self.narrow_sizes.append(NarrowSize.of(described, count, kept))
+        self.quantised_sizes.append(QuantisedSize.of(described, count, kept))
         self.loaded_bytes += ops.fill_quantised_experts(experts, self._draw_codes(described))
         return experts
 
@@ -141,7 +141,7 @@ def measure(
     own = shard.shard_config(whole)
     booted = boot_gpu(own, weights, context=memory.choose_max_context(own, engine_config), settings=engine_config)
     torch.cuda.empty_cache()  # frees memory that drawing random weights used; loading from files does not use it
-    planned = memory.weight_bytes(own, 2, packed=weights.packed, narrow=weights.narrow_sizes)
+    planned = memory.weight_bytes(own, 2, packed=weights.packed, quantised=weights.quantised_sizes)
     report.add("weights_planned_gib", planned / GIB, "GiB")
     report.add("weights_gib", weights.loaded_bytes / GIB, "GiB")
     report.add("weights_error", 100 * abs(weights.loaded_bytes - planned) / planned, "%")

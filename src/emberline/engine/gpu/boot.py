@@ -152,7 +152,7 @@ def fill_and_identify(
 
     Return the format of the weights, and the seconds of each phase, by name."""
     model, seconds = runner.model, _load_weights(weights, runner)
-    copies_head = weights.narrow_sizes and not weights.packed and is_head_large(outline_of(model.config))
+    copies_head = weights.quantised_sizes and not weights.packed and is_head_large(outline_of(model.config))
     copies_head = copies_head and model.head.weight.n > 0  # only the last stage of a pipeline has a head
     if settings.gpu.weights == "both" or copies_head:
         within = model if settings.gpu.weights == "both" else model.head.weight
@@ -270,7 +270,7 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
         try:
             # Packed and quantised weights are allocated only when they are loaded.
             runner.model = make_zero_weight_model(model) if late else model
-            return compile_kernels(runner, weights.narrow_sizes, packed=weights.packed) + warm_up(runner)
+            return compile_kernels(runner, weights.quantised_sizes, packed=weights.packed) + warm_up(runner)
         finally:
             runner.model = model
 

@@ -64,7 +64,7 @@ class PlannedModel:
         plan, config = plan_stage_memory(
             *(model.config, stage, settings, model.context, device_memory, str(model.dtype).removeprefix("torch.")),
             packed=weights.packed,
-            narrow=weights.narrow_sizes,
+            quantised=weights.quantised_sizes,
             draft=measure_draft_model(draft),
             kernels=name_kernels(device.torch_device),
         )

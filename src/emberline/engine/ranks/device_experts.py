@@ -19,7 +19,7 @@ from emberline.core.errors import UnsupportedModel
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.ranks.expert_moves import ExpertMoves
 from emberline.kernels.comm.communicator import Communicator
-from emberline.kernels.cuda.narrow_layout import NarrowWeight, use_common_factor
+from emberline.kernels.cuda.narrow_layout import FourBitWeight, use_common_factor
 from emberline.kernels.expert_slots import ExpertSlots
 from emberline.kernels.mixture import StackedExperts
 from emberline.kernels.packed_weight import PackedExperts
@@ -88,7 +88,7 @@ def prepare_movable_experts(model: DecoderModel) -> None:
         experts = network.mixture.experts
         assert isinstance(experts, StackedExperts)
         for matrices in (experts.gate_up, experts.down):
-            if isinstance(matrices, PackedExperts) and isinstance(matrices.handle, NarrowWeight):
+            if isinstance(matrices, PackedExperts) and isinstance(matrices.handle, FourBitWeight):
                 if (found := use_common_factor(matrices.handle)) is None:
                     message = f"redundant_experts is set, but scales of the experts of layer {layer} differ too much"
                     raise UnsupportedModel(f"{message} to move experts between GPUs", hint="drop --redundant-experts")

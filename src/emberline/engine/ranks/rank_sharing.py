@@ -16,7 +16,7 @@ from emberline.engine import memory
 from emberline.engine.gpu.swap import equal_kv_share, usable_model_bytes
 from emberline.engine.host_memory import check_sleeping_models
 from emberline.engine.memory_plan import MemoryPlan
-from emberline.engine.narrow_estimate import estimate_narrow_part
+from emberline.engine.quantised_estimate import estimate_rank_quantised_sizes
 from emberline.engine.ranks.control import GPUMemoryBudget, MeasuredGPU
 from emberline.engine.ranks.device_boot import DeviceDivision
 from emberline.engine.ranks.device_part import max_message_bytes
@@ -24,7 +24,7 @@ from emberline.engine.stage_memory import plan_stage_memory
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.comm.ipc import count_buffer_bytes
 from emberline.models.weight_dtype import DTYPE_BYTES, choose_weight_dtype
-from emberline.models.weight_formats import NarrowSize
+from emberline.models.weight_formats import QuantisedSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,9 @@ class PlannedDivision:
         self._stages = [layout.stage(rank, model) for rank in range(0, layout.num_ranks, layout.tp)]
 
     @cached_property
-    def _narrow(self) -> list[list[NarrowSize]]:
+    def _quantised_sizes(self) -> list[list[QuantisedSize]]:
         args = self._checkpoint, self._division.model, self._division.config, self._dtype, self._shard
-        return [estimate_narrow_part(*args, stage) for stage in self._stages]
+        return [estimate_rank_quantised_sizes(*args, stage) for stage in self._stages]
 
     @property
     def buffer_bytes(self) -> int:
@@ -154,8 +154,8 @@ class PlannedDivision:
             plan_stage_memory(
                 *(self._own_config, stage, settings, self._context, device_memory, self._dtype),
                 packed=self._packed,
-                narrow=narrow,
+                quantised=quantised,
                 kernels=self._kernels,
             )[0]
-            for stage, narrow in zip(self._stages, self._narrow, strict=True)
+            for stage, quantised in zip(self._stages, self._quantised_sizes, strict=True)
         ]

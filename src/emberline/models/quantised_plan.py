@@ -1,4 +1,4 @@
-"""NarrowPlanner: which matrices of a checkpoint stay quantised, or are quantised at load, on a device.
+"""QuantisedPlanner: which matrices of a checkpoint stay quantised, or are quantised at load, on a device.
 
 A matrix may be stacked from several tensors, its parts. Parts whose formats differ cannot be stacked while quantised,
 so they are dequantised.
@@ -25,7 +25,7 @@ from emberline.models.weights import StackPart
 log = logging.getLogger("emberline.models")
 
 
-class NarrowPlanner:
+class QuantisedPlanner:
     """Describes quantised matrices before they are loaded, as tensors on the meta device."""
 
     def __init__(
@@ -74,14 +74,14 @@ class NarrowPlanner:
         count, n, k = shape
         if infos:
             described = [(self._describe(info), part.select) for info, part in zip(infos, parts, strict=True)]
-            narrow = stack_experts_shape(shape, described)
-            self._mixed += [part.name for part in parts] if narrow is None else []
+            quantised = stack_experts_shape(shape, described)
+            self._mixed += [part.name for part in parts] if quantised is None else []
         else:
             online = choose_online_format(self._online, k)
-            narrow = None if online is None else split_experts(describe_quantised(online, count * n, k), count)
-        if narrow is None or not ops.keeps_quantised(self._device, narrow):
+            quantised = None if online is None else split_experts(describe_quantised(online, count * n, k), count)
+        if quantised is None or not ops.keeps_quantised(self._device, quantised):
             return None
-        return narrow
+        return quantised
 
     def log_mixed_parts(self) -> None:
         if self._mixed:
