@@ -225,7 +225,11 @@ def check_dispatch(device: str, dtype: torch.dtype, rows: int, sizes: tuple[int,
     experts = StackedExperts(gate_up, down)
     router = PackedWeight((make(count, hidden) / 4).to(dtype).to(device), count, hidden, dtype, WeightLayout.ROWS)
     mixture = Mixture(
-        torch.ones(hidden, device=device), 1e-6, router, experts, Routing(2, renormalize=True, own=range(3, 6))
+        torch.ones(hidden, device=device),
+        1e-6,
+        router,
+        experts,
+        Routing(2, renormalize=True, local_experts=range(3, 6)),
     )
     x = make(rows, hidden).to(dtype).to(device)
     data = router.data.float().cpu()

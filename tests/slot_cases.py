@@ -54,7 +54,7 @@ def check_selected_slots(device: str, name: str, rows: int, tile_rows: int, *, p
         )
         order = tiles.order.cpu().view(-1, tile_rows)
         for tile in range(int(tiles.num_tiles)):
-            slot = int(tiles.tile_experts[tile]) + slots.own.start
+            slot = int(tiles.tile_experts[tile]) + slots.local_slots.start
             found += [(slot, at) for at in order[tile, : int(tiles.tile_counts[tile])].tolist()]
     assert sorted(found) == sorted((slot, at) for at, slot in enumerate(wanted.flatten().tolist()))
 
@@ -102,7 +102,7 @@ def check_own_sums(device: str, dtype: torch.dtype, rows: int, sizes: tuple[int,
                 )
             )
             mixture = Mixture(torch.ones(hidden, device=device), 1e-6, router, experts, rules, slots=slots)
-            found = layer.sum_own(x, mixture)
+            found = layer.sum_local(x, mixture)
             total += found.sums.cpu()
             assert found.slots.shape == (rows, 2)
         totals.append(total)

@@ -222,7 +222,7 @@ def test_planned_weights_of_a_rank_are_those_it_loads(name: str, tmp_path: Path)
     for layout in (Layout(2), Layout(1, 2), Layout(2, 2)) if name != "delta-moe" else (Layout(2),):
         for rank in range(layout.num_ranks):
             part = load_host_part(config, layout, rank, lambda name, rank, size: LoneRank(rank, size))
-            planned = memory.weight_bytes(part.planned.own_config, 4)
+            planned = memory.weight_bytes(part.planned.rank_config, 4)
             assert planned == pytest.approx(part.planned.model.weight_bytes, rel=0.01), (layout, rank)
 
 

@@ -187,7 +187,7 @@ def draw_placement(pick: random.Random, experts: int, groups: int, places: int) 
 
 def test_slots_of_rows() -> None:
     """Copies of an expert compute as many rows each, also if most rows are padding. Tables keep their addresses."""
-    slots = ExpertSlots(4, 2, 3, torch.device("cpu"), own_group=1)
+    slots = ExpertSlots(4, 2, 3, torch.device("cpu"), local_group=1)
     address = slots.table.data_ptr(), slots.copies.data_ptr()
     slots.assign(list_slots(((0, 1, EMPTY), (2, 3, EMPTY)), 4))
     assert slots.choose(torch.tensor([[0, 3], [0, 2]])).tolist() == [[0, 4], [0, 3]]
@@ -197,7 +197,7 @@ def test_slots_of_rows() -> None:
         for column, copies in ((0, {0, 5}), (1, {1}), (2, {2, 3})):
             of_rows = found[::every, column].tolist()
             assert set(of_rows) == copies and abs(of_rows.count(min(copies)) / len(of_rows) - 1 / len(copies)) <= 0.125
-    assert (slots.table.data_ptr(), slots.copies.data_ptr()) == address and slots.own == range(3, 6)
+    assert (slots.table.data_ptr(), slots.copies.data_ptr()) == address and slots.local_slots == range(3, 6)
 
 
 def test_counts_are_those_of_the_experts_that_slots_had() -> None:
@@ -239,12 +239,12 @@ def test_planned_weights_have_room_for_copies(name: str, tmp_path: Path) -> None
     for layout in (DP2_EP2 | {"redundant_experts": 0}, DP2_EP2):
         own = config.with_settings(**layout)
         part = load_host_part(own, Layout.of_gpus(own.parallel), 1, lambda name, rank, size: LoneRank(rank, size))
-        planned = memory.weight_bytes(part.planned.own_config, 4)
+        planned = memory.weight_bytes(part.planned.rank_config, 4)
         assert planned == pytest.approx(part.planned.model.weight_bytes, rel=0.01)
         sizes.append(planned)
         activations.append(part.planned.plan.activations)
     assert activations[1] > activations[0], "outputs and sums are in float64"
-    hidden, experts = part.planned.own_config.hidden, part.planned.own_config.experts
+    hidden, experts = part.planned.rank_config.hidden, part.planned.rank_config.experts
     assert experts is not None and experts.num_places == 3
     biases = (2 * experts.ffn + hidden) * experts.options.has_biases
     assert sizes[1] - sizes[0] == sum(experts.layers) * 4 * (3 * hidden * experts.ffn + biases)

@@ -80,7 +80,7 @@ def run_with_scores(
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3-moe"])
 def test_choices_and_log_probabilities(name: str, tmp_path: Path) -> None:
-    """Sampled choices of a prompt share its blocks on their home, and a batch does not change a request's bits."""
+    """Sampled choices of a prompt share its blocks on their DP rank, and a batch does not change a request's bits."""
     config = build_config(tmp_path, name, max_running=8)
     pending = submissions(0.8, logprobs=0, n=3)
     expected = run_with_scores(boot(config).engine, pending)
@@ -105,13 +105,13 @@ def test_requests_are_divided_among_ranks(tmp_path: Path) -> None:
     for name, prompt in {"long": long, "short": short, "other": other}.items():
         engine.add(Submission(name, prompt, sampling))
     engine.step()
-    homes = {name: kv.home_of(engine.scheduler.requests[f"{name}#0"]) for name in ("long", "short", "other")}
-    assert homes["short"] == homes["other"] != homes["long"]
+    dp_ranks = {name: kv.dp_rank_of(engine.scheduler.requests[f"{name}#0"]) for name in ("long", "short", "other")}
+    assert dp_ranks["short"] == dp_ranks["other"] != dp_ranks["long"]
     assert kv.num_blocks == 2 * engine.runner.num_blocks
     run_engine(engine, [])
     engine.add(Submission("next", [*long, 5], sampling))
     engine.step()
-    assert kv.home_of(engine.scheduler.requests["next#0"]) == homes["long"] and kv.hit_tokens == 24
+    assert kv.dp_rank_of(engine.scheduler.requests["next#0"]) == dp_ranks["long"] and kv.hit_tokens == 24
     run_engine(engine, [])
     engine.close()
 

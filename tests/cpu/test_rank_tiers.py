@@ -116,7 +116,7 @@ def check_changed_homes(engine: Engine, expected: Replies, length: int) -> None:
         def note_home(request: Request, reserved_blocks: int, admit: Any = admit, found: Any = found) -> bool:
             is_admitted = bool(admit(request, reserved_blocks))
             if is_admitted:
-                found[request.id] = engine.kv.home_of(request)  # type: ignore[union-attr]
+                found[request.id] = engine.kv.dp_rank_of(request)  # type: ignore[union-attr]
             return is_admitted
 
         engine.kv.admit = note_home  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from emberline.kv.block_part import BlockPart, StatePart, own_state_layers
+from emberline.kv.block_part import BlockPart, StatePart, rank_state_layers
 from emberline.kv.cache import StateShape
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.shard import Shard
@@ -67,7 +67,7 @@ def test_blocks(
 @given(divided_layers(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 60))
 def test_states(divided: tuple[LayerGroups, list[range]], tp: int, keys: int, per_key: int, page_numbers: int) -> None:
     groups, stages = divided
-    num_layers = len(own_state_layers(groups, range(len(groups.places))))
+    num_layers = len(rank_state_layers(groups, range(len(groups.places))))
     key_heads, heads = keys * tp, keys * per_key * tp
     shape = StateShape(num_layers, 2, 2 * key_heads * 3 + heads * 2, heads, 3, 2)
     conv = numbered(num_layers, 2, shape.conv_channels, 4)
@@ -76,7 +76,7 @@ def test_states(divided: tuple[LayerGroups, list[range]], tp: int, keys: int, pe
     assert slot.nbytes == shape.slot_bytes
     saved = np.zeros_like(slot)
     for layers in stages:
-        own = own_state_layers(groups, layers)
+        own = rank_state_layers(groups, layers)
         at = slice(own.start, own.stop)
         for rank in range(tp):
             sections = np.split(conv[at], [key_heads * 3, 2 * key_heads * 3], axis=2)

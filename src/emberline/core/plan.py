@@ -72,7 +72,7 @@ class WorkItem:
     # NaN, and kernels read positions of a block that are not written yet.
     cleared_blocks: Sequence[int] = ()
     # With data-parallel attention: the rank that has the request's blocks and states, and computes its rows.
-    home: int = 0
+    dp_rank: int = 0
 
     @property
     def saves_states(self) -> bool:
@@ -89,7 +89,7 @@ class BlockCopy:
     digest: bytes  # hash of the block's content: tokens/blockhash.py
     buffer: memoryview
     group: int = 0  # group of layers whose keys and values the block has: kv/layer_groups.py
-    home: int = 0  # with data-parallel attention: the rank that has the block; 0 otherwise
+    dp_rank: int = 0  # with data-parallel attention: the rank that has the block; 0 otherwise
 
 
 @dataclass(frozen=True, slots=True)

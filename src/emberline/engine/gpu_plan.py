@@ -320,7 +320,7 @@ def _plan_one(
     if tables is not None:
         kv_bytes = kv_bytes // block_bytes * block_bytes
     planned = max_planned_tokens(scheduler.max_batch_tokens, plans=2)
-    groups_of_experts = gpus.count if part.experts is not None and part.experts.num_own else 1
+    groups_of_experts = gpus.count if part.experts is not None and part.experts.num_local else 1
     return GPUPlan(
         sharing, gpus, shares, fixed, local, kv_bytes, step_kv, max_context, tables, planned, groups_of_experts
     )

@@ -100,7 +100,7 @@ class StatePart:
                 own += size
 
 
-def own_state_layers(groups: LayerGroups, layers: range) -> range:
+def rank_state_layers(groups: LayerGroups, layers: range) -> range:
     """Return the numbers that a rank's recurrent layers have among all recurrent layers of the model.
 
     `groups`: the layer groups of the whole model. `layers`: all layers of the rank."""

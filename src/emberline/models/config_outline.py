@@ -118,6 +118,6 @@ def _expert_sizes(experts: ExpertsConfig) -> ExpertSizes:
         has_shared_gate=options.has_shared_gate,
         has_router_bias=options.has_router_bias or options.has_correction,
         has_biases=options.has_biases,
-        num_own=0 if experts.own is None else len(experts.own),
+        num_local=0 if experts.local_experts is None else len(experts.local_experts),
         num_spare=experts.spare,
     )

@@ -51,26 +51,26 @@ class ExpertDispatch:
         self.load.record(numbers.cpu().numpy(), groups.cpu().numpy())
         group_of = [rank // ranks_per_group for rank in range(comm.size)]
         first = sum(exchange.counts[: comm.rank])
-        own_groups, own_group = groups[first : first + exchange.own], group_of[comm.rank]
+        own_groups, local_group = groups[first : first + exchange.num_local_rows], group_of[comm.rank]
 
         # Rows of this rank that go to each rank, and rows of each rank that come here.
         sent = [(own_groups == group).any(1).nonzero()[:, 0] for group in group_of]
-        is_received = (groups == own_group).any(1)
+        is_received = (groups == local_group).any(1)
         received_counts = [int(part.sum()) for part in is_received.split(exchange.counts)]
         received = comm.all_to_all(selected.normed[torch.cat(sent)], list(map(len, sent)), received_counts)
 
         # Pairs of a row and a choice that this rank computes, in the order of the rows.
-        row, choice = (groups == own_group).nonzero(as_tuple=True)
+        row, choice = (groups == local_group).nonzero(as_tuple=True)
         inputs = received[(is_received.cumsum(0) - 1)[row]]
         if rules.scales_inputs:
             inputs *= exchange.gather(selected.weights)[row, choice, None]
         outputs = inputs
         if len(row):
-            local = slots[row, choice] - own_group * self.slots.per_group
+            local = slots[row, choice] - local_group * self.slots.per_group
             outputs = expert_ops.run_experts(inputs, local.int(), mixture)
 
         # The outputs go back to the ranks of their rows.
-        computed_counts = [int((part == own_group).sum()) for part in groups.split(exchange.counts)]
+        computed_counts = [int((part == local_group).sum()) for part in groups.split(exchange.counts)]
         pairs = [(own_groups == group).flatten().nonzero()[:, 0] for group in group_of]
         parts = comm.all_to_all(outputs, computed_counts, list(map(len, pairs)))
         return _add(x, selected, mixture, _sum_parts(parts, pairs, x, rules.experts_per_row))

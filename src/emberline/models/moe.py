@@ -67,7 +67,7 @@ class SparseFeedForward:
                     group_best=max(1, spec.group_best),
                     scale=options.scale * residual,
                     scales_inputs=spec.scales_inputs,
-                    own=experts.own,
+                    local_experts=experts.local_experts,
                 ),
                 shared=_load_shared_expert(weights, experts, spec.shared, at, hidden, residual),
                 clamp=clamped,
@@ -90,7 +90,7 @@ class SparseFeedForward:
             return self.movable.add_outputs(x, self.mixture, exchange)
         if exchange is not None:
             rows = exchange.gather(x)
-            return x.add_(exchange.sum_own(ops.run_mixture(rows, self.mixture, add_to=torch.zeros_like(rows))))
+            return x.add_(exchange.reduce_scatter(ops.run_mixture(rows, self.mixture, add_to=torch.zeros_like(rows))))
         return self.comm.all_reduce_add(x, ops.run_mixture(x, self.mixture, add_to=torch.zeros_like(x)))
 
     def place_experts(self, placement: Placement, group: int, loaded: Mapping[int, Expert]) -> None:
@@ -106,9 +106,9 @@ class SparseFeedForward:
 
 def _make_slots(experts: ExpertsConfig, weights: Weights) -> ExpertSlots | None:
     """Return the tables of which slots have which experts; None: experts never move between ranks."""
-    if not experts.spare or experts.own is None:
+    if not experts.spare or experts.local_experts is None:
         return None
-    groups, shard = experts.count // len(experts.own), weights.shard
+    groups, shard = experts.count // len(experts.local_experts), weights.shard
     return ExpertSlots(experts.count, groups, experts.num_places, weights.device, shard.expert_group)
 
 

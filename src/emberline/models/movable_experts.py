@@ -42,12 +42,12 @@ class MovableExperts:
 
     def add_outputs(self, x: Tensor, mixture: Mixture, exchange: RowExchange) -> Tensor:
         """Add the output of the mixture of experts to x, the rows of this rank, in place and return x."""
-        found = expert_ops.sum_own_experts(exchange.gather(x), mixture)
+        found = expert_ops.sum_local_experts(exchange.gather(x), mixture)
         if exchange.counted is not None:
             per_row = found.slots.shape[1]
             counted = exchange.counted[:, None].expand(-1, per_row)
             self.row_counts.index_add_(0, found.slots.flatten(), counted.flatten())
-        return x.add_(exchange.sum_own(found.sums).to(x.dtype))
+        return x.add_(exchange.reduce_scatter(found.sums).to(x.dtype))
 
     def record_counts(self, counts: NDArray[np.int64]) -> None:
         """Record in `load` the rows that slots computed since the last call. `counts`: the values of `row_counts`."""

@@ -120,7 +120,7 @@ class Shard:
         return replace(
             experts,
             ffn=len(self.expert_columns(experts.ffn)),
-            own=self.experts(experts.count) if self.expert_parts > 1 else None,
+            local_experts=self.experts(experts.count) if self.expert_parts > 1 else None,
             spare=self.redundant_experts if self.gathers_rows else 0,
             options=replace(experts.options, shared_ffn=shared),
         )

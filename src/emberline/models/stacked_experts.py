@@ -42,7 +42,7 @@ def load_stacked_experts(
         gate_up = [StackPart(f"{at}.{tensors.gate_up[0]}", gate_up_shape, select_gate_up)]
         down = [StackPart(f"{at}.{tensors.down}", down_shape, select_down)]
     # Kernels for packed experts need all experts of the layer.
-    packable = experts.own is None and can_pack_experts(hidden, ffn, has_biases=experts.options.has_biases)
+    packable = experts.local_experts is None and can_pack_experts(hidden, ffn, has_biases=experts.options.has_biases)
     places = experts.num_places
     first, second = (places, 2 * ffn, hidden), (places, hidden, ffn)
     load = partial(

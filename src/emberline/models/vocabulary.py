@@ -40,7 +40,7 @@ class VocabularyPart:
         others = (tokens < self.tokens.start) | (tokens >= self.tokens.stop)
         own = (tokens - self.tokens.start).masked_fill_(others, 0)
         rows = ops.embed(own, table).masked_fill_(others[:, None], 0)
-        return self.comm.all_reduce(rows) if exchange is None else exchange.sum_own(rows)
+        return self.comm.all_reduce(rows) if exchange is None else exchange.reduce_scatter(rows)
 
     def compute_logits(self, x: Tensor, head: ops.LinearLayer, out: Tensor | None) -> Tensor:
         """Return the logits of x over the whole vocabulary. `head`: the rows that this rank has.

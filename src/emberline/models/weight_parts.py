@@ -113,12 +113,12 @@ def _ffn_parts(outline: ModelOutline, experts: ExpertSizes | None) -> Iterator[W
         return
     yield WeightPart("router", experts.count, hidden, is_always_plain=True)
     plain = not can_pack_experts(hidden, experts.ffn, has_biases=experts.has_biases)
-    yield WeightPart("routed experts", 2 * experts.ffn, hidden, experts.own_count, is_always_plain=plain)
-    yield WeightPart("routed experts", hidden, experts.ffn, experts.own_count, is_always_plain=plain)
+    yield WeightPart("routed experts", 2 * experts.ffn, hidden, experts.local_count, is_always_plain=plain)
+    yield WeightPart("routed experts", hidden, experts.ffn, experts.local_count, is_always_plain=plain)
     if experts.has_router_bias:
         yield WeightPart("norms", experts.count, 1)
     if experts.has_biases:
-        yield WeightPart("norms", 2 * experts.ffn + hidden, 1, experts.own_count)
+        yield WeightPart("norms", 2 * experts.ffn + hidden, 1, experts.local_count)
     if experts.shared_ffn:
         yield WeightPart("shared experts", 2 * experts.shared_ffn, hidden)
         yield WeightPart("shared experts", hidden, experts.shared_ffn)

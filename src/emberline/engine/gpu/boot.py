@@ -331,8 +331,8 @@ def warm_up(runner: GPURunner) -> float:
         blocks = range(-(-len(tokens) // size))
         # The result does not matter, so all groups of layers use the same blocks.
         windows = [blocks] * (len(runner.groups.windows) - 1)
-        home = runner.rank.home
-        make_item = partial(WorkItem, "warm-up", blocks=blocks, samples=True, window_blocks=windows, home=home)
+        dp_rank = runner.rank.dp_rank
+        make_item = partial(WorkItem, "warm-up", blocks=blocks, samples=True, window_blocks=windows, dp_rank=dp_rank)
         params = SamplingParams(max_tokens=1, temperature=0.0)
         admission = Admission("warm-up", tokens, len(tokens), params, 0)
         runner.run(StepPlan(0, [admission], [make_item(0, tokens)], []))

@@ -41,7 +41,7 @@ def encode_copies(
     columns = array("q", [each.block for each in copies])
     columns.extend(buffer_number(each.buffer) for each in copies)
     columns.extend(each.group for each in copies)
-    columns.extend(each.home for each in copies)
+    columns.extend(each.dp_rank for each in copies)
     return COPIES_MARK + _ENCODER.encode(EncodedCopies(len(saves), columns.tobytes()))
 
 
@@ -53,5 +53,5 @@ def decode_copies(message: bytes, find_buffer: Callable[[int], memoryview]) -> t
     columns = array("q", encoded.columns).tolist()
     count = len(columns) // 4
     rows = zip(*(columns[i * count : (i + 1) * count] for i in range(4)), strict=True)
-    copies = [BlockCopy(block, b"", find_buffer(number), group, home) for block, number, group, home in rows]
+    copies = [BlockCopy(block, b"", find_buffer(number), group, dp_rank) for block, number, group, dp_rank in rows]
     return copies[: encoded.num_saves], copies[encoded.num_saves :]

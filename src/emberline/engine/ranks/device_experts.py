@@ -125,7 +125,7 @@ def move_weights(
     kept: list[tuple[int, list[Tensor]]] = []
     for transfer, is_kept in order_transfers(transfers):
         group, place = transfer.target
-        is_target = slots.own.start == group * slots.per_group
+        is_target = slots.local_slots.start == group * slots.per_group
         received = [_exchange(tensor, transfer, slots, comm, to_host=is_kept) for tensor in tensors]
         if is_kept and is_target:
             kept.append((place, received))

@@ -164,7 +164,7 @@ class DeviceLeaderRunner(GPURunner):
         return self._change_memory(WAKE, self._memory.restore, RankAwake, "wake its part of the model")
 
     def _change_memory(
-        self, message: bytes, change_own: Callable[[], int], report: type[RankAsleep] | type[RankAwake], what: str
+        self, message: bytes, change_leader: Callable[[], int], report: type[RankAsleep] | type[RankAwake], what: str
     ) -> int:
         group = self._group
         assert group is not None
@@ -172,7 +172,7 @@ class DeviceLeaderRunner(GPURunner):
         with ending_group(group):
             group.publish_beside_steps(message)
             try:
-                copied = change_own()
+                copied = change_leader()
             except Exception as error:
                 name = group.layout.describe(group.layout.leader)
                 raise EngineFailed(f"{name} could not {what}: {type(error).__name__}: {error}") from error

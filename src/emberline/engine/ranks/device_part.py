@@ -118,8 +118,8 @@ class DevicePart:
         has_packed_experts = packed and model_config.experts is not None
         reject_unsupported_settings(config, device.torch_device, has_packed_experts=has_packed_experts)
         shard = layout.shard(rank)
-        own_config = shard.shard_config(model_config)
-        to_device = partial(connect_devices, device, config, max_message_bytes(own_config, config, DTYPE_BYTES[dtype]))
+        rank_config = shard.shard_config(model_config)
+        to_device = partial(connect_devices, device, config, max_message_bytes(rank_config, config, DTYPE_BYTES[dtype]))
         connections = DeviceConnections.connect(layout, rank, connect, to_device)
         if not all(each.group.can_capture for each in connections.all):
             config = config.with_settings(graphs=False)
@@ -131,7 +131,7 @@ class DevicePart:
             comm=comm,
         )
         weights.reads_ranges = True  # also if the rank has whole tensors of some layers
-        model = load_model(own_config, weights, context, stage)
+        model = load_model(rank_config, weights, context, stage)
         is_leader = rank == layout.leader
         draft = load_draft_model_on_gpu(config, checkpoint, model, device, packed=packed) if is_leader else None
         sizes = measure_share(device, config.parallel.ranks_per_gpu)
@@ -150,7 +150,7 @@ class DevicePart:
             layers=len(self.planned.model.layers),
             weight_bytes=plan.weights,
             block_bytes=self.planned.kv_shape.block_bytes,
-            slot_bytes=state_slot_bytes(self.planned.own_config),
+            slot_bytes=state_slot_bytes(self.planned.rank_config),
             max_blocks=plan.kv_blocks,
             max_slots=plan.state_slots,
             fixed_bytes=plan.fixed_bytes - plan.reserve,
@@ -179,7 +179,7 @@ class DevicePart:
         parallel = self.planned.settings.parallel
         role = RankRole(
             *first,
-            attends_to_own=parallel.dp_attention,
+            has_dp_attention=parallel.dp_attention,
             pages_per_slot=pages_per_slot,
             counts_rows=parallel.redundant_experts > 0,
             draft_model=draft_model,

@@ -122,10 +122,10 @@ def explain_gpu_error(error: RuntimeError) -> EngineFailed:
     hint = "see the server's log"
     if isinstance(error, torch.OutOfMemoryError):
         hint = "lower --gpu-memory-utilization, or end other processes that use the GPU"
-    return EngineFailed(f"GPU {name_own_gpu()} failed: {type(error).__name__}: {reason}", hint=hint)
+    return EngineFailed(f"GPU {name_current_gpu()} failed: {type(error).__name__}: {reason}", hint=hint)
 
 
-def name_own_gpu() -> str:
+def name_current_gpu() -> str:
     """Return the first entry of CUDA_VISIBLE_DEVICES, which names the GPU that this process uses."""
     return next(iter(visible_gpus() or ["0"]))
 

@@ -80,19 +80,19 @@ class GroupExecutor:
     """Computes steps on all ranks: publishes the work, then computes the leader's part."""
 
     def __init__(
-        self, group: FollowerGroup, own: WorkExecutor, steps: StepCounter, buffers: HostBuffers | None
+        self, group: FollowerGroup, leader_executor: WorkExecutor, steps: StepCounter, buffers: HostBuffers | None
     ) -> None:
-        """`own`: computes the leader's part.
+        """`leader_executor`: computes the leader's part.
 
         `buffers`: shared by all ranks, for copies of KV blocks; None: there are no tiers."""
-        self._group, self.own, self._steps, self._buffers = group, own, steps, buffers
+        self._group, self.leader_executor, self._steps, self._buffers = group, leader_executor, steps, buffers
         self._encoder = WorkEncoder(group.layout.pp)
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
 
     def copy(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
         """Let all ranks copy their part of blocks, and wait until they have. Raises EngineFailed, as `compute`."""
         self.publish_copies(saves, loads)
-        self.copy_own(saves, loads)
+        self.copy_on_leader(saves, loads)
 
     def publish_copies(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
         """Let the other ranks copy their part of blocks, after all steps that were published before."""
@@ -103,18 +103,18 @@ class GroupExecutor:
             with ending_group(self._group):
                 self._group.publish_copies(encode_copies(saves, loads, self._buffers.number))
 
-    def copy_own(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
+    def copy_on_leader(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
         """Copy the leader's part of published copies, and wait until the other ranks have copied theirs.
 
         Before that, the tiers must neither read a saved block from its buffer nor reuse the buffer of a loaded one."""
         if saves or loads:
             with ending_group(self._group):
-                self.own.copy(saves, loads)
+                self.leader_executor.copy(saves, loads)
                 self._group.finish_copies()
             self._steps.finish_step()
 
     def clear(self, blocks: Sequence[int]) -> None:
-        self.own.clear(blocks)
+        self.leader_executor.clear(blocks)
         self._cleared += blocks
 
     def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
@@ -123,7 +123,7 @@ class GroupExecutor:
         Raises EngineFailed, after which the group cannot be used any more."""
         with ending_group(self._group):
             self.publish(work, captured_layers=() if capture is None else capture.layers)
-            return self.compute_own(work, capture)
+            return self.compute_on_leader(work, capture)
 
     def forget(self, ids: Sequence[str]) -> None:
         """Note that requests have ended. Their ids may be used again."""
@@ -135,7 +135,7 @@ class GroupExecutor:
         """Let the other ranks begin with a step. `cleared`: blocks that they fill with zeros first.
 
         `captured_layers`: layers whose inputs the leader's draft model will read, as in the argument `capture` of
-        `compute_own`."""
+        `compute_on_leader`."""
         self._group.check()
         self._cleared += cleared
         if work:
@@ -144,20 +144,20 @@ class GroupExecutor:
                 self._group.publish(self._encoder.encode(work, self._cleared, captured_layers))
             self._cleared = []
 
-    def compute_own(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
+    def compute_on_leader(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
         """Return the logits of a published step. Steps are computed in the order in which they were published."""
         with ending_group(self._group):
-            logits = self.own.compute(work, capture)
+            logits = self.leader_executor.compute(work, capture)
         self._group.finish_step()
         self._steps.finish_step()
         return logits
 
-    def run_on_all(self, message: bytes, run_own: Callable[[], bool]) -> bool:
-        """Send a message to the other ranks, call `run_own` for the leader's part, and return its result."""
+    def run_on_all(self, message: bytes, run_on_leader: Callable[[], bool]) -> bool:
+        """Send a message to the other ranks, call `run_on_leader` for the leader's part, and return its result."""
         self._group.check()
         with ending_group(self._group):
             self._group.publish(message)
-            result = run_own()
+            result = run_on_leader()
         self._group.finish_step()
         return result
 
@@ -181,13 +181,13 @@ class PublishedExecutor:
         self._executor = executor
 
     def copy(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
-        self._executor.copy_own(saves, loads)
+        self._executor.copy_on_leader(saves, loads)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        self._executor.own.clear(blocks)
+        self._executor.leader_executor.clear(blocks)
 
     def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
-        return self._executor.compute_own(work, capture)
+        return self._executor.compute_on_leader(work, capture)
 
 
 class LeaderRunner(TorchRunner):
@@ -230,7 +230,7 @@ class LeaderRunner(TorchRunner):
     def _admit_requests(self, plan: StepPlan) -> tuple[list[WorkItem], dict[str, str]]:
         """Return the result of the superclass, with the work sorted by rank: the rows of logits have this order."""
         work, failed = super()._admit_requests(plan)
-        return work if self.num_caches == 1 else sorted(work, key=attrgetter("home")), failed
+        return work if self.num_caches == 1 else sorted(work, key=attrgetter("dp_rank")), failed
 
     def check_ranks(self) -> None:
         """Raise EngineFailed if a rank was lost."""

@@ -17,10 +17,10 @@ from emberline.engine.boot_parts import choose_kv_dtype
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.ranks.control import RankLoaded
+from emberline.engine.ranks.data_parallel_work import DataParallelExecutor
 from emberline.engine.ranks.draft_model import load_draft_model_of_ranks
 from emberline.engine.ranks.expert_moves import ExpertMoves
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.own_work import OwnWorkExecutor
 from emberline.engine.ranks.settings import transfer_obstacle
 from emberline.engine.speculation.draft_cache import draft_block_bytes, make_draft_cache
 from emberline.engine.speculation.draft_runner import DraftRunner
@@ -31,7 +31,7 @@ from emberline.kernels.comm.communicator import Communicator
 from emberline.kernels.comm.gloo import GlooGroup
 from emberline.kernels.comm.rendezvous import Rendezvous
 from emberline.kernels.mixture import Expert
-from emberline.kv.block_part import BlockPart, StatePart, own_state_layers
+from emberline.kv.block_part import BlockPart, StatePart, rank_state_layers
 from emberline.kv.cache import KVCache, StateCache
 from emberline.kv.tiers.part_copier import PartBlockCopier, RankShare
 from emberline.kv.transfer.layout import KVLayout
@@ -68,12 +68,12 @@ class RankPart:
         """`model`: this rank's part, with these layers and this shard. `whole`: config of the undivided model."""
         self.model, parts = model, model.config.parts
         self.groups = choose_groups(model.config.windows, model.context, parts.attention.state_layers)
-        self._own_groups = self.groups.of_layers(layers)
+        self._rank_groups = self.groups.of_layers(layers)
         self.kv_shape = make_kv_shape(
             model.config,
             config.scheduler.block_size,
             choose_kv_dtype(config.kv_cache.kv_dtype, model.dtype),
-            self._own_groups,
+            self._rank_groups,
         )
         self.share = self._share_of(layers, shard, whole)
         shape, num_layers = make_state_shape(model.config), len(set(layers) & set(parts.attention.state_layers))
@@ -91,7 +91,7 @@ class RankPart:
         heads, is_first = shard.divide(whole.kv_heads), shard.is_first_of(whole.kv_heads)
         blocks = BlockPart.of_rank(self.groups, layers, heads, is_first=is_first)
         shape = replace(self.kv_shape, layers=self.groups.block_layers, kv_heads=whole.kv_heads)
-        state_shape, state_layers = make_state_shape(whole), own_state_layers(self.groups, layers)
+        state_shape, state_layers = make_state_shape(whole), rank_state_layers(self.groups, layers)
         if state_shape is None:
             return RankShare(blocks, shape)
         states = StatePart.of_rank(state_shape, state_layers, shard.rank, shard.world_size)
@@ -181,8 +181,8 @@ class RankPart:
         if self.draft_model is not None:
             self.draft_runner = DraftRunner(self.draft_model, make_draft_cache(self.draft_model, self.cache))
         copier = PartBlockCopier(self.cache, self.share, states)
-        args = self._forward_model, self.cache, self._own_groups, states, copier
-        self.executor = WorkExecutor(*args) if self._attending is None else OwnWorkExecutor(self._attending, *args)
+        args = self._forward_model, self.cache, self._rank_groups, states, copier
+        self.executor = WorkExecutor(*args) if self._attending is None else DataParallelExecutor(self._attending, *args)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class PlannedDivision:
         self._context = memory.choose_max_context(division.model, settings)
         layout, model = division.layout, division.model
         self._shard = layout.shard(0)
-        self._own_config = self._shard.shard_config(model)
+        self._rank_config = self._shard.shard_config(model)
         self._stages = [layout.stage(rank, model) for rank in range(0, layout.num_ranks, layout.tp)]
 
     @cached_property
@@ -143,7 +143,7 @@ class PlannedDivision:
         shards = count_buffer_bytes() if layout.tp > 1 else 0
         if layout.pp == 1:
             return shards
-        message = max_message_bytes(self._own_config, settings, DTYPE_BYTES[self._dtype])
+        message = max_message_bytes(self._rank_config, settings, DTYPE_BYTES[self._dtype])
         return shards + count_buffer_bytes(message, num_senders=1)
 
     def plan_stages(self, shared: GPUMemoryBudget) -> list[MemoryPlan]:
@@ -152,7 +152,7 @@ class PlannedDivision:
         device_memory = shared.total_bytes, shared.other_bytes
         return [
             plan_stage_memory(
-                *(self._own_config, stage, settings, self._context, device_memory, self._dtype),
+                *(self._rank_config, stage, settings, self._context, device_memory, self._dtype),
                 packed=self._packed,
                 quantised=quantised,
                 kernels=self._kernels,

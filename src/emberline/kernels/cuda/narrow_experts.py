@@ -66,4 +66,4 @@ def run_routed_experts(
         normed, gate_up, rows, bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled
     )
     outputs: Tensor = kernels.multiply_down(inner, down, rows, bias=experts.down_bias, scaled=not scaled)
-    return clear_other_outputs(outputs, rows, rules.own)
+    return clear_other_outputs(outputs, rows, rules.local_experts)
