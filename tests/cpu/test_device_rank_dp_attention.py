@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
-from device_rank_engines import DeviceThreadRanks, load_host_part, make_device_thread_engine
+from device_rank_engines import DeviceThreadRanks, load_host_rank_model, make_device_thread_engine
 from rank_models import HEADS
 from test_device_rank_engine import SETTINGS, build_config, collect, run_on_one_rank, run_on_ranks, submissions
 
@@ -134,7 +134,7 @@ def test_planned_weights_of_a_rank_are_those_it_loads(name: str, tmp_path: Path)
         own = config.with_settings(**settings)
         layout = Layout.of_gpus(own.parallel)
         for rank in range(layout.num_ranks):
-            part = load_host_part(own, layout, rank, lambda name, rank, size: LoneRank(rank, size))
+            part = load_host_rank_model(own, layout, rank, lambda name, rank, size: LoneRank(rank, size))
             planned = memory.weight_bytes(part.planned.rank_config, 4)
             assert planned == pytest.approx(part.planned.model.weight_bytes, rel=0.01), (settings, rank)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_rank_engines import DeviceThreadRanks, load_host_part, make_device_thread_engine
+from device_rank_engines import DeviceThreadRanks, load_host_rank_model, make_device_thread_engine
 from hot_experts import choose_hot_experts, move_all, watch_moves
 from test_device_rank_engine import build_config, submissions
 from test_dp_attention import run_with_scores
@@ -238,7 +238,7 @@ def test_planned_weights_have_room_for_copies(name: str, tmp_path: Path) -> None
     sizes, activations = [], []
     for layout in (DP2_EP2 | {"redundant_experts": 0}, DP2_EP2):
         own = config.with_settings(**layout)
-        part = load_host_part(own, Layout.of_gpus(own.parallel), 1, lambda name, rank, size: LoneRank(rank, size))
+        part = load_host_rank_model(own, Layout.of_gpus(own.parallel), 1, lambda name, rank, size: LoneRank(rank, size))
         planned = memory.weight_bytes(part.planned.rank_config, 4)
         assert planned == pytest.approx(part.planned.model.weight_bytes, rel=0.01)
         sizes.append(planned)

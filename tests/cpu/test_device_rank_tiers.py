@@ -20,7 +20,7 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.plan import BlockCopy, StepPlan
 from emberline.engine.boot import boot
 from emberline.engine.gpu.copier import DeviceCopier
-from emberline.engine.ranks.buffer_parts import BufferParts
+from emberline.engine.ranks.block_buffer_layout import BlockBufferLayout
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
 from emberline.engine.ranks.layout import Layout
 
@@ -150,13 +150,13 @@ def test_copies_end_when_all_ranks_have_copied(
 def test_places_of_parts() -> None:
     """Ranks with the same heads share a place, unless they have different recurrent states."""
     sizes, none = dict.fromkeys(range(4), 64), dict.fromkeys(range(4), 0)
-    parts = BufferParts.plan(Layout(4), 2, sizes, none)
+    parts = BlockBufferLayout.plan(Layout(4), 2, sizes, none)
     assert (parts.offsets, parts.block_bytes, parts.pages_per_slot) == ({0: 0, 1: 0, 2: 64, 3: 64}, 128, 0)
     assert [parts.saves_blocks(rank) for rank in range(4)] == [True, False, True, False]
-    parts = BufferParts.plan(Layout(2, 2), 1, sizes, none)
+    parts = BlockBufferLayout.plan(Layout(2, 2), 1, sizes, none)
     assert parts.offsets == {0: 0, 1: 0, 2: 64, 3: 64}
-    parts = BufferParts.plan(Layout(4), 2, sizes, none | {2: 130})
+    parts = BlockBufferLayout.plan(Layout(4), 2, sizes, none | {2: 130})
     assert (list(parts.offsets.values()), parts.block_bytes, parts.pages_per_slot) == ([0, 64, 128, 192], 256, 3)
-    parts = BufferParts.plan(Layout(4, dp_attention=True), 2, sizes, dict.fromkeys(range(4), 130))
+    parts = BlockBufferLayout.plan(Layout(4, dp_attention=True), 2, sizes, dict.fromkeys(range(4), 130))
     assert (list(parts.offsets.values()), parts.block_bytes, parts.pages_per_slot) == ([0, 0, 0, 0], 64, 3)
     assert all(parts.saves_blocks(rank) for rank in range(4))

@@ -32,7 +32,7 @@ from emberline.models.outline import divide_vocabulary
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.shard import Shard
 from emberline.models.stored_cuts import DimensionCut
-from emberline.models.weight_parts import list_weight_parts
+from emberline.models.weight_matrices import list_weight_matrices
 from emberline.models.weights import Weights
 
 
@@ -98,7 +98,7 @@ def test_sizes_are_those_of_the_plan(name: str, tmp_path: Path) -> None:
         loaded = load_rank(tmp_path, part, Unused(ranks - 1, ranks))
         assert loaded.weight_bytes == memory.weight_bytes(loaded.config, 4)
         first, planned = outline_of(Shard(0, ranks).shard_config(whole)), outline_of(whole).divide(ranks)
-        matrices = [[p for p in list_weight_parts(o) if p.kind != "norms"] for o in (first, planned)]
+        matrices = [[p for p in list_weight_matrices(o) if p.kind != "norms"] for o in (first, planned)]
         assert matrices[0] == matrices[1]
         assert (first.kv_heads, first.state, first.latent) == (planned.kv_heads, planned.state, planned.latent)
 

@@ -23,7 +23,7 @@ from emberline.models.config_outline import outline_of, read_outline
 from emberline.models.shard import Shard
 from emberline.models.stored_cuts import DimensionCut, cut_tensor
 from emberline.models.tensor_cuts import CutRules, cut_checkpoint
-from emberline.models.weight_parts import list_weight_parts
+from emberline.models.weight_matrices import list_weight_matrices
 
 LLAMA_8B = ModelConfig.from_hf(bench_model.LLAMA_8B)
 MATRICES = {  # n, k
@@ -189,4 +189,4 @@ def test_latents_in_blocks_of_rows_are_replicated() -> None:
 def test_plans_of_large_models_have_the_parts_of_ranks(file: str, ranks: int) -> None:
     config = read_object(Path(__file__).parents[2] / "benchmarks" / "configs" / file)
     part = Shard(0, ranks).shard_config(ModelConfig.from_hf(config))
-    assert list_weight_parts(outline_of(part)) == list_weight_parts(read_outline(config).divide(ranks))
+    assert list_weight_matrices(outline_of(part)) == list_weight_matrices(read_outline(config).divide(ranks))

@@ -17,7 +17,7 @@ from emberline.engine.boot import boot
 from emberline.engine.pacing import max_prompt_tokens
 from emberline.engine.ranks import stage_costs
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.stage_costs import ModelCosts, PartCost, RankMemory, choose_stages, measure_costs
+from emberline.engine.ranks.stage_costs import ComponentCost, ModelCosts, RankMemory, choose_stages, measure_costs
 from emberline.engine.request_builder import RequestBuilder
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
@@ -28,7 +28,9 @@ LARGE = RankMemory(all_bytes=1000, kv_bytes=1000, num_blocks=1)
 
 def make_costs(layers: list[float], embedding: float = 0.0, head: float = 0.0) -> ModelCosts:
     """Return costs with these seconds; each layer has 10 bytes of weights, and 5 in a KV block."""
-    return ModelCosts(tuple(PartCost(each, 10, 5) for each in layers), PartCost(embedding, 100), PartCost(head, 100))
+    return ModelCosts(
+        tuple(ComponentCost(each, 10, 5) for each in layers), ComponentCost(embedding, 100), ComponentCost(head, 100)
+    )
 
 
 def test_the_slowest_stage_is_as_fast_as_possible() -> None:

@@ -23,12 +23,12 @@ from emberline.engine.memory import (
     kv_token_bytes,
     plan_memory,
     weight_bytes,
-    weight_part_bytes,
+    weight_matrices_bytes,
 )
 from emberline.kernels.work_limits import MAX_UNPACKED_WEIGHTS
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
-from emberline.models.weight_parts import list_weight_parts
+from emberline.models.weight_matrices import list_weight_matrices
 
 LLAMA_8B = ModelConfig.from_hf(bench_model.LLAMA_8B)
 H200 = 141 * 10**9
@@ -150,17 +150,17 @@ def test_packed_experts_are_planned() -> None:
     """Routers are never packed, nor experts with biases, nor small matrices of attention beside experts."""
     config = ModelConfig.from_hf(QWEN3_30B_A3B)
     plain, packed = (memory.weight_bytes(config, 2, packed=packed) for packed in (False, True))
-    attention = [part for part in list_weight_parts(outline_of(config)) if part.kind == "attention"]
+    attention = [part for part in list_weight_matrices(outline_of(config)) if part.kind == "attention"]
     assert len(attention) == 2 * 48 and all(part.is_faster_plain for part in attention)
     unpacked = 2 * sum(part.num_weights for part in attention)
     assert packed - unpacked == pytest.approx((plain - unpacked) * 12.2 / 16, rel=5e-3)
-    assert not any(part.is_faster_plain for part in list_weight_parts(outline_of(LLAMA_8B)))
+    assert not any(part.is_faster_plain for part in list_weight_matrices(outline_of(LLAMA_8B)))
     plan = memory.plan_engine_memory(config, gpu_config(weights="packed"), H200, "bfloat16", packed=True)
     assert plan.weights == packed
-    parts = {part.kind: part for part in list_weight_parts(outline_of(config))}
-    assert weight_part_bytes(parts["router"], 2, packed=True) == 2 * 128 * 2048
+    parts = {part.kind: part for part in list_weight_matrices(outline_of(config))}
+    assert weight_matrices_bytes(parts["router"], 2, packed=True) == 2 * 128 * 2048
     experts = replace(outline_of(config).experts or pytest.fail("no experts"), has_biases=True)
-    biased = list_weight_parts(replace(outline_of(config), experts=experts))
+    biased = list_weight_matrices(replace(outline_of(config), experts=experts))
     assert all(part.is_always_plain for part in biased if part.kind == "routed experts")
 
 

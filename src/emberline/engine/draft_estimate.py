@@ -17,7 +17,7 @@ from emberline.models.config import EMBEDDING_NAME, HEAD_NAME, ModelConfig
 from emberline.models.eagle3_config import EMBEDDING_NAMES, IGNORABLE_TENSORS, Eagle3Config
 from emberline.models.mtp_config import check_has_head, name_head_tensors, select_head_layer
 from emberline.models.quantised_tensors import QuantisedTensorInfo, list_quantised_sizes, select_model_tensors
-from emberline.models.weight_parts import WeightPart
+from emberline.models.weight_matrices import WeightMatrices
 
 COMPARED_BYTES = 1 << 16  # at each of three places, of tensors that may be copies
 
@@ -75,7 +75,9 @@ class WeightCounter:
         return sum(self._count_tensor(checkpoint, name) for name in names)
 
     def count_matrix(self, rows: int, columns: int, count: int = 1) -> int:
-        return memory.weight_part_bytes(WeightPart("head", rows, columns, count), self.width, packed=self._packed)
+        return memory.weight_matrices_bytes(
+            WeightMatrices("head", rows, columns, count), self.width, packed=self._packed
+        )
 
     def _count_tensor(self, checkpoint: Checkpoint, name: str) -> int:
         tensor = checkpoint.tensors[name]

@@ -24,7 +24,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
 from emberline.models.weight_dtype import default_kv_dtype
 from emberline.models.weight_formats import QuantisedSize
-from emberline.models.weight_parts import WeightPart, is_head_large, list_weight_parts
+from emberline.models.weight_matrices import WeightMatrices, is_head_large, list_weight_matrices
 
 DEFAULT_UTILIZATION = GPUConfig().gpu_memory_utilization
 RESERVE_BYTES = 2 << 30  # CUDA context, libraries, compiled kernels, workspaces of cuBLAS and of split products
@@ -303,30 +303,34 @@ def weight_bytes(
     separate from the head never is."""
     size, outline = 0, outline_of(config)
     copies_head = bool(quantised) and not packed and is_head_large(outline)
-    for part in list_weight_parts(outline):
-        is_head = part.kind == ("embedding" if config.tie_embeddings else "head")
-        twice = (both and (is_head or part.kind != "embedding")) or (copies_head and is_head)
-        size += weight_part_bytes(part, dtype_bytes, packed=packed, both=twice)
-    by_shape = {(part.rows, part.columns, part.num_matrices): part for part in list_weight_parts(outline)}
+    for matrices in list_weight_matrices(outline):
+        is_head = matrices.kind == ("embedding" if config.tie_embeddings else "head")
+        twice = (both and (is_head or matrices.kind != "embedding")) or (copies_head and is_head)
+        size += weight_matrices_bytes(matrices, dtype_bytes, packed=packed, both=twice)
+    by_shape = {
+        (matrices.rows, matrices.columns, matrices.num_matrices): matrices for matrices in list_weight_matrices(outline)
+    }
     for kept in quantised:
         shape = kept.rows, kept.columns, kept.num_matrices
-        plain = by_shape.get(shape, WeightPart("attention", *shape))
-        size += kept.num_bytes - weight_part_bytes(plain, dtype_bytes, packed=packed, both=both)
+        plain = by_shape.get(shape, WeightMatrices("attention", *shape))
+        size += kept.num_bytes - weight_matrices_bytes(plain, dtype_bytes, packed=packed, both=both)
     return size
 
 
-def weight_part_bytes(part: WeightPart, dtype_bytes: int, *, packed: bool = False, both: bool = False) -> int:
+def weight_matrices_bytes(
+    matrices: WeightMatrices, dtype_bytes: int, *, packed: bool = False, both: bool = False
+) -> int:
     """Return the bytes of matrices that are stored plain, packed or in both formats. Norms and biases are float32."""
-    if part.kind == "norms":
-        return F32_BYTES * part.num_weights
-    if part.is_always_plain:
-        return dtype_bytes * part.num_weights
-    size = dtype_bytes * part.rows * part.columns
-    if packed and not part.is_faster_plain:
-        size = max_packed_bytes(part.rows, part.columns)
-    if both and is_packable(part.rows, part.columns):
-        size += max_packed_bytes(part.rows, part.columns)
-    return size * part.num_matrices
+    if matrices.kind == "norms":
+        return F32_BYTES * matrices.num_weights
+    if matrices.is_always_plain:
+        return dtype_bytes * matrices.num_weights
+    size = dtype_bytes * matrices.rows * matrices.columns
+    if packed and not matrices.is_faster_plain:
+        size = max_packed_bytes(matrices.rows, matrices.columns)
+    if both and is_packable(matrices.rows, matrices.columns):
+        size += max_packed_bytes(matrices.rows, matrices.columns)
+    return size * matrices.num_matrices
 
 
 def max_packed_bytes(rows: int, columns: int) -> int:

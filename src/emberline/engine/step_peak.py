@@ -15,7 +15,7 @@ from emberline.kernels.step_memory import ExpertNetwork, GatedNetwork, Quantised
 from emberline.kernels.work_limits import MAX_DEQUANTISED_WEIGHTS, MAX_GATHERED_LOGITS, MAX_UNPACKED_WEIGHTS
 from emberline.models.outline import ModelOutline
 from emberline.models.weight_formats import QuantisedSize
-from emberline.models.weight_parts import list_weight_parts
+from emberline.models.weight_matrices import list_weight_matrices
 
 BF16_BYTES, F32_BYTES, F64_BYTES = 2, 4, 8
 # Rows of logits for each request in a step that is not captured: its own, and a copy that sampling leaves unchanged,
@@ -38,7 +38,7 @@ def choose_step_kernels(
     quantised: Sequence[QuantisedSize] = (),
 ) -> StepKernels:
     """Return the kernels for a model's weights; see `StepKernels.of`. `quantised`: matrices that are kept quantised."""
-    parts = [part for part in list_weight_parts(outline) if part.kind == "routed experts"]
+    parts = [part for part in list_weight_matrices(outline) if part.kind == "routed experts"]
     # The rows of gate and up may be stored in two matrices.
     shapes = {(rows, part.columns) for part in parts for rows in (part.rows, part.rows // 2)}
     of_experts = [each for each in quantised if (each.rows, each.columns) in shapes]

@@ -18,7 +18,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.forward import ForwardBatch
 from emberline.models.layers import OutputScaling, add_output, load_linear
 from emberline.models.ropeconfig import RopeConfig
-from emberline.models.weight_parts import is_attention_faster_plain
+from emberline.models.weight_matrices import is_attention_faster_plain
 from emberline.models.weights import Weights
 
 

@@ -29,7 +29,7 @@ from emberline.models.ropeconfig import RopeConfig
 from emberline.models.row_exchange import RowExchange
 from emberline.models.sleep import iter_instances
 from emberline.models.stage import Stage
-from emberline.models.vocabulary import VocabularyPart
+from emberline.models.vocabulary import VocabularyShard
 from emberline.models.weights import Weights
 
 
@@ -123,7 +123,7 @@ class DecoderModel:
     fingerprint: str
     embedding_multiplier: float = 1.0
     final_norm: Tensor | None = None  # weight of a layer norm before the head; None: the head has an RMS norm
-    vocabulary: VocabularyPart | None = None  # the rows of embedding and head that this rank has; None: all
+    vocabulary: VocabularyShard | None = None  # the rows of embedding and head that this rank has; None: all
 
     @staticmethod
     def load(
@@ -153,7 +153,7 @@ class DecoderModel:
             fingerprint=fingerprint,
             embedding_multiplier=_round_multiplier(config, dtype),
             final_norm=None if is_rms else norm,
-            vocabulary=VocabularyPart.of(weights, config.vocab),
+            vocabulary=VocabularyShard.of(weights, config.vocab),
         )
 
     @property

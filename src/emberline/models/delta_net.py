@@ -17,7 +17,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.forward import ForwardBatch
 from emberline.models.layers import OutputScaling, add_output, load_linear
 from emberline.models.outline import StateSizes
-from emberline.models.weights import StackPart, Weights
+from emberline.models.weights import StackSource, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class DeltaNet:
         is_grouped = config.parts.attention.has_grouped_delta_tensors
         (matrix,) = (_load_grouped if is_grouped else _load_separate)(weights, at, sizes, hidden)
         taps, channels = sizes.conv_kernel, sizes.conv_channels
-        kernel = StackPart(f"{at}.conv1d.weight", (channels, 1, taps), lambda whole: whole.T[:, None])
+        kernel = StackSource(f"{at}.conv1d.weight", (channels, 1, taps), lambda whole: whole.T[:, None])
         return DeltaNet(
             qkv=ops.LinearLayer(
                 matrix,

@@ -32,7 +32,7 @@ from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoa
 from emberline.models.gathered_loads import GatheredLoads
 from emberline.models.kv_scales import read_kv_factors
 from emberline.models.load_times import LoadTimes
-from emberline.models.pending_weights import PendingExperts, PendingLinear, PendingParts, quantise_rows
+from emberline.models.pending_weights import PendingExperts, PendingLinear, PendingQuantisedTensor, quantise_rows
 from emberline.models.quantised_load import STORED_DTYPES, ValueChecks
 from emberline.models.quantised_plan import QuantisedPlanner
 from emberline.models.quantised_tensors import QuantisedTensorInfo
@@ -50,7 +50,7 @@ from emberline.models.tensor_load import (
 from emberline.models.textmodel import select_text_model
 from emberline.models.weight_formats import QuantisedSize
 from emberline.models.weight_uploader import WeightUploader
-from emberline.models.weights import StackPart, Weights, count_unfilled_bytes
+from emberline.models.weights import StackSource, Weights, count_unfilled_bytes
 from emberline.unweight.tensor import is_coded
 
 
@@ -166,7 +166,7 @@ class DeviceWeights(Weights):
         self._queue_stack(parts, columns, settle, gated=False)
         return weights
 
-    def have_same_format(self, stacks: Sequence[tuple[tuple[int, int, int], Sequence[StackPart]]]) -> bool:
+    def have_same_format(self, stacks: Sequence[tuple[tuple[int, int, int], Sequence[StackSource]]]) -> bool:
         dtypes = (self._final_dtype([part.name for part in parts]) for _, parts in stacks)
         found = [self._planner.describe_experts(*stack, dtype) for stack, dtype in zip(stacks, dtypes, strict=True)]
         return len({None if quantised is None else quantised.kind for quantised in found}) == 1
@@ -174,37 +174,37 @@ class DeviceWeights(Weights):
     def load_experts(
         self,
         shape: tuple[int, int, int],
-        parts: Sequence[StackPart],
+        sources: Sequence[StackSource],
         *,
         gated: bool = False,
         packable: bool = False,
         full_precision: bool = False,
     ) -> Tensor | ops.PackedExperts:
-        for name, part_shape, _ in parts:
+        for name, part_shape, _ in sources:
             self._check_tensor(name, part_shape)
-        dtype = self._final_dtype([part.name for part in parts])
-        quantised = None if full_precision else self._planner.describe_experts(shape, parts, dtype)
+        dtype = self._final_dtype([source.name for source in sources])
+        quantised = None if full_precision else self._planner.describe_experts(shape, sources, dtype)
         if quantised is not None:
-            return self._queue_quantised_experts(parts, quantised, gated=gated)
+            return self._queue_quantised_experts(sources, quantised, gated=gated)
         if not self.packed or not packable or dtype is not torch.bfloat16:
-            return self.stack_experts(shape, parts)
+            return self.stack_experts(shape, sources)
         experts = ops.empty_experts(*shape, gated=gated)
 
         def settle(whole: Tensor) -> None:
             self._add_loaded_bytes(ops.fill_experts(experts, whole))
 
-        pending = PendingMatrix(shape, dtype, self.device, lambda whole, i: parts[i].select(whole), settle)
-        for index, (name, part_shape, _) in enumerate(parts):
+        pending = PendingMatrix(shape, dtype, self.device, lambda whole, i: sources[i].select(whole), settle)
+        for index, (name, part_shape, _) in enumerate(sources):
             self._queue_load(name, part_shape, pending.add_part(index))
         return experts
 
     def stack_experts(
-        self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None
+        self, shape: tuple[int, ...], sources: Sequence[StackSource], dtype: torch.dtype | None = None
     ) -> Tensor:
-        used = dtype or self._final_dtype([part.name for part in parts])
+        used = dtype or self._final_dtype([source.name for source in sources])
         whole = torch.empty(shape, dtype=used, device=self.device)
-        self.loaded_bytes += count_unfilled_bytes(whole, parts)
-        for name, part_shape, select in parts:
+        self.loaded_bytes += count_unfilled_bytes(whole, sources)
+        for name, part_shape, select in sources:
             self._queue_load(name, part_shape, select(whole))
         return whole
 
@@ -267,7 +267,7 @@ class DeviceWeights(Weights):
     def _queue_quantised(
         self, name: str, info: QuantisedTensorInfo, on_complete: Callable[[QuantisedMatrix], None]
     ) -> None:
-        pending = PendingParts(name, info, self.device, self._checks, on_complete)
+        pending = PendingQuantisedTensor(name, info, self.device, self._checks, on_complete)
         for index, part in enumerate(pending.parts):
             self._add_load(name, info.parts[part], MatrixPart(pending, index, is_stored_form=True))
 
@@ -302,13 +302,13 @@ class DeviceWeights(Weights):
         return weight
 
     def _queue_quantised_experts(
-        self, parts: Sequence[StackPart], shape: QuantisedMatrix, *, gated: bool
+        self, sources: Sequence[StackSource], shape: QuantisedMatrix, *, gated: bool
     ) -> ops.PackedExperts:
-        pending = PendingExperts(shape, self.device, len(parts), self._add_loaded_bytes, gated=gated)
+        pending = PendingExperts(shape, self.device, len(sources), self._add_loaded_bytes, gated=gated)
         num_bytes = ops.count_quantised_bytes(self.device, shape)
         self.quantised_sizes.append(QuantisedSize.of(shape, len(shape.codes), num_bytes))
-        if isinstance(self.checkpoint.tensor_info(parts[0].name), QuantisedTensorInfo):
-            for name, _, select in parts:
+        if isinstance(self.checkpoint.tensor_info(sources[0].name), QuantisedTensorInfo):
+            for name, _, select in sources:
                 self._queue_part(name, partial(pending.set_part, select))
             return pending.experts
 
@@ -316,8 +316,8 @@ class DeviceWeights(Weights):
             self._add_loaded_bytes(ops.fill_quantised_experts(pending.experts, quantise_rows(whole, shape)))
 
         size = (*shape.codes.shape[:2], shape.k)
-        whole = PendingMatrix(size, torch.bfloat16, self.device, lambda w, i: parts[i].select(w), settle, zeroed=True)
-        for index, (name, part_shape, _) in enumerate(parts):
+        whole = PendingMatrix(size, torch.bfloat16, self.device, lambda w, i: sources[i].select(w), settle, zeroed=True)
+        for index, (name, part_shape, _) in enumerate(sources):
             self._queue_load(name, part_shape, whole.add_part(index))
         return pending.experts
 

@@ -50,7 +50,7 @@ KV_SCALES = (
 )
 
 QuantisedLayout = Literal["blocks", "fp8", "int4 rows", "float4 rows", "awq", "gptq"]
-Part = Literal["codes", "scales", "zeros", "global_scale", "groups", "shape"]
+QuantisedComponent = Literal["codes", "scales", "zeros", "global_scale", "groups", "shape"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class QuantisedTensorInfo(TensorInfo):
 
     format: WeightFormat = field(kw_only=True)
     layout: QuantisedLayout = field(kw_only=True)
-    parts: Mapping[Part, TensorInfo] = field(kw_only=True)
+    parts: Mapping[QuantisedComponent, TensorInfo] = field(kw_only=True)
     zero_offset: int = field(kw_only=True, default=0)  # added to stored zero points
     divides_by_global_scale: bool = field(kw_only=True, default=False)
 
@@ -158,7 +158,7 @@ class TensorJoiner:
         shape = self._pop(f"{base}_shape", info, ("I32", "I64"), [(2,)], is_optional=True)
         if parts is None:
             return None
-        optional: dict[Part, TensorInfo | None] = {"groups": groups_of_columns, "shape": shape}
+        optional: dict[QuantisedComponent, TensorInfo | None] = {"groups": groups_of_columns, "shape": shape}
         parts |= {part: tensor for part, tensor in optional.items() if tensor is not None}
         return base, _make_info("int4 rows", found, (rows, columns), parts)
 
@@ -176,7 +176,7 @@ class TensorJoiner:
             raise _codes_error(name, info, f"U8 and rows of whole groups of {found.group_columns} codes")
         rows, columns = info.shape[0], info.shape[1] * 2
         dtypes = EXPONENT_DTYPES if found is MXFP4 else ("F8_E4M3",)
-        parts: dict[Part, TensorInfo] = {"codes": info}
+        parts: dict[QuantisedComponent, TensorInfo] = {"codes": info}
         scales = self._pop(f"{base}_scale", info, dtypes, [(rows, columns // found.group_columns)])
         if found is NVFP4:
             whole = self._pop(global_name, info, ("F32",), [(), (1,)])
@@ -195,7 +195,7 @@ class TensorJoiner:
         rows = words * CODES_PER_WORD
         found = self._choose_int4(name, base, info, (rows, columns))
         groups = columns // (found.group_columns or columns)
-        wanted: dict[Part, Wanted] = {
+        wanted: dict[QuantisedComponent, Wanted] = {
             "scales": (f"{base}.scales", SCALE_DTYPES, [(groups, rows)]),
             "zeros": (f"{base}.qzeros", ("I32",), [(groups, words)]),
         }
@@ -208,7 +208,7 @@ class TensorJoiner:
         columns = words * CODES_PER_WORD
         found = self._choose_int4(name, base, info, (rows, columns))
         groups = columns // (found.group_columns or columns)
-        wanted: dict[Part, Wanted] = {
+        wanted: dict[QuantisedComponent, Wanted] = {
             "scales": (f"{base}.scales", SCALE_DTYPES, [(groups, rows)]),
             "zeros": (f"{base}.qzeros", ("I32",), [(groups, -(-rows // CODES_PER_WORD))]),
         }
@@ -251,8 +251,8 @@ class TensorJoiner:
         return found
 
     def _pop_parts(
-        self, codes: TensorInfo, wanted: Mapping[Part, Wanted], *, has_zeros: bool
-    ) -> dict[Part, TensorInfo] | None:
+        self, codes: TensorInfo, wanted: Mapping[QuantisedComponent, Wanted], *, has_zeros: bool
+    ) -> dict[QuantisedComponent, TensorInfo] | None:
         """Remove scales and zero points from the tensors, and return the parts of the matrix; None: some are missing.
 
         Zero points are used only with `has_zeros`."""
@@ -260,7 +260,7 @@ class TensorJoiner:
         zeros = self._pop(wanted["zeros"][0], codes, *wanted["zeros"][1:], is_optional=not has_zeros)
         if scales is None or (has_zeros and zeros is None):
             return None
-        parts: dict[Part, TensorInfo] = {"codes": codes, "scales": scales}
+        parts: dict[QuantisedComponent, TensorInfo] = {"codes": codes, "scales": scales}
         return parts if zeros is None or not has_zeros else parts | {"zeros": zeros}
 
     def _pop(
@@ -306,7 +306,7 @@ def _two_sizes(name: str, info: TensorInfo) -> tuple[int, int]:
 
 
 def _make_info(
-    layout: QuantisedLayout, found: WeightFormat, shape: tuple[int, ...], parts: Mapping[Part, TensorInfo]
+    layout: QuantisedLayout, found: WeightFormat, shape: tuple[int, ...], parts: Mapping[QuantisedComponent, TensorInfo]
 ) -> QuantisedTensorInfo:
     codes = parts["codes"]
     return QuantisedTensorInfo(

@@ -20,7 +20,7 @@ from emberline.models.quantisation_config import WeightFormat
 from emberline.models.quantised_layouts import QuantisedTensorInfo
 from emberline.models.quantised_load import describe_matrix
 from emberline.models.weight_formats import choose_online_format
-from emberline.models.weights import StackPart
+from emberline.models.weights import StackSource
 
 log = logging.getLogger("emberline.models")
 
@@ -57,25 +57,25 @@ class QuantisedPlanner:
         return shape
 
     def describe_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], dtype: torch.dtype
+        self, shape: tuple[int, int, int], sources: Sequence[StackSource], dtype: torch.dtype
     ) -> QuantisedMatrix | None:
         """Return the quantised matrices [experts, n, k] that the parts form; None: they are loaded as `dtype`."""
-        name = parts[0].name
+        name = sources[0].name
         if name not in self._experts:
-            self._experts[name] = self._describe_experts(shape, parts, dtype)
+            self._experts[name] = self._describe_experts(shape, sources, dtype)
         return self._experts[name]
 
     def _describe_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], dtype: torch.dtype
+        self, shape: tuple[int, int, int], sources: Sequence[StackSource], dtype: torch.dtype
     ) -> QuantisedMatrix | None:
-        infos = self._list_quantised([part.name for part in parts], dtype)
+        infos = self._list_quantised([source.name for source in sources], dtype)
         if infos is None:
             return None
         count, n, k = shape
         if infos:
-            described = [(self._describe(info), part.select) for info, part in zip(infos, parts, strict=True)]
+            described = [(self._describe(info), source.select) for info, source in zip(infos, sources, strict=True)]
             quantised = stack_experts_shape(shape, described)
-            self._mixed += [part.name for part in parts] if quantised is None else []
+            self._mixed += [source.name for source in sources] if quantised is None else []
         else:
             online = choose_online_format(self._online, k)
             quantised = None if online is None else split_experts(describe_quantised(online, count * n, k), count)

@@ -17,7 +17,7 @@ from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import DTYPE_BYTES, TensorCut, TensorInfo
 from emberline.models.quantisation_config import CODES_PER_WORD
-from emberline.models.quantised_layouts import MXFP4_BLOCK_BYTES, Part, QuantisedTensorInfo
+from emberline.models.quantised_layouts import MXFP4_BLOCK_BYTES, QuantisedComponent, QuantisedTensorInfo
 
 CODES_PER_BYTE = 2  # of four bits
 
@@ -120,7 +120,7 @@ def _cut_latents(info: GGUFTensorInfo, cuts: Sequence[DimensionCut]) -> GGUFTens
 
 
 def _cut_quantised(name: str, info: QuantisedTensorInfo, cuts: Sequence[DimensionCut]) -> QuantisedTensorInfo:
-    parts: dict[Part, TensorInfo] = {}
+    parts: dict[QuantisedComponent, TensorInfo] = {}
     for part, stored in sorted(info.parts.items(), key=lambda item: item[0] != "scales"):  # to name groups in errors
         if part == "shape":  # it is that of the whole matrix
             continue
@@ -150,7 +150,7 @@ def _divide_units(name: str, cut: DimensionCut, unit: int, what: str) -> Dimensi
     return DimensionCut(cut.dimension, -(-cut.size // unit), ranges)
 
 
-def _list_axes(info: QuantisedTensorInfo, part: Part) -> list[Axis]:
+def _list_axes(info: QuantisedTensorInfo, part: QuantisedComponent) -> list[Axis]:
     """Return the axes of a stored tensor (codes, scales, ..). Dimension -1 marks one that is never cut."""
     first, group = len(info.shape) - 2, info.format.group_columns
     experts = [Axis(dimension) for dimension in range(first)]
@@ -158,7 +158,7 @@ def _list_axes(info: QuantisedTensorInfo, part: Part) -> list[Axis]:
     by_group = Axis(columns, group) if group else Axis(-1)
     if info.layout == "fp8":
         return experts + (_list_fp8_axes(info, part, rows, columns))
-    tables: Mapping[str, Mapping[Part, list[Axis]]] = {
+    tables: Mapping[str, Mapping[QuantisedComponent, list[Axis]]] = {
         "blocks": {
             "codes": [*experts, Axis(rows), Axis(columns, 2 * MXFP4_BLOCK_BYTES)],
             "scales": [*experts, Axis(rows), Axis(columns, 2 * MXFP4_BLOCK_BYTES)],
@@ -183,7 +183,7 @@ def _list_axes(info: QuantisedTensorInfo, part: Part) -> list[Axis]:
     return [Axis(columns)] if part == "groups" else tables[info.layout].get(part, [])
 
 
-def _list_fp8_axes(info: QuantisedTensorInfo, part: Part, rows: int, columns: int) -> list[Axis]:
+def _list_fp8_axes(info: QuantisedTensorInfo, part: QuantisedComponent, rows: int, columns: int) -> list[Axis]:
     """Return the axes of codes or scales (of blocks, rows or the whole matrix), without the axis of experts."""
     if part == "codes":
         return [Axis(rows), Axis(columns)]

@@ -43,7 +43,7 @@ MAX_DECODED_SPANS = 64  # of a rank's part of a coded tensor; if it has more, th
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class StackPart(NamedTuple):
+class StackSource(NamedTuple):
     """A tensor of a checkpoint that fills a part of a stacked tensor."""
 
     name: str
@@ -51,9 +51,9 @@ class StackPart(NamedTuple):
     select: Callable[[Tensor], Tensor]  # returns a view of the part, with its elements in the tensor's order
 
 
-def count_unfilled_bytes(whole: Tensor, parts: Sequence[StackPart]) -> int:
+def count_unfilled_bytes(whole: Tensor, sources: Sequence[StackSource]) -> int:
     """Return the bytes of a stacked tensor that no part fills: room for experts that are copied there later."""
-    return whole.nbytes - sum(part.select(whole).nbytes for part in parts)
+    return whole.nbytes - sum(source.select(whole).nbytes for source in sources)
 
 
 class Weights:
@@ -215,17 +215,17 @@ class Weights:
         return [ops.pack_linear(arrange(part.to(dtype)), gated=gated) for part in parts]
 
     def stack_experts(
-        self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None
+        self, shape: tuple[int, ...], sources: Sequence[StackSource], dtype: torch.dtype | None = None
     ) -> Tensor:
         """Return a tensor that the parts fill. `dtype`: of the result; None: the dtype that matrices have in memory."""
-        whole = torch.empty(shape, dtype=dtype or self._final_dtype([part.name for part in parts]))
-        self.loaded_bytes += count_unfilled_bytes(whole, parts)
-        for name, part_shape, select in parts:
+        whole = torch.empty(shape, dtype=dtype or self._final_dtype([source.name for source in sources]))
+        self.loaded_bytes += count_unfilled_bytes(whole, sources)
+        for name, part_shape, select in sources:
             destination = select(whole)
             destination.copy_(self._mark_used(name, self._view_tensor(name, part_shape)).reshape(destination.shape))
         return whole
 
-    def have_same_format(self, stacks: Sequence[tuple[tuple[int, int, int], Sequence[StackPart]]]) -> bool:
+    def have_same_format(self, stacks: Sequence[tuple[tuple[int, int, int], Sequence[StackSource]]]) -> bool:
         """Return whether the matrices of a layer's experts, given as shapes and parts, are kept in one format.
 
         Kernels compute both matrices of an expert in one format. If the formats differ, the caller loads both in full
@@ -234,7 +234,7 @@ class Weights:
         return True
 
     def load_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *,
+        self, shape: tuple[int, int, int], sources: Sequence[StackSource], *,
         gated: bool = False, packable: bool = False, full_precision: bool = False,
     ) -> Tensor | ops.PackedExperts:  # fmt: skip
         """Return the matrices [experts, n, k] of a layer, which the parts fill, as the device's kernels read them.
@@ -242,7 +242,7 @@ class Weights:
         `gated`: whether they are gate and up, the rows of gate before those of up. `packable`: whether kernels also
         read them in the uw12 format. `full_precision`: whether quantised matrices become bf16.
         """
-        return self.stack_experts(shape, parts)
+        return self.stack_experts(shape, sources)
 
     def transform(self, tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `function(tensor)`, of the same shape as `tensor`. The tensor itself must not be used any more."""

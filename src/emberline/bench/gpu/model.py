@@ -24,7 +24,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.pending_weights import quantise_rows
 from emberline.models.quantised_plan import describe_quantised, split_experts
 from emberline.models.weight_formats import QuantisedSize, choose_online_format
-from emberline.models.weights import StackPart, Weights
+from emberline.models.weights import StackSource, Weights
 from emberline.unweight.codec import select_weight_codec
 from emberline.unweight.pack import pack_file
 
@@ -92,7 +92,7 @@ class RandomWeights(Weights):
         return not name.endswith(".bias")
 
     def stack_experts(
-        self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None
+        self, shape: tuple[int, ...], sources: Sequence[StackSource], dtype: torch.dtype | None = None
     ) -> Tensor:
         drawn = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return self._add_to_loaded_bytes(drawn.normal_(0.0, WEIGHT_STD, generator=self._generator))
@@ -100,7 +100,7 @@ class RandomWeights(Weights):
     def load_experts(
         self,
         shape: tuple[int, int, int],
-        parts: Sequence[StackPart],
+        sources: Sequence[StackSource],
         *,
         gated: bool = False,
         packable: bool = False,
@@ -108,7 +108,7 @@ class RandomWeights(Weights):
     ) -> Tensor | ops.PackedExperts:
         count, n, k = shape
         quantised = None if full_precision else self._describe_quantised(count * n, k, count)
-        drawn, taken = self.stack_experts(shape, parts), self.loaded_bytes
+        drawn, taken = self.stack_experts(shape, sources), self.loaded_bytes
         if quantised is None and self.packed and packable:
             experts = ops.empty_experts(*shape, gated=gated)
             self.loaded_bytes = taken - drawn.nbytes + ops.fill_experts(experts, drawn)

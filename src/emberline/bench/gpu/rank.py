@@ -40,7 +40,7 @@ from emberline.models.quantisation_config import WeightFormat
 from emberline.models.quantised_plan import describe_quantised, split_experts
 from emberline.models.shard import Shard
 from emberline.models.weight_formats import QuantisedSize, read_weight_formats
-from emberline.models.weights import StackPart
+from emberline.models.weights import StackSource
 
 GIB = 1 << 30
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 64
@@ -97,22 +97,27 @@ class RankWeights(RandomWeights):
     def load_experts(
         self,
         shape: tuple[int, int, int],
-        parts: Sequence[StackPart],
+        sources: Sequence[StackSource],
         *,
         gated: bool = False,
         packable: bool = False,
         full_precision: bool = False,
     ) -> Tensor | ops.PackedExperts:
         before = self.loaded_bytes
-        experts = self._load_experts(shape, parts, gated, packable, full_precision)
+        experts = self._load_experts(shape, sources, gated, packable, full_precision)
         self.expert_bytes += self.loaded_bytes - before
         return experts
 
     def _load_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], gated: bool, packable: bool, full_precision: bool
+        self,
+        shape: tuple[int, int, int],
+        sources: Sequence[StackSource],
+        gated: bool,
+        packable: bool,
+        full_precision: bool,
     ) -> Tensor | ops.PackedExperts:
         if self._expert_format is None or full_precision:
-            return super().load_experts(shape, parts, gated=gated, packable=packable, full_precision=full_precision)
+            return super().load_experts(shape, sources, gated=gated, packable=packable, full_precision=full_precision)
         count, n, k = shape
         described = split_experts(describe_quantised(self._expert_format, count * n, k), count)
         experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, described, described.nbytes, gated)

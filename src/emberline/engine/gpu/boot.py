@@ -50,7 +50,7 @@ from emberline.models.reader import FileReader
 from emberline.models.sleep import iter_instances
 from emberline.models.tensor_names import ignorable_tensors, load_model
 from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_format
-from emberline.models.weight_parts import is_head_large
+from emberline.models.weight_matrices import is_head_large
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:

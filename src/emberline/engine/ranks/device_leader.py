@@ -13,7 +13,7 @@ from emberline.engine.gpu.swap import RunnerMemory
 from emberline.engine.ranks.control import RankAsleep, RankAwake
 from emberline.engine.ranks.copy_codec import encode_copies
 from emberline.engine.ranks.device_experts import move_device_experts
-from emberline.engine.ranks.device_part import DevicePart
+from emberline.engine.ranks.device_rank_model import DeviceRankModel
 from emberline.engine.ranks.device_tiers import DeviceHostTier
 from emberline.engine.ranks.expert_moves import ExpertMoves, encode_moves
 from emberline.engine.ranks.leader import FollowerGroup, ending_group
@@ -40,17 +40,17 @@ class DeviceLeaderRunner(GPURunner):
     num_caches = 1  # see DataParallelRunner; set by `lead`
     experts: LeaderExperts | None = None  # None: experts stay where they are, and their rows are not counted
 
-    def lead(self, group: FollowerGroup, part: DevicePart, host: DeviceHostTier | None = None) -> None:
+    def lead(self, group: FollowerGroup, rank_model: DeviceRankModel, host: DeviceHostTier | None = None) -> None:
         """Compute steps together with the ranks of `group` from now on.
 
-        `part`: the leader's part of the model, which has this runner. `host`: the first KV tier; None: there are none.
+        `rank_model`: the leader's, which has this runner. `host`: the first KV tier; None: there are none.
         """
-        self._group, self._part, self._host = group, part, host
+        self._group, self._rank_model, self._host = group, rank_model, host
         self.num_caches = group.layout.num_caches
         self._encoder, self._num_published = WorkEncoder(group.layout.pp), 0
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
         self._memory = RunnerMemory(self)
-        self._side_stream = part.planned.device.new_stream()
+        self._side_stream = rank_model.planned.device.new_stream()
         self._movable = {i: each.movable for i, each in self.model.movable_layers.items() if each.movable is not None}
         if self._movable:
             self.experts = LeaderExperts(self._movable, group.layout, update_loads=self._update_loads)
@@ -79,7 +79,7 @@ class DeviceLeaderRunner(GPURunner):
         def finish_step() -> StepResult:
             with ending_group(group):
                 result = finish()
-                self._part.check_connections()
+                self._rank_model.check_connections()
             if is_published:
                 group.finish_step()
                 ops.mark_progress()  # captured steps do not call it themselves
@@ -202,7 +202,7 @@ class DeviceLeaderRunner(GPURunner):
         """End the other ranks and close the connections to them."""
         if self._group is not None:
             self._group.close()
-            self._part.close()
+            self._rank_model.close()
             self._memory.close()
 
 
@@ -211,6 +211,6 @@ class PipelineDeviceLeaderRunner(DeviceLeaderRunner):
 
     max_in_flight = 1  # set by `lead`
 
-    def lead(self, group: FollowerGroup, part: DevicePart, host: DeviceHostTier | None = None) -> None:
-        super().lead(group, part, host)
+    def lead(self, group: FollowerGroup, rank_model: DeviceRankModel, host: DeviceHostTier | None = None) -> None:
+        super().lead(group, rank_model, host)
         self.max_in_flight = group.layout.pp

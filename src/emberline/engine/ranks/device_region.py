@@ -27,25 +27,25 @@ from emberline.core.errors import EmberlineError
 from emberline.engine import memory
 from emberline.engine.gpu.boot import make_region
 from emberline.engine.gpu.region import DeviceRegion
-from emberline.engine.ranks.device_part import DevicePart
+from emberline.engine.ranks.device_rank_model import DeviceRankModel
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup
 from emberline.engine.ranks.piece_codec import (
     FAILED,
-    PartRequest,
     PieceRequest,
+    RankPieceRequest,
     encode_piece_request,
     header_bytes,
     view_words,
 )
-from emberline.engine.ranks.shared_caches import allocate_unused_places, list_block_parts
+from emberline.engine.ranks.shared_caches import allocate_unused_places, list_block_shards
 from emberline.kernels.comm.communicator import RankLost
-from emberline.kv.block_part import BlockPart
+from emberline.kv.block_shard import BlockShard
 from emberline.kv.tiers.base import buffer_bytes_for
 from emberline.kv.transfer.errors import TransferTimeout
-from emberline.kv.transfer.group_region import STEP_TIMEOUT_S, DividedRegion, PartOfPiece
+from emberline.kv.transfer.group_region import STEP_TIMEOUT_S, DividedRegion, RankPiece
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.region import BlockIds, HostRegion, Region
@@ -74,16 +74,16 @@ def allocate_transfer_slots(
 
 
 def make_group_region(
-    group: FollowerGroup, model: ModelConfig, part: DevicePart, slots: HostBuffers
+    group: FollowerGroup, model: ModelConfig, rank_model: DeviceRankModel, slots: HostBuffers
 ) -> DeviceGroupRegion:
     """Return a region with the blocks of all ranks.
 
-    `model`: config of the undivided model. `part`: the leader's part of it."""
-    runner, groups = part.runner, part.planned.groups
-    whole = part.describe_whole_blocks(model, runner.model.fingerprint)
-    parts = list_block_parts(group.layout, model, groups)
+    `model`: config of the undivided model. `rank_model`: the leader's part of it."""
+    runner, groups = rank_model.runner, rank_model.planned.groups
+    whole = rank_model.describe_whole_blocks(model, runner.model.fingerprint)
+    parts = list_block_shards(group.layout, model, groups)
     unused = allocate_unused_places(groups, whole, runner.num_blocks)
-    own = make_region(runner, part.planned.device)
+    own = make_region(runner, rank_model.planned.device)
     if unused is None:
         return DeviceGroupRegion(whole, parts, own, group, slots)
     return DeviceGroupRegion(whole, [*parts, unused[0]], own, group, slots, unused[1])
@@ -99,7 +99,7 @@ class DeviceGroupRegion(DividedRegion):
     def __init__(
         self,
         layout: KVLayout,
-        parts: Sequence[BlockPart],
+        parts: Sequence[BlockShard],
         own: DeviceRegion,
         group: FollowerGroup,
         slots: HostBuffers,
@@ -151,7 +151,7 @@ class DeviceGroupRegion(DividedRegion):
         layer_bytes = piece.num_bytes(wire_layout) // (piece.end_layer - piece.first_layer)
         return split_by_layers(piece, layer_bytes, self._slot_bytes, data)
 
-    def _place_parts(self, slot: TransferSlot, parts: Sequence[PartOfPiece]) -> list[memoryview]:
+    def _place_parts(self, slot: TransferSlot, parts: Sequence[RankPiece]) -> list[memoryview]:
         """Return the memory for each part in a slot. Parts with the same bytes, of several ranks, share memory."""
         data = self._slots.find(slot.number)[header_bytes(self._num_ranks) :]
         places: dict[tuple[int, tuple[int, ...]], memoryview] = {}
@@ -165,7 +165,7 @@ class DeviceGroupRegion(DividedRegion):
     def _copy_parts(
         self,
         slot: TransferSlot,
-        parts: Sequence[PartOfPiece],
+        parts: Sequence[RankPiece],
         places: Sequence[memoryview],
         blocks: BlockIds,
         wire_layout: KVLayout,
@@ -176,14 +176,14 @@ class DeviceGroupRegion(DividedRegion):
         request = PieceRequest(0, slot.number, is_scatter, wire_layout.tokens, blocks.astype(np.int64).tobytes(), [])
         base = np.frombuffer(self._slots.find(slot.number), np.uint8).ctypes.data + header_bytes(self._num_ranks)
         for part, place in zip(parts, places, strict=True):
-            if part.part not in self._own:
+            if part.index not in self._own:
                 begin, piece = np.frombuffer(place, np.uint8).ctypes.data - base, part.piece
                 spans = (piece.first_layer, piece.end_layer), (piece.first_block, piece.end_block)
-                request.parts.append(PartRequest(part.part, *spans, begin, begin + len(place)))
+                request.parts.append(RankPieceRequest(part.index, *spans, begin, begin + len(place)))
         self._publish(request)
         try:
             for part, place in zip(parts, places, strict=True):
-                if (own := self._own.get(part.part)) is not None:
+                if (own := self._own.get(part.index)) is not None:
                     copy = own.scatter if is_scatter else own.gather
                     copy(part.piece, blocks, wire_layout, place)
         finally:

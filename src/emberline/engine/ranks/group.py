@@ -26,7 +26,7 @@ from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.node_listener import NodeLauncher, NodeLink
 from emberline.engine.ranks.node_messages import FromRank, NodeBeat, RankEnded
 from emberline.engine.ranks.plan_ring import PlanWriter
-from emberline.engine.ranks.rank_part import connect_processes
+from emberline.engine.ranks.rank_model import connect_processes
 from emberline.engine.ranks.rank_processes import (
     RANK_COMMAND,
     REAP_TIMEOUT_S,

@@ -19,7 +19,7 @@ from emberline.engine.ranks.expert_moves import ExpertMoves, encode_moves
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader_experts import LeaderExperts
-from emberline.engine.ranks.rank_part import RankPart
+from emberline.engine.ranks.rank_model import RankModel
 from emberline.engine.ranks.work_codec import WorkEncoder
 from emberline.engine.runner import TorchRunner
 from emberline.engine.work_executor import StepExecutor, WorkExecutor
@@ -196,7 +196,7 @@ class LeaderRunner(TorchRunner):
     def __init__(
         self,
         group: FollowerGroup,
-        part: RankPart,
+        rank_model: RankModel,
         eos: frozenset[int],
         make_compiler: Callable[[], GrammarCompiler],
         num_state_slots: int,
@@ -206,16 +206,22 @@ class LeaderRunner(TorchRunner):
         """`steps`: counts the steps that the ranks start and finish.
 
         `buffers`: shared by all ranks, for copies of KV blocks; None: there are no tiers."""
-        self._group_executor = GroupExecutor(group, part.executor, steps, buffers)
+        self._group_executor = GroupExecutor(group, rank_model.executor, steps, buffers)
         executor = self._make_executor()
         super().__init__(
-            part.model, part.cache, eos, make_compiler, part.draft_runner, groups=part.groups, executor=executor
+            rank_model.model,
+            rank_model.cache,
+            eos,
+            make_compiler,
+            rank_model.draft_runner,
+            groups=rank_model.groups,
+            executor=executor,
         )
         self.num_state_slots, self.num_caches = num_state_slots, group.layout.num_caches
-        self.pages_per_slot = part.share.pages_per_slot
+        self.pages_per_slot = rank_model.share.pages_per_slot
         self.layout = "/".join(filter(None, (self.layout, group.layout.numerics_name)))
-        self.ranks, self._part, self._steps = group, part, steps
-        networks = part.model.dispatching_layers
+        self.ranks, self._rank_model, self._steps = group, rank_model, steps
+        networks = rank_model.model.dispatching_layers
         dispatches = {layer: each.dispatch for layer, each in networks.items() if each.dispatch is not None}
         self.experts = LeaderExperts(dispatches, group.layout)
 
@@ -256,13 +262,13 @@ class LeaderRunner(TorchRunner):
     def _move_experts(self, moves: ExpertMoves) -> bool:
         executor = self._executor
         assert isinstance(executor, GroupExecutor), "data-parallel attention has one stage"
-        return executor.run_on_all(encode_moves(moves), lambda: self._part.move_experts(moves))
+        return executor.run_on_all(encode_moves(moves), lambda: self._rank_model.move_experts(moves))
 
     def close(self) -> None:
         """End the other ranks and close the connections to them."""
         self._steps.close()
         self.ranks.close()
-        self._part.close()
+        self._rank_model.close()
 
 
 class PipelineLeaderRunner(LeaderRunner):

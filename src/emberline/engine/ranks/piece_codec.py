@@ -18,7 +18,7 @@ FAILED = 1 << 63  # set in a rank's word, beside the number of the request, if i
 HEADER_ALIGNMENT = 64
 
 
-class PartRequest(msgspec.Struct, array_like=True):
+class RankPieceRequest(msgspec.Struct, array_like=True):
     """What one rank copies: a piece of its own cache, to or from the bytes [begin, end) after the slot's header."""
 
     rank: int
@@ -38,7 +38,7 @@ class PieceRequest(msgspec.Struct, array_like=True):
     is_scatter: bool  # whether parts are copied to the caches; otherwise from them
     wire_tokens: int  # tokens per block of the sender
     blocks: bytes  # numbers of the blocks of the transfer, as 64-bit integers
-    parts: list[PartRequest]
+    parts: list[RankPieceRequest]
 
     @property
     def block_ids(self) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ from emberline.engine.loaded_engine import LoadedEngine
 from emberline.engine.ranks.boot import wait_for_start
 from emberline.engine.ranks.control import MeasureDevice, MeasuredGPU
 from emberline.engine.ranks.device_boot import DeviceDivision, LoadedDeviceRanks
-from emberline.engine.ranks.device_part import measure_device
+from emberline.engine.ranks.device_rank_model import measure_device
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.rank_sharing import check_shareable, plan_rank_sharing
 from emberline.engine.ranks.swapped_ranks import SwappedRankEngine

@@ -19,7 +19,7 @@ from emberline.engine.memory_plan import MemoryPlan
 from emberline.engine.quantised_estimate import estimate_rank_quantised_sizes
 from emberline.engine.ranks.control import GPUMemoryBudget, MeasuredGPU
 from emberline.engine.ranks.device_boot import DeviceDivision
-from emberline.engine.ranks.device_part import max_message_bytes
+from emberline.engine.ranks.device_rank_model import max_message_bytes
 from emberline.engine.stage_memory import plan_stage_memory
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.comm.ipc import count_buffer_bytes

@@ -40,7 +40,7 @@ from emberline.kernels.cuda import (
     prefill,
     uw12,
     wide,
-    wide_parts,
+    wide_halves,
 )
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
@@ -261,8 +261,8 @@ def _find_custom_kernel(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | N
     packed = isinstance(handle, uw12.UW12Weight)
     if wide.supports(m, w.n, w.k, packed=packed):
         return partial(wide.linear, x, handle)
-    if packed and wide_parts.supports(m, w.n, w.k):
-        return partial(wide_parts.linear, x, handle)
+    if packed and wide_halves.supports(m, w.n, w.k):
+        return partial(wide_halves.linear, x, handle)
     return partial(skinny.linear, x, handle) if skinny.supports(m, w.n, w.k) else None
 
 

@@ -1,4 +1,4 @@
-"""list_weight_parts: the matrices and vectors of a model, by what they are for.
+"""list_weight_matrices: the matrices and vectors of a model, by what they are for.
 
 This module does not import torch.
 """
@@ -20,7 +20,7 @@ MIN_PACKED_ATTENTION_WEIGHTS = 12 << 20  # smallest matrix that is packed in a m
 
 
 @dataclass(frozen=True, slots=True)
-class WeightPart:
+class WeightMatrices:
     """Matrices of the same kind and shape. Norms and biases count as matrices with one column."""
 
     kind: WeightKind
@@ -38,24 +38,27 @@ class WeightPart:
 
 def is_head_large(outline: ModelOutline) -> bool:
     """Return whether reading the output head takes a noticeable part of a step, if other weights are quantised."""
-    parts = list_weight_parts(outline)
+    matrices = list_weight_matrices(outline)
     kind = "embedding" if outline.tie_embeddings else "head"
-    head = sum(part.num_weights for part in parts if part.kind == kind)
-    return head >= MIN_HEAD_SHARE * sum(part.num_weights for part in parts)
+    head = sum(each.num_weights for each in matrices if each.kind == kind)
+    return head >= MIN_HEAD_SHARE * sum(each.num_weights for each in matrices)
 
 
-def list_weight_parts(outline: ModelOutline) -> list[WeightPart]:
+def list_weight_matrices(outline: ModelOutline) -> list[WeightMatrices]:
     """Return all weights of a model. A tied output head is not listed: it is the embedding."""
-    parts = [WeightPart("embedding", outline.vocab, outline.hidden), WeightPart("norms", outline.hidden, 1)]
+    matrices = [WeightMatrices("embedding", outline.vocab, outline.hidden), WeightMatrices("norms", outline.hidden, 1)]
     if not outline.tie_embeddings:
-        parts.append(WeightPart("head", outline.vocab, outline.hidden))
+        matrices.append(WeightMatrices("head", outline.vocab, outline.hidden))
     if outline.has_mtp_head:
-        parts += [WeightPart("norms", 3 * outline.hidden, 1), WeightPart("head", outline.hidden, 2 * outline.hidden)]
+        matrices += [
+            WeightMatrices("norms", 3 * outline.hidden, 1),
+            WeightMatrices("head", outline.hidden, 2 * outline.hidden),
+        ]
     for layer in outline.layers:
-        parts.append(WeightPart("norms", outline.num_norms * outline.hidden, 1))
-        parts += _state_parts(outline) if layer.attention == "state" else _attention_parts(outline)
-        parts += _ffn_parts(outline, outline.experts if layer.has_experts else None)
-    return parts
+        matrices.append(WeightMatrices("norms", outline.num_norms * outline.hidden, 1))
+        matrices += _state_matrices(outline) if layer.attention == "state" else _attention_matrices(outline)
+        matrices += _ffn_matrices(outline, outline.experts if layer.has_experts else None)
+    return matrices
 
 
 def is_attention_faster_plain(num_weights: int, *, has_experts: bool) -> bool:
@@ -71,9 +74,9 @@ def can_pack_experts(hidden: int, ffn: int, *, has_biases: bool) -> bool:
     return not has_biases and hidden % 128 == 0 and ffn % 64 == 0
 
 
-def _attention_parts(outline: ModelOutline) -> Iterator[WeightPart]:
+def _attention_matrices(outline: ModelOutline) -> Iterator[WeightMatrices]:
     if outline.attention_vectors:
-        yield WeightPart("norms", outline.attention_vectors, 1)
+        yield WeightMatrices("norms", outline.attention_vectors, 1)
     latent, hidden = outline.latent, outline.hidden
     if latent is None:
         q, kv = outline.heads * outline.head_dim, outline.kv_heads * outline.head_dim
@@ -82,45 +85,45 @@ def _attention_parts(outline: ModelOutline) -> Iterator[WeightPart]:
             is_attention_faster_plain(count * hidden, has_experts=outline.experts is not None and not has_gate)
             for count in (rows, q)
         )
-        yield WeightPart("attention", rows, hidden, is_never_quantised=has_gate, is_faster_plain=plain_qkv)
-        yield WeightPart("attention", hidden, q, is_faster_plain=plain_o)
+        yield WeightMatrices("attention", rows, hidden, is_never_quantised=has_gate, is_faster_plain=plain_qkv)
+        yield WeightMatrices("attention", hidden, q, is_faster_plain=plain_o)
         return
-    yield WeightPart("attention", (latent.q_rank + latent.cached_dim) // latent.down_parts, hidden)
-    yield WeightPart("attention", outline.heads * (latent.plain_dim + latent.rotary_dim), latent.q_rank or hidden)
+    yield WeightMatrices("attention", (latent.q_rank + latent.cached_dim) // latent.down_parts, hidden)
+    yield WeightMatrices("attention", outline.heads * (latent.plain_dim + latent.rotary_dim), latent.q_rank or hidden)
     both = outline.heads * (latent.plain_dim + latent.value_dim)
-    yield WeightPart("attention", both, latent.kv_rank, is_always_plain=True)
-    yield WeightPart("attention", hidden, outline.heads * latent.value_dim)
+    yield WeightMatrices("attention", both, latent.kv_rank, is_always_plain=True)
+    yield WeightMatrices("attention", hidden, outline.heads * latent.value_dim)
 
 
-def _state_parts(outline: ModelOutline) -> Iterator[WeightPart]:
+def _state_matrices(outline: ModelOutline) -> Iterator[WeightMatrices]:
     state, hidden = outline.state, outline.hidden
     assert state is not None
     values = state.value_heads * state.value_dim
     # Queries, keys, values and gates, then decays and step sizes.
     rows = state.conv_channels + values + 2 * state.value_heads
-    yield WeightPart("attention", rows, hidden, is_never_quantised=True)
-    yield WeightPart("attention", hidden, values)
-    yield WeightPart("norms", state.conv_channels * state.conv_kernel + 2 * state.value_heads + state.value_dim, 1)
+    yield WeightMatrices("attention", rows, hidden, is_never_quantised=True)
+    yield WeightMatrices("attention", hidden, values)
+    yield WeightMatrices("norms", state.conv_channels * state.conv_kernel + 2 * state.value_heads + state.value_dim, 1)
 
 
-def _ffn_parts(outline: ModelOutline, experts: ExpertSizes | None) -> Iterator[WeightPart]:
+def _ffn_matrices(outline: ModelOutline, experts: ExpertSizes | None) -> Iterator[WeightMatrices]:
     hidden = outline.hidden
     if experts is None:
-        yield WeightPart("dense ffn", 2 * outline.ffn, hidden)
-        yield WeightPart("dense ffn", hidden, outline.ffn)
+        yield WeightMatrices("dense ffn", 2 * outline.ffn, hidden)
+        yield WeightMatrices("dense ffn", hidden, outline.ffn)
         if outline.ffn_vectors:
-            yield WeightPart("norms", outline.ffn_vectors, 1)
+            yield WeightMatrices("norms", outline.ffn_vectors, 1)
         return
-    yield WeightPart("router", experts.count, hidden, is_always_plain=True)
+    yield WeightMatrices("router", experts.count, hidden, is_always_plain=True)
     plain = not can_pack_experts(hidden, experts.ffn, has_biases=experts.has_biases)
-    yield WeightPart("routed experts", 2 * experts.ffn, hidden, experts.local_count, is_always_plain=plain)
-    yield WeightPart("routed experts", hidden, experts.ffn, experts.local_count, is_always_plain=plain)
+    yield WeightMatrices("routed experts", 2 * experts.ffn, hidden, experts.local_count, is_always_plain=plain)
+    yield WeightMatrices("routed experts", hidden, experts.ffn, experts.local_count, is_always_plain=plain)
     if experts.has_router_bias:
-        yield WeightPart("norms", experts.count, 1)
+        yield WeightMatrices("norms", experts.count, 1)
     if experts.has_biases:
-        yield WeightPart("norms", 2 * experts.ffn + hidden, 1, experts.local_count)
+        yield WeightMatrices("norms", 2 * experts.ffn + hidden, 1, experts.local_count)
     if experts.shared_ffn:
-        yield WeightPart("shared experts", 2 * experts.shared_ffn, hidden)
-        yield WeightPart("shared experts", hidden, experts.shared_ffn)
+        yield WeightMatrices("shared experts", 2 * experts.shared_ffn, hidden)
+        yield WeightMatrices("shared experts", hidden, experts.shared_ffn)
     if experts.has_shared_gate:
-        yield WeightPart("router", 1, hidden)
+        yield WeightMatrices("router", 1, hidden)
