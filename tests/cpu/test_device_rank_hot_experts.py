@@ -245,7 +245,7 @@ def test_planned_weights_have_room_for_copies(name: str, tmp_path: Path) -> None
         activations.append(part.planned.plan.activations)
     assert activations[1] > activations[0], "outputs and sums are in float64"
     hidden, experts = part.planned.rank_config.hidden, part.planned.rank_config.experts
-    assert experts is not None and experts.num_places == 3
+    assert experts is not None and experts.num_local_slots == 3
     biases = (2 * experts.ffn + hidden) * experts.options.has_biases
     assert sizes[1] - sizes[0] == sum(experts.layers) * 4 * (3 * hidden * experts.ffn + biases)
 

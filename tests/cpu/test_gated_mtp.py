@@ -97,7 +97,7 @@ class LoadedCase:
         compiler = partial(GrammarCompiler, self.directory / "tokenizer.json", c.vocab, [EOS])
         cache = KVCache(make_kv_shape(c, 8, torch.float32, groups), blocks)
         config = SchedulerConfig(block_size=8, max_batch_tokens=budget, max_running=12, max_context=CONTEXT)
-        states = StateCache(shape, slots, has_padding_slot=pipelined, num_places=12, max_draft=max_draft)
+        states = StateCache(shape, slots, has_padding_slot=pipelined, num_draft_slots=12, max_draft=max_draft)
         options = {"adaptive": False, "uses_draft_model": True, "continues_on_device": pipelined, "max_rows": 12}
         drafter = Drafter([], max_draft, **options) if drafts else None  # type: ignore[arg-type]
         if pipelined:

@@ -50,15 +50,15 @@ def test_blocks(
                 own = np.zeros((num_parts, own_groups.block_layers, len(heads), HEAD_BYTES), np.uint8)
                 count = len(part.layers[group])
                 own[:, :count] = part.slice_block(whole, group)
-                for layer, place in zip(layers, own_groups.places, strict=True):
+                for layer, place in zip(layers, own_groups.layer_positions, strict=True):
                     if place[0] == group:
-                        assert groups.places[layer] == (group, part.layers[group][place[1]])
-                        expected = whole[:, groups.places[layer][1], heads.start : heads.stop]
+                        assert groups.layer_positions[layer] == (group, part.layers[group][place[1]])
+                        expected = whole[:, groups.layer_positions[layer][1], heads.start : heads.stop]
                         assert (own[:, place[1]] == expected).all()
                 if part.is_first:
                     part.slice_block(saved, group)[:] = own[:, :count]
                     part.slice_block(times, group)[:] += 1
-        exists = np.array([(group, index) in groups.places for index in range(groups.block_layers)], bool)
+        exists = np.array([(group, index) in groups.layer_positions for index in range(groups.block_layers)], bool)
         assert (saved[:, exists] == whole[:, exists]).all() and not saved[:, ~exists].any()
         assert (times[:, exists] == 1).all()
 
@@ -67,7 +67,7 @@ def test_blocks(
 @given(divided_layers(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 60))
 def test_states(divided: tuple[LayerGroups, list[range]], tp: int, keys: int, per_key: int, page_numbers: int) -> None:
     groups, stages = divided
-    num_layers = len(rank_state_layers(groups, range(len(groups.places))))
+    num_layers = len(rank_state_layers(groups, range(len(groups.layer_positions))))
     key_heads, heads = keys * tp, keys * per_key * tp
     shape = StateShape(num_layers, 2, 2 * key_heads * 3 + heads * 2, heads, 3, 2)
     conv = numbered(num_layers, 2, shape.conv_channels, 4)

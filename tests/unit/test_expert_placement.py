@@ -17,7 +17,7 @@ from emberline.models.expert_placement import (
     EMPTY,
     Placement,
     group_loads,
-    keep_places,
+    keep_expert_slots,
     moved_experts,
     place_experts,
     place_in_order,
@@ -71,7 +71,7 @@ def test_a_hot_expert_gets_copies() -> None:
 
 def test_experts_stay_where_they_can() -> None:
     current: Placement = ((0, 1, EMPTY), (2, 3, EMPTY))
-    assert keep_places(current, ((3, 2, 0), (0, 1, EMPTY))) == ((0, 1, EMPTY), (2, 3, 0))
+    assert keep_expert_slots(current, ((3, 2, 0), (0, 1, EMPTY))) == ((0, 1, EMPTY), (2, 3, 0))
     copied = place_experts([9, 1, 0, 1], current)
     assert copied == ((0, 1, EMPTY), (2, 3, 0)) and moved_experts(current, copied) == [(1, 0)]
     assert place_experts([9, 1, 0, 1], copied) is copied

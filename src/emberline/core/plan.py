@@ -21,7 +21,7 @@ class Admission:
     seed: int
 
 
-STATE_GROUP = -1  # group of layers that have recurrent states instead of keys and values: LayerGroups.places
+STATE_GROUP = -1  # group of layers that have recurrent states instead of keys and values: LayerGroups.layer_positions
 PENDING_TOKEN = -1  # stands for a token that the previous step samples or drafts
 
 
@@ -35,9 +35,9 @@ class StateWork:
     save_to: int | None = None
     save_end: int = 0
     # Number of accepted tokens of the previous step's draft, over which the states in `slot` first advance. The inputs
-    # for these tokens are at the index `draft_place` of the StateCache, where those for this step's draft replace them.
+    # for these tokens are at the index `draft_slot` of the StateCache, where those for this step's draft replace them.
     num_accepted: int = 0
-    draft_place: int = 0
+    draft_slot: int = 0
 
 
 # Not frozen, like SampledToken: one is made for every token, and a frozen one takes three times as long to make.

@@ -65,7 +65,7 @@ def build_forward_batch(
         keys=cache.keys,
         values=cache.values,
         window_attention=tuple(make_metadata([w.window_blocks[i] for w in work]) for i in windows),
-        places=() if groups is None or groups.is_single else groups.places,
+        layer_positions=() if groups is None or groups.is_single else groups.layer_positions,
         conv_states=None if states is None else states.conv,
         matrix_states=None if states is None else states.matrices,
         state_slots=torch.tensor([w.state.slot for w in work if w.state is not None], dtype=torch.int32),
@@ -85,7 +85,7 @@ def build_state_changes(
         assert w.state is not None
         if w.state.save_to is not None:
             rows[:2, i] = w.state.save_to, w.state.save_end - starts[i] + w.state.num_accepted
-        rows[2:, i] = w.state.draft_place, w.state.num_accepted, w.num_draft
+        rows[2:, i] = w.state.draft_slot, w.state.num_accepted, w.num_draft
     columns = torch.from_numpy(rows)
     saves = ops.StateSaves(columns[0], columns[1]) if rows[1].any() else None
     if not rows[3:].any():

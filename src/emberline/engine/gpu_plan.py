@@ -344,7 +344,7 @@ def _block_bytes(groups: tuple[KVGroup, ...], tables: LayerGroups | None) -> int
     """Return the bytes of a KV block with the layers of one group of `tables`; None: with all layers."""
     token_bytes = sum(group.bytes_per_token for group in groups)
     if tables is not None and not tables.is_single:
-        token_bytes = token_bytes * tables.block_layers // len(tables.places)
+        token_bytes = token_bytes * tables.block_layers // len(tables.layer_positions)
     return token_bytes * groups[0].block_size
 
 

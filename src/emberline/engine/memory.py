@@ -105,7 +105,7 @@ def plan_engine_memory(
         planner = StatePlanner.of(config, settings.scheduler.max_running, new_tokens, DTYPE_BYTES[dtype])
         state_slots = planner.count_slots(memory)
         memory -= planner.num_bytes(state_slots)
-        tokens = memory // kv_token_bytes(config, kv_bytes, groups.num_places)
+        tokens = memory // kv_token_bytes(config, kv_bytes, groups.num_layer_positions)
         tokens = tokens if groups.is_single else tokens // size * size
     return plan_memory(
         config,

@@ -40,7 +40,7 @@ class BlockShard:
         """Return the part of a block that a rank has, for its `layers` and `heads`.
 
         `groups`: the layer groups of the whole model."""
-        indexes = [sorted(i for g, i in groups.places[layers.start : layers.stop] if g == group)
+        indexes = [sorted(i for g, i in groups.layer_positions[layers.start : layers.stop] if g == group)
                    for group in range(len(groups.windows))]  # fmt: skip
         return BlockShard(tuple(map(_to_range, indexes)), heads, is_first)
 
@@ -104,7 +104,9 @@ def rank_state_layers(groups: LayerGroups, layers: range) -> range:
     """Return the numbers that a rank's recurrent layers have among all recurrent layers of the model.
 
     `groups`: the layer groups of the whole model. `layers`: all layers of the rank."""
-    return _to_range(sorted(i for group, i in groups.places[layers.start : layers.stop] if group == STATE_GROUP))
+    return _to_range(
+        sorted(i for group, i in groups.layer_positions[layers.start : layers.stop] if group == STATE_GROUP)
+    )
 
 
 def _to_range(indexes: Sequence[int]) -> range:

@@ -117,7 +117,7 @@ class StateCache:
     """The memory of the states of recurrent layers. A slot holds the states of one sequence in all layers.
 
     For speculative decoding, there is also room for the layers' inputs (rows) for up to `max_draft` drafted tokens of
-    each of `num_places` sequences."""
+    each of `num_draft_slots` sequences."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class StateCache:
         device: str = "cpu",
         *,
         has_padding_slot: bool = False,
-        num_places: int = 0,
+        num_draft_slots: int = 0,
         max_draft: int = 0,
         draft_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -137,7 +137,7 @@ class StateCache:
         slots = num_slots + has_padding_slot
         conv = shape.layers, slots, shape.conv_rows, shape.conv_channels
         matrices = shape.layers, slots, shape.heads, shape.key_dim, shape.value_dim
-        drafts = shape.layers, num_places, max_draft
+        drafts = shape.layers, num_draft_slots, max_draft
         self.conv, self.matrices = (_zeroed_tensor(dims, torch.float32, device) for dims in (conv, matrices))
         self.draft_conv = _zeroed_tensor((*drafts, shape.conv_channels), draft_dtype, device)
         self.draft_rule = _zeroed_tensor((*drafts, shape.draft_width), draft_dtype, device)

@@ -318,7 +318,7 @@ class KVManager:
             self.copies.add_load(BlockCopy(block, arrival.block_hash, arrival.buffer, max(0, group)))
         if self._needs_whole_prefix and load.num_missing:
             if not self.is_loading(request):  # a shorter prefix may have all blocks of windows, or a snapshot
-                request.load_limit = load.places[load.num_arrived][1], load.deadline
+                request.load_limit = load.positions[load.num_arrived][1], load.deadline
             return self.is_loading(request)
         request.load_limit = None
         self._num_indexed[request.id] = load.prefix_blocks - load.num_missing
@@ -356,11 +356,11 @@ class KVManager:
         elif self._tier_loads is not None:
             if windows is None:
                 num_wanted = self._tier_loads.count_available(request, hashes, num_shared)
-            places = [(0, index) for index in range(num_shared, num_wanted)]
+            positions = [(0, index) for index in range(num_shared, num_wanted)]
             if windows is not None:
-                places += windows.uncached_blocks(hashes, num_wanted)
-            if places:
-                self._tier_loads.start(request, hashes, places, num_wanted)
+                positions += windows.uncached_blocks(hashes, num_wanted)
+            if positions:
+                self._tier_loads.start(request, hashes, positions, num_wanted)
 
     def num_reclaimable_blocks(self, request: Request) -> int:
         """Return how many blocks would become available immediately if this request were freed."""

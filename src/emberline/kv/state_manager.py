@@ -106,7 +106,7 @@ class StateKVManager(KVManager):
 
         The states advance over the known tokens of the step, not over a draft."""
         num_tokens = item.start + len(item.tokens) - item.num_draft
-        place, accepted = self._drafted_rows.plan_step(item)
+        draft_slot, accepted = self._drafted_rows.plan_step(item)
         # Accepted drafts may pass a boundary. Otherwise the step has to end there, as not all kernels can stop within.
         saved, known_end = num_tokens // self.block_size * self.block_size if accepted else num_tokens, None
         if item.max_shift:  # a step that is planned ahead may reach the next boundary, and then it makes the snapshot
@@ -125,7 +125,7 @@ class StateKVManager(KVManager):
         while boundaries and boundaries[-1] <= num_tokens:
             boundaries.pop()
         request.chunk_end = boundaries[-1] if boundaries else 0
-        return StateWork(slot, source, target, save_end=saved, num_accepted=accepted, draft_place=place)
+        return StateWork(slot, source, target, save_end=saved, num_accepted=accepted, draft_slot=draft_slot)
 
     def plan_moves(self, request: Request, start: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return the blocks from which a step at position `start` loads states, and those to which it copies states.
@@ -257,11 +257,11 @@ class StateKVManager(KVManager):
             assert self._tier_loads is not None
             in_slot = self.states.has_snapshot(hashes[-1])
             self.states.admit(request.id, hashes[-1] if in_slot else None)
-            places = [(0, index) for index in range(num_shared, wanted)]
+            positions = [(0, index) for index in range(num_shared, wanted)]
             if not in_slot:  # the states first: without them, the blocks need not be loaded
                 self.states.begin_load(request.id, hashes[-1])
-                places[:0] = [(STATE_GROUP - page, wanted - 1) for page in range(self._pages.per_slot)]
-            self._tier_loads.start(request, hashes, places, wanted)
+                positions[:0] = [(STATE_GROUP - page, wanted - 1) for page in range(self._pages.per_slot)]
+            self._tier_loads.start(request, hashes, positions, wanted)
 
     def _index_loaded_block(self, request: Request, group: int, index: int) -> int:
         if group <= STATE_GROUP:

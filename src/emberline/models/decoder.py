@@ -196,7 +196,7 @@ class DecoderModel:
 
     def run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return `batch.logit_rows` of the last layer's output; x is overwritten."""
-        stack = None if batch.places else self.stack  # the layers of a stack share one block table
+        stack = None if batch.layer_positions else self.stack  # the layers of a stack share one block table
         return self._run_layers(x, batch) if stack is None else self._run_stack(stack, x, batch)
 
     def compute_logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:

@@ -50,7 +50,11 @@ def place_experts(loads: Sequence[float], current: Placement) -> Placement:
     groups, slots = len(current), len(current[0])
     in_order = place_in_order(len(loads), groups, slots)
     packed = _pack(loads, _count_copies(loads, groups, slots), groups, slots)
-    candidates = [current, _add_copies(loads, current), *(keep_places(current, each) for each in (packed, in_order))]
+    candidates = [
+        current,
+        _add_copies(loads, current),
+        *(keep_expert_slots(current, each) for each in (packed, in_order)),
+    ]
     largest = [max(group_loads(loads, each)) for each in candidates]
     limit = min(min(largest) * (1 + MOVE_TOLERANCE), largest[0], largest[-1])
     good = [each for each, load in zip(candidates, largest, strict=True) if load <= limit]
@@ -122,7 +126,7 @@ def _pack(loads: Sequence[float], copies: Sequence[int], groups: int, slots: int
     return tuple((*each, *[EMPTY] * (slots - len(each))) for each in placed)
 
 
-def keep_places(current: Placement, target: Placement) -> Placement:
+def keep_expert_slots(current: Placement, target: Placement) -> Placement:
     """Return `target` with its groups and slots in another order, so that many experts stay where they are.
 
     Groups are interchangeable: each group of `target` gets the number of a current group with many of its experts."""

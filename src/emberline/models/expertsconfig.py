@@ -49,7 +49,7 @@ class ExpertsConfig:
     spare: int = field(default=0, repr=False)
 
     @property
-    def num_places(self) -> int:
+    def num_local_slots(self) -> int:
         """The number of experts for which a rank has memory."""
         return len(self.numbers) + self.spare
 

@@ -109,7 +109,7 @@ def _make_slots(experts: ExpertsConfig, weights: Weights) -> ExpertSlots | None:
     if not experts.spare or experts.local_experts is None:
         return None
     groups, shard = experts.count // len(experts.local_experts), weights.shard
-    return ExpertSlots(experts.count, groups, experts.num_places, weights.device, shard.expert_group)
+    return ExpertSlots(experts.count, groups, experts.num_local_slots, weights.device, shard.expert_group)
 
 
 def load_expert(config: ModelConfig, weights: Weights, layer: int) -> Expert:

@@ -43,7 +43,7 @@ def load_stacked_experts(
         down = [StackSource(f"{at}.{tensors.down}", down_shape, select_down)]
     # Kernels for packed experts need all experts of the layer.
     packable = experts.local_experts is None and can_pack_experts(hidden, ffn, has_biases=experts.options.has_biases)
-    places = experts.num_places
+    places = experts.num_local_slots
     first, second = (places, 2 * ffn, hidden), (places, hidden, ffn)
     load = partial(
         weights.load_experts,

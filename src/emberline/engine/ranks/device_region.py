@@ -40,7 +40,7 @@ from emberline.engine.ranks.piece_codec import (
     header_bytes,
     view_words,
 )
-from emberline.engine.ranks.shared_caches import allocate_unused_places, list_block_shards
+from emberline.engine.ranks.shared_caches import allocate_unused_layers, list_block_shards
 from emberline.kernels.comm.communicator import RankLost
 from emberline.kv.block_shard import BlockShard
 from emberline.kv.tiers.base import buffer_bytes_for
@@ -82,7 +82,7 @@ def make_group_region(
     runner, groups = rank_model.runner, rank_model.planned.groups
     whole = rank_model.describe_whole_blocks(model, runner.model.fingerprint)
     parts = list_block_shards(group.layout, model, groups)
-    unused = allocate_unused_places(groups, whole, runner.num_blocks)
+    unused = allocate_unused_layers(groups, whole, runner.num_blocks)
     own = make_region(runner, rank_model.planned.device)
     if unused is None:
         return DeviceGroupRegion(whole, parts, own, group, slots)
@@ -108,7 +108,7 @@ class DeviceGroupRegion(DividedRegion):
         """`layout`: of blocks with the parts of all ranks. `parts`: by rank, then the part of `unused`, if any.
 
         `own`: the leader's cache. `slots`: buffers that all ranks share, half of them for each direction. `unused`: see
-        `allocate_unused_places`."""
+        `allocate_unused_layers`."""
         super().__init__(layout, own.blocks, parts)
         self._group, self._slots, self._num_ranks = group, slots, group.layout.num_ranks
         self._own: dict[int, Region] = {group.layout.leader: own}  # by part: the memory that this process copies

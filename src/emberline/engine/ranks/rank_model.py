@@ -179,7 +179,7 @@ class RankModel:
         states = None
         if self._state_shape is not None:
             places = min(num_slots, self._max_running)
-            states = StateCache(self._state_shape, num_slots, num_places=places, max_draft=self._max_draft)
+            states = StateCache(self._state_shape, num_slots, num_draft_slots=places, max_draft=self._max_draft)
         if self.draft_model is not None:
             self.draft_runner = DraftRunner(self.draft_model, make_draft_cache(self.draft_model, self.cache))
         copier = BlockShardCopier(self.cache, self.share, states)

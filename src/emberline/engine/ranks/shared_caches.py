@@ -43,7 +43,7 @@ class SharedCaches:
     def make_region(self, groups: LayerGroups, steps: StepCounter) -> GroupRegion:
         """Return a region with the blocks of all ranks. `groups`: of the layers of the whole model."""
         parts = list(zip(self.parts, self.regions, strict=True))
-        if (unused := allocate_unused_places(groups, self.layout, self.regions[0].blocks)) is not None:
+        if (unused := allocate_unused_layers(groups, self.layout, self.regions[0].blocks)) is not None:
             parts.append(unused)
         return GroupRegion(self.layout, parts, steps)
 
@@ -60,13 +60,13 @@ def list_block_shards(ranks: Layout, model: ModelConfig, groups: LayerGroups) ->
     return parts
 
 
-def allocate_unused_places(
+def allocate_unused_layers(
     groups: LayerGroups, whole: KVLayout, num_blocks: int
 ) -> tuple[BlockShard, HostRegion] | None:
-    """Return the places for layers in a block that no layer uses, and memory for them; None: all are used.
+    """Return the layer positions in a block that no layer uses, and memory for them; None: all are used.
 
-    An engine on one rank has memory for these places too. Transfers send their bytes, and checksums include them."""
-    if (unused := _find_unused_places(groups, whole.heads)) is None:
+    An engine on one rank has memory for these positions too. Transfers send their bytes, and checksums include them."""
+    if (unused := _find_unused_layers(groups, whole.heads)) is None:
         return None
     layout = replace(whole, layers=max(map(len, unused.layers)))
     size = layout.layers * num_blocks * layout.plane_bytes
@@ -90,9 +90,9 @@ def _part_bytes(layout: KVLayout, num_blocks: int) -> int:
     return -(-layout.layers * num_blocks * layout.plane_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _find_unused_places(groups: LayerGroups, num_heads: int) -> BlockShard | None:
-    """Return the places for layers that no layer uses, in blocks of groups with fewer layers; None: there are none."""
-    counts = [sum(group == each for each, _ in groups.places) for group in range(len(groups.windows))]
+def _find_unused_layers(groups: LayerGroups, num_heads: int) -> BlockShard | None:
+    """Return the layer positions that no layer uses, in blocks of groups with fewer layers; None: there are none."""
+    counts = [sum(group == each for each, _ in groups.layer_positions) for group in range(len(groups.windows))]
     if all(count == groups.block_layers for count in counts):
         return None
     return BlockShard(tuple(range(count, groups.block_layers) for count in counts), range(num_heads))

@@ -1,8 +1,8 @@
 """AcceptanceEstimate: the probability that drafted tokens of a request are accepted, from its recent drafts.
 
-Each place of a draft has counts of its own: a draft model's later tokens are accepted less often than its first, given
-that those before them are. ModelAcceptance counts the same for the drafts of all requests together, from which the
-estimate of a new request begins."""
+Each position in a draft has counts of its own: a draft model's later tokens are accepted less often than its first,
+given that those before them are. ModelAcceptance counts the same for the drafts of all requests together, from which
+the estimate of a new request begins."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 PRIOR_WEIGHT = 4.0  # tried tokens that count as much as the proposer's own confidence
-PLACE_WEIGHT = 2.0  # tokens tried at one place of drafts that count as much as the estimate for all places
-MAX_PLACES = 8  # places of a draft with counts of their own; the last one's are for all further places too
+DRAFT_POSITION_WEIGHT = 2.0  # tokens tried at one position of drafts that count as much as the estimate for all
+MAX_DRAFT_POSITIONS = 8  # positions in a draft with counts of their own; the last one's are for all later ones too
 DECAY_PER_STEP = 0.99  # of the weight of a result in ModelAcceptance with each later step
 DECAY_PER_TOKEN = 0.97  # of the weight of a result with each later token of the request: half after 23 tokens
 
 
 @dataclass(slots=True)
 class RecentDrafts:
-    """For each place of a draft, how many tokens of one request were tried and accepted. Older drafts count less."""
+    """For each position in a draft, how many tokens of one request were tried and accepted. Older drafts count less."""
 
     position: int  # number of the request's tokens when the counts were last updated
     # Tokens that were compared: those that were right, and the first that was wrong.
-    tried: list[float] = field(default_factory=lambda: [0.0] * MAX_PLACES)
-    accepted: list[float] = field(default_factory=lambda: [0.0] * MAX_PLACES)
+    tried: list[float] = field(default_factory=lambda: [0.0] * MAX_DRAFT_POSITIONS)
+    accepted: list[float] = field(default_factory=lambda: [0.0] * MAX_DRAFT_POSITIONS)
 
 
 class AcceptanceEstimate:
@@ -37,19 +37,20 @@ class AcceptanceEstimate:
         counts.position = position
         counts.tried = [count * decay for count in counts.tried]
         counts.accepted = [count * decay for count in counts.accepted]
-        for place in range(num_accepted):
-            counts.tried[min(place, MAX_PLACES - 1)] += 1.0
-            counts.accepted[min(place, MAX_PLACES - 1)] += 1.0
+        for index in range(num_accepted):
+            counts.tried[min(index, MAX_DRAFT_POSITIONS - 1)] += 1.0
+            counts.accepted[min(index, MAX_DRAFT_POSITIONS - 1)] += 1.0
         if num_accepted < num_draft:
-            counts.tried[min(num_accepted, MAX_PLACES - 1)] += 1.0
+            counts.tried[min(num_accepted, MAX_DRAFT_POSITIONS - 1)] += 1.0
 
     def probabilities(
-        self, request_id: str, position: int, confidence: Sequence[float], *, by_place: bool = False
+        self, request_id: str, position: int, confidence: Sequence[float], *, by_draft_position: bool = False
     ) -> list[float]:
         """Return for each drafted token the probability that it and all before it are accepted.
 
-        `confidence`: the proposer's estimate for each token, given that those before it are accepted. `by_place`:
-        whether the estimates were measured for each place of a draft; then results at other places are not used."""
+        `confidence`: the proposer's estimate for each token, given that those before it are accepted.
+        `by_draft_position`: whether the estimates were measured for each position in a draft; then results at others
+        are not used."""
         counts = self._counts.get(request_id)
         probability, found = 1.0, []
         if counts is None:
@@ -59,14 +60,14 @@ class AcceptanceEstimate:
             return found
         decay = DECAY_PER_TOKEN ** (position - counts.position)
         tried, accepted = sum(counts.tried) * decay, sum(counts.accepted) * decay
-        for place, estimate in enumerate(confidence):
-            here = min(place, MAX_PLACES - 1)
+        for index, estimate in enumerate(confidence):
+            here = min(index, MAX_DRAFT_POSITIONS - 1)
             tried_here, accepted_here = counts.tried[here] * decay, counts.accepted[here] * decay
-            if by_place:
+            if by_draft_position:
                 probability *= (accepted_here + PRIOR_WEIGHT * estimate) / (tried_here + PRIOR_WEIGHT)
             else:
                 of_all = (accepted + PRIOR_WEIGHT * estimate) / (tried + PRIOR_WEIGHT)
-                probability *= (accepted_here + PLACE_WEIGHT * of_all) / (tried_here + PLACE_WEIGHT)
+                probability *= (accepted_here + DRAFT_POSITION_WEIGHT * of_all) / (tried_here + DRAFT_POSITION_WEIGHT)
             found.append(probability)
         return found
 
@@ -75,19 +76,19 @@ class AcceptanceEstimate:
 
 
 class ModelAcceptance:
-    """How often the tokens of a draft model are accepted, for each place of its drafts, in all requests together."""
+    """How often the tokens of a draft model are accepted, for each position in its drafts, in all requests together."""
 
     def __init__(self, max_draft: int, prior: float) -> None:
-        """`prior`: the assumed probability before any result. Estimates for untried places slowly return to it."""
+        """`prior`: the assumed probability before any result. Estimates for untried positions slowly return to it."""
         self._prior = prior
         self._tried = [0.0] * max_draft
         self._accepted = [0.0] * max_draft
 
     def record(self, num_draft: int, num_accepted: int) -> None:
         """Record the result of one draft."""
-        for place in range(min(num_draft, num_accepted + 1)):
-            self._tried[place] += 1.0
-            self._accepted[place] += place < num_accepted
+        for index in range(min(num_draft, num_accepted + 1)):
+            self._tried[index] += 1.0
+            self._accepted[index] += index < num_accepted
 
     def end_step(self) -> None:
         """Let all results so far count less."""
@@ -95,7 +96,7 @@ class ModelAcceptance:
         self._accepted = [count * DECAY_PER_STEP for count in self._accepted]
 
     def confidence(self, count: int) -> list[float]:
-        """Return, for the first `count` places, the probability that a token is right if those before it are."""
+        """Return, for the first `count` positions, the probability that a token is right if those before it are."""
         return [
             (accepted + PRIOR_WEIGHT * self._prior) / (tried + PRIOR_WEIGHT)
             for tried, accepted in zip(self._tried[:count], self._accepted[:count], strict=True)

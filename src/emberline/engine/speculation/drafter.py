@@ -273,7 +273,7 @@ class Drafter:
             return {name: len(proposal.tokens) for name, proposal in proposals.items()}
         probabilities = {
             name: self._acceptance.probabilities(
-                name, requests[name].num_known, proposal.confidence, by_place=proposal.from_model
+                name, requests[name].num_known, proposal.confidence, by_draft_position=proposal.from_model
             )
             for name, proposal in proposals.items()
         }
