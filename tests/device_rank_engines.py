@@ -64,7 +64,7 @@ def load_host_rank_model(
     if rank == layout.leader:
         draft = load_draft_model_of_ranks(config, checkpoint, model, lambda source: Weights(source, model.dtype))
     args = model, Weights(checkpoint), config, HostDevice(), device_memory
-    planned = PlannedModel.of(*args, draft=draft, stage=stage)
+    planned = PlannedModel.from_model(*args, draft=draft, stage=stage)
     return DeviceRankModel(planned, None, stage, connections, model.fingerprint)
 
 

@@ -50,7 +50,7 @@ class ThreadRanks:
         `max_blocks`: of the KV cache, for the first group of layers, and for each other group; None: no limit but that
         of the settings."""
         self._store_fd = os.memfd_create("rendezvous") if over_gloo else None
-        self.layout = Layout.of(config.parallel)
+        self.layout = Layout.from_config(config.parallel)
         self._groups: dict[str, ThreadGroup] = {}
         self._lock = threading.Lock()
         self._queues: dict[int, SimpleQueue[bytes | None]] = {rank: SimpleQueue() for rank in self.layout.followers}

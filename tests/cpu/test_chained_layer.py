@@ -62,7 +62,7 @@ def test_layers_with_something_between_their_products(name: str, is_chained: boo
         family, config = family_cases.WIDE_CONFIGS[name]
         tiny.write_tensors(tmp_path, config, family.tensors(config))
     for layer in load_decoder(tmp_path, "float32").layers:
-        assert (ChainedLayer.of(layer.attention, layer.ffn) is not None) == is_chained
+        assert (ChainedLayer.make_if_supported(layer.attention, layer.ffn) is not None) == is_chained
 
 
 LLAMA_8B = ((4096, 4096), (28672, 4096), (4096, 14336), (6144, 4096))

@@ -56,7 +56,7 @@ def make_configs(root: Path, *names: str) -> dict[str, EngineConfig]:
 
 def bytes_for_one_model(configs: dict[str, EngineConfig]) -> int:
     """Return the memory of a GPU with room for one and a half of these models."""
-    divisions = {name: DeviceDivision.of(config.with_gpu_defaults()) for name, config in configs.items()}
+    divisions = {name: DeviceDivision.from_config(config.with_gpu_defaults()) for name, config in configs.items()}
     sizes = plan_rank_sharing(divisions, [MeasuredGPU(64 << 30, 0)], 1 << 40).model_bytes.values()
     kept = len(configs) * (RESERVE_BYTES + count_buffer_bytes())
     return int((1.5 * max(sizes) + kept) / DEFAULT_UTILIZATION)

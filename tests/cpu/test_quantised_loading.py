@@ -438,7 +438,7 @@ def test_sizes_that_ranks_will_load(name: str, tmp_path: Path, keeping: list[Qua
     checkpoint = Checkpoint.open(write_published(tmp_path, name, layers=2))
     model = ModelConfig.from_checkpoint(checkpoint)
     settings = EngineConfig.build(str(tmp_path)).with_gpu_defaults()
-    for shard, stage in ((Shard(1, 2), Stage.of(model)), (Shard(), Stage.of(model, 1, 2))):
+    for shard, stage in ((Shard(1, 2), Stage.from_config(model)), (Shard(), Stage.from_config(model, 1, 2))):
         comm = None if shard.is_whole else LoneRank(shard.rank, shard.world_size)
         weights = DeviceWeights(checkpoint, device="cpu", shard=shard, comm=comm)
         load_model(shard.shard_config(model), weights, 64, stage)

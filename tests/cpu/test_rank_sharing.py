@@ -45,7 +45,7 @@ def homes(tmp_path: Path) -> dict[str, Path]:
 
 def divide(homes: dict[str, Path], **settings: Any) -> dict[str, DeviceDivision]:
     configs = {name: EngineConfig.build(str(home), **SETTINGS | settings) for name, home in homes.items()}
-    return {name: DeviceDivision.of(config.with_gpu_defaults()) for name, config in configs.items()}
+    return {name: DeviceDivision.from_config(config.with_gpu_defaults()) for name, config in configs.items()}
 
 
 def check_plan(plan: RankSharingPlan, divisions: dict[str, DeviceDivision]) -> None:

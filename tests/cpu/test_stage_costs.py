@@ -53,7 +53,7 @@ def test_each_kind_of_layer_is_timed(name: str, tmp_path: Path, monkeypatch: pyt
     WRITERS[name](tmp_path)
     model = ModelConfig.from_checkpoint(Checkpoint.open(tmp_path))
     config = EngineConfig.build(str(tmp_path), **SETTINGS, tp=2, pp=2)
-    costs = measure_costs(config, Layout.of(config.parallel))
+    costs = measure_costs(config, Layout.from_config(config.parallel))
     assert len(costs.layers) == model.layers and all(each.seconds > 0 for each in costs.layers)
     sparse = model.experts.layers if model.experts else (False,) * model.layers
     states = [layer in model.parts.attention.state_layers for layer in range(model.layers)]
@@ -69,7 +69,7 @@ def test_stages_chosen_by_hand_compute_the_same_tokens(tmp_path: Path) -> None:
     pending = [Submission(f"r{i}", [5, 6, 7 + i], SamplingParams(max_tokens=6, seed=i)) for i in range(3)]
     staged = config.with_settings(pp=2, pp_layers=f"{layers - 1},1")
     layout, shares = choose_stages(
-        staged, Layout.of(staged.parallel), ModelConfig.from_checkpoint(Checkpoint.open(tmp_path))
+        staged, Layout.from_config(staged.parallel), ModelConfig.from_checkpoint(Checkpoint.open(tmp_path))
     )
     assert layout.stage_layers == (layers - 1, 1) and sum(shares) == pytest.approx(1.0)
     engine = make_thread_engine(staged)

@@ -42,7 +42,7 @@ from emberline.models.moe import SparseFeedForward
 
 H, F, QKV, TOKENS = 4096, 14336, 6144, 32768
 NETWORK = GatedNetwork(H, F)
-SIZES = StepSizes.of(outline_of(ModelConfig.from_hf(LLAMA_8B)), 128256)
+SIZES = StepSizes.from_outline(outline_of(ModelConfig.from_hf(LLAMA_8B)), 128256)
 FORMS: tuple[Form, ...] = ("plain", "packed", "fp8", "fp8 blocks", "int4")
 QUANTISED = {
     "fp8": [("fp8", 2 * F, H, H)],
@@ -52,7 +52,7 @@ QUANTISED = {
 
 
 def kernels_of(kernels: str, form: Form) -> StepKernels:
-    return StepKernels.of(kernels, 2, packed=form == "packed", quantised=QUANTISED.get(form, ()))
+    return StepKernels.for_weights(kernels, 2, packed=form == "packed", quantised=QUANTISED.get(form, ()))
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -124,7 +124,7 @@ def test_a_layer_of_a_rank_allocates_what_is_planned(
 
     def run() -> None:
         x = empty(TOKENS, H)
-        if (fused := FusedLayer.of(attention, ffn)) is None:
+        if (fused := FusedLayer.make_if_supported(attention, ffn)) is None:
             DecoderLayer(attention, ffn)(x, cache, cache, batch)
         else:
             fused.run(x, empty(TOKENS, H), cache, cache, batch, None, fused)
@@ -164,9 +164,11 @@ def test_gates_are_stored_where_no_kernel_avoids_it() -> None:
     assert hopper.gated_bytes(NETWORK, 2049, 2048) == 2048 * stored
     assert hopper.gated_bytes(NETWORK, TOKENS + 1, 2048) == (TOKENS + 1) * stored
     assert hopper.gated_bytes(GatedNetwork(H, F + 8), TOKENS, 2048) == TOKENS * 2 * (H + 3 * (F + 8))
-    wide = StepKernels.of("hopper", 4)
+    wide = StepKernels.for_weights("hopper", 4)
     assert wide.gated_bytes(NETWORK, TOKENS, 2048) == TOKENS * 4 * (H + 3 * F)
-    odd = StepKernels.of("hopper", 2, quantised=[("fp8", 2 * F, H, 64)])  # groups that quantised inputs do not fit
+    odd = StepKernels.for_weights(
+        "hopper", 2, quantised=[("fp8", 2 * F, H, 64)]
+    )  # groups that quantised inputs do not fit
     assert odd.gated_bytes(NETWORK, TOKENS, 2048) == TOKENS * stored
 
 
@@ -227,7 +229,7 @@ def make_mixture(backend: PortableBackend, form: Form, shared: int) -> Mixture:
 def plan_experts(kernels: str, form: Form) -> StepKernels:
     quantised = [(form, 2 * WIDTH, HIDDEN, GROUPS[form])] if form in GROUPS else []
     forms: Any = {"quantised_experts": quantised, "has_other_experts": not quantised}
-    return StepKernels.of(kernels, 2, packed=form == "packed", **forms)
+    return StepKernels.for_weights(kernels, 2, packed=form == "packed", **forms)
 
 
 def describe_experts(shared: int = 0) -> ExpertNetwork:
@@ -281,13 +283,13 @@ def test_experts_by_hand() -> None:
     unused = COUNT * 255
     tables = 24 * (rows * CHOSEN + unused)
     outputs = 2 * rows * CHOSEN * (WIDTH + HIDDEN)
-    assert StepKernels.of("portable", 2).expert_bytes(network, rows, 2048) == normed + outputs + tables
+    assert StepKernels.for_weights("portable", 2).expert_bytes(network, rows, 2048) == normed + outputs + tables
     few = 320 * COUNT + unused
     sorted_rows = few * (2 * (WIDTH + HIDDEN) + 24)
     assert sorted_rows > outputs + tables
-    assert StepKernels.of("hopper", 2).expert_bytes(network, rows, 2048) == normed + sorted_rows
+    assert StepKernels.for_weights("hopper", 2).expert_bytes(network, rows, 2048) == normed + sorted_rows
     places = rows * CHOSEN + unused
-    packed = StepKernels.of("hopper", 2, packed=True)
+    packed = StepKernels.for_weights("hopper", 2, packed=True)
     assert packed.expert_bytes(network, rows, 2048) == normed + places * (2 * (WIDTH + HIDDEN) + 24)
     # 4-bit codes: with tiles of 128 rows, inputs are copied into 24,576 places at a time, and outputs need none.
     places = rows * CHOSEN + COUNT * 127

@@ -255,7 +255,7 @@ def test_scratch_memory_of_a_draft_model_is_counted(captured: int, rows: int) ->
     fields |= {"num_attention_heads": 128, "num_key_value_heads": 128, "num_hidden_layers": 1}
     fields |= {"n_routed_experts": 4, "num_experts_per_tok": 1, "first_k_dense_replace": 1, "rope_scaling": None}
     config = ModelConfig.from_hf({name: value for name, value in fields.items() if name != "architectures"})
-    draft = memory.DraftMemory.of(10**9, config, captured)
+    draft = memory.DraftMemory.for_model(10**9, config, captured)
     changes = {"max_running": 128, "max_new_tokens": 5}
     with_draft, without = make_plan(draft=draft, **changes), make_plan(**changes)
     places = 2 * rows + 5 * 2 * 192 // 2  # the keys of long rows are cut, for two programs of 64 heads each

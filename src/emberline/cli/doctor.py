@@ -285,7 +285,7 @@ def _check_ranks(args: argparse.Namespace, config: ModelConfig) -> Iterator[Doct
     stages = min(config.layers, MAX_SHOWN_RANKS)
     yield DoctorFinding("  ranks", f"can be divided on a CPU with --tp {tensor_ranks} and --pp 1 to {stages}", None)
     try:
-        layout = Layout.of(_plan_settings(args).parallel)
+        layout = Layout.from_config(_plan_settings(args).parallel)
         check_divisible(layout, config)
     except EmberlineError as e:
         yield DoctorFinding("  layout", e.message, False, e.hint or "")

@@ -26,7 +26,7 @@ def build_forward_batch(
     """`groups`: which layers share block tables; None: all share one. `states`: memory of recurrent layers, if any.
 
     `columns`: `start`, `tokens` and `samples` of the work items as arrays, if known; the items' own are then unused."""
-    size, columns = cache.shape.block_size, columns or StepColumns.of(work)
+    size, columns = cache.shape.block_size, columns or StepColumns.from_work(work)
     starts, counts, samples = columns.starts, columns.counts, columns.samples.tolist()
     query_start = np.zeros(len(work) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])

@@ -51,17 +51,19 @@ def estimate_draft_memory(
             size += prod(shape) * counter.width
         elif has_head or not target.tie_embeddings:
             size += embedding
-        return DraftMemory.of(size, select_head_layer(target), 1)
+        return DraftMemory.for_model(size, select_head_layer(target), 1)
     source = Checkpoint.open(resolve_model(speculation.draft_source))
     if speculation.method == "eagle3":
         head = Eagle3Config.from_checkpoint(source, target)
         own = {name for name in source.tensors if not re.fullmatch(IGNORABLE_TENSORS, name)}
         size = counter.count(source, own) + embedding * own.isdisjoint(EMBEDDING_NAMES)
-        return DraftMemory.of(size, head.model, len(head.captured_layers))
+        return DraftMemory.for_model(size, head.model, len(head.captured_layers))
     config = ModelConfig.from_checkpoint(source)
     quantised = list_quantised_sizes(source) if dtype == "bfloat16" else []
     packed = packed and config.experts is None
-    return DraftMemory.of(memory.weight_bytes(config, counter.width, packed=packed, quantised=quantised), config, 0)
+    return DraftMemory.for_model(
+        memory.weight_bytes(config, counter.width, packed=packed, quantised=quantised), config, 0
+    )
 
 
 class WeightCounter:

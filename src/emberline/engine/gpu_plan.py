@@ -303,7 +303,7 @@ def _plan_one(
         has_ranks=gpus.count > 1,
     )
     block_bytes = num_tables * _block_bytes(local, tables)  # of all groups
-    sizes = StepSizes.of(rank_outline, outline.vocab)
+    sizes = StepSizes.from_outline(rank_outline, outline.vocab)
     draft = memory.DraftMemory.of_steps(sizes, 1) if outline.has_mtp_head else memory.NO_DRAFT_MODEL
     fixed = {
         "weights": sum(share.num_bytes for share in shares),

@@ -55,8 +55,8 @@ class DraftMemory:
     sizes: StepSizes | None = None  # None: there is no draft model
 
     @staticmethod
-    def of(weight_bytes: int, config: ModelConfig, num_captured_layers: int) -> DraftMemory:
-        of_steps = DraftMemory.of_steps(StepSizes.of(outline_of(config), config.vocab), num_captured_layers)
+    def for_model(weight_bytes: int, config: ModelConfig, num_captured_layers: int) -> DraftMemory:
+        of_steps = DraftMemory.of_steps(StepSizes.from_outline(outline_of(config), config.vocab), num_captured_layers)
         return replace(of_steps, weight_bytes=weight_bytes, kv_token_values=kv_token_bytes(config, 1))
 
     @staticmethod
@@ -102,7 +102,7 @@ def plan_engine_memory(
     size, tokens, state_slots = settings.scheduler.block_size, settings.kv_cache.kv_tokens, None
     new_tokens = settings.speculation.max_new_tokens
     if (memory := settings.kv_cache.kv_memory) is not None:
-        planner = StatePlanner.of(config, settings.scheduler.max_running, new_tokens, DTYPE_BYTES[dtype])
+        planner = StatePlanner.from_config(config, settings.scheduler.max_running, new_tokens, DTYPE_BYTES[dtype])
         state_slots = planner.count_slots(memory)
         memory -= planner.num_bytes(state_slots)
         tokens = memory // kv_token_bytes(config, kv_bytes, groups.num_layer_positions)
@@ -199,7 +199,7 @@ def plan_memory(
 
     `groups`: layers that share block tables; None: all share one. `kv_tokens`, `state_slots`: size of the KV cache, and
     slots for recurrent states; None: as many as are useful and fit. `tiers`, `transfer`: reserve buffers for copies to
-    tiers and other engines. See `weight_bytes`, `StepKernels.of`, `usable_bytes` and StepLimits for the others."""
+    tiers and other engines. See `weight_bytes`, `StepKernels.for_weights`, `usable_bytes` and StepLimits for others."""
     groups = groups or LayerGroups.single(config.layers)
     tables, running = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
     used = choose_step_kernels(outline_of(config), kernels, dtype_bytes, packed=packed, quantised=quantised)
@@ -209,12 +209,14 @@ def plan_memory(
     fixed = {
         "weights": draft.weight_bytes + weight_bytes(config, dtype_bytes, packed=packed, both=both, quantised=quantised)
     }
-    fixed |= step_bytes(StepSizes.of(outline_of(config), config.vocab), StepLimits(*sizes), block_bytes, draft)
+    fixed |= step_bytes(
+        StepSizes.from_outline(outline_of(config), config.vocab), StepLimits(*sizes), block_bytes, draft
+    )
     needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     usable, needed_bytes = usable_bytes(total_bytes, utilization, other_bytes), needed * tables * block_bytes
     if (available := usable - sum(fixed.values())) < needed_bytes:
         raise does_not_fit_error(fixed, usable, total_bytes, needed_bytes)
-    planner = StatePlanner.of(config, max_running, max_new_tokens, dtype_bytes)
+    planner = StatePlanner.from_config(config, max_running, max_new_tokens, dtype_bytes)
     slots = state_slots or planner.count_slots(available, None if kv_tokens is None else needed_bytes)
     fixed["states"] = states = planner.num_bytes(slots)
     blocks = max(0, available - states) // (block_bytes * tables)  # of each group, if requests are short
@@ -244,7 +246,9 @@ def step_bytes(
     largest = max(shape.singles + shape.tokens for shape in shapes)
     chains = sum(not shape.chunks for shape in shapes) if limits.max_new_tokens > 1 else 0  # of a draft model
     layers = _peak_bytes(sizes, limits, draft, max(tokens, running), largest)
-    logits = LogitMemory.of(sizes.vocab, running, has_draft_model=draft.sizes is not None, has_ranks=limits.has_ranks)
+    logits = LogitMemory.for_model(
+        sizes.vocab, running, has_draft_model=draft.sizes is not None, has_ranks=limits.has_ranks
+    )
     return {
         "activations": layers
         + draft.state_values * kernels.dtype_bytes * (grid.pad_token_count(tokens) + max_step_rows(running))
@@ -282,7 +286,7 @@ def used_by_others(total_bytes: int, free_bytes: int, allocated_bytes: int) -> i
 
 def shape_grid_for(config: ModelConfig, max_batch_tokens: int, exchanging_ranks: int = 1) -> ShapeGrid:
     """Return the sizes of steps with prompt chunks that are captured for this model."""
-    sizes = StepSizes.of(outline_of(config), config.vocab)
+    sizes = StepSizes.from_outline(outline_of(config), config.vocab)
     return ShapeGrid.for_model(
         sizes.layer_weights, max_batch_tokens, has_experts=sizes.has_experts, exchanging_ranks=exchanging_ranks
     )

@@ -37,7 +37,7 @@ def choose_step_kernels(
     packed: bool = False,
     quantised: Sequence[QuantisedSize] = (),
 ) -> StepKernels:
-    """Return the kernels for a model's weights; see `StepKernels.of`. `quantised`: matrices that are kept quantised."""
+    """Return the kernels for a model's weights; see `StepKernels.for_weights`. `quantised`: matrices kept quantised."""
     parts = [part for part in list_weight_matrices(outline) if part.kind == "routed experts"]
     # The rows of gate and up may be stored in two matrices.
     shapes = {(rows, part.columns) for part in parts for rows in (part.rows, part.rows // 2)}
@@ -46,7 +46,7 @@ def choose_step_kernels(
     num_routed = sum(part.num_weights for part in parts)
     # If more weights have these shapes than routed experts have, some are of shared experts or dense layers.
     others = [each for each in quantised if each not in of_experts or num_kept > num_routed]
-    return StepKernels.of(
+    return StepKernels.for_weights(
         kernels,
         dtype_bytes,
         packed=packed,
@@ -117,7 +117,9 @@ class LogitMemory:
     of_captured: int  # in the memory of captured steps
 
     @staticmethod
-    def of(vocab: int, max_running: int, *, has_draft_model: bool = False, has_ranks: bool = False) -> LogitMemory:
+    def for_model(
+        vocab: int, max_running: int, *, has_draft_model: bool = False, has_ranks: bool = False
+    ) -> LogitMemory:
         rows, scored = max_step_rows(max_running), MAX_SCORED_TOKENS
         kept = rows + has_draft_model * max_running
         step, captured = COPIES_OF_SAMPLED_ROWS * max_running + scored, 0

@@ -39,7 +39,7 @@ class StepSizes:
     has_movable_experts: bool = False  # whether experts may move between ranks
 
     @staticmethod
-    def of(outline: ModelOutline, vocab: int) -> StepSizes:
+    def from_outline(outline: ModelOutline, vocab: int) -> StepSizes:
         """Return the sizes of a model or of one GPU's part; `vocab`: that of the whole model."""
         parts, latent = list_weight_matrices(outline), outline.latent
         layers = set(outline.layers)

@@ -82,7 +82,7 @@ class StepKernels:
     dtype_bytes: int = BF16_BYTES
 
     @staticmethod
-    def of(
+    def for_weights(
         kernels: str,
         dtype_bytes: int,
         *,

@@ -24,7 +24,7 @@ class ChainedLayer:
     ffn: FeedForward
 
     @staticmethod
-    def of(attention: object, ffn: object) -> ChainedLayer | None:
+    def make_if_supported(attention: object, ffn: object) -> ChainedLayer | None:
         """Return the layer with these parts, or None if the op does not support what they compute."""
         if not isinstance(attention, Attention) or not isinstance(ffn, FeedForward):
             return None

@@ -131,7 +131,7 @@ class DecoderModel:
     ) -> DecoderModel:
         """Load a model or a pipeline stage. The embedding has rows only in the first stage, the head in the last."""
         tables = _make_position_tables(config, context, weights.device)
-        stage = stage or Stage.of(config)
+        stage = stage or Stage.from_config(config)
         layers = tuple(
             DecoderLayer.load(config, weights, layer, tables[config.layer_rope(layer)]) for layer in stage.layers
         )
@@ -153,7 +153,7 @@ class DecoderModel:
             fingerprint=fingerprint,
             embedding_multiplier=_round_multiplier(config, dtype),
             final_norm=None if is_rms else norm,
-            vocabulary=VocabularyShard.of(weights, config.vocab),
+            vocabulary=VocabularyShard.from_weights(weights, config.vocab),
         )
 
     @property
@@ -268,7 +268,9 @@ def _as_joined_layer(layer: DecoderLayer | ParallelLayer) -> FusedLayer | Chaine
     """Return the layer in a form that also computes a part of the next one, if it has one."""
     if not isinstance(layer, DecoderLayer):
         return None
-    return FusedLayer.of(layer.attention, layer.ffn) or ChainedLayer.of(layer.attention, layer.ffn)
+    return FusedLayer.make_if_supported(layer.attention, layer.ffn) or ChainedLayer.make_if_supported(
+        layer.attention, layer.ffn
+    )
 
 
 def load_vocabulary_matrices(

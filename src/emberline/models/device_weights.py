@@ -288,7 +288,7 @@ class DeviceWeights(Weights):
     ) -> ops.PackedWeight:
         weight = ops.empty_quantised_weight(shape, self.device, gated=gated)
         size = ops.count_quantised_bytes(self.device, shape)
-        self.quantised_sizes.append(QuantisedSize.of(shape, 1, size))
+        self.quantised_sizes.append(QuantisedSize.from_matrix(shape, 1, size))
 
         def settle(whole: Tensor) -> None:
             self._add_loaded_bytes(ops.fill_quantised_weight(weight, quantise_rows(whole, shape)))
@@ -306,7 +306,7 @@ class DeviceWeights(Weights):
     ) -> ops.PackedExperts:
         pending = PendingExperts(shape, self.device, len(sources), self._add_loaded_bytes, gated=gated)
         num_bytes = ops.count_quantised_bytes(self.device, shape)
-        self.quantised_sizes.append(QuantisedSize.of(shape, len(shape.codes), num_bytes))
+        self.quantised_sizes.append(QuantisedSize.from_matrix(shape, len(shape.codes), num_bytes))
         if isinstance(self.checkpoint.tensor_info(sources[0].name), QuantisedTensorInfo):
             for name, _, select in sources:
                 self._queue_part(name, partial(pending.set_part, select))

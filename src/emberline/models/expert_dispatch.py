@@ -35,7 +35,7 @@ class ExpertDispatch:
         self.load.forget_groups()
 
     @staticmethod
-    def of(shard: Shard, experts: int, device: torch.device) -> ExpertDispatch | None:
+    def for_shard(shard: Shard, experts: int, device: torch.device) -> ExpertDispatch | None:
         """Return the dispatch of a rank, or None if `shard` does not send rows between ranks."""
         if not shard.dispatches_rows:
             return None

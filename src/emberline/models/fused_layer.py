@@ -24,7 +24,7 @@ class FusedLayer:
     comm: Communicator
 
     @staticmethod
-    def of(attention: object, ffn: object) -> FusedLayer | None:
+    def make_if_supported(attention: object, ffn: object) -> FusedLayer | None:
         """Return the layer with these parts, or None if no norm follows their all-reduces, or no kernel fuses both."""
         if not isinstance(attention, Attention) or not isinstance(ffn, FeedForward):
             return None

@@ -74,7 +74,7 @@ class SparseFeedForward:
                 slots=slots,
             ),
             weights.comm,
-            ExpertDispatch.of(weights.shard, experts.count, weights.device),
+            ExpertDispatch.for_shard(weights.shard, experts.count, weights.device),
             None if slots is None else MovableExperts(experts.count, slots),
         )
 

@@ -24,7 +24,7 @@ class VocabularyShard:
     vocab: int  # number of tokens of all ranks
 
     @staticmethod
-    def of(weights: Weights, vocab: int) -> VocabularyShard | None:
+    def from_weights(weights: Weights, vocab: int) -> VocabularyShard | None:
         """Return the part of a rank, or None for a model that is not divided."""
         if weights.comm is None:
             assert weights.shard.is_whole, "a rank needs a communicator"

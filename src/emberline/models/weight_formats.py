@@ -41,7 +41,7 @@ class QuantisedSize:
     group_columns: int = 0  # columns that share a scale; 0: the whole row
 
     @staticmethod
-    def of(matrix: QuantisedMatrix, num_matrices: int, num_bytes: int) -> QuantisedSize:
+    def from_matrix(matrix: QuantisedMatrix, num_matrices: int, num_bytes: int) -> QuantisedSize:
         """Return the size of `num_matrices` matrices like `matrix`, which take `num_bytes` together."""
         columns = 0 if matrix.group_columns >= matrix.k else matrix.group_columns
         return QuantisedSize(matrix.n, matrix.k, num_matrices, num_bytes, matrix.kind, columns)

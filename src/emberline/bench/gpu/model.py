@@ -117,7 +117,7 @@ class RandomWeights(Weights):
             return drawn
         experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, quantised, quantised.nbytes, gated)
         kept = ops.count_quantised_bytes(self.device, quantised)
-        self.quantised_sizes.append(QuantisedSize.of(quantised, count, kept))
+        self.quantised_sizes.append(QuantisedSize.from_matrix(quantised, count, kept))
         matrices = quantise_rows(drawn, quantised)
         self.loaded_bytes = taken - drawn.nbytes + ops.fill_quantised_experts(experts, matrices)
         return experts
@@ -158,7 +158,7 @@ class RandomWeights(Weights):
             weight = ops.empty_quantised_weight(shape, self.device, gated=gated)
             drawn, taken = self.stack(parts, columns), self.loaded_bytes
             kept = ops.count_quantised_bytes(self.device, shape)
-            self.quantised_sizes.append(QuantisedSize.of(shape, 1, kept))
+            self.quantised_sizes.append(QuantisedSize.from_matrix(shape, 1, kept))
             matrix = quantise_rows(drawn, shape)
             self.loaded_bytes = taken - drawn.nbytes + ops.fill_quantised_weight(weight, matrix)
             return weight

@@ -122,7 +122,7 @@ class RankWeights(RandomWeights):
         described = split_experts(describe_quantised(self._expert_format, count * n, k), count)
         experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, described, described.nbytes, gated)
         kept = ops.count_quantised_bytes(self.device, described)
-        self.quantised_sizes.append(QuantisedSize.of(described, count, kept))
+        self.quantised_sizes.append(QuantisedSize.from_matrix(described, count, kept))
         self.loaded_bytes += ops.fill_quantised_experts(experts, self._draw_codes(described))
         return experts
 

@@ -117,7 +117,7 @@ def boot_gpu(
     reject_unsupported_settings(settings, device.torch_device, has_packed_experts=packs_experts)
     model = load_model(config, weights, context)
     draft = load_draft(model)
-    planned = PlannedModel.of(model, weights, settings, device, measure_memory(device), draft=draft)
+    planned = PlannedModel.from_model(model, weights, settings, device, measure_memory(device), draft=draft)
     if settings.gpu.exact:
         require_fixed_order(model, planned.kv_shape)
     tuned, plan = planned.tune_matrix_products(), planned.plan  # before the cache fills the memory

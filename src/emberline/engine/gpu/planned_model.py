@@ -47,7 +47,7 @@ class PlannedModel:
     groups: LayerGroups  # of all layers of the model
 
     @staticmethod
-    def of(
+    def from_model(
         model: DecoderModel,
         weights: Weights,
         settings: EngineConfig,

@@ -39,7 +39,7 @@ class RankRole:
     @staticmethod
     def alone(config: ModelConfig, groups: LayerGroups, num_state_slots: int) -> RankRole:
         """Return the role of the only rank of an engine."""
-        return RankRole(groups, num_state_slots, is_leader=True, stage=Stage.of(config))
+        return RankRole(groups, num_state_slots, is_leader=True, stage=Stage.from_config(config))
 
     @property
     def is_alone(self) -> bool:

@@ -85,7 +85,7 @@ def boot_ranks(
     if config.parallel.nodes > 1:
         config = replace(config, transfer=None)  # KV transfers are optional here, and need memory that ranks share
     began = time.perf_counter()
-    layout = Layout.of(config.parallel)
+    layout = Layout.from_config(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
     check_transfer(config, model)
     check_divisible(layout, model)
@@ -315,7 +315,11 @@ def _describe_engine(
     ranks: tuple[RankSummary, ...],
     seconds: dict[str, float],
 ) -> LoadedEngine:
-    cache, checkpoint, layout = rank_model.cache, Checkpoint.open(Path(config.model)), Layout.of(config.parallel)
+    cache, checkpoint, layout = (
+        rank_model.cache,
+        Checkpoint.open(Path(config.model)),
+        Layout.from_config(config.parallel),
+    )
     form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
     return LoadedEngine(
         engine=engine,

@@ -59,7 +59,7 @@ def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None
     `config`: the result of `EngineConfig.with_gpu_defaults`. `launcher`: what has started the other nodes; it is closed
     with the engine."""
     began = time.perf_counter()
-    division = DeviceDivision.of(config)
+    division = DeviceDivision.from_config(config)
     group = RankGroup(division.config, division.layout, launcher=launcher)
     with closing_on_error(group):
         wait_for_start(group, division.config)
@@ -89,7 +89,7 @@ class DeviceDivision:
     model: ModelConfig  # of the undivided model
 
     @staticmethod
-    def of(config: EngineConfig) -> DeviceDivision:
+    def from_config(config: EngineConfig) -> DeviceDivision:
         """Return the division that the settings ask for. Raises EmberlineError if settings or model are not usable.
 
         `config`: see `boot_device_ranks`."""

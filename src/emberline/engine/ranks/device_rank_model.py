@@ -139,7 +139,7 @@ class DeviceRankModel:
             sizes = sizes[0], sizes[1] + sum(each.group.nbytes for each in connections.all)
         else:
             sizes, config = (shared.total_bytes, shared.other_bytes), config.with_settings(kv_memory=shared.kv_memory)
-        planned = PlannedModel.of(model, weights, config, device, sizes, draft=draft, stage=stage)
+        planned = PlannedModel.from_model(model, weights, config, device, sizes, draft=draft, stage=stage)
         fingerprint = compute_fingerprint(checkpoint, model_config, dtype, context)
         return DeviceRankModel(planned, weights, stage, connections, fingerprint)
 

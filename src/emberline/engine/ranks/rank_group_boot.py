@@ -29,7 +29,7 @@ def boot_rank_engine_group(
     `configs`: see `boot_device_ranks`. Raises EmberlineError if settings, a model or a rank are not usable, or the
     models do not fit."""
     check_shareable(configs)
-    divisions = {name: DeviceDivision.of(config) for name, config in configs.items()}
+    divisions = {name: DeviceDivision.from_config(config) for name, config in configs.items()}
     groups: dict[str, RankGroup] = {}
     try:
         for name, division in divisions.items():

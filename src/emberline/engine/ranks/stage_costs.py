@@ -57,7 +57,7 @@ class RankMemory:
     num_blocks: int  # KV blocks of the longest request, which must fit
 
     @staticmethod
-    def of(config: EngineConfig, ranks_per_node: int, context: int) -> RankMemory:
+    def from_config(config: EngineConfig, ranks_per_node: int, context: int) -> RankMemory:
         all_bytes = free_memory() // ranks_per_node
         return RankMemory(all_bytes, config.kv_cache.kv_memory or all_bytes, -(-context // config.scheduler.block_size))
 
@@ -104,7 +104,7 @@ def choose_stages(config: EngineConfig, layout: Layout, model: ModelConfig) -> t
     layout.stage(0, model)  # raises an error if the model cannot be divided
     costs = measure_costs(config, layout)
     if not layout.stage_layers:
-        memory = RankMemory.of(config, layout.ranks_per_node, config.requested_context or model.max_context)
+        memory = RankMemory.from_config(config, layout.ranks_per_node, config.requested_context or model.max_context)
         layout = replace(layout, stage_layers=costs.split(layout.pp, memory))
     return layout, costs.shares(layout.stage_layers)
 
