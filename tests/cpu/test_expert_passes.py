@@ -75,7 +75,7 @@ def test_given_experts_are_computed_in_passes(small_passes: int, monkeypatch: py
     monkeypatch.setattr(ExpertLayer, "_add_experts", add_experts)
     x, limit = torch.randn(1100, 4), max_pass_rows(COUNT, 1)
     numbers = torch.arange(1100) % COUNT
-    found = ExpertLayer(ops.ReferenceBackend("asked for")).run_given(x, numbers.int(), make_mixture())
+    found = ExpertLayer(ops.ReferenceBackend("asked for")).run_assigned_experts(x, numbers.int(), make_mixture())
     assert torch.equal(found, x * numbers[:, None]) and len(counts) == -(-1100 // limit) > 1 and max(counts) <= limit
 
 

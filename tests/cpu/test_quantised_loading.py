@@ -29,7 +29,7 @@ from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise, dequ
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.experts_spec import name_each_expert
+from emberline.models.experts_spec import per_expert_names
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.loader import load_decoder
 from emberline.models.quantisation_config import read_quantisation
@@ -123,7 +123,7 @@ def test_experts_kept_on_a_device(name: str, spare: int, tmp_path: Path, keeping
     values = write(tmp_path, FORMATS[name], matrices)
     weights = DeviceWeights(Checkpoint.open(tmp_path), device="cpu")
     experts = load_stacked_experts(
-        weights, ExpertsConfig(count, 2, ffn, True, frozenset({0}), spare=spare), name_each_expert(), "l", hidden
+        weights, ExpertsConfig(count, 2, ffn, True, frozenset({0}), spare=spare), per_expert_names(), "l", hidden
     )
     weights.finish("")
     for found, kinds in ((experts.gate_up, ("gate", "up")), (experts.down, ("down",))):
@@ -146,7 +146,7 @@ def test_experts_of_two_formats_are_dequantised(tmp_path: Path, keeping: list[Qu
             tensors |= {f"{module}.{part}": tensor for part, tensor in packed.items()}
     tiny.write_tensors(tmp_path, tiny.config("qwen3", quantization_config=found.config), tensors)
     weights = DeviceWeights(Checkpoint.open(tmp_path), device="cpu")
-    experts = load_stacked_experts(weights, ExpertsConfig(2, 1, 32, True, frozenset({0})), name_each_expert(), "l", 64)
+    experts = load_stacked_experts(weights, ExpertsConfig(2, 1, 32, True, frozenset({0})), per_expert_names(), "l", 64)
     weights.finish("")
     assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor) and not keeping
 

@@ -18,7 +18,7 @@ from emberline.models.expert_placement import (
     Placement,
     group_loads,
     keep_expert_slots,
-    moved_experts,
+    list_moved_experts,
     place_experts,
     place_in_order,
 )
@@ -73,7 +73,7 @@ def test_experts_stay_where_they_can() -> None:
     current: Placement = ((0, 1, EMPTY), (2, 3, EMPTY))
     assert keep_expert_slots(current, ((3, 2, 0), (0, 1, EMPTY))) == ((0, 1, EMPTY), (2, 3, 0))
     copied = place_experts([9, 1, 0, 1], current)
-    assert copied == ((0, 1, EMPTY), (2, 3, 0)) and moved_experts(current, copied) == [(1, 0)]
+    assert copied == ((0, 1, EMPTY), (2, 3, 0)) and list_moved_experts(current, copied) == [(1, 0)]
     assert place_experts([9, 1, 0, 1], copied) is copied
     assert place_experts([1, 0, 9, 1], copied) == ((0, 1, 2), (2, 3, EMPTY))  # the copy that is not needed goes
 

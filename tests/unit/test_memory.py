@@ -231,9 +231,12 @@ def test_graphs_of_all_shapes_are_counted(running: int, batch: int, rng: Random)
 
 
 def test_each_kind_of_step_has_a_planned_shape() -> None:
-    assert {StepShape(1, 0, 0), StepShape(256, 0, 0), StepShape(0, 8, 128), StepShape(64, 32, 1088)} <= captured_shapes(
-        256, 8192
-    )
+    assert {
+        StepShape(1, 0, 0),
+        StepShape(256, 0, 0),
+        StepShape(0, 8, 128),
+        StepShape(64, 32, 1088),
+    } <= captured_shapes(256, 8192)
     more = len(captured_shapes(256, 8192)) - len(captured_shapes(64, 8192))
     # The largest shapes have 256 + 1024 and 64 + 1024 tokens, padded to a multiple of 128.
     activations = 2 * 128 * (2 * LLAMA_8B.hidden + 3 * LLAMA_8B.ffn)
@@ -272,9 +275,9 @@ def test_scratch_memory_of_a_draft_model_is_counted(captured: int, rows: int) ->
 
 def test_memory_of_other_processes_is_not_used() -> None:
     total, context = 141 << 30, 1 << 29
-    assert memory.used_by_others(total, total - context, 0) == 0
-    assert memory.used_by_others(total, total - context - (20 << 30), 20 << 30) == 0
-    assert memory.used_by_others(total, 9 << 30, 30 << 30) == 102 << 30
+    assert memory.bytes_used_by_other_processes(total, total - context, 0) == 0
+    assert memory.bytes_used_by_other_processes(total, total - context - (20 << 30), 20 << 30) == 0
+    assert memory.bytes_used_by_other_processes(total, 9 << 30, 30 << 30) == 102 << 30
     assert memory.usable_bytes(total, 0.5, 20 << 30) == total // 2, "other processes use what is left anyway"
     assert memory.usable_bytes(total, 0.98, 20 << 30) == 121 << 30
     alone, beside = make_plan(utilization=0.5), make_plan(utilization=0.5, other_bytes=20 << 30)

@@ -100,7 +100,7 @@ class SimulatedCluster:
         """Return the latencies of `requests`. `warm_up`: requests that run before them, one at a time."""
         cluster, ended, begin = self._build(overheads), list[RequestRecord](), WARM_UP_INTERVAL_S * len(warm_up)
         cluster.observers.append(ended.append)
-        cluster.at(begin, lambda: _reset_latencies(cluster))
+        cluster.call_at(begin, lambda: _reset_latencies(cluster))
         alone = [replace(each, due=WARM_UP_INTERVAL_S * i) for i, each in enumerate(warm_up)]
         result = cluster.run(_make_sessions([*alone, *(replace(each, due=begin + each.due) for each in requests)]))
         if failed := [record for record in ended if record.outcome != "answered"]:

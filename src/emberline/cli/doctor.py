@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from emberline import __version__
 from emberline.cli.doctor_finding import DoctorFinding
 from emberline.cli.doctor_gpu import DetectedGPU, detect_gpus
-from emberline.cli.options import add_options, given_options, parse_size
+from emberline.cli.options import add_options, explicit_options, parse_size
 from emberline.core.config import DEFAULT_MODEL, cache_dir, core_count
 from emberline.core.engine_config import EngineConfig
 from emberline.core.engine_packages import ENGINE_PACKAGES, INSTALL_HINT
@@ -329,7 +329,7 @@ def _check_quantised_weights(
 
 
 def _plan_settings(args: argparse.Namespace) -> EngineConfig:
-    given = given_options(args, EngineConfig) | ({"speculate": "mtp"} if args.mtp else {})
+    given = explicit_options(args, EngineConfig) | ({"speculate": "mtp"} if args.mtp else {})
     return EngineConfig.build(
         "",
         **given,

@@ -54,20 +54,20 @@ class FilePrompts:
 
 
 @dataclass(frozen=True, slots=True)
-class MadeUpPrompts:
+class SyntheticPrompts:
     llm: LLM
     settings: TrainingSettings
     opening: list[int]  # the tokens before a user message
 
     @staticmethod
-    def for_template(llm: LLM, settings: TrainingSettings) -> MadeUpPrompts:
+    def for_template(llm: LLM, settings: TrainingSettings) -> SyntheticPrompts:
         assert llm.template is not None
         text = llm.template.render([{"role": "user", "content": PLACEHOLDER}])
         opening, found, _ = text.partition(PLACEHOLDER)
         if not found:
             hint = "give prompts with --prompts FILE"
             raise UnsupportedModel("the chat template changes the text of user messages", hint=hint)
-        return MadeUpPrompts(llm, settings, llm.tokenizer.encode(opening, add_special=False))
+        return SyntheticPrompts(llm, settings, llm.tokenizer.encode(opening, add_special=False))
 
     def next_round(self, number: int, known: set[tuple[int, ...]]) -> list[list[int]]:
         assert self.llm.template is not None
@@ -104,7 +104,7 @@ def choose_prompt_source(llm: LLM, settings: TrainingSettings, first_token: int)
         path = Path(settings.prompts)
         return FilePrompts(llm, settings, path, list(_read_lines(path)))
     if llm.template is not None:
-        return MadeUpPrompts.for_template(llm, settings)
+        return SyntheticPrompts.for_template(llm, settings)
     return EmptyPrompts(settings, first_token)
 
 

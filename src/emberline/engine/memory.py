@@ -275,7 +275,7 @@ def usable_bytes(total_bytes: int, utilization: float, other_bytes: int = 0) -> 
     return min(int(total_bytes * utilization), total_bytes - other_bytes)
 
 
-def used_by_others(total_bytes: int, free_bytes: int, allocated_bytes: int) -> int:
+def bytes_used_by_other_processes(total_bytes: int, free_bytes: int, allocated_bytes: int) -> int:
     """Return how many bytes of a device's memory other processes use.
 
     `allocated_bytes`: bytes that this process has allocated. Up to RESERVE_BYTES of other use are ignored, because

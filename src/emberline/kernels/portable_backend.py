@@ -207,7 +207,7 @@ class PortableBackend(OpBackend):
         return self._expert_layer.select(x, mixture)
 
     def run_experts(self, x: Tensor, experts: Tensor, mixture: Mixture) -> Tensor:
-        return self._expert_layer.run_given(x, experts, mixture)
+        return self._expert_layer.run_assigned_experts(x, experts, mixture)
 
     def add_shared_expert(self, out: Tensor, normed: Tensor, mixture: Mixture) -> Tensor:
         assert mixture.shared is not None

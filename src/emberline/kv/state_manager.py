@@ -226,7 +226,7 @@ class StateKVManager(KVManager):
     # -- tiers ---------------------------------------------------------------------------------------------------------
 
     def _save_snapshot(self, digest: bytes, slot: int) -> None:
-        pages = zip(self._pages.numbers(slot), self._pages.hashes(digest), strict=True)
+        pages = zip(self._pages.page_numbers(slot), self._pages.hashes(digest), strict=True)
         self.copies.add_saves((page, page_hash, 0) for page, page_hash in pages)
 
     def _find_stored_snapshot(self, hashes: Sequence[bytes], cached: int, available: int) -> int:
@@ -265,7 +265,7 @@ class StateKVManager(KVManager):
 
     def _index_loaded_block(self, request: Request, group: int, index: int) -> int:
         if group <= STATE_GROUP:
-            return self._pages.numbers(self.states.loading_slot(request.id))[STATE_GROUP - group]
+            return self._pages.page_numbers(self.states.loading_slot(request.id))[STATE_GROUP - group]
         return super()._index_loaded_block(request, group, index)
 
     def update_loaded_prefix(self, request: Request) -> bool:

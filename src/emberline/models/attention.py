@@ -173,11 +173,11 @@ class Attention:
 
         Keys and values of all rows of x are written to the cache in both cases.
         """
-        mixed = self.mix(x, keys, values, batch, rows)
+        mixed = self.compute_attention(x, keys, values, batch, rows)
         x = x if rows is None else x[rows]
         return add_output(mixed, self.o, x, self.scaling, batch.unpacker) if len(x) else x
 
-    def mix(
+    def compute_attention(
         self,
         x: Tensor,
         keys: Tensor,

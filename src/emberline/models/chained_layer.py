@@ -47,7 +47,7 @@ class ChainedLayer:
         `following`, or None if they were not computed. x is overwritten.
 
         `qkv`: the queries, keys and values of this layer; None: computed here."""
-        mixed = self.attention.mix(x, keys, values, batch, rows, qkv=qkv)
+        mixed = self.attention.compute_attention(x, keys, values, batch, rows, qkv=qkv)
         if rows is None and isinstance(following, ChainedLayer) and len(x):
             products = LayerProducts(self.attention.o, self.ffn.gate_up, self.ffn.down, following.attention.qkv)
             if (found := run_layer_products(mixed, x, products)) is not None:

@@ -97,7 +97,7 @@ class ParallelLayer:
         exchange, normed = batch.exchange_of(rows), x
         if len(x):
             normed = ops.layer_norm(x, self.norm, self.eps, torch.empty_like(x))
-            mixed = self.attention.mix(normed, keys, values, batch, rows)
+            mixed = self.attention.compute_attention(normed, keys, values, batch, rows)
             if rows is not None:
                 x, normed = x[rows], normed[rows]
             if len(x):

@@ -147,7 +147,7 @@ class DeviceWeights(Weights):
         self._queue_stack(parts, columns, settle, gated=gated)
         return weight
 
-    def arranged_linears(
+    def load_rearranged_linears(
         self,
         parts: Sequence[tuple[str, int]],
         columns: int,
@@ -156,7 +156,7 @@ class DeviceWeights(Weights):
     ) -> list[ops.PackedWeight]:
         dtype = self.stack_dtype(parts, columns)
         if not self.packed or dtype is not torch.bfloat16:
-            return super().arranged_linears(parts, columns, arrange, rows)
+            return super().load_rearranged_linears(parts, columns, arrange, rows)
         weights = [ops.empty_weight(count, columns, dtype, self.device) for count in rows]
 
         def settle(whole: Tensor) -> None:
@@ -374,7 +374,7 @@ class DeviceWeights(Weights):
                 began = time.perf_counter()
                 uploader.wait_for_chunk()
                 waiting = time.perf_counter()
-                chunk = reader.take()
+                chunk = reader.next_chunk()
                 taken = time.perf_counter()
                 if chunk is None:
                     uploader.flush()

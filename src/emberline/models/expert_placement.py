@@ -58,10 +58,10 @@ def place_experts(loads: Sequence[float], current: Placement) -> Placement:
     largest = [max(group_loads(loads, each)) for each in candidates]
     limit = min(min(largest) * (1 + MOVE_TOLERANCE), largest[0], largest[-1])
     good = [each for each, load in zip(candidates, largest, strict=True) if load <= limit]
-    return min(good, key=lambda each: len(moved_experts(current, each)))
+    return min(good, key=lambda each: len(list_moved_experts(current, each)))
 
 
-def moved_experts(before: Placement, after: Placement) -> list[tuple[int, int]]:
+def list_moved_experts(before: Placement, after: Placement) -> list[tuple[int, int]]:
     """Return (group, expert) for each expert that a group has in `after` but not in `before`."""
     return [
         (group, expert)

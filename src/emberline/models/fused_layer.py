@@ -51,7 +51,7 @@ class FusedLayer:
 
         `normed`: x after this layer's input norm; None: computed here."""
         attention, ffn, unpacker = self.attention, self.ffn, batch.unpacker
-        mixed = attention.mix(x, keys, values, batch, rows, normed)
+        mixed = attention.compute_attention(x, keys, values, batch, rows, normed)
         x = x if rows is None else x[rows]
         if not len(x):
             return x, None

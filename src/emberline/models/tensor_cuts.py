@@ -69,7 +69,7 @@ class CutRules:
         if experts is None or self._spec is None or found is None:
             return True
         number = NUMBER.search(found[2])
-        if number is None or not any(_stem(found[2]) in _each_expert_stems(t) for t in self._spec.tensors):
+        if number is None or not any(_stem(found[2]) in _list_per_expert_stems(t) for t in self._spec.tensors):
             return True
         return int(number[1]) in self._shard.experts(experts.count)
 
@@ -148,16 +148,16 @@ class CutRules:
         columns = Section(experts.ffn, self._shard.expert_columns(experts.ffn))
         for tensors in spec.tensors:
             if "{}" in tensors.down:
-                self._add_each_expert(tensors.gate_up, tensors.down, columns)
+                self._add_per_expert_tensors(tensors.gate_up, tensors.down, columns)
             else:
                 numbers = _join(0, Section(experts.count, self._shard.experts(experts.count)))
                 self._add_stacked_experts(tensors, columns, numbers)
         if spec.shared is not None and experts.options.shared_ffn:
             width = experts.options.shared_ffn
             shared = Section(width, self._shard.shared_columns(width))
-            self._add_each_expert(spec.shared.gate_up, spec.shared.down, shared)
+            self._add_per_expert_tensors(spec.shared.gate_up, spec.shared.down, shared)
 
-    def _add_each_expert(self, gate_up: tuple[str, ...], down: str, columns: Section) -> None:
+    def _add_per_expert_tensors(self, gate_up: tuple[str, ...], down: str, columns: Section) -> None:
         for name in gate_up:
             self._add(_stem(name), _join(0, *[columns] * (2 // len(gate_up))))
         self._add(_stem(down), _join(1, columns))
@@ -178,7 +178,7 @@ def _stem(name: str) -> str:
     return NUMBER.sub("{}", name.removesuffix(".weight").removesuffix(".bias"))
 
 
-def _each_expert_stems(tensors: ExpertTensors) -> set[str]:
+def _list_per_expert_stems(tensors: ExpertTensors) -> set[str]:
     return {_stem(name) for name in (*tensors.gate_up, tensors.down) if "{}" in name}
 
 

@@ -179,7 +179,7 @@ class Weights:
             self._files.release_pages(info)
         return packed
 
-    def arranged_linears(
+    def load_rearranged_linears(
         self,
         parts: Sequence[tuple[str, int]],
         columns: int,

@@ -70,7 +70,7 @@ def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> Simu
     requests = min(SIMULATED_TOKENS / traffic.mean_output, SIMULATED_PROMPT_TOKENS / traffic.mean_prompt) - population
     end_s = warm_up_s + min(max(requests, MIN_SIMULATED_REQUESTS), MAX_SIMULATED_REQUESTS) / traffic.rate
     cluster = _build_cluster(topology, counts, task)
-    cluster.at(warm_up_s, lambda: _reset_latencies(cluster))
+    cluster.call_at(warm_up_s, lambda: _reset_latencies(cluster))
     sessions = _Sessions(traffic, seed, population, ramp_s, end_s)
     result = cluster.run(sessions, until=end_s)
     arrived = [at for at in sessions.arrivals if at >= warm_up_s]

@@ -23,7 +23,7 @@ class ToolStyle(ABC):
     families: str  # the models that write calls like this
     begin: str  # marker that opens a call, or a group of calls
     markers: tuple[str, ...]  # texts that the detokenizer must keep if they are special tokens
-    other_begins: tuple[str, ...] = ()  # further texts that open a call in the model's output
+    other_begin_markers: tuple[str, ...] = ()  # further texts that open a call in the model's output
     dropped_markers: tuple[str, ...] = ()  # texts around calls that carry no meaning of their own
     separator: str = ""  # text between two calls
     list_brackets: tuple[str, str] | None = None  # texts before and after several calls that share one `begin`
@@ -36,8 +36,8 @@ class ToolStyle(ABC):
     model_types: tuple[str, ...] = ()  # of checkpoints whose template has no signs of any style
 
     @property
-    def begins(self) -> tuple[str, ...]:
-        return (self.begin, *self.other_begins) if self.begin else self.other_begins
+    def begin_markers(self) -> tuple[str, ...]:
+        return (self.begin, *self.other_begin_markers) if self.begin else self.other_begin_markers
 
     @abstractmethod
     def make_reader(self, begin: str, first_char: str, tools: Sequence[Tool]) -> CallReader | None:

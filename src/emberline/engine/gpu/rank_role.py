@@ -37,7 +37,7 @@ class RankRole:
     draft_model: DraftModelSummary | None = None
 
     @staticmethod
-    def alone(config: ModelConfig, groups: LayerGroups, num_state_slots: int) -> RankRole:
+    def single(config: ModelConfig, groups: LayerGroups, num_state_slots: int) -> RankRole:
         """Return the role of the only rank of an engine."""
         return RankRole(groups, num_state_slots, is_leader=True, stage=Stage.from_config(config))
 

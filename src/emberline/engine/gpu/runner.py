@@ -71,7 +71,7 @@ class GPURunner:
         self.model, self.cache, self.step_stream = model, cache, device.step_stream
         self.num_blocks, self._block_size = cache.num_blocks, cache.shape.block_size
         self.groups = groups or LayerGroups.single(model.config.layers)
-        self.rank = rank or RankRole.alone(model.config, self.groups, 0 if states is None else states.num_slots)
+        self.rank = rank or RankRole.single(model.config, self.groups, 0 if states is None else states.num_slots)
         self.states, self.num_state_slots = states, self.rank.num_state_slots
         self.vocab_size, self.eos, self.max_batch_tokens = model.config.vocab, eos, limits.max_batch_tokens
         self._make_state, self.prepare = make_state, make_state.prepare

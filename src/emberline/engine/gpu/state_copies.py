@@ -21,7 +21,7 @@ class DeviceStateCopies:
         """`pages_per_slot`: pages of a slot; those that these states do not need are empty. 0: as many as they need."""
         self._states, self._cache = states, cache
         self._page_bytes = cache.shape.block_bytes
-        needed = StatePages.cut(states.shape.slot_bytes, self._page_bytes, cache.num_blocks)
+        needed = StatePages.for_slots(states.shape.slot_bytes, self._page_bytes, cache.num_blocks)
         self.pages = StatePages(cache.num_blocks, max(needed.per_slot, pages_per_slot))
         tensors = (tensor for tensor in (states.conv, states.matrices) if tensor.numel())
         # Of each layer: the bytes of all slots. The parts of a slot are in this order.

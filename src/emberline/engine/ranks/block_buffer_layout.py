@@ -32,7 +32,9 @@ class BlockBufferLayout(msgspec.Struct, frozen=True):
 
         `kv_heads`: number of KV heads of the whole model. `block_bytes`, `slot_bytes`: by rank, the size of its part of
         a block and of the recurrent states of a sequence."""
-        pages = max(StatePages.cut(slot_bytes[rank], block_bytes[rank], 0).per_slot for rank in range(layout.num_ranks))
+        pages = max(
+            StatePages.for_slots(slot_bytes[rank], block_bytes[rank], 0).per_slot for rank in range(layout.num_ranks)
+        )
         if layout.dp_attention:
             offsets = dict.fromkeys(range(layout.num_ranks), 0)
             return BlockBufferLayout(offsets, block_bytes[0], pages, has_whole_blocks=True)

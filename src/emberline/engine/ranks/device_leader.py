@@ -16,7 +16,7 @@ from emberline.engine.ranks.device_experts import move_device_experts
 from emberline.engine.ranks.device_rank_model import DeviceRankModel
 from emberline.engine.ranks.device_tiers import DeviceHostTier
 from emberline.engine.ranks.expert_moves import ExpertMoves, encode_moves
-from emberline.engine.ranks.leader import FollowerGroup, ending_group
+from emberline.engine.ranks.leader import FollowerGroup, ending_group_on_error
 from emberline.engine.ranks.leader_experts import LeaderExperts
 from emberline.engine.ranks.rank_commands import PREPARE_NEXT, RUN_UNCAPTURED, SLEEP, WAKE, encode_products
 from emberline.engine.ranks.work_codec import WorkEncoder
@@ -72,12 +72,12 @@ class DeviceLeaderRunner(GPURunner):
         count = self._num_published
         self._encoder.forget(plan.ended_ids)
         self._cleared += [block for w in plan.work for block in w.cleared_blocks]
-        with ending_group(group):
+        with ending_group_on_error(group):
             finish = super().launch(plan)
         is_published = self._num_published > count
 
         def finish_step() -> StepResult:
-            with ending_group(group):
+            with ending_group_on_error(group):
                 result = finish()
                 self._rank_model.check_connections()
             if is_published:
@@ -145,7 +145,7 @@ class DeviceLeaderRunner(GPURunner):
     def _run_on_all_ranks(self, message: bytes, run: Callable[[], Result]) -> Result:
         if (group := self._group) is None:
             return run()
-        with ending_group(group):
+        with ending_group_on_error(group):
             self._publish(message)
             result = run()
         group.finish_step()
@@ -169,7 +169,7 @@ class DeviceLeaderRunner(GPURunner):
         group = self._group
         assert group is not None
         group.check()
-        with ending_group(group):
+        with ending_group_on_error(group):
             group.publish_beside_steps(message)
             try:
                 copied = change_leader()
@@ -184,7 +184,7 @@ class DeviceLeaderRunner(GPURunner):
 
         Another model in this process may have measured further products since this model was loaded."""
         assert self._group is not None
-        with ending_group(self._group):
+        with ending_group_on_error(self._group):
             self._group.publish_beside_steps(encode_products(tuning.list_choices()))
 
     # -- for the engine (GroupRunner) ---------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class GroupExecutor:
             assert self._buffers is not None
             self._group.check()
             self._steps.start_step()
-            with ending_group(self._group):
+            with ending_group_on_error(self._group):
                 self._group.publish_copies(encode_copies(saves, loads, self._buffers.number))
 
     def copy_on_leader(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
@@ -108,7 +108,7 @@ class GroupExecutor:
 
         Before that, the tiers must neither read a saved block from its buffer nor reuse the buffer of a loaded one."""
         if saves or loads:
-            with ending_group(self._group):
+            with ending_group_on_error(self._group):
                 self.leader_executor.copy(saves, loads)
                 self._group.finish_copies()
             self._steps.finish_step()
@@ -121,7 +121,7 @@ class GroupExecutor:
         """Compute a step on all ranks, and return the logits.
 
         Raises EngineFailed, after which the group cannot be used any more."""
-        with ending_group(self._group):
+        with ending_group_on_error(self._group):
             self.publish(work, captured_layers=() if capture is None else capture.layers)
             return self.compute_on_leader(work, capture)
 
@@ -140,13 +140,13 @@ class GroupExecutor:
         self._cleared += cleared
         if work:
             self._steps.start_step()
-            with ending_group(self._group):
+            with ending_group_on_error(self._group):
                 self._group.publish(self._encoder.encode(work, self._cleared, captured_layers))
             self._cleared = []
 
     def compute_on_leader(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
         """Return the logits of a published step. Steps are computed in the order in which they were published."""
-        with ending_group(self._group):
+        with ending_group_on_error(self._group):
             logits = self.leader_executor.compute(work, capture)
         self._group.finish_step()
         self._steps.finish_step()
@@ -155,7 +155,7 @@ class GroupExecutor:
     def run_on_all(self, message: bytes, run_on_leader: Callable[[], bool]) -> bool:
         """Send a message to the other ranks, call `run_on_leader` for the leader's part, and return its result."""
         self._group.check()
-        with ending_group(self._group):
+        with ending_group_on_error(self._group):
             self._group.publish(message)
             result = run_on_leader()
         self._group.finish_step()
@@ -163,7 +163,7 @@ class GroupExecutor:
 
 
 @contextmanager
-def ending_group(group: FollowerGroup) -> Iterator[None]:
+def ending_group_on_error(group: FollowerGroup) -> Iterator[None]:
     """End the group if the `with` block fails, also by KeyboardInterrupt: other ranks are in the middle of a step."""
     try:
         yield

@@ -13,7 +13,7 @@ from emberline.engine.ranks.expert_balancer import ExpertBalancer, PlacedExperts
 from emberline.engine.ranks.expert_moves import ExpertMoves
 from emberline.engine.ranks.layout import Layout
 from emberline.models.expert_load import measure_imbalance
-from emberline.models.expert_placement import moved_experts
+from emberline.models.expert_placement import list_moved_experts
 
 UPDATE_INTERVAL_S = 1.0  # between two updates of the loads for statistics
 
@@ -65,7 +65,7 @@ class LeaderExperts:
             return True
         self._update_loads()  # before the move, because it counts by the present placement
         layer, placement = found
-        moved = moved_experts(self._layers[layer].placement, placement)
+        moved = list_moved_experts(self._layers[layer].placement, placement)
         if move({layer: placement}):
             self._moved += len(moved)
             log.info("Experts moved: layer=%d loaded=%d", layer, len(moved))

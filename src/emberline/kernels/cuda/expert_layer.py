@@ -71,7 +71,7 @@ class ExpertLayer:
         numbers, order = rows.chosen.view(len(x), -1).sort(dim=1)
         return SelectedExperts(normed, rows.weights.view(len(x), -1).gather(1, order), numbers)
 
-    def run_given(self, x: Tensor, numbers: Tensor, mixture: Mixture) -> Tensor:
+    def run_assigned_experts(self, x: Tensor, numbers: Tensor, mixture: Mixture) -> Tensor:
         """Return the output of one given expert for each row of x.
 
         `numbers`: the index of each row's expert among the experts of this rank. The kernels select experts by logits,

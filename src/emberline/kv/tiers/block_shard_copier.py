@@ -29,7 +29,7 @@ class RankShare:
     @property
     def pages_per_slot(self) -> int:
         """The number of pages that hold the whole model's states of a sequence."""
-        return StatePages.cut(self.slot_bytes, self.whole.block_bytes, 0).per_slot
+        return StatePages.for_slots(self.slot_bytes, self.whole.block_bytes, 0).per_slot
 
 
 class BlockShardCopier(HostBlockCopier):

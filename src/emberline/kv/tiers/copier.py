@@ -29,7 +29,7 @@ class HostBlockCopier:
         self._states: list[Bytes] = []  # [layer, slot, byte]
         self._pages = StatePages(cache.num_blocks, 1)
         if states is not None:
-            self._pages = StatePages.cut(states.shape.slot_bytes, self._shape.block_bytes, cache.num_blocks)
+            self._pages = StatePages.for_slots(states.shape.slot_bytes, self._shape.block_bytes, cache.num_blocks)
             tensors = (tensor for tensor in (states.conv, states.matrices) if tensor.numel())
             self._states = [tensor.flatten(2).view(torch.uint8).numpy() for tensor in tensors]
 
