@@ -15,7 +15,7 @@ from emberline.models.config_outline import outline_of
 from emberline.models.quantised_tensors import list_quantised_sizes, list_selected_quantised_sizes, select_model_tensors
 from emberline.models.shard import Shard
 from emberline.models.stage import Stage
-from emberline.models.tensor_cuts import cut_checkpoint
+from emberline.models.tensor_sharding import shard_checkpoint
 from emberline.models.weight_dtype import stored_weight_format
 from emberline.models.weight_formats import QuantisedSize, list_online_sizes
 
@@ -41,7 +41,7 @@ def estimate_rank_quantised_sizes(
     if not (whole := estimate_quantised_sizes(checkpoint, model, settings, dtype)):
         return whole
     outline = outline_of(stage.select_config(shard.shard_config(model)))
-    tensors = cut_checkpoint(select_model_tensors(checkpoint), shard)
+    tensors = shard_checkpoint(select_model_tensors(checkpoint), shard)
     if foreign := stage.foreign_tensors(model):
         names = [name for name in tensors.tensors if not re.fullmatch(foreign, name)]
         tensors = replace(tensors, tensors={name: tensors.tensors[name] for name in names})

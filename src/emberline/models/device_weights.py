@@ -347,10 +347,10 @@ class DeviceWeights(Weights):
         return FileReader.start(sorted(ranges), read_ahead_bytes=0, ranges=ranges if self.reads_ranges else None)
 
     def _add_load(self, name: str, info: TensorInfo, destination: Tensor | MatrixPart, offset: float = 0.0) -> None:
-        if info.cut is None:
+        if info.stored_slice is None:
             self._loads.append(self._make_load(name, info, destination, offset))
         else:
-            part = replace(info, cut=None, packing=None, nbytes=info.cut.num_bytes)
+            part = replace(info, stored_slice=None, packing=None, nbytes=info.stored_slice.num_bytes)
             self._gathered.add(self._make_load(name, part, destination, offset), partial(self._read_bytes, name, info))
 
     def _make_load(

@@ -3,7 +3,7 @@
 Heads, the inner width of feed-forward networks and the vocabulary are divided among ranks. Experts are divided by
 width, or whole experts among `expert_parts` groups of ranks. Fewer KV heads than ranks are replicated: each rank has
 the one that its query heads need. With data-parallel attention, every rank has all heads, for requests of its own.
-`tensor_cuts.py` says which part of each tensor of a checkpoint a rank loads. Weights are divided before they are
+`tensor_sharding.py` says which part of each tensor of a checkpoint a rank loads. Weights are divided before they are
 compressed, so each rank compresses its own part.
 
 This module does not import torch.

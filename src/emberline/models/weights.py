@@ -25,13 +25,13 @@ from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import Communicator
-from emberline.models.cut_bytes import select_bytes
 from emberline.models.dequantise import QuantisedMatrices
 from emberline.models.gguf_matrices import BlockPacker, dequantise_tensor
 from emberline.models.mapped_files import MappedFiles
 from emberline.models.quantised_tensors import QuantisedTensorInfo, select_model_tensors
 from emberline.models.shard import Shard
-from emberline.models.tensor_cuts import cut_checkpoint
+from emberline.models.slice_bytes import select_bytes
+from emberline.models.tensor_sharding import shard_checkpoint
 from emberline.models.weight_form import WeightForm
 from emberline.models.weight_formats import QuantisedSize
 from emberline.unweight.codec import WeightCodec, select_weight_codec
@@ -90,7 +90,7 @@ class Weights:
         required to run the model. `form`: how `linear`, `experts_linear` and `load_embedding_table` keep matrices.
         """
         self.shard, self.comm = shard or Shard(), comm
-        self.checkpoint = cut_checkpoint(select_model_tensors(checkpoint), self.shard)
+        self.checkpoint = shard_checkpoint(select_model_tensors(checkpoint), self.shard)
         self._blocks = None if form == "plain" else BlockPacker(form)
         # Of matrices; None: that of the file, but bfloat16 for float16. With float16, matrices of other dtypes stay.
         self.dtype = dtype
@@ -356,13 +356,15 @@ class Weights:
         flat = torch.from_numpy(self._files.view(info))
         if info.packing is not None:
             check_raw_crc(name, info, flat.numpy(), self._codec)
-        self._add_read_bytes(info.nbytes if info.cut is None or info.packing is not None else info.cut.num_bytes)
-        return select_bytes(flat, info.cut)
+        self._add_read_bytes(
+            info.nbytes if info.stored_slice is None or info.packing is not None else info.stored_slice.num_bytes
+        )
+        return select_bytes(flat, info.stored_slice)
 
     def _decode_bytes(self, name: str, info: TensorInfo) -> Tensor:
         stored, whole = self._files.view(info), info.whole
         tensor = CodedTensor.open(name, whole, lambda begin, end: stored[begin:end], self._codec)
-        if info.cut is None:
+        if info.stored_slice is None:
             out = torch.empty(whole.logical_bytes, dtype=torch.uint8)
             tensor.decode_all(stored, out.numpy(), self._pool)
             self._add_read_bytes(info.nbytes)
@@ -373,8 +375,8 @@ class Weights:
             return stored[begin:end]
 
         # Other threads may decode other tensors meanwhile, so this thread does it alone.
-        if len(spans := list(info.cut.list_spans())) > MAX_DECODED_SPANS:
-            return select_bytes(torch.from_numpy(tensor.read(read, 0, whole.logical_bytes)), info.cut)
+        if len(spans := list(info.stored_slice.list_spans())) > MAX_DECODED_SPANS:
+            return select_bytes(torch.from_numpy(tensor.read(read, 0, whole.logical_bytes)), info.stored_slice)
         parts = [tensor.read(read, *span) for span in spans]
         return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
@@ -383,8 +385,8 @@ class Weights:
             self.read_bytes += num_bytes
 
     def _view_file_bytes(self, info: TensorInfo) -> Bytes:
-        self._add_read_bytes(info.nbytes if info.cut is None else info.cut.num_bytes)
-        return select_bytes(torch.from_numpy(self._files.view(info)), info.cut).numpy()
+        self._add_read_bytes(info.nbytes if info.stored_slice is None else info.stored_slice.num_bytes)
+        return select_bytes(torch.from_numpy(self._files.view(info)), info.stored_slice).numpy()
 
     @cached_property
     def _codec(self) -> WeightCodec:
