@@ -189,7 +189,7 @@ class TestRedundantExperts:
         before = run_with_scores(engine, submissions(0.8, logprobs=0), closes=False)
         assert engine.is_preparing
         for dispatch in dispatches:  # an expert of the first rank is hot
-            dispatch.load.recent[:] = [90, 1, 0, 1]
+            dispatch.expert_row_counts.recent[:] = [90, 1, 0, 1]
         while engine.is_preparing and all(sum(each.slots.copies) == 4 for each in dispatches):
             engine.prepare_next()
         assert dispatches[0].slots.copies.tolist() == [2, 1, 1, 1]
@@ -205,7 +205,7 @@ class TestRedundantExperts:
         (dispatch,) = [each.dispatch for each in runner.model.dispatching_layers.values()]
         assert dispatch is not None
         placement = dispatch.placement
-        dispatch.load.recent[:] = [90, 1, 0, 1]
+        dispatch.expert_row_counts.recent[:] = [90, 1, 0, 1]
         for file in tmp_path.glob("*.safetensors"):
             file.unlink()
         assert engine.is_preparing and engine.prepare_next() and not engine.is_preparing

@@ -125,20 +125,20 @@ def _assess_pool(
     return replace(after, needs=(*kept, (now, need.workers_to_keep))), need
 
 
-def _is_loaded(seen: PoolObservation, state: PoolState, settings: AutoscalerSettings) -> bool:
+def _is_loaded(observation: PoolObservation, state: PoolState, settings: AutoscalerSettings) -> bool:
     """Return whether the workers have about as much work as planned. If not, more workers would not lower latencies."""
     per_worker = state.capacity.work_per_s
-    return per_worker is not None and state.forecast.fast >= 0.9 * settings.utilisation * per_worker * seen.ready
+    return per_worker is not None and state.forecast.fast >= 0.9 * settings.utilisation * per_worker * observation.ready
 
 
-def _latency_pressure(pool: PoolSettings, seen: PoolObservation, settings: AutoscalerSettings) -> float:
+def _latency_pressure(pool: PoolSettings, observation: PoolObservation, settings: AutoscalerSettings) -> float:
     """Return the worst latency for which this pool is responsible, as a share of its SLO; 0 without requests.
 
     If there is a prefill pool, it is responsible for the time to first token, and the decode pool for the times between
     tokens."""
     has_prefill_pool = any(each.role == "prefill" for each in settings.pools)
-    ttft = (seen.ttft_s or 0.0) / settings.slo.ttft_p90
-    itl = (seen.itl_s or 0.0) / settings.slo.itl_p90
+    ttft = (observation.ttft_s or 0.0) / settings.slo.ttft_p90
+    itl = (observation.itl_s or 0.0) / settings.slo.itl_p90
     if pool.role == "prefill":
         return ttft
     return itl if has_prefill_pool else max(ttft, itl)

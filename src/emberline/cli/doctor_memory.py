@@ -36,16 +36,16 @@ def check_gpus_of_ranks(settings: EngineConfig, gpus: Sequence[DetectedGPU]) -> 
 
 
 def check_gpu_memory(
-    checkpoint: Checkpoint, config: ModelConfig, given: EngineConfig, gpu_bytes: int | None, kernels: str = ""
+    checkpoint: Checkpoint, config: ModelConfig, requested: EngineConfig, gpu_bytes: int | None, kernels: str = ""
 ) -> Iterator[DoctorFinding]:
     """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses.
 
-    `given`: the settings, without the defaults of a GPU. `gpu_bytes`: the memory of each GPU; None: there are no GPUs.
+    `requested`: the settings, without the defaults of a GPU. `gpu_bytes`: the memory of each GPU; None: there are none.
     `kernels`: the name of the kernels that the GPUs use; empty: not known."""
-    settings = given.with_gpu_defaults()
+    settings = requested.with_gpu_defaults()
     kernels = settings.gpu.named_kernels or kernels
     dtype = choose_weight_dtype(checkpoint, settings.dtype, on_gpu=gpu_bytes is not None)
-    block_size = (given if gpu_bytes is None else settings).scheduler.block_size
+    block_size = (requested if gpu_bytes is None else settings).scheduler.block_size
     yield from _describe_kv_cache(config, settings, dtype, block_size)
     check_requested_weights(settings.gpu.weights, on_gpu=gpu_bytes is not None)
     if gpu_bytes is None or not _is_divisible(settings, config):

@@ -11,11 +11,11 @@ from emberline.core.clock import Clock, SystemClock
 from emberline.core.plan import BlockCopy
 from emberline.core.request import Request
 from emberline.kv.block_copies import PendingCopies
-from emberline.kv.kept_blocks import KeptBlocks
 from emberline.kv.pool import BlockPool
 from emberline.kv.prefix import PrefixChanges, PrefixIndex
 from emberline.kv.request_hashes import RequestHasher
 from emberline.kv.residency import ResidencySampler
+from emberline.kv.retained_blocks import RetainedBlocks
 from emberline.kv.tier_loads import TierLoads
 from emberline.kv.tiers.stack import TierStack
 from emberline.kv.window_tables import WindowAdmission, WindowTables
@@ -66,7 +66,7 @@ class KVManager:
         self._num_indexed: dict[str, int] = {}  # number of leading blocks in the prefix index, by request
         self._tier_loads = TierLoads(tiers, block_size, self._clock, load_timeout_s) if tiers is not None else None
         self._active_pulls: dict[str, Pull] = {}  # running pull from another engine, by request
-        self.kept = KeptBlocks(self._pool, self._release_blocks)
+        self.retained = RetainedBlocks(self._pool, self._release_blocks)
         self.copies = PendingCopies(tiers)
 
     @property
@@ -212,7 +212,7 @@ class KVManager:
             assert self.pulls is not None
             self.pulls.cancel(pull)
             in_windows = [] if self._windows is None else self._windows.remove_request(request)
-            self.kept.quarantine(pull, table + in_windows, holder)
+            self.retained.quarantine(pull, table + in_windows, holder)
         else:
             if self._tier_loads is not None:
                 self._tier_loads.cancel(request)
@@ -240,14 +240,14 @@ class KVManager:
     def parent_hashes(self) -> dict[bytes, bytes]:
         return self._prefix.parent_hashes()
 
-    def publishable_blocks(self, request: Request, first: int) -> list[int]:
-        """Return the computed blocks, from index `first` on, that other engines need to continue the submitted tokens.
+    def publishable_blocks(self, request: Request, first_index: int) -> list[int]:
+        """Return the computed blocks from `first_index` on that other engines need to continue the submitted tokens.
 
         These are the full blocks of the first group and, once they are all computed, the last blocks of each window."""
         last = request.submitted_len // self.block_size
         full = min(last, request.num_computed // self.block_size)
-        blocks = self._block_tables[request.id][first:full]
-        if self._windows is not None and full == last >= first:
+        blocks = self._block_tables[request.id][first_index:full]
+        if self._windows is not None and full == last >= first_index:
             blocks += self._windows.tail_blocks(request, request.submitted_len)
         return blocks
 
@@ -375,7 +375,7 @@ class KVManager:
         self._pool.check_invariants()
         loading = set(self._active_pulls) | (self._tier_loads.request_ids() if self._tier_loads is not None else set())
         assert loading <= self._block_tables.keys()
-        held = Counter(block for table in self._block_tables.values() for block in table) + self.kept.count_holders()
+        held = Counter(b for table in self._block_tables.values() for b in table) + self.retained.count_holders()
         if self._windows is not None:
             held.update(self._windows.held_blocks())
         assert self._pool.count_holders() == held

@@ -14,9 +14,9 @@ from dataclasses import replace
 from emberline.core.events import BlockSample
 from emberline.core.plan import BlockCopy
 from emberline.core.request import Request
-from emberline.kv.kept_blocks import KeptBlocks
 from emberline.kv.manager import KVManager
 from emberline.kv.prefix import PrefixChanges
+from emberline.kv.retained_blocks import RetainedBlocks
 
 
 class RankKVManagers:
@@ -34,7 +34,7 @@ class RankKVManagers:
         self.prefix_cache = managers[0].prefix_cache
         self.has_windows = managers[0].has_windows
         self.copies = RankCopies(self._managers)
-        self.kept: KeptBlocks = managers[0].kept  # none are kept without transfers
+        self.retained: RetainedBlocks = managers[0].retained  # none are kept without transfers
         self.residency = RankResidency(self._managers)
 
     # -- requests ------------------------------------------------------------------------------------------------------

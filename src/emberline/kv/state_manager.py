@@ -132,7 +132,7 @@ class StateKVManager(KVManager):
 
         The former hold states from the request's peer. The latter are for other engines."""
         if arrived := self._arriving.pop(request.id, ()):
-            self.kept.unpin(arrived)  # only plans after this one can overwrite them
+            self.retained.unpin(arrived)  # only plans after this one can overwrite them
         leaving = self._leaving.get(request.id, ())
         return arrived, leaving if start == self._handoff_blocks(request) * self.block_size else ()
 
@@ -149,7 +149,7 @@ class StateKVManager(KVManager):
         return cleared
 
     def _allocate_for_states(self) -> list[int]:
-        blocks = self.kept.allocate(self._pages.per_slot)
+        blocks = self.retained.allocate(self._pages.per_slot)
         self._blocks_with_states.update(blocks)
         return blocks
 
@@ -167,10 +167,10 @@ class StateKVManager(KVManager):
         self._drafted_rows.free(request.id)
         arriving = self._arriving.pop(request.id, [])
         if pull is None:
-            self.kept.unpin(arriving)
+            self.retained.unpin(arriving)
         else:
-            self.kept.unpin_after(pull, arriving)
-        self.kept.unpin(self._leaving.pop(request.id, []))
+            self.retained.unpin_after(pull, arriving)
+        self.retained.unpin(self._leaving.pop(request.id, []))
         self._boundaries.pop(request.id, None)
         request.chunk_end = 0
 
@@ -311,17 +311,17 @@ class StateKVManager(KVManager):
         first, arriving = min(num_shared, pulled), self._allocate_for_states()
         targets = self._block_tables[request.id][:pulled] + arriving
         if (pull := self.pulls.start(request, targets, (first, pulled * self.block_size))) is None:
-            self.kept.unpin(arriving)
+            self.retained.unpin(arriving)
             return False
         self._active_pulls[request.id], self._arriving[request.id] = pull, arriving
         self.copies.drop(targets[first:])
         return True
 
-    def publishable_blocks(self, request: Request, first: int) -> list[int]:
-        """Return the computed blocks, from index `first` on, that other engines need: of the prompt, then of states."""
+    def publishable_blocks(self, request: Request, first_index: int) -> list[int]:
+        """Return the computed blocks from `first_index` on that other engines need: of the prompt, then of states."""
         last = self._handoff_blocks(request)
-        blocks = self._block_tables[request.id][first : min(last, request.num_computed // self.block_size)]
-        if first <= last and request.num_computed > last * self.block_size:
+        blocks = self._block_tables[request.id][first_index : min(last, request.num_computed // self.block_size)]
+        if first_index <= last and request.num_computed > last * self.block_size:
             blocks += self._leaving.get(request.id, [])
         return blocks
 

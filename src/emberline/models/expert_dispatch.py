@@ -13,8 +13,8 @@ from torch import Tensor
 from emberline.kernels import expert_ops
 from emberline.kernels.expert_slots import ExpertSlots
 from emberline.kernels.mixture import Mixture, SelectedExperts
-from emberline.models.expert_load import ExpertLoad
 from emberline.models.expert_placement import Placement, list_slots, place_in_order
+from emberline.models.expert_row_counts import ExpertRowCounts
 from emberline.models.row_exchange import RowExchange
 from emberline.models.shard import Shard
 
@@ -25,14 +25,17 @@ class ExpertDispatch:
     def __init__(self, experts: int, groups: int, redundant: int, device: torch.device) -> None:
         """`groups`: of ranks. `redundant`: slots of each group for copies of experts. `device`: where the rows are."""
         self._experts, per_group = experts, experts // groups + redundant
-        self.load, self.slots = ExpertLoad(experts, groups), ExpertSlots(experts, groups, per_group, device)
+        self.expert_row_counts, self.slots = (
+            ExpertRowCounts(experts, groups),
+            ExpertSlots(experts, groups, per_group, device),
+        )
         self.set_placement(place_in_order(experts, groups, per_group))
 
     def set_placement(self, placement: Placement) -> None:
         """Send rows to experts as in `placement` from now on. All ranks must call this before the same step."""
         self.placement = placement
         self.slots.assign(list_slots(placement, self._experts))
-        self.load.forget_groups()
+        self.expert_row_counts.forget_groups()
 
     @staticmethod
     def for_shard(shard: Shard, experts: int, device: torch.device) -> ExpertDispatch | None:
@@ -48,7 +51,7 @@ class ExpertDispatch:
         numbers = exchange.gather(selected.numbers).long()
         slots = self.slots.choose(numbers)  # [rows of all ranks, experts per row]
         groups, ranks_per_group = slots // self.slots.per_group, comm.size // self.slots.groups
-        self.load.record(numbers.cpu().numpy(), groups.cpu().numpy())
+        self.expert_row_counts.record(numbers.cpu().numpy(), groups.cpu().numpy())
         group_of = [rank // ranks_per_group for rank in range(comm.size)]
         first = sum(exchange.counts[: comm.rank])
         own_groups, local_group = groups[first : first + exchange.num_local_rows], group_of[comm.rank]

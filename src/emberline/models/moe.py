@@ -14,7 +14,7 @@ from emberline.kernels.expert_slots import ExpertSlots
 from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert
 from emberline.models.config import ModelConfig
 from emberline.models.expert_dispatch import ExpertDispatch
-from emberline.models.expert_placement import EMPTY, Placement
+from emberline.models.expert_placement import EMPTY_SLOT, Placement
 from emberline.models.experts_spec import ExpertsSpec, ExpertTensors, SharedExpertSpec
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.movable_experts import MovableExperts
@@ -99,7 +99,7 @@ class SparseFeedForward:
         kept = dict(zip(self.dispatch.placement[group], self.mixture.experts, strict=False))
         available = kept | dict(loaded)
         unused = next(iter(self.mixture.experts))  # in an empty slot, to which no row is sent
-        experts = tuple(unused if number == EMPTY else available[number] for number in placement[group])
+        experts = tuple(unused if number == EMPTY_SLOT else available[number] for number in placement[group])
         self.mixture = replace(self.mixture, experts=experts)
         self.dispatch.set_placement(placement)
 

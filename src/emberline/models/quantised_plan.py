@@ -166,11 +166,11 @@ def stack_experts_shape(
     )
 
 
-def describe_quantised(found: WeightFormat, rows: int, columns: int) -> QuantisedMatrix:
+def describe_quantised(weight_format: WeightFormat, rows: int, columns: int) -> QuantisedMatrix:
     """Return a matrix like those of `quantise_rows`, on the meta device."""
-    kind = "fp8" if found.name == "fp8" else "int4"
-    group = found.group_columns or columns
-    codes = torch.empty(rows, columns * found.bits // 8, dtype=torch.uint8, device="meta")
+    kind = "fp8" if weight_format.name == "fp8" else "int4"
+    group = weight_format.group_columns or columns
+    codes = torch.empty(rows, columns * weight_format.bits // 8, dtype=torch.uint8, device="meta")
     dtype = torch.float32 if kind == "fp8" else torch.bfloat16
     scales = torch.empty(rows, columns // group, dtype=dtype, device="meta")
     return QuantisedMatrix("fp8" if kind == "fp8" else "int4", codes, scales, 1, group)

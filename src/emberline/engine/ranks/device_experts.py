@@ -24,7 +24,7 @@ from emberline.kernels.expert_slots import ExpertSlots
 from emberline.kernels.mixture import StackedExperts
 from emberline.kernels.packed_weight import PackedExperts
 from emberline.models.decoder import DecoderModel
-from emberline.models.expert_placement import EMPTY, Placement
+from emberline.models.expert_placement import EMPTY_SLOT, Placement
 from emberline.models.sleep import iter_instances
 
 PIECE_BYTES = 16 << 20  # sent at a time, which limits the memory for received weights
@@ -48,7 +48,7 @@ def list_transfers(before: Placement, after: Placement) -> list[ExpertTransfer]:
         ExpertTransfer(first[expert], (group, place))
         for group, experts in enumerate(after)
         for place, expert in enumerate(experts)
-        if expert not in (EMPTY, before[group][place])
+        if expert not in (EMPTY_SLOT, before[group][place])
     ]
 
 

@@ -179,7 +179,7 @@ class DeviceLeaderRunner(GPURunner):
             reports = group.wait_for(report, SLEEP_TIMEOUT_S)
         return copied + sum(each.copied_bytes for each in reports.values())
 
-    def share_products(self) -> None:
+    def share_kernel_choices(self) -> None:
         """Let the other ranks use the kernels of matrix products that this process uses now.
 
         Another model in this process may have measured further products since this model was loaded."""

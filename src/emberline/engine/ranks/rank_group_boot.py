@@ -54,7 +54,7 @@ def _load_models(
     def load(name: str) -> LoadedDeviceRanks:
         loaded[name] = divisions[name].load(groups[name], plan.memory[name])
         for other in loaded.keys() - {name}:
-            loaded[other].leader.share_products()
+            loaded[other].leader.share_kernel_choices()
         return loaded[name]
 
     members = {name: SwappedRankEngine(plan.model_bytes[name], partial(load, name)) for name in divisions}

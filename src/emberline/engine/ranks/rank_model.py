@@ -40,7 +40,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
 from emberline.models.expert_loader import ExpertLoader
-from emberline.models.expert_placement import EMPTY
+from emberline.models.expert_placement import EMPTY_SLOT
 from emberline.models.forward import ForwardBatch
 from emberline.models.loader import load_checkpoint
 from emberline.models.pipeline import PipelineModel
@@ -138,7 +138,7 @@ class RankModel:
             for layer, placement in moves.items():
                 dispatch = networks[layer].dispatch
                 assert dispatch is not None
-                new = set(placement[group]) - set(dispatch.placement[group]) - {EMPTY}
+                new = set(placement[group]) - set(dispatch.placement[group]) - {EMPTY_SLOT}
                 loaded[layer] = {expert: self._expert_loader.load(layer, expert) for expert in sorted(new)}
             failed = 0.0
         except (EmberlineError, OSError) as error:

@@ -171,15 +171,15 @@ class Drafter:
         }
         return bool(later and self._choose_lengths({r.id: r for r in pending}, later, len(running), len(later)))
 
-    def record_result(self, request: Request, work: WorkItem, first: SampledToken, num_kept: int) -> None:
+    def record_result(self, request: Request, work: WorkItem, sampled: SampledToken, num_kept: int) -> None:
         """Update the acceptance statistics with the result of a work item's draft.
 
-        `first`: the request's first sampled token, which has the further ones. `num_kept`: how many became output."""
+        `sampled`: the request's first sampled token, which has the further ones. `num_kept`: how many became output."""
         drafted = work.tokens[len(work.tokens) - work.num_draft :]
         if PENDING_TOKEN in drafted:  # of the sampled tokens, only the last differs from the draft
-            accepted = min(num_kept, len(first.further))
+            accepted = min(num_kept, len(sampled.further))
         else:
-            kept = [first, *first.further][:num_kept]
+            kept = [sampled, *sampled.further][:num_kept]
             accepted = sum(one.token == token for one, token in zip(kept, drafted, strict=False))
         request.num_drafted += work.num_draft
         request.num_accepted += accepted
