@@ -125,7 +125,7 @@ class ThreadRanks:
     def check(self) -> None:
         """Nothing can be lost between steps."""
 
-    def explain(self, reason: BaseException) -> EmberlineError:
+    def end_with_error(self, reason: BaseException) -> EmberlineError:
         self.close()
         return reason if isinstance(reason, EngineFailed) else EngineFailed(f"a step failed: {reason!r}")
 

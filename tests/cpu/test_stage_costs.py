@@ -36,7 +36,7 @@ def make_costs(layers: list[float], embedding: float = 0.0, head: float = 0.0) -
 def test_the_slowest_stage_is_as_fast_as_possible() -> None:
     costs = make_costs([1.0] * 10, embedding=0.5, head=4.0)
     assert costs.split(2, LARGE) == (7, 3)
-    assert costs.shares((7, 3)) == pytest.approx([7.5 / 14.5, 7.0 / 14.5])
+    assert costs.stage_shares((7, 3)) == pytest.approx([7.5 / 14.5, 7.0 / 14.5])
     assert make_costs([5.0, 1.0, 1.0, 1.0, 1.0, 1.0]).split(2, LARGE) == (1, 5)
 
 

@@ -71,7 +71,7 @@ class ScalingDecision:
     state: PolicyState
 
 
-def decide(
+def decide_scaling(
     observations: Mapping[str, PoolObservation], state: PolicyState, now: float, settings: AutoscalerSettings
 ) -> ScalingDecision:
     """Return the number of workers that each pool should have now, and the state for the next call."""
@@ -108,7 +108,7 @@ def _assess_pool(
     unreachable = pressure > 1 and seen.open_requests <= seen.ready and not seen.waiting_requests
     capacity = before.capacity
     if seen.ready and not seen.starting and not unreachable:
-        load = forecast.present / seen.ready
+        load = forecast.current_demand / seen.ready
         capacity = capacity.with_load(load, pressure or None, settings.utilisation, now)
     idle_since = (before.idle_since if before.idle_since is not None else now) if seen.is_idle else None
     after = replace(before, forecast=forecast, capacity=capacity, idle_since=idle_since, is_slo_unreachable=unreachable)
@@ -158,12 +158,12 @@ def _find_need(
     if per_worker is not None:
         planned = settings.utilisation * per_worker
         expected = state.forecast.predict(now, settings.start_seconds + settings.interval)
-        needs += [PoolNeed(state.forecast.present / planned, "load"), PoolNeed(expected / planned, "forecast")]
+        needs += [PoolNeed(state.forecast.current_demand / planned, "load"), PoolNeed(expected / planned, "forecast")]
         if seen.ready:
             # Prompt tokens that would wait longer than the SLO must be computed soon, besides those that arrive.
             late_tokens = max(seen.prompt_backlog - seen.ready * per_worker * settings.slo.ttft_p90, 0.0)
             recovery_rate = late_tokens / max(settings.start_seconds, settings.slo.ttft_p90)
-            needs.append(PoolNeed((state.forecast.present + recovery_rate) / per_worker, "backlog"))
+            needs.append(PoolNeed((state.forecast.current_demand + recovery_rate) / per_worker, "backlog"))
     needs.append(PoolNeed(seen.ready * seen.kv_usage / MAX_KV_USAGE, "kv"))
     if seen.slots and answers:
         taken = (seen.open_requests + seen.unassigned_requests) / seen.slots

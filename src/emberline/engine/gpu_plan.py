@@ -152,7 +152,7 @@ def plan_gpus(config: Mapping[str, Any], gpus: GPUSet, settings: EngineConfig) -
     if not plans:
         raise next(iter(errors.values()))
     rejected = {sharing: error.message for sharing, error in errors.items()}
-    shares = weights.share(outline)
+    shares = weights.list_shares(outline)
     return GPUSetPlan(outline.model_type, shares, groups, tuple(plans), rejected, outline.has_mtp_head)
 
 
@@ -187,7 +187,7 @@ class _WeightPolicy:
     tie_embeddings: bool
     online: str  # format to which matrices are quantised at load; empty: none
 
-    def share(self, outline: ModelOutline) -> tuple[WeightShare, ...]:
+    def list_shares(self, outline: ModelOutline) -> tuple[WeightShare, ...]:
         """Return the weights of a model or of one GPU's part, by kind and format."""
         found: dict[tuple[WeightKind, str], WeightShare] = {}
         copies_head = is_head_large(outline)
@@ -284,7 +284,7 @@ def _plan_one(
     sharing: KVSharing,
     max_context: int,
 ) -> GPUPlan:
-    local, shares = _local_groups(groups, rank_outline, gpus.count, sharing), weights.share(rank_outline)
+    local, shares = _local_groups(groups, rank_outline, gpus.count, sharing), weights.list_shares(rank_outline)
     scheduler, width = settings.scheduler, memory.DTYPE_BYTES[groups[0].dtype]
     tables = _choose_tables(local, max_context)
     num_tables = 1 if tables is None else len(tables.windows)

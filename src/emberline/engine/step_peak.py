@@ -81,20 +81,20 @@ def network_bytes(sizes: StepSizes, kernels: StepKernels, rows: int, max_tuned_r
 
 
 def exchange_bytes(
-    sizes: StepSizes, kernels: StepKernels, ranks: int, own: int, total: int, max_tuned_rows: int
+    sizes: StepSizes, kernels: StepKernels, ranks: int, local: int, total: int, max_tuned_rows: int
 ) -> int:
     """Return the bytes that a step needs for rows of other ranks, if ranks attend to requests of their own.
 
-    `own`: rows of this rank. `total`: rows of all ranks. This rank's feed-forward networks compute all of them, so it
+    `local`: rows of this rank. `total`: rows of all ranks. This rank's feed-forward networks compute all of them, so it
     has their inputs, and outputs that are not summed yet. A rank copies its inputs for each rank that it sends them to,
     and later receives an output of each of its rows from every rank, which it sums in float32. If experts may move
     between ranks, these outputs and sums are in float64."""
     if ranks == 1:
         return 0
     output, sum_ = (F64_BYTES, F64_BYTES) if sizes.has_movable_experts else (kernels.dtype_bytes, F32_BYTES)
-    copies = kernels.dtype_bytes * total + output * (total + ranks * own) + sum_ * own
-    of_all, of_own = (network_bytes(sizes, kernels, rows, max_tuned_rows) for rows in (total, own))
-    return sizes.hidden * copies + of_all - of_own
+    copies = kernels.dtype_bytes * total + output * (total + ranks * local) + sum_ * local
+    of_all, of_local = (network_bytes(sizes, kernels, rows, max_tuned_rows) for rows in (total, local))
+    return sizes.hidden * copies + of_all - of_local
 
 
 def unpacked_bytes(sizes: StepSizes, kernels: StepKernels) -> int:

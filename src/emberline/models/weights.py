@@ -333,7 +333,7 @@ class Weights:
         self._check_tensor(name, shape)
         info = self.checkpoint.tensor_info(name)
         if isinstance(info, QuantisedTensorInfo):
-            return self._open_quantised(name, info).whole()
+            return self._open_quantised(name, info).decode_all()
         if isinstance(info, GGUFTensorInfo):
             exact = self.dtype is torch.float32 or info.dtype == "F32"
             dtype = torch.float32 if exact else DTYPES[info.dtype]
@@ -347,7 +347,7 @@ class Weights:
 
     def _iter_matrices(self, matrices: QuantisedMatrices) -> Iterator[Tensor]:
         """Yield the matrices in order; a few are dequantised ahead, by other threads."""
-        return map_in_order(self._pool, matrices.part, range(len(matrices)))
+        return map_in_order(self._pool, matrices.decode_matrix, range(len(matrices)))
 
     def _read_bytes(self, name: str, info: TensorInfo) -> Tensor:
         return self._decode_bytes(name, info) if is_coded(info) else self._view_raw_bytes(name, info)

@@ -69,7 +69,7 @@ class DeviceCopier:
         self._num_blocks, self._states = cache.num_blocks, states
         self._size = cache.shape.block_bytes
         self._blocks_per_piece = at_once = memory.blocks_per_scratch_buffer(self._size)
-        parts = (part.flatten(2).view(WORD_DTYPE) for part in cache.parts)
+        parts = (part.flatten(2).view(WORD_DTYPE) for part in cache.tensors)
         self._parts = [part.transpose(0, 1) for part in parts]  # keys, values if any: [block, layer, word]
         _, layers, words = self._parts[0].shape
         self._pieces = [

@@ -31,7 +31,7 @@ class DeviceStateCopies:
     def clear_blocks(self, work: Sequence[WorkItem]) -> None:
         """Fill blocks that held recurrent states with zeros, before requests use them for keys and values."""
         if cleared := [block for w in work for block in w.cleared_blocks]:
-            for part in self._cache.parts:
+            for part in self._cache.tensors:
                 part.view(torch.uint8)[:, cleared] = 0  # as bytes: torch cannot do this with float8
 
     def begin_step(self, work: Sequence[WorkItem]) -> None:
@@ -79,8 +79,8 @@ class DeviceStateCopies:
             self._parts[index][slot, part].copy_(row[place])
 
     def _read_block(self, block: int) -> Tensor:
-        return torch.cat([part[:, block].reshape(-1).view(torch.uint8) for part in self._cache.parts])
+        return torch.cat([part[:, block].reshape(-1).view(torch.uint8) for part in self._cache.tensors])
 
     def _write_block(self, block: int, row: Tensor) -> None:
-        for part, values in zip(self._cache.parts, row.chunk(len(self._cache.parts)), strict=True):
+        for part, values in zip(self._cache.tensors, row.chunk(len(self._cache.tensors)), strict=True):
             part[:, block].copy_(values.view(part.dtype).view(part[:, block].shape))

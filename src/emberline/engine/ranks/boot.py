@@ -166,7 +166,7 @@ def load_rank_models(
     try:
         rank_model = load()
     except RankLost as error:
-        raise group.explain(error) from error
+        raise group.end_with_error(error) from error
     reports = {**group.wait_for(RankLoaded), layout.leader: rank_model.describe()}
     check_same_model(reports, layout)
     return rank_model, reports

@@ -214,7 +214,7 @@ def make_device_engine(
     buffers for the exchange of blocks with other engines."""
     runner = rank_model.runner
     assert isinstance(runner, DeviceLeaderRunner)
-    runner.lead(group, rank_model, host)
+    runner.lead_group(group, rank_model, host)
     tiers = None if host is None else host.make_tiers(config, runner, runner.cache.shape.dtype)
     scheduler = config.scheduler.for_model(runner.model.context)
     drafter = make_drafter(config.speculation, find_library, scheduler.max_running, continues_on_device=True)

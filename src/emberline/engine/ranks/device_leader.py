@@ -33,14 +33,14 @@ Result = TypeVar("Result")
 class DeviceLeaderRunner(GPURunner):
     """Publishes the work of each step, then launches the leader's part and samples.
 
-    Until `lead` is called, the runner computes the leader's part without the other ranks, to try its kernels."""
+    Until `lead_group` is called, the runner computes the leader's part without the other ranks, to try its kernels."""
 
     _group: FollowerGroup | None = None
     _host: DeviceHostTier | None = None
-    num_caches = 1  # see DataParallelRunner; set by `lead`
+    num_caches = 1  # see DataParallelRunner; set by `lead_group`
     experts: LeaderExperts | None = None  # None: experts stay where they are, and their rows are not counted
 
-    def lead(self, group: FollowerGroup, rank_model: DeviceRankModel, host: DeviceHostTier | None = None) -> None:
+    def lead_group(self, group: FollowerGroup, rank_model: DeviceRankModel, host: DeviceHostTier | None = None) -> None:
         """Compute steps together with the ranks of `group` from now on.
 
         `rank_model`: the leader's, which has this runner. `host`: the first KV tier; None: there are none.
@@ -209,8 +209,8 @@ class DeviceLeaderRunner(GPURunner):
 class PipelineDeviceLeaderRunner(DeviceLeaderRunner):
     """The runner of an engine with several stages, which compute different steps at the same time."""
 
-    max_in_flight = 1  # set by `lead`
+    max_in_flight = 1  # set by `lead_group`
 
-    def lead(self, group: FollowerGroup, rank_model: DeviceRankModel, host: DeviceHostTier | None = None) -> None:
-        super().lead(group, rank_model, host)
+    def lead_group(self, group: FollowerGroup, rank_model: DeviceRankModel, host: DeviceHostTier | None = None) -> None:
+        super().lead_group(group, rank_model, host)
         self.max_in_flight = group.layout.pp

@@ -184,7 +184,7 @@ class RankGroup:
         if self._failure is not None:
             raise self._failure
 
-    def explain(self, reason: BaseException) -> EmberlineError:
+    def end_with_error(self, reason: BaseException) -> EmberlineError:
         """End the group, because a step of the leader failed for this reason, and return the error."""
         self._is_lost.wait(EXPLAIN_TIMEOUT_S)  # the watching thread may find the rank that caused it
         if isinstance(reason, EngineFailed):

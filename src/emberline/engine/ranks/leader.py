@@ -65,7 +65,7 @@ class FollowerGroup(Protocol):
         """Raise EngineFailed if a rank was lost."""
         ...
 
-    def explain(self, reason: BaseException) -> EmberlineError:
+    def end_with_error(self, reason: BaseException) -> EmberlineError:
         """End the group, because a step of the leader failed for this reason, and return the error."""
         ...
 
@@ -168,9 +168,9 @@ def ending_group_on_error(group: FollowerGroup) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise group.explain(error) from error
+        raise group.end_with_error(error) from error
     except BaseException as error:
-        group.explain(error)
+        group.end_with_error(error)
         raise
 
 

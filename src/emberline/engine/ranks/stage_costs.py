@@ -83,7 +83,7 @@ class ModelCosts:
         ranges = split_layers(costs, self.head.seconds, stages, self.embedding.seconds, fits)
         return tuple(map(len, ranges))
 
-    def shares(self, stage_layers: Sequence[int]) -> list[float]:
+    def stage_shares(self, stage_layers: Sequence[int]) -> list[float]:
         """Return each stage's share of the time of all stages."""
         ends = list(accumulate(stage_layers))
         found = [
@@ -106,7 +106,7 @@ def choose_stages(config: EngineConfig, layout: Layout, model: ModelConfig) -> t
     if not layout.stage_layers:
         memory = RankMemory.from_config(config, layout.ranks_per_node, config.requested_context or model.max_context)
         layout = replace(layout, stage_layers=costs.split(layout.pp, memory))
-    return layout, costs.shares(layout.stage_layers)
+    return layout, costs.stage_shares(layout.stage_layers)
 
 
 def measure_costs(config: EngineConfig, layout: Layout) -> ModelCosts:

@@ -41,7 +41,7 @@ class BlockShardCopier(HostBlockCopier):
         self._share = share
         # [layer, block, KV head, byte]
         self._own = [part.reshape(own.layers, num_blocks, own.kv_heads, head_bytes) for part in self._parts]
-        self._whole_dims = whole.parts, whole.layers, whole.kv_heads, head_bytes
+        self._whole_dims = whole.num_tensors, whole.layers, whole.kv_heads, head_bytes
         self._pages = StatePages(num_blocks, share.pages_per_slot or 1)
         if states is not None:
             self._states = [each.flatten(2).view(torch.uint8).numpy() for each in (states.conv, states.matrices)]
