@@ -15,7 +15,7 @@ from emberline.sim.cluster import SimCluster, SimClusterConfig, SimDetail
 from emberline.sim.costmodel import CostModel
 from emberline.sim.fast_run import FastRun
 from emberline.sim.prefix_cache import SimPrefixCache
-from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
+from emberline.sim.prompt import PromptSegment, SimPromptBuilder, SimRequest
 from emberline.sim.result import RequestRecord, SimResult
 from emberline.sim.workloads.agents import AgentWorkload
 from emberline.sim.workloads.arrivals import ConstantRate
@@ -175,5 +175,5 @@ def test_simulate_prints_a_report(capsys: pytest.CaptureFixture[str], tmp_path: 
 def _request(*keys: str) -> SimRequest:
     prompt = SimPromptBuilder()
     for key in keys:
-        prompt.add(PromptPart(key, 30))
-    return prompt.build_request(keys[-1], PromptPart("reply", 5))
+        prompt.add(PromptSegment(key, 30))
+    return prompt.build_request(keys[-1], PromptSegment("reply", 5))

@@ -12,7 +12,7 @@ from emberline.sim.cluster import SimCluster, SimClusterConfig, SimDetail
 from emberline.sim.costmodel import CostModel
 from emberline.sim.job import JobOutput
 from emberline.sim.link import KVLink, KVSource, count_overlapped_tokens
-from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
+from emberline.sim.prompt import PromptSegment, SimPromptBuilder, SimRequest
 from emberline.sim.result import RequestRecord
 from emberline.sim.sessions import SingleRequest
 
@@ -23,8 +23,10 @@ CONFIG = SimClusterConfig(workers=2, kv_tokens=8192, max_running=8, batch_tokens
 
 def single(number: int, starts_at: float = 0.0, prompt: int = 64, output: int = 101) -> SingleRequest:
     builder = SimPromptBuilder()
-    builder.add(PromptPart(f"prompt-{number}", prompt))
-    return SingleRequest(starts_at, builder.build_request(f"request-{number}", PromptPart(f"reply-{number}", output)))
+    builder.add(PromptSegment(f"prompt-{number}", prompt))
+    return SingleRequest(
+        starts_at, builder.build_request(f"request-{number}", PromptSegment(f"reply-{number}", output))
+    )
 
 
 def make_cluster(config: SimClusterConfig = CONFIG) -> tuple[SimCluster, list[RequestRecord]]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from emberline.core.errors import UnsupportedModel
 from emberline.models.config import MAX_LAYERS, ModelConfig
+from emberline.models.decoder_parts import LLAMA_PARTS
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import ConfigFields
 from emberline.models.outline import AttentionKind, ExpertSizes, LayerOutline, ModelOutline
-from emberline.models.parts import LLAMA_PARTS
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.textmodel import TEXT_MODEL_TYPES, select_text_config
 

@@ -21,8 +21,8 @@ from emberline.kernels.comm.communicator import Communicator
 from emberline.models.attention_parts import LLAMA_ATTENTION
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
+from emberline.models.decoder_parts import LLAMA_PARTS
 from emberline.models.expertsconfig import NO_OPTIONS
-from emberline.models.parts import LLAMA_PARTS
 from emberline.models.rope import compute_inverse_frequencies
 from emberline.models.shard import Shard
 from emberline.models.stage import Stage

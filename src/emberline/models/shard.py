@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from emberline.core.errors import InvalidRequest
 from emberline.models.config import ModelConfig
+from emberline.models.decoder_parts import DecoderParts
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.outline import divide_evenly, divide_kv_heads, divide_latent, divide_state, divide_vocabulary
-from emberline.models.parts import DecoderParts
 
 
 @dataclass(frozen=True, slots=True)
