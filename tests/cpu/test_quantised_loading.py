@@ -98,7 +98,7 @@ def test_matrices_kept_on_a_device(name: str, tmp_path: Path, keeping: list[Quan
     checkpoint = Checkpoint.open(tmp_path)
     weights = DeviceWeights(checkpoint, device="cpu")
     weight = weights.linear([("q.weight", ROWS), ("k.weight", ROWS), ("v.weight", ROWS)], COLUMNS)
-    assert weight.layout is WeightLayout.QUANTISED and weights.fills_late and not keeping
+    assert weight.layout is WeightLayout.QUANTISED and weights.allocates_in_finish and not keeping
     planned = weights.quantised_sizes[0]
     weights.finish("")
     (matrix,) = keeping

@@ -151,17 +151,17 @@ def test_packed_experts_are_planned() -> None:
     config = ModelConfig.from_hf(QWEN3_30B_A3B)
     plain, packed = (memory.weight_bytes(config, 2, packed=packed) for packed in (False, True))
     attention = [part for part in list_weight_matrices(outline_of(config)) if part.kind == "attention"]
-    assert len(attention) == 2 * 48 and all(part.is_faster_plain for part in attention)
+    assert len(attention) == 2 * 48 and all(part.is_faster_unpacked for part in attention)
     unpacked = 2 * sum(part.num_weights for part in attention)
     assert packed - unpacked == pytest.approx((plain - unpacked) * 12.2 / 16, rel=5e-3)
-    assert not any(part.is_faster_plain for part in list_weight_matrices(outline_of(LLAMA_8B)))
+    assert not any(part.is_faster_unpacked for part in list_weight_matrices(outline_of(LLAMA_8B)))
     plan = memory.plan_engine_memory(config, gpu_config(weights="packed"), H200, "bfloat16", packed=True)
     assert plan.weights == packed
     parts = {part.kind: part for part in list_weight_matrices(outline_of(config))}
     assert weight_matrices_bytes(parts["router"], 2, packed=True) == 2 * 128 * 2048
     experts = replace(outline_of(config).experts or pytest.fail("no experts"), has_biases=True)
     biased = list_weight_matrices(replace(outline_of(config), experts=experts))
-    assert all(part.is_always_plain for part in biased if part.kind == "routed experts")
+    assert all(part.is_never_packed for part in biased if part.kind == "routed experts")
 
 
 def test_configured_kv_tokens_are_used() -> None:

@@ -40,7 +40,7 @@ class MarkerParser(OutputParser):
             (*(style.dropped_markers if style else ()), *(reasoning.dropped_markers if reasoning else ()))
         )
         self._answer_markers = MarkerFinder((*(style.begin_markers if style else ()), *self._dropped))
-        self._bare_starts = style.bare_starts if style else ""
+        self._markerless_starts = style.markerless_starts if style else ""
         self._gap_chars = WHITESPACE + (style.gap_chars if style else "")
         ends = (
             *(reasoning.end_markers if reasoning else ()),
@@ -164,7 +164,7 @@ class MarkerParser(OutputParser):
         self._gap += self._skip_chars(self._gap_chars)
         if self._at == len(self._text):
             return False
-        if self._text[self._at] in self._bare_starts:
+        if self._text[self._at] in self._markerless_starts:
             self._begin = self._head = ""
             return self._start_reader()
         marker = self._answer_markers.match(self._text, self._at)

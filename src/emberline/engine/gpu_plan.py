@@ -209,7 +209,7 @@ class _WeightPolicy:
         size = memory.weight_matrices_bytes(matrices, width, packed=self.setting == "packed", both=both)
         if matrices.kind == "norms":
             return FORMAT_NAMES[memory.F32_BYTES], size
-        stays_plain = self.setting == "packed" and matrices.is_faster_plain
+        stays_plain = self.setting == "packed" and matrices.is_faster_unpacked
         can_pack = memory.is_packable(matrices.rows, matrices.columns) and not stays_plain
         plain = FORMAT_NAMES[width]
         return ("uw12" if self.setting == "packed" else f"{plain}+uw12" if both else plain) if can_pack else plain, size

@@ -327,10 +327,10 @@ def weight_matrices_bytes(
     """Return the bytes of matrices that are stored plain, packed or in both formats. Norms and biases are float32."""
     if matrices.kind == "norms":
         return F32_BYTES * matrices.num_weights
-    if matrices.is_always_plain:
+    if matrices.is_never_packed:
         return dtype_bytes * matrices.num_weights
     size = dtype_bytes * matrices.rows * matrices.columns
-    if packed and not matrices.is_faster_plain:
+    if packed and not matrices.is_faster_unpacked:
         size = max_packed_bytes(matrices.rows, matrices.columns)
     if both and is_packable(matrices.rows, matrices.columns):
         size += max_packed_bytes(matrices.rows, matrices.columns)

@@ -126,7 +126,7 @@ class DeviceWeights(Weights):
         return whole
 
     @property
-    def fills_late(self) -> bool:
+    def allocates_in_finish(self) -> bool:
         """Whether some weights get their memory only in `finish`, when they are loaded."""
         return self.packed or bool(self.quantised_sizes)
 

@@ -94,7 +94,7 @@ def is_quantisable(matrices: WeightMatrices) -> bool:
     """Return whether matrices of this kind are kept quantised, if a checkpoint or `--weights` quantises them."""
     if matrices.kind not in QUANTISABLE_KINDS or matrices.is_never_quantised:
         return False
-    return matrices.kind == "routed experts" or not matrices.is_always_plain
+    return matrices.kind == "routed experts" or not matrices.is_never_packed
 
 
 def _module_names(kind: WeightKind, outline: ModelOutline) -> Iterator[str]:

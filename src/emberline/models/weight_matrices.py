@@ -27,8 +27,8 @@ class WeightMatrices:
     rows: int
     columns: int
     num_matrices: int = 1
-    is_always_plain: bool = False  # whether a GPU never packs them
-    is_faster_plain: bool = False  # whether a GPU keeps them in bfloat16 where others are packed
+    is_never_packed: bool = False  # whether a GPU never packs them
+    is_faster_unpacked: bool = False  # whether a GPU keeps them in bfloat16 where others are packed
     is_never_quantised: bool = False  # whether a GPU never quantises them, because their rows are reordered
 
     @property
@@ -61,7 +61,7 @@ def list_weight_matrices(outline: ModelOutline) -> list[WeightMatrices]:
     return matrices
 
 
-def is_attention_faster_plain(num_weights: int, *, has_experts: bool) -> bool:
+def is_attention_faster_unpacked(num_weights: int, *, has_experts: bool) -> bool:
     """Return whether a GPU does not pack a matrix of attention with so many weights.
 
     Kernels multiply small matrices faster in bfloat16. Beside experts these matrices are a small share of a model.
@@ -82,16 +82,16 @@ def _attention_matrices(outline: ModelOutline) -> Iterator[WeightMatrices]:
         q, kv = outline.heads * outline.head_dim, outline.kv_heads * outline.head_dim
         rows, has_gate = q * (1 + outline.has_query_gate) + 2 * kv, outline.has_query_gate
         plain_qkv, plain_o = (
-            is_attention_faster_plain(count * hidden, has_experts=outline.experts is not None and not has_gate)
+            is_attention_faster_unpacked(count * hidden, has_experts=outline.experts is not None and not has_gate)
             for count in (rows, q)
         )
-        yield WeightMatrices("attention", rows, hidden, is_never_quantised=has_gate, is_faster_plain=plain_qkv)
-        yield WeightMatrices("attention", hidden, q, is_faster_plain=plain_o)
+        yield WeightMatrices("attention", rows, hidden, is_never_quantised=has_gate, is_faster_unpacked=plain_qkv)
+        yield WeightMatrices("attention", hidden, q, is_faster_unpacked=plain_o)
         return
     yield WeightMatrices("attention", (latent.q_rank + latent.cached_dim) // latent.down_parts, hidden)
     yield WeightMatrices("attention", outline.heads * (latent.plain_dim + latent.rotary_dim), latent.q_rank or hidden)
     both = outline.heads * (latent.plain_dim + latent.value_dim)
-    yield WeightMatrices("attention", both, latent.kv_rank, is_always_plain=True)
+    yield WeightMatrices("attention", both, latent.kv_rank, is_never_packed=True)
     yield WeightMatrices("attention", hidden, outline.heads * latent.value_dim)
 
 
@@ -114,10 +114,10 @@ def _ffn_matrices(outline: ModelOutline, experts: ExpertSizes | None) -> Iterato
         if outline.ffn_vectors:
             yield WeightMatrices("norms", outline.ffn_vectors, 1)
         return
-    yield WeightMatrices("router", experts.count, hidden, is_always_plain=True)
+    yield WeightMatrices("router", experts.count, hidden, is_never_packed=True)
     plain = not can_pack_experts(hidden, experts.ffn, has_biases=experts.has_biases)
-    yield WeightMatrices("routed experts", 2 * experts.ffn, hidden, experts.local_count, is_always_plain=plain)
-    yield WeightMatrices("routed experts", hidden, experts.ffn, experts.local_count, is_always_plain=plain)
+    yield WeightMatrices("routed experts", 2 * experts.ffn, hidden, experts.local_count, is_never_packed=plain)
+    yield WeightMatrices("routed experts", hidden, experts.ffn, experts.local_count, is_never_packed=plain)
     if experts.has_router_bias:
         yield WeightMatrices("norms", experts.count, 1)
     if experts.has_biases:

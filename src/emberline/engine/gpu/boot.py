@@ -263,7 +263,7 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
     """Wait until the weights are loaded, and meanwhile compile kernels and run a test request.
 
     Return the seconds of each of these phases, by name."""
-    model, late = runner.model, isinstance(weights, DeviceWeights) and weights.fills_late
+    model, late = runner.model, isinstance(weights, DeviceWeights) and weights.allocates_in_finish
     ignorable = ignorable_tensors(model.config, runner.rank.stage)
 
     def compile_and_warm_up() -> float:
